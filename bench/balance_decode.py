@@ -22,8 +22,7 @@ from rich.table import Table
 from bench.decode_rules import PEERS, rule
 from bench.decode_world import Load, Result, World, r1_load, trace_loads
 from bench.shared_data import AZURE, MOONCAKE, why_missing
-from hadal.policy.decode_balance import Arrival, place
-from hadal.policy.decode_moves import Move, MoveTerms, choose_moves
+from hadal.policy.decode_balance import Arrival, Move, MoveTerms, choose_moves, place
 
 NUM_RANKS, NUM_SLOTS, NUM_RUNNING = 144, 128, 96
 STALE_STEPS = 4

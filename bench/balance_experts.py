@@ -26,8 +26,8 @@ from bench.balance_replan import replans, windows
 from bench.balance_traffic import traffic
 from bench.expert_loads import DECODE, NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
 from bench.shared_data import EXPERT_LOADS, find, why_missing
-from hadal.policy.expert_balance import Cluster, balance
-from hadal.policy.expert_packing import Floats
+from hadal.policy.experts.balance import Cluster, balance
+from hadal.policy.experts.search import Floats
 
 CASES = (
     ("prefill 32", "fast", 32, 9, PREFILL),

@@ -38,7 +38,7 @@ from bench.balance_prefill_sim import (
     round_robin,
     simulate,
 )
-from hadal.policy.prefill_budget import StepLimits
+from hadal.policy.prefill_balance import StepLimits
 
 OURS = "hadal"
 SHARE = 0.75

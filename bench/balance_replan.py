@@ -15,8 +15,8 @@ from rich.table import Table
 
 from bench.expert_loads import DECODE, NUM_GROUPS, NUM_NODES, read_loads, timed
 from hadal.core.placement import Placement
-from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, balancedness
-from hadal.policy.expert_packing import Floats
+from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedness
+from hadal.policy.experts.search import Floats
 
 CASES = (
     ("prefill 32", 32, 9, 0.10, 0.99),

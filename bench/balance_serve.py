@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hadal.cli import app
 from hadal.runtime import launch
-from hadal.runtime.child import Child
+from hadal.runtime.process.child import Child
 
 RANK_MODULE = {"hadal.runtime.rank": "bench.balance_device"}
 

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from bench.expert_loads import NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
 from hadal.core.placement import Placement
-from hadal.policy.expert_balance import Cluster, balance
-from hadal.policy.expert_packing import Floats, Ints, Singles
+from hadal.policy.experts.balance import Cluster, balance
+from hadal.policy.experts.search import Floats, Ints, Singles
 
 NUM_RANKS, NUM_SLOTS = 32, 9
 TOP_GROUPS, TOP_EXPERTS = 4, 8

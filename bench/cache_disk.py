@@ -32,9 +32,8 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import LoadBlocks, StoreBlocks
-from hadal.runtime.disk import DiskStore
-from hadal.runtime.disk_buffer import make_buffer
-from hadal.runtime.segment import Segment, segment_numbers
+from hadal.runtime.store.disk import DiskStore
+from hadal.runtime.store.segments import Segment, make_buffer, segment_numbers
 
 PLAIN_BYTES = 8 * 1024 * 1024
 """Of one plain read or write."""

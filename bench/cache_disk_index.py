@@ -31,11 +31,15 @@ from bench.cache_disk import working_folder
 from hadal.core.cache import NAME_BYTES, Place, split
 from hadal.kv.disk_index import DiskIndex
 from hadal.kv.disk_slots import DiskSlots
-from hadal.runtime.disk_own import OwnBlocks
-from hadal.runtime.disk_segments import OwnSegments
-from hadal.runtime.disk_trouble import Troubles
-from hadal.runtime.disk_view import DiskView
-from hadal.runtime.segment import Segment, segment_bytes, segment_numbers
+from hadal.runtime.store.own import OwnBlocks
+from hadal.runtime.store.segments import (
+    OwnSegments,
+    Segment,
+    Troubles,
+    segment_bytes,
+    segment_numbers,
+)
+from hadal.runtime.store.view import DiskView
 
 BATCH = 64
 SEGMENT_SLOTS = 4096

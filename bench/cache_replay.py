@@ -35,7 +35,7 @@ from hadal.core.cache import NAME_BYTES, num_names, slice_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.kv.blocks import BlockAllocator
 from hadal.policy.eviction import Arc, Lru
-from hadal.sim.disk_replay import DiskReplay
+from hadal.sim.day.cache import DiskReplay
 
 Policy = type[Arc | Lru]
 SHARES = (0.1, 0.03)
@@ -102,7 +102,7 @@ def memory(trace: Trace, num_blocks: int, policy: Policy = Arc) -> Outcome:
 def disk(
     trace: Trace, num_slots: int, policy: Policy = Arc, *, with_answers: bool = False
 ) -> Outcome:
-    """Through one writer's slots and one leader's index (sim/disk_replay), nothing in memory."""
+    """Through one writer's slots and one leader's index (sim/day/cache), nothing in memory."""
     cache = DiskReplay(num_slots, policy)
     answers = count(1 << 100)
     num_hit = num_touched = 0

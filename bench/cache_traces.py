@@ -19,7 +19,7 @@ from bench.balance_loads import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
 from bench.shared_data import shared_data
 from hadal.core.cache import NAME_BYTES
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.sim.traces import mooncake_rows
+from hadal.sim.plan.traffic import mooncake_rows
 
 TRACES = ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz")
 NAMES_ID = TRACE_BLOCK_TOKENS // BLOCK_TOKENS

@@ -26,7 +26,7 @@ from bench.checkpoints import MID, mid_model
 from bench.client import stream
 from bench.server import Running, launched, wait_ready
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.runtime.segment import Segment, segment_numbers
+from hadal.runtime.store.segments import Segment, segment_numbers
 
 SIZES = (512, 1024, 2048, 4000)
 """Prompt tokens; the last is what the model's 4096 positions leave room for."""

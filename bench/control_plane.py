@@ -25,8 +25,8 @@ from rich.table import Table
 
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.perf.step import StepModel
-from hadal.sim.world import FleetWorld
-from hadal.sim.world_requests import Requests
+from hadal.sim.world.seen import Requests
+from hadal.sim.world.world import FleetWorld
 
 REQUESTS_PER_S = 2_000.0
 TOKENS_IN, TOKENS_OUT = 1_650.0, 400.0

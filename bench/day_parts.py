@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hadal.commands.simulate_run import expert_ranks
-from hadal.sim.cache_day import CacheDay
-from hadal.sim.day_load import cache_day
-from hadal.sim.study import Study
+from hadal.sim.day.cache import CacheDay
+from hadal.sim.day.load import cache_day
+from hadal.sim.day.study import Study
 
 QUICK_CACHE_SAMPLE = 40_000.0
 """One session in so many meets the cache in a quick run: it hits 56.2 % of the day, with the

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.shared_data import shared_data
-from hadal.policy.decode_moves import Move, RunningView
+from hadal.policy.decode_balance import Move, RunningView
 from hadal.policy.views import DecodeRanksView, Ints
 
 KV_S = 2.9e-8

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hadal.policy.expert_packing import Floats
+from hadal.policy.experts.search import Floats
 
 PREFILL = (
     "prefill_in512",

@@ -20,8 +20,8 @@ from rich.table import Table
 from bench.expert_loads import DECODE, PREFILL, read_loads
 from bench.shared_data import EXPERT_LOADS, find, why_missing
 from hadal.core.placement import spread
-from hadal.policy.expert_balance import Cluster, balance, rank_loads
-from hadal.policy.expert_packing import Floats
+from hadal.policy.experts.balance import Cluster, balance, rank_loads
+from hadal.policy.experts.search import Floats
 from hadal.sim.expert_loads import NUM_GROUPS, RANKS_PER_NODE, draw_loads, keeps_groups
 
 UNITS = {"prefill": 32, "decode": 144}

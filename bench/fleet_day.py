@@ -25,10 +25,8 @@ from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import FLAT, DayShape, Floats
 from hadal.policy.scaling import RoleRules, ScalingRules, Units
 from hadal.roles.fleet import Fleet
-from hadal.sim.day import FIRST_HOUR, SHAPE, DemandCurve
-from hadal.sim.fluid import Faults, FluidDay
-from hadal.sim.fluid_engine import UnitModel
-from hadal.sim.fluid_hours import Day
+from hadal.sim.day.clock import FIRST_HOUR, SHAPE, DemandCurve
+from hadal.sim.day.fluid import Day, Faults, FluidDay, UnitModel
 
 NODE_HOUR_USD = 16.0
 PUBLISHED_MEAN, PUBLISHED_PEAK = 226.75, 278

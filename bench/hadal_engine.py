@@ -20,9 +20,9 @@ from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
 from hadal.kernels.library import isa
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
-from hadal.model.weights import load_weights
 
 MAX_BATCH = 64
 MAX_TOKENS = 2304

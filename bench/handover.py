@@ -33,10 +33,10 @@ from bench import handover_live
 from bench.checkpoints import MID, ROOT, SHIPPED
 from hadal.core.messages import BLOCK_TOKENS, KvLease
 from hadal.core.model_config import read_model_config
-from hadal.runtime.grants import Grant, Grants
-from hadal.runtime.kv_nixl import package
-from hadal.runtime.kv_pool import KvPool, PoolAddress, Shape, pool_name, remove_segments
-from hadal.runtime.kv_wire import KvWire
+from hadal.runtime.transfer.grants import Grant, Grants
+from hadal.runtime.transfer.kv import KvWire
+from hadal.runtime.transfer.nixl import package
+from hadal.runtime.transfer.pool import KvPool, PoolAddress, Shape, pool_name, remove_segments
 
 HOST = "127.0.0.1"
 SECRET = b"bench of pulls ..."

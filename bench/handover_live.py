@@ -36,11 +36,11 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepPlan
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
-from hadal.model.weights import load_weights
 from hadal.runtime.host import SWITCH_INTERVAL_S
-from hadal.runtime.kv_nixl import package
+from hadal.runtime.transfer.nixl import package
 
 AIM = 1.10
 NUM_OUTPUT = 2

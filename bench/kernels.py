@@ -16,11 +16,9 @@ import torch.nn.functional as F
 
 from bench.machine import Limits, describe, measure_limits
 from hadal.kernels import library
-from hadal.kernels.experts import experts
-from hadal.kernels.linear import linear
-from hadal.kernels.mla_decode import mla_decode
-from hadal.reference import experts as experts_twin
-from hadal.reference import mla_decode as mla_twin
+from hadal.kernels.ops import experts, linear, mla_decode
+from hadal.reference import ops as experts_twin
+from hadal.reference import ops as mla_twin
 
 SECONDS = 0.5
 EXPERT_SHAPES = {  # hidden, width, experts, chosen

@@ -21,10 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hadal.core.facts import Fact, NodesFact, PackedFacts, RequestFact, micros, sum_kv_tokens
-from hadal.runtime.ledger_place import ledger_url, spool_place
-from hadal.runtime.ledger_spool import Spool
-from hadal.runtime.ledger_store import Store
-from hadal.runtime.ledger_writer import LINGER_S, MAX_BATCH, LedgerWriter
+from hadal.runtime.ledger.store import Store, ledger_url, spool_place
+from hadal.runtime.ledger.writer import LINGER_S, MAX_BATCH, LedgerWriter, Spool
 from hadal.stats.prices import DAY_S, R1
 from hadal.stats.report import report
 from hadal.stats.tally import Columns, Tally

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hadal.kernels.linear import linear
+from hadal.kernels.ops import linear
 
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 

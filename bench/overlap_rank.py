@@ -24,9 +24,9 @@ import torch
 from bench.overlap_device import DeviceCase, VirtualRank
 from bench.overlap_model import ModelCase, ModelRank
 from bench.overlap_net import LINK
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.plans import Member
-from hadal.runtime.entry import die_with
+from hadal.runtime.process.entry import die_with
 
 EXCHANGE_TIMEOUT_S = 30.0
 

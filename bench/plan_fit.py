@@ -5,7 +5,7 @@ first token.
 
 A unit of the simulator takes DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at
 the rate that the planner expects to put so many of them into a rank's step. Printed: the step and
-TTFT that were simulated, what sim/plan_units says of a step of the same tokens and of the rate, and
+TTFT that were simulated, what sim/plan/units says of a step of the same tokens and of the rate, and
 which constants would have fitted best. Needs no GPU and no data.
 """
 
@@ -27,11 +27,11 @@ from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsCo
 from hadal.perf.hardware import hardware_named
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import StepModel
-from hadal.policy.slo import Slo
-from hadal.sim.hour import uncollected
-from hadal.sim.plan_deploy import prompts_max
-from hadal.sim.plan_traffic import Traffic
-from hadal.sim.plan_units import (
+from hadal.policy.capacity import Slo
+from hadal.sim.day.curves import uncollected
+from hadal.sim.plan.deploy import prompts_max
+from hadal.sim.plan.traffic import Traffic
+from hadal.sim.plan.units import (
     PAIRS_UNEVEN,
     STEPS_BEFORE,
     TOKENS_UNEVEN,
@@ -40,9 +40,9 @@ from hadal.sim.plan_units import (
     Pricing,
     tail_of,
 )
-from hadal.sim.plan_verify import CONTEXT_MAX, arrivals
-from hadal.sim.world import FleetWorld
-from hadal.sim.world_seen import quantiles
+from hadal.sim.plan.verify import CONTEXT_MAX, arrivals
+from hadal.sim.world.seen import quantiles
+from hadal.sim.world.world import FleetWorld
 
 TRAFFIC = Traffic(kv_length=4989.0)
 PROMPTS = (0.3, 0.7, 1.2, 1.8, 2.5)

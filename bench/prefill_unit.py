@@ -28,13 +28,13 @@ from hadal.core.config import PREFILL
 from hadal.overlap.plan import SCHEDULES, Schedule
 from hadal.perf.layer import MicroBatch
 from hadal.perf.step import StepModel
-from hadal.sim.cache_day import CacheDay
-from hadal.sim.day_load import LoadFigures, day_load
+from hadal.sim.day.cache import CacheDay
+from hadal.sim.day.curves import prefill_reading, prefill_world
+from hadal.sim.day.load import LoadFigures, day_load
+from hadal.sim.day.study import Study
 from hadal.sim.runners import StepWork
-from hadal.sim.study import Study
-from hadal.sim.unit_curves import prefill_reading, prefill_world
-from hadal.sim.world import FleetWorld
-from hadal.sim.world_seen import StepReading, part_inside
+from hadal.sim.world.seen import StepReading, part_inside
+from hadal.sim.world.world import FleetWorld
 
 SEEDS = 3
 QUICK_S = 8.0

@@ -36,22 +36,22 @@ BEFORE, NOW, TAGGED = "before", "now", "tagged"
 # above ----
 def between_hosts() -> None:
     """Let this process take every peer for one on another host."""
-    from hadal.comm import mesh_poller
-    from hadal.runtime import peers
+    from hadal.comm.mesh import mesh
+    from hadal.runtime.transfer import peers
 
-    peers.is_near = mesh_poller.is_near = lambda address: False
+    peers.is_near = mesh.is_near = lambda address: False
 
 
 def wire_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
     """A pool and what it is pulled from, or pulls, with."""
-    from hadal.runtime.kv_pool import KvPool, pool_name
-    from hadal.runtime.kv_wire import KvWire
+    from hadal.runtime.transfer.kv import KvWire
+    from hadal.runtime.transfer.pool import KvPool, pool_name
 
     pool = KvPool.create(
         pool_name(f"cost{os.getppid()}", unit, str(os.getpid())), (num_blocks, LAYERS, 64, 80)
     )
     try:
-        from hadal.runtime.grants import Grants
+        from hadal.runtime.transfer.grants import Grants
     except ImportError:  # Before there was a secret.
         return pool, KvWire(pool, "tcp", host=HOST, key=SECRET[:16])
     return pool, KvWire(pool, "tcp", host=HOST, secret=SECRET, grants=Grants(SECRET, unit))
@@ -61,7 +61,7 @@ def hand_over(wire: Any, lease: Any) -> None:
     """Let the puller have the lease as it would over the wire of messages."""
     try:
         from hadal.core.messages import Ahead
-        from hadal.runtime.grants import Grants
+        from hadal.runtime.transfer.grants import Grants
     except ImportError:
         return
     message = Ahead(None, lease)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def exchange(rank: int, num_rounds: int) -> None:
     """Exchange with the other rank; print microseconds of the median exchange by size."""
     import torch
 
-    from hadal.comm.mesh import MeshGroup
+    from hadal.comm.mesh.mesh import MeshGroup
     from hadal.core.plans import Member
 
     torch.set_num_threads(1)

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.day_parts import cache_of, placed
-from hadal.commands.simulate_processes import processes
+from hadal.commands.simulate_run import processes
 from hadal.policy.scaling import Units
-from hadal.sim.cache_day import CacheDay
-from hadal.sim.hour import HourSetting, HourWindow, run_hour
-from hadal.sim.study import Study
+from hadal.sim.day.cache import CacheDay
+from hadal.sim.day.curves import HourSetting, HourWindow, run_hour
+from hadal.sim.day.study import Study
 
 HOUR = 10
 """Since second 0: 22:00 in Beijing, when most is asked for."""

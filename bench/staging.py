@@ -26,11 +26,10 @@ from bench.checkpoints import ROOT, SHIPPED
 from hadal.core.handshake import key_of
 from hadal.core.placement import spread
 from hadal.core.plans import Source, Staged, StagePlan
+from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
-from hadal.model.weights import load_weights
 from hadal.runtime.background import SHARE, Pace
-from hadal.runtime.expert_wire import PURPOSE, ExpertClient, ExpertServer, ExpertWire
-from hadal.runtime.stager import Stager
+from hadal.runtime.transfer.experts import PURPOSE, ExpertClient, ExpertServer, ExpertWire, Stager
 
 HOST = "127.0.0.1"
 KEY = key_of(b"bench", PURPOSE)

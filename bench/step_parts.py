@@ -24,7 +24,7 @@ from bench.hadal_engine import HadalSubject
 from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease, Tokens
 from hadal.core.plans import DecodePlan, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Execute, Pull
-from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode.leader import DecodeLeader
 from hadal.runtime.wire import ZmqWire
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95, seed=7)

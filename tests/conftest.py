@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hadal.runtime.ledger_place import LEDGER_VARIABLE
+from hadal.runtime.ledger.store import LEDGER_VARIABLE
 from tests.fresh import RUN, VARIABLE
 
 os.environ[LEDGER_VARIABLE] = (

@@ -17,8 +17,8 @@ import pytest
 import hadal.gateway.process
 import hadal.runtime.core
 import hadal.runtime.launch
-import hadal.sim.fluid
-import hadal.sim.world
+import hadal.sim.day.fluid
+import hadal.sim.world.world
 from hadal.core.config import Deployment, FleetConfig
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -32,10 +32,10 @@ SERVER = (
 )
 """What `hadal serve` starts, and what starts it."""
 SIMULATOR = (
-    "hadal.sim.world",
-    "hadal.sim.fluid",
-    "hadal.sim.cache_day",
-    "hadal.sim.replay",
+    "hadal.sim.world.world",
+    "hadal.sim.day.fluid",
+    "hadal.sim.day.cache",
+    "hadal.sim.replay.replay",
     "hadal.commands.simulate",
 )
 """What simulates. A module that is not there yet is left out."""
@@ -51,17 +51,10 @@ PLACING = (
 )
 ONLY_LIVE = {
     "roles": {
-        "rank_blame": RANKS,
-        "rank_book": RANKS,
-        "rank_results": RANKS,
-        "rank_states": RANKS,
-        "ranks": RANKS,
-        "notes": RANKS,
-        "experts": PLACING,
-        "expert_gain": PLACING,
-        "expert_install": PLACING,
-        "expert_window": PLACING,
-        "fleet_rules": "reads a deployment's [fleet] table; the fluid day is given its rules",
+        "ranks.book": RANKS,
+        "ranks.ranks": RANKS,
+        "experts.experts": PLACING,
+        "experts.gain": PLACING,
     },
     "policy": {},
 }
@@ -78,38 +71,33 @@ SIZES = (
     " into a deployment"
 )
 SPREAD = "what the balancer that serves leaves of drawn loads: no simulated rank moves replicas"
+SHAPE = "the shape of a trace, which is what the planner is asked about"
 DIRECT = {
-    ("cache_day", "eviction.Arc"): CACHE_DAY,
-    ("cache_day", "eviction.Lru"): CACHE_DAY,
-    ("disk_replay", "eviction.Arc"): CACHE_DAY,
-    ("disk_replay", "eviction.Lru"): CACHE_DAY,
-    ("study", "eviction.Arc"): CACHE_DAY,
-    ("study", "eviction.Lru"): CACHE_DAY,
-    ("day", "demand.DayShape"): VALUE,
-    ("day_load", "demand.DayShape"): VALUE,
-    ("plan_day", "demand.DayShape"): VALUE,
-    ("plan_traffic", "demand.DayShape"): VALUE,
-    ("study", "scaling.RoleRules"): VALUE,
-    ("study", "scaling.ScalingRules"): VALUE,
-    ("plan_day", "scaling.RoleRules"): VALUE,
-    ("plan_day", "scaling.ScalingRules"): VALUE,
-    ("plan_verify", "scaling.RoleRules"): VALUE,
-    ("day_fluid", "scaling.Units"): VALUE,
-    ("hour", "scaling.Units"): VALUE,
-    ("plan", "slo.Slo"): VALUE,
-    ("plan_units", "slo.Slo"): VALUE,
-    ("unit_curves", "capacity.DecodePoint"): SIZES,
-    ("unit_curves", "capacity.decode_capacity"): SIZES,
-    ("plan", "capacity.units_needed"): SIZES,
-    ("plan_units", "capacity.prefill_use"): SIZES,
-    (
-        "plan_traffic",
-        "demand.learned_shape",
-    ): "the shape of a trace, which is what the planner is asked about",
-    ("expert_loads", "expert_balance.balance"): SPREAD,
-    ("expert_loads", "expert_balance.rank_loads"): SPREAD,
-    ("expert_loads", "expert_balance.Cluster"): SPREAD,
-    ("expert_loads", "expert_balance.ExpertPlan"): SPREAD,
+    ("day.cache", "eviction.Arc"): CACHE_DAY,
+    ("day.cache", "eviction.Lru"): CACHE_DAY,
+    ("day.study", "eviction.Arc"): CACHE_DAY,
+    ("day.study", "eviction.Lru"): CACHE_DAY,
+    ("day.clock", "demand.DayShape"): VALUE,
+    ("day.load", "demand.DayShape"): VALUE,
+    ("day.study", "scaling.RoleRules"): VALUE,
+    ("day.study", "scaling.ScalingRules"): VALUE,
+    ("day.curves", "scaling.Units"): VALUE,
+    ("day.curves", "capacity.DecodePoint"): SIZES,
+    ("day.curves", "capacity.decode_capacity"): SIZES,
+    ("plan.plan", "demand.DayShape"): VALUE,
+    ("plan.traffic", "demand.DayShape"): VALUE,
+    ("plan.plan", "scaling.RoleRules"): VALUE,
+    ("plan.plan", "scaling.ScalingRules"): VALUE,
+    ("plan.verify", "scaling.RoleRules"): VALUE,
+    ("plan.plan", "capacity.Slo"): VALUE,
+    ("plan.units", "capacity.Slo"): VALUE,
+    ("plan.plan", "capacity.units_needed"): SIZES,
+    ("plan.units", "capacity.prefill_use"): SIZES,
+    ("plan.traffic", "demand.learned_shape"): SHAPE,
+    ("expert_loads", "experts.balance.balance"): SPREAD,
+    ("expert_loads", "experts.balance.rank_loads"): SPREAD,
+    ("expert_loads", "experts.balance.Cluster"): SPREAD,
+    ("expert_loads", "experts.balance.ExpertPlan"): SPREAD,
 }
 """(module of sim/, class or function of policy/) used past the roles -> why. Constants and types
 may be.
@@ -131,7 +119,12 @@ DECIDES = (
 """First words of what a decision is called."""
 NOT_DECIDED: dict[str, str] = {}
 """Such a name in sim/ -> why it decides nothing that serves."""
-ROLES = ("front.Front", "prefill.PrefillLeader", "decode.DecodeLeader", "fleet.Fleet")
+ROLES = (
+    "front.front.Front",
+    "prefill.leader.PrefillLeader",
+    "decode.leader.DecodeLeader",
+    "fleet.Fleet",
+)
 """Those that a simulated fleet is made of."""
 
 
@@ -280,11 +273,11 @@ def test_both_reach_every_role(tree: Tree, role: str) -> None:
 
 def test_they_are_the_very_classes() -> None:
     """What the modules that host roles mean by their names."""
-    assert hadal.sim.world.Front is hadal.gateway.process.Front
-    assert hadal.sim.world.PrefillLeader is hadal.runtime.core.PrefillLeader
-    assert hadal.sim.world.DecodeLeader is hadal.runtime.core.DecodeLeader
+    assert hadal.sim.world.world.Front is hadal.gateway.process.Front
+    assert hadal.sim.world.world.PrefillLeader is hadal.runtime.core.PrefillLeader
+    assert hadal.sim.world.world.DecodeLeader is hadal.runtime.core.DecodeLeader
     made = hadal.runtime.launch.make_fleet(Deployment(fleet=FleetConfig(mode="auto")), 0.0)
-    assert type(made) is hadal.sim.fluid.Fleet
+    assert type(made) is hadal.sim.day.fluid.Fleet
 
 
 def test_the_simulator_asks_policies_through_the_roles(tree: Tree) -> None:
@@ -305,7 +298,7 @@ def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
     """
     front = [
         "from hadal.policy import admission",
-        "from hadal.policy.rank_choice import choose_rank",
+        "from hadal.policy.prefill_balance import choose_rank",
         "class Front: ...",
     ]
     world = [
@@ -314,7 +307,7 @@ def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
         "from hadal.policy.guess import guess",
         "from hadal.policy.admission import LIMIT",
         "if TYPE_CHECKING:",
-        "    from hadal.policy.rank_choice import choose_rank",
+        "    from hadal.policy.prefill_balance import choose_rank",
     ]
     own_front = [
         "class Front:",
@@ -327,8 +320,8 @@ def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
         "roles/front": front,
         "sim/front": own_front,
         "policy/admission": ["LIMIT = 3", "def admit(view): ..."],
-        "sim/world": world,
-        "policy/rank_choice": ["def choose_rank(ranks): ..."],
+        "sim/world/world": world,
+        "policy/prefill_balance": ["def choose_rank(ranks): ..."],
         "policy/guess": ["def guess(): ..."],
     }
     for name, lines in sources.items():
@@ -337,6 +330,6 @@ def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
         path.write_text("\n".join(lines), encoding="utf-8")
     tree = Tree(tmp_path)
     assert unlike(tree, "roles") == ({"front"}, set())
-    assert unlike(tree, "policy") == ({"rank_choice"}, {"guess"})
-    assert direct(tree) == {("world", "guess.guess")}
+    assert unlike(tree, "policy") == ({"prefill_balance"}, {"guess"})
+    assert direct(tree) == {("world.world", "guess.guess")}
     assert decided_again(tree) == {"front", "front.Front", "front.choose_rank", "front._plan_step"}

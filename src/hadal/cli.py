@@ -206,7 +206,7 @@ def serve(
     from hadal.runtime.banner import Banner, log_status
     from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
-    from hadal.runtime.logs import JSON, TEXT, start_log
+    from hadal.runtime.process.logs import JSON, TEXT, start_log
     from hadal.runtime.resolve import resolve
 
     level = "warning" if quiet and log_level == "info" else log_level
@@ -253,7 +253,7 @@ def chat(
     """Chat in the terminal with a running server: thinking behind a bar, tokens per second after
     each answer.
     """
-    from hadal.gateway.terminal_chat import chat as talk
+    from hadal.gateway.terminal import chat as talk
 
     sys.exit(
         talk(
@@ -497,8 +497,8 @@ def balance(
     """Place experts on ranks for measured loads; print the plan, or how balanced it is beside
     today's.
     """
-    from hadal.policy import expert_report as report
-    from hadal.policy.expert_balance import balance as plan_experts
+    from hadal.policy.experts import report as report
+    from hadal.policy.experts.balance import balance as plan_experts
     from hadal.progress import Bar
 
     try:
@@ -565,7 +565,7 @@ def _read_json(path: Path) -> Any:
 
 def _dry_run(config: Path | None, overrides: dict[str, Any], tables: _Tables) -> int:
     """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
-    from hadal.runtime.dry_run import print_plan
+    from hadal.runtime.banner import print_plan
     from hadal.runtime.resolve import plan, why_not_run
 
     try:
@@ -601,7 +601,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
-    from hadal.runtime.private import read_private
+    from hadal.runtime.process.private import read_private
 
     if any(not key.strip() for key in given):
         raise ConfigError(

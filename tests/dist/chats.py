@@ -20,8 +20,8 @@ import torch
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.evals.run import held_out_examples
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
-from hadal.model.weights import load_weights
-from hadal.reference.generate import generate
+from hadal.model.checkpoint import load_weights
+from hadal.reference.model import generate
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import Case

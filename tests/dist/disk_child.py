@@ -20,7 +20,7 @@ import numpy as np
 from hadal.core.cache import split
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import StoreBlocks
-from hadal.runtime.disk import DiskStore
+from hadal.runtime.store.disk import DiskStore
 
 FINGERPRINT = "kills"
 BLOCK_BYTES = 5000

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.placement import Placement, spread
@@ -31,12 +31,11 @@ from hadal.core.plans import (
     StepDone,
 )
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Recorder
-from hadal.model.experts import ExpertStore
-from hadal.model.membership import Membership
+from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
-from hadal.model.weights import load_weights
 from hadal.overlap.plan import SEQUENTIAL, Schedule
 from hadal.reference.params import ModelWeights
 

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from hadal.core.facts import Fact, PackedFacts, RequestFact, sum_kv_tokens
-from hadal.runtime.ledger_place import ledger_url, spool_place
-from hadal.runtime.ledger_spool import Spool
-from hadal.runtime.ledger_store import Store, StoreDown
-from hadal.runtime.ledger_writer import LedgerWriter
+from hadal.runtime.ledger.store import Store, StoreDown, ledger_url, spool_place
+from hadal.runtime.ledger.writer import LedgerWriter, Spool
 from hadal.stats.ledger import Written
 from hadal.stats.prices import R1
 

@@ -18,8 +18,8 @@ from hadal.evals.tasks import TASKS, Example
 from hadal.gateway.chat import read_chat_format
 from hadal.gateway.openai import Turn
 from hadal.gateway.vocabulary import read_vocabulary
-from hadal.model.weights import load_weights
-from hadal.reference.generate import generate
+from hadal.model.checkpoint import load_weights
+from hadal.reference.model import generate
 from hadal.runtime.resolve import model_folder
 
 FULL = os.environ.get("HADAL_FULL") == "1"

@@ -1,5 +1,5 @@
-"""A disk cache's folder seen from outside, by the format of runtime/segment: what lies there, and
-ways to break it.
+"""A disk cache's folder seen from outside, by the format of runtime/store/segments: what lies
+there, and ways to break it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hadal.runtime.segment import (
+from hadal.runtime.store.segments import (
     PAGE,
     SEQUENCE,
     SUM,

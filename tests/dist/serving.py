@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.kv_pool import PREFIX, SHM_FOLDER
+from hadal.runtime.process.child import Status, read_status
 from hadal.runtime.resolve import model_folder
-from hadal.runtime.status import Status, read_status
+from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 START_TIMEOUT_S = 60.0

@@ -25,8 +25,8 @@ from hadal.core.cache import (
     SKIPPED_BLOCKS,
     STORED_BLOCKS,
 )
-from hadal.model.weights import load_weights
-from hadal.runtime.process import EXIT_CONFIG
+from hadal.model.checkpoint import load_weights
+from hadal.runtime.process.process import EXIT_CONFIG
 from hadal.runtime.resolve import model_folder
 from tests.dist.cached import audit, cache_fields, settle
 from tests.dist.chats import Chat, ChatMaker, Named, talk, with_kv, wrong

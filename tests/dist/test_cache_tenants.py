@@ -22,7 +22,7 @@ import pytest
 
 from hadal.core.cache import NAME_BYTES, split
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.gateway.tenants import salt_of
+from hadal.gateway.auth import salt_of
 from hadal.kv.names import PUBLIC, extend
 from tests.dist.cached import cache_fields, model_of, settle
 from tests.dist.chats import Answer, ChatMaker, ask, client_for, talk, wrong

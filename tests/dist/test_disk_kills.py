@@ -17,10 +17,9 @@ import pytest
 
 from hadal.core.cache import Place, split
 from hadal.core.seams import LoadBlocks
-from hadal.runtime.disk_loader import Loader
-from hadal.runtime.disk_trouble import Troubles
-from hadal.runtime.disk_view import DiskView
-from hadal.runtime.segment import segment_bytes
+from hadal.runtime.store.disk import Loader
+from hadal.runtime.store.segments import Troubles, segment_bytes
+from hadal.runtime.store.view import DiskView
 from tests.dist.disk_child import BLOCK_BYTES, FINGERPRINT, content
 from tests.fresh import fresh
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.kv_nixl import package
+from hadal.runtime.transfer.nixl import package
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer, wait_until
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from hadal.runtime.kv_nixl import package
-from hadal.runtime.kv_pool import remove_segments
+from hadal.runtime.transfer.nixl import package
+from hadal.runtime.transfer.pool import remove_segments
 from tests.unit.runtime.kv_peers import RUN, Peer
 
 ADDRESSES = ("10.97.0.1", "10.97.0.2")

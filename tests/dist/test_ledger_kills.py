@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.ledger_place import ledger_url
-from hadal.runtime.ledger_store import Store
+from hadal.runtime.ledger.store import Store, ledger_url
 from hadal.stats.report import MODEL
 from hadal.stats.tally import Tally
 from tests.dist.ledger_child import fact_of

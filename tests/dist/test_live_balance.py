@@ -34,8 +34,8 @@ from bench.live_load import (
     task_prompts,
 )
 from bench.live_steps import STEPS_AT_ONCE, Step, periods, watch_steps
-from hadal.model.weights import load_weights
-from hadal.reference.generate import generate
+from hadal.model.checkpoint import load_weights
+from hadal.reference.model import generate
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import FULL
 from tests.dist.serving import FORMED, Server, StartServer

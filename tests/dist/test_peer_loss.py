@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hadal.comm.group import PeerLost
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.plans import Member
 from tests.fresh import fresh
 from tests.unit.comm.groups import run_processes

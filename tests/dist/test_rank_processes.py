@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from hadal.runtime.child import FAILED_STARTS_MAX, PUT_OFF_S
-from hadal.runtime.kv_pool import remove_stale_segments
+from hadal.runtime.process.child import FAILED_STARTS_MAX, PUT_OFF_S
+from hadal.runtime.transfer.pool import remove_stale_segments
 from tests.dist.conftest import StartServer
 from tests.dist.serving import FORMED, START_TIMEOUT_S, Server, is_alive, noticed_in, wait_until
 

@@ -21,8 +21,8 @@ from hadal.commands.replay import make_role
 from hadal.evals.run import held_out_examples
 from hadal.roles.recording import Recording
 from hadal.runtime.recorder import RECORD, read_recordings
-from hadal.sim.relived import replay_alone
-from hadal.sim.replay import ReplayReport, replay
+from hadal.sim.replay.relived import replay_alone
+from hadal.sim.replay.replay import ReplayReport, replay
 from tests.dist.oracle import FULL
 from tests.dist.serving import Server, StartServer
 from tests.dist.test_load import load

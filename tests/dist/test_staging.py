@@ -19,6 +19,15 @@ import pytest
 from numpy.typing import NDArray
 
 from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.messages import (
+    RankDone,
+    RankForm,
+    RankFormed,
+    RankStage,
+    RankStaged,
+    RankStep,
+    RankUp,
+)
 from hadal.core.placement import Placement
 from hadal.core.plans import (
     Chunk,
@@ -31,20 +40,11 @@ from hadal.core.plans import (
     Staged,
     StagePlan,
 )
-from hadal.core.rank_messages import (
-    RankDone,
-    RankForm,
-    RankFormed,
-    RankStage,
-    RankStaged,
-    RankStep,
-    RankUp,
-)
 from hadal.core.wire import AnyMessage
 from hadal.runtime.core import first_placement
-from hadal.runtime.kv_pool import remove_segments
-from hadal.runtime.process import Run, write_run
+from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.resolve import plan
+from hadal.runtime.transfer.pool import remove_segments
 from hadal.runtime.wire import ZmqWire
 
 UNIT = "prefill-0"
@@ -75,7 +75,7 @@ class Unit:
                 [
                     sys.executable,
                     "-m",
-                    "hadal.runtime.entry",
+                    "hadal.runtime.process.entry",
                     str(os.getpid()),
                     "hadal.runtime.rank",
                     "--unit",

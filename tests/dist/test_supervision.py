@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.kv_pool import remove_stale_segments
 from hadal.runtime.resolve import model_folder
+from hadal.runtime.transfer.pool import remove_stale_segments
 from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive, wait_until
 
 PROMPT = list(range(10, 130))

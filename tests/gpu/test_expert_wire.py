@@ -9,7 +9,7 @@ import torch
 
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source
-from hadal.runtime.expert_wire import ExpertClient, ExpertServer
+from hadal.runtime.transfer.experts import ExpertClient, ExpertServer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,10 +15,10 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.weights import load_weights
 from hadal.overlap.plan import SCHEDULES, SEQUENTIAL, Schedule
-from hadal.reference.generate import forward, no_latents
+from hadal.reference.model import forward, no_latents
 from hadal.runtime.resolve import model_folder
 from tests.gpu.ranks import run_ranks
 

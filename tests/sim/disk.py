@@ -18,7 +18,7 @@ from hadal.core.cache import Place, split
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import DiskNews, LoadBlocks, StoreBlocks
-from hadal.sim.clock import SimClock
+from hadal.sim.world.process import SimClock
 from tests.sim.engine import Cells, Pool
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hadal.core.config import PREFILL, Deployment
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Generation, KvLease
 from hadal.core.plans import DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
-from hadal.roles.ending import has_penalty
+from hadal.roles.unit.unit import has_penalty
 
 VOCAB = 48
 MAX_POSITIONS = 1 << 14

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hadal.core.placement import Placement, flip_arrays
 from hadal.core.plans import FormPlan, LayerFlip, StagePlan, StepDone, StepPlan
-from hadal.roles.expert_gain import ExpertTerms
+from hadal.roles.experts.gain import ExpertTerms
 
 NUM_EXPERTS = 12
 NUM_LAYERS = 2

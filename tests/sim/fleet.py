@@ -31,8 +31,7 @@ from hadal.core.seams import (
     WithdrawNodes,
 )
 from hadal.core.wire import AnyMessage
-from hadal.roles.fleet_rules import make_fleet
-from hadal.roles.fleet_units import UnitState
+from hadal.roles.fleet import UnitState, make_fleet
 from tests.sim.scenario import longest_output, random_generation
 from tests.sim.world import Faults, World
 

@@ -26,7 +26,7 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.core.wire import AnyMessage
-from hadal.sim.clock import SimClock
+from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
 from tests.sim.starving import Starving

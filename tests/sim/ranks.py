@@ -19,8 +19,8 @@ import numpy as np
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
 from hadal.core.wire import AnyMessage
-from hadal.roles.rank import Progress, RankRole
-from hadal.sim.clock import SimClock
+from hadal.roles.ranks.rank import Progress, RankRole
+from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine
 from tests.sim.experts import SimExperts, Traffic, skewed

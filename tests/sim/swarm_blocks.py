@@ -37,8 +37,8 @@ from hadal.core.seams import (
     Send,
     StoreBlocks,
 )
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.prefill import PrefillLeader
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.prefill.leader import PrefillLeader
 
 Place = tuple[int, int]
 """(rank, block)."""

@@ -1,9 +1,9 @@
 """One HTTP request of a swarm world, as the gateway has it: choices of a prompt, stop strings, a
 client that may leave, and the bill.
 
-The gateway's own code reads the front's deliveries (gateway/sse.Reply, gateway/stream.Assembler)
-and writes the facts (gateway/books). What must be billed is worked out here by itself, from the
-tokens that the request has to get.
+The gateway's own code reads the front's deliveries (gateway/replies.Reply,
+gateway/stream.Assembler) and writes the facts (gateway/books). What must be billed is worked out
+here by itself, from the tokens that the request has to get.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hadal.core.facts import CANCELLED, Fact, NodesFact, RequestFact, micros
 from hadal.core.messages import Cancel, Generation
 from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver
+from hadal.gateway.auth import Tenant
 from hadal.gateway.books import Books
 from hadal.gateway.errors import ApiError
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.openai import Ask
+from hadal.gateway.replies import Reply, Times
 from hadal.gateway.service import Choice, Work
-from hadal.gateway.sse import Reply, Times
 from hadal.gateway.stream import Assembler
-from hadal.gateway.tenants import Tenant
 from hadal.gateway.vocabulary import Vocabulary
-from hadal.runtime.ledger_writer import LedgerCounts
+from hadal.runtime.ledger.writer import LedgerCounts
 from tests.sim.client import Client
 from tests.sim.engine import VOCAB
 

@@ -15,21 +15,19 @@ from typing import Any
 
 import numpy as np
 
-import hadal.roles.decode_slots as decode_slots
-import hadal.roles.experts as experts
+import hadal.roles.decode.slots as decode_slots
+import hadal.roles.experts.experts as experts
 import hadal.roles.fleet as fleet
-import hadal.roles.front as front
-import hadal.roles.front_rooms as front_rooms
-import hadal.roles.prefill_cache as prefill_cache
-import hadal.roles.prefill_prompts as prefill_prompts
+import hadal.roles.front.front as front
+import hadal.roles.front.routing as front_rooms
+import hadal.roles.prefill.cache as prefill_cache
+import hadal.roles.prefill.prompts as prefill_prompts
 from hadal.core.placement import EMPTY, Placement
 from hadal.policy.admission import Refusal
-from hadal.policy.cached_prefix import Prefix
-from hadal.policy.decode_balance import Arrival
-from hadal.policy.decode_moves import Move, MoveTerms, RunningView
-from hadal.policy.expert_balance import Cluster, ExpertPlan
-from hadal.policy.prefill_balance import PrefillQueueView, StepCut
-from hadal.policy.prefill_budget import StepLimits
+from hadal.policy.decode_balance import Arrival, Move, MoveTerms, RunningView
+from hadal.policy.experts.balance import Cluster, ExpertPlan
+from hadal.policy.prefill_balance import PrefillQueueView, StepCut, StepLimits
+from hadal.policy.routing import Prefix
 from hadal.policy.scaling import Decision, ScalingRules, ScalingView
 from hadal.policy.views import (
     DecodeRanksView,

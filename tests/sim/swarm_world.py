@@ -18,11 +18,11 @@ from hadal.core.balance import OFF
 from hadal.core.messages import Cancel, Generation, Key, Load, Pulled, Returned, Submit, Tokens
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
+from hadal.gateway.auth import Tenant, salt_of
 from hadal.gateway.books import Books
-from hadal.gateway.tenants import Tenant, salt_of
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.prefill import PrefillLeader
-from hadal.roles.ranks import RankedLeader
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.prefill.leader import PrefillLeader
+from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.reasons import LEASE_EXPIRED, PREEMPTED, kind_of
 from hadal.stats.tally import Tally
 from tests.columns import rows_of

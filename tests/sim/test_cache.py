@@ -14,7 +14,7 @@ import pytest
 
 from hadal.core import cache
 from hadal.core.config import CacheConfig
-from hadal.roles.prefill import PrefillLeader
+from hadal.roles.prefill.leader import PrefillLeader
 from tests.fresh import fresh
 from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
 from tests.sim.disk import DiskFaults

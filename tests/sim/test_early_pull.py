@@ -17,8 +17,8 @@ import pytest
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Ahead, Cancel, Decode, Generation, PrefillAhead
 from hadal.core.wire import AnyMessage
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.decode_table import SlotState
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.decode.table import SlotState
 from tests.fresh import fresh
 from tests.sim.engine import VOCAB
 from tests.sim.scenario import RANK_TIMEOUT_S, longest_output, random_sampling

@@ -16,9 +16,9 @@ import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.placement import without
-from hadal.policy.expert_balance import Cluster, balance
-from hadal.roles.expert_install import InstallState
-from hadal.roles.ranks import RankedLeader
+from hadal.policy.experts.balance import Cluster, balance
+from hadal.roles.experts.experts import InstallState
+from hadal.roles.ranks.ranks import RankedLeader
 from tests.fresh import fresh
 from tests.sim.experts import NUM_LAYERS, Traffic, skewed
 from tests.sim.ranks import RankHost

@@ -14,11 +14,10 @@ from random import Random
 import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import UnitUp
+from hadal.core.messages import RankForm, UnitUp
 from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
-from hadal.core.rank_messages import RankForm
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
-from hadal.roles.ranks import RankedLeader
+from hadal.roles.ranks.ranks import RankedLeader
 from tests.fresh import fresh
 from tests.sim.experts import NUM_EXPERTS
 from tests.sim.host import Host

@@ -14,8 +14,8 @@ import pytest
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.messages import Load
 from hadal.core.wire import AnyMessage
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.decode_moving import STALL_STEPS_MAX
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.decode.slots import STALL_STEPS_MAX
 from tests.fresh import fresh
 from tests.sim.scenario import uneven_world
 from tests.sim.test_world import run_seed

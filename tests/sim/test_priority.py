@@ -10,7 +10,7 @@ import pytest
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Generation
 from hadal.core.plans import Sampling
-from hadal.policy.batching import AGE_S
+from hadal.policy.admission import AGE_S
 from tests.fresh import fresh
 from tests.sim.world import Faults, World
 

@@ -17,11 +17,10 @@ import pytest
 
 from hadal.core.messages import Key
 from hadal.policy.views import DecodeRanksView
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.decode_moving import DecodeMoving
-from hadal.roles.decode_slots import DecodeSlots
-from hadal.roles.front_units import UnitBook
-from hadal.roles.rank_pools import RankPools
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
+from hadal.roles.front.units import UnitBook
+from hadal.roles.ranks.pools import RankPools
 from tests.fresh import fresh
 from tests.sim.swarm import command, draw, run, run_all, run_seed, shrink
 from tests.sim.swarm_scene import FAULTS, FEATURES, PRESSURES

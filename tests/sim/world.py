@@ -36,16 +36,15 @@ from hadal.core.messages import (
 from hadal.core.placement import spread
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.experts import ExpertBalancer
-from hadal.roles.front import Front
-from hadal.roles.prefill import PrefillLeader
-from hadal.roles.rank import RankRole
-from hadal.roles.rank_book import RankBook
-from hadal.roles.rank_states import Phase
-from hadal.roles.ranks import RankedLeader
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.front.front import Front
+from hadal.roles.prefill.leader import PrefillLeader
+from hadal.roles.ranks.book import Phase, RankBook
+from hadal.roles.ranks.rank import RankRole
+from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
-from hadal.sim.clock import SimClock
+from hadal.sim.world.process import SimClock
 from tests.columns import rows_of
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults, SimDisk

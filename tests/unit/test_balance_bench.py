@@ -22,7 +22,7 @@ from bench.balance_prefill_sim import (
     simulate,
 )
 from bench.shared_data import MOONCAKE, find, why_missing
-from hadal.policy.prefill_budget import StepLimits
+from hadal.policy.prefill_balance import StepLimits
 
 LIMITS = StepLimits(2048, 4096)
 LOAD = lognormal("test", 1500.0, 1.2, 16_000, 300, seed=3)

@@ -15,7 +15,7 @@ from bench.balance_experts import find_eplb, run_eplb
 from bench.balance_traffic import Tokens, fitted_tokens, remote_nodes
 from bench.shared_data import EXPERT_LOADS, find, why_missing
 from hadal.core.placement import Placement
-from hadal.policy.expert_balance import Cluster
+from hadal.policy.experts.balance import Cluster
 
 IN_ORDER = '''
 import torch

@@ -18,11 +18,11 @@ from bench.prefill_unit import settings
 from bench.simulated_hour import Cost, peak_bytes
 from hadal.core.config import DECODE, PREFILL
 from hadal.perf.shapes import causal_pairs
+from hadal.sim.day.curves import prefill_point
+from hadal.sim.day.study import Study
 from hadal.sim.runners import NO_WORK, StepWork
-from hadal.sim.study import Study
-from hadal.sim.unit_curves import prefill_point
-from hadal.sim.world import FleetWorld
-from hadal.sim.world_seen import WorldLog
+from hadal.sim.world.seen import WorldLog
+from hadal.sim.world.world import FleetWorld
 from tests.unit.sim.studies import PLACED, cached_day, load, looked, setting, small
 
 

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.commands.plan_files import read_traffic
-from hadal.commands.simulate_files import read_study, study_toml
+from hadal.commands.plan_run import read_traffic
+from hadal.commands.simulate_run import read_study, study_toml
 from hadal.core.config import read_deployment
 from hadal.core.documents import parse_json, parse_toml, read_bytes, read_text
 from hadal.core.errors import CheckpointError, ConfigError
@@ -32,8 +32,8 @@ from hadal.core.model_config import read_model_config
 from hadal.gateway.service import read_served_model
 from hadal.model.checkpoint import Checkpoint
 from hadal.runtime.memory import checkpoint_precision
-from hadal.sim.plan_traffic import EXAMPLE
-from hadal.sim.study import Study
+from hadal.sim.day.study import Study
+from hadal.sim.plan.traffic import EXAMPLE
 from tests.fresh import fresh
 from tests.hostile import HUGE, mutated, mutated_toml
 from tests.unit.gateway.model_folder import write_model_folder

@@ -27,13 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hadal.comm.expert_comm import Received, replicas_of
+from hadal.comm.expert_comm import Received, SlotCounts, replicas_of
 from hadal.comm.group import Interval
-from hadal.comm.slot_counts import SlotCounts
 from hadal.core.placement import Placement
-from hadal.core.rows import SCALE_GROUP, row_bytes
+from hadal.core.plans import SCALE_GROUP, row_bytes
 from hadal.reference.codec import decode, encode
-from hadal.reference.route import Replicas, choose_replicas
+from hadal.reference.ops import Replicas, choose_replicas
 
 _MIN_CAPABILITY = (9, 0)
 """Hopper: FP8 and the TMA stores that DeepEP's kernels use."""

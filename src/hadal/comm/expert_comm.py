@@ -9,7 +9,7 @@ apart.
 Results are the same bits whatever the number of ranks, the placement, the mode and the order of
 arrival, if the experts' outputs are: every row, the rank's own included, goes through the same
 codec, and the only sum is the source's. What a rank's slots receive is counted where it is unpacked
-(comm/slot_counts). Knows no schedule and no clock; the group knows links and deadlines.
+(comm/expert_comm). Knows no schedule and no clock; the group knows links and deadlines.
 
 Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of
 the deployment, L MoE layers, S slots of a rank.
@@ -17,24 +17,367 @@ the deployment, L MoE layers, S slots of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from hadal.comm.codec import Codec, MessageError
 from hadal.comm.group import Exchange, Group, Interval
-from hadal.comm.layout import MODES, WireLayout
-from hadal.comm.low_latency import Buffers, LowLatencyMode
-from hadal.comm.normal import NormalMode
-from hadal.comm.slot_counts import SlotCounts
-from hadal.core.errors import InvariantError
+from hadal.comm.layout import (
+    HEAD_BYTES,
+    MESSAGE_HEAD_BYTES,
+    MODES,
+    PAIR_BYTES,
+    WireLayout,
+    low_latency_buffers,
+)
+from hadal.core.errors import HadalError, InvariantError
 from hadal.core.placement import EMPTY, Placement
-from hadal.kernels.codec import MAX_TOP_K
-from hadal.kernels.message import Arrived, unpack
-from hadal.kernels.route import route
-from hadal.reference.route import Replicas, Route
+from hadal.kernels import codec as message_kernel
+from hadal.kernels import codec as rows
+from hadal.kernels.codec import MAX_TOP_K, Arrived, unpack
+from hadal.kernels.ops import route
+from hadal.reference.ops import Replicas, Route
+
+# A wire format bound to a hidden size: rows in and out of messages. Knows no peers and no order of
+# messages.
+#
+# Shapes: T tokens, D hidden, N rows, B bytes of a row, P pairs, K chosen. Messages are flat uint8
+# tensors. A tensor is measured by `shape` or `numel`: `len` of one takes microseconds, and a decode
+# step asks thousands of times.
+
+
+NORMAL, LOW_LATENCY = 1, 2
+"""Kind of message, in its head: a rank in another mode must not be misread."""
+
+
+class MessageError(HadalError):
+    """A peer sent something else than this exchange carries: the ranks are not in the same step or
+    configuration.
+    """
+
+
+class Codec:
+    """Encodes and decodes rows of one wire."""
+
+    def __init__(self, layout: WireLayout) -> None:
+        self.layout = layout
+        self.hidden_size = layout.hidden_size
+
+    def encode(
+        self, x_TD: Tensor, token_N: Tensor | None, message: Tensor, start: int, stride: int
+    ) -> None:
+        """Put the rows of `token_N` into the message, the first at byte `start`, `stride` bytes
+        apart.
+        """
+        num_rows = (x_TD if token_N is None else token_N).shape[0]
+        rows_NB = self._rows(message, start, num_rows, stride, self.layout.row_bytes)
+        rows.encode(x_TD, token_N, rows_NB, self.layout.wire)
+
+    def decode(self, message: Tensor, start: int, stride: int, out_ND: Tensor) -> None:
+        rows_NB = self._rows(message, start, out_ND.shape[0], stride, self.layout.row_bytes)
+        rows.decode(rows_NB, out_ND, self.layout.wire)
+
+    def encode_back(self, y_PD: Tensor, message: Tensor) -> None:
+        """Fill the message with the experts' outputs, as they travel back."""
+        rows.encode(
+            y_PD, None, message.view(y_PD.shape[0], self.layout.back_bytes), self.layout.back_format
+        )
+
+    def combine(self, back: Tensor, at_TK: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return routed [T, D], FP32: the returned rows with the gate's weights, added by ascending
+        expert id.
+        """
+        out_TD = torch.empty((ids_TK.shape[0], self.hidden_size), device=back.device)
+        back_PB = back.view(ids_TK.numel(), self.layout.back_bytes)
+        rows.weighted_sum(back_PB, self.layout.back_format, at_TK, ids_TK, weights_TK, out_TD)
+        return out_TD
+
+    def _rows(
+        self, message: Tensor, start: int, num_rows: int, stride: int, num_bytes: int
+    ) -> Tensor:
+        """A view; the last row may end where the message does."""
+        return message.as_strided(
+            (num_rows, num_bytes), (stride, 1), message.storage_offset() + start
+        )
+
+
+def write_head(message: Tensor, num_rows: int, num_pairs: int, layer: int, kind: int) -> None:
+    head = torch.tensor((num_rows, num_pairs, layer, kind), dtype=torch.int32)
+    message[:HEAD_BYTES].view(torch.int32).copy_(head)
+
+
+def read_head(message: Tensor, layer: int, kind: int, peer: int) -> tuple[int, int]:
+    """Return (rows, pairs). Raises MessageError if it is not this layer's message of this kind."""
+    if message.numel() < HEAD_BYTES:
+        raise MessageError(
+            f"rank {peer} sent {message.numel()} bytes; a message has at least {HEAD_BYTES}."
+        )
+    num_rows, num_pairs, its_layer, its_kind = ints(message, 0, 4).tolist()
+    if (its_layer, its_kind) != (layer, kind) or num_rows < 0 or num_pairs < num_rows:
+        raise MessageError(
+            f"rank {peer} sent layer {its_layer}, kind {its_kind}, {num_rows} rows of {num_pairs}"
+            f" pairs; this is layer {layer}, kind {kind}."
+        )
+    return num_rows, num_pairs
+
+
+def check_size(message: Tensor, num_bytes: int, peer: int) -> None:
+    """Raise MessageError if the message is shorter than its head says."""
+    if message.numel() < num_bytes:
+        raise MessageError(f"rank {peer} sent {message.numel()} bytes where {num_bytes} belong.")
+
+
+def ints(message: Tensor, start: int, count: int) -> Tensor:
+    """`count` int32 of a message, as a view where its address allows one."""
+    part = message[start : start + 4 * count]
+    return (part if part.storage_offset() % 4 == 0 else part.clone()).view(torch.int32)
+
+
+# How many (token, expert) pairs a rank's slots received, layer by layer, on the device where the
+# tokens are.
+#
+# Knows no experts: a slot's count is its expert's as long as the placement stays. Adding is one op
+# on the device, or one addition per pair where the kernels unpack (kernels/codec): nobody waits and
+# nothing is copied before `take`.
+#
+# Shapes: L MoE layers, S slots of the rank, M received pairs.
+
+
+class SlotCounts:
+    """int64 [L, S]. One compute thread calls it."""
+
+    def __init__(self, num_layers: int, num_slots: int, device: str) -> None:
+        self._counts_LS = torch.zeros((num_layers, num_slots), dtype=torch.int64, device=device)
+        self._one = torch.ones((), dtype=torch.int64, device=device)
+        self.rows_S = tuple(self._counts_LS.unbind(0))
+        """A view of every layer's: made once, because dispatch asks for one per layer and step."""
+
+    def add(self, layer: int, slot_M: Tensor) -> None:
+        """Count pairs by their slot (int64)."""
+        # Not bincount: on a GPU it waits for the largest slot, to know how long its result is.
+        self.rows_S[layer].scatter_add_(0, slot_M, self._one.expand(slot_M.shape[0]))
+
+    def add_sums(self, layer: int, counts_S: Tensor) -> None:
+        """Count what was counted elsewhere."""
+        self.rows_S[layer].add_(counts_S)
+
+    def clear(self, layer: int) -> None:
+        self.rows_S[layer].zero_()
+
+    def take(self) -> Tensor:
+        """Everything since the last time, on the CPU: the one copy from the device."""
+        taken_LS = self._counts_LS.to("cpu", copy=True)
+        self._counts_LS.zero_()
+        return taken_LS
+
+
+# Normal mode: a token that several experts of a rank want travels to it once. Sizes are learnt
+# from the peers.
+#
+# Knows how a message is laid out (comm/layout), not how it travels. For prefill: many tokens,
+# bandwidth counts. Shapes: T tokens, D hidden, P pairs of a message.
+
+
+class NormalMode:
+    """Builds and reads messages, in buffers that only grow: fresh memory of this size is paid for
+    page by page.
+    """
+
+    def __init__(self, codec: Codec, device: str) -> None:
+        self._codec = codec
+        self._device = device
+        self._buffers: dict[tuple[int, str], Tensor] = {}
+
+    def buffer(self, index: int, use: str, num_bytes: int) -> Tensor:
+        """Uninitialised uint8 [num_bytes] of the index-th live handle, the same memory until it is
+        finished.
+        """
+        held = self._buffers.get((index, use))
+        if held is None or len(held) < num_bytes:
+            # A quarter more, so that slowly growing batches do not allocate every time.
+            held = torch.empty(num_bytes * 5 // 4, dtype=torch.uint8, device=self._device)
+            self._buffers[index, use] = held
+        return held[:num_bytes]
+
+    def pack(
+        self,
+        index: int,
+        x_TD: Tensor,
+        route: Route,
+        num_slots: int,
+        layer: int,
+        peers: Sequence[int],
+    ) -> dict[int, Tensor]:
+        """Return a message for every peer, slices of the handle's send buffer."""
+        layout = self._codec.layout
+        # Every size is a multiple of 4: heads and lists can be seen as int32 where they lie.
+        ends = list(
+            accumulate(
+                layout.dispatch_bytes("normal", route.num_rows_R[p], route.num_pairs_R[p])
+                for p in peers
+            )
+        )
+        buffer = self.buffer(index, "send", ends[-1])
+        starts = [0, *ends[:-1]]
+        messages = {peer: buffer[a:b] for peer, a, b in zip(peers, starts, ends, strict=True)}
+        offset_R = [-1] * len(route.num_pairs_R)
+        for peer, start in zip(peers, starts, strict=True):
+            offset_R[peer] = start
+        if not message_kernel.pack(
+            x_TD, route, num_slots, layout.wire, False, layer, NORMAL, offset_R, buffer
+        ):
+            for peer, message in messages.items():
+                self._fill(message, x_TD, route, layer, peer)
+        return messages
+
+    def _fill(self, message: Tensor, x_TD: Tensor, route: Route, layer: int, peer: int) -> None:
+        num_rows, num_pairs = route.num_rows_R[peer], route.num_pairs_R[peer]
+        first_row, first_pair = sum(route.num_rows_R[:peer]), sum(route.num_pairs_R[:peer])
+        write_head(message, num_rows, num_pairs, layer, NORMAL)
+        if not num_pairs:
+            return
+        pairs = slice(first_pair, first_pair + num_pairs)
+        lists = message[HEAD_BYTES : HEAD_BYTES + num_pairs * PAIR_BYTES].view(torch.int32)
+        lists[:num_pairs].copy_(route.row_P[pairs])
+        lists[num_pairs:].copy_(route.slot_P[pairs])
+        token_N = route.token_N[first_row : first_row + num_rows]
+        row_bytes = self._codec.layout.row_bytes
+        self._codec.encode(x_TD, token_N, message, HEAD_BYTES + num_pairs * PAIR_BYTES, row_bytes)
+
+    def read(self, message: Tensor, layer: int, peer: int) -> tuple[int, int]:
+        """Return (rows, pairs) of a message that is as long as they need. Raises MessageError."""
+        num_rows, num_pairs = read_head(message, layer, NORMAL, peer)
+        check_size(message, self._codec.layout.dispatch_bytes("normal", num_rows, num_pairs), peer)
+        return num_rows, num_pairs
+
+    def lists(self, message: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
+        """Return (row [P], slot [P])."""
+        both = ints(message, HEAD_BYTES, 2 * num_pairs)
+        return both[:num_pairs], both[num_pairs:]
+
+    def decode(self, message: Tensor, num_pairs: int, out_ND: Tensor) -> None:
+        start = HEAD_BYTES + num_pairs * PAIR_BYTES
+        self._codec.decode(message, start, self._codec.layout.row_bytes, out_ND)
+
+
+# Low-latency mode: a message per (token, expert) pair into fixed buffers, no counts ahead, nothing
+# allocated per step.
+#
+# Knows how a message is laid out (comm/layout), not how it travels. For decode: few tokens, latency
+# counts. Two sets of buffers, for the two micro-batches that may be live; a set is free again when
+# its handle is finished. Shapes: T tokens, D hidden, P pairs of a message, I int32 of a message.
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """One set."""
+
+    send: Tensor
+    recv: dict[int, Tensor]
+    send_back: Tensor
+    recv_back: Tensor
+    decoded_ND: Tensor
+
+
+class LowLatencyMode:
+    """Builds and reads messages in its own buffers, made once per generation."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        device: str,
+        *,
+        max_tokens: int,
+        top_k: int,
+        peers: Iterable[int],
+        num_held: int,
+    ) -> None:
+        self._codec = codec
+        peers = tuple(peers)
+        sizes = low_latency_buffers(codec.layout, max_tokens, top_k, len(peers) + 1, num_held)
+
+        def buffer(num_bytes: int) -> Tensor:
+            # Zeros touch the pages now, not in the first steps.
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+        def one_set() -> Buffers:
+            recv = buffer(sizes.recv)
+            each = sizes.recv // max(len(peers), 1)
+            return Buffers(
+                send=buffer(sizes.send),
+                recv={peer: recv[i * each : (i + 1) * each] for i, peer in enumerate(peers)},
+                send_back=buffer(sizes.send_back),
+                recv_back=buffer(sizes.recv_back),
+                decoded_ND=buffer(sizes.decoded).view(torch.float32).view(-1, codec.hidden_size),
+            )
+
+        self.sets = (one_set(), one_set())
+
+    def pack(
+        self,
+        buffers: Buffers,
+        x_TD: Tensor,
+        route: Route,
+        num_slots: int,
+        layer: int,
+        peers: Sequence[int],
+    ) -> dict[int, Tensor]:
+        """Return a message for every peer, slices of the set's send buffer."""
+        layout = self._codec.layout
+        messages, offset_R, at = {}, [-1] * len(route.num_pairs_R), 0
+        for peer in peers:
+            size = layout.dispatch_bytes(
+                "low_latency", route.num_pairs_R[peer], route.num_pairs_R[peer]
+            )
+            messages[peer] = buffers.send[at : at + size]
+            offset_R[peer] = at
+            at += size
+        if not message_kernel.pack(
+            x_TD, route, num_slots, layout.wire, True, layer, LOW_LATENCY, offset_R, buffers.send
+        ):
+            for peer, message in messages.items():
+                self._fill(message, x_TD, route, layer, peer)
+        return messages
+
+    def _fill(self, message: Tensor, x_TD: Tensor, route: Route, layer: int, peer: int) -> None:
+        num_pairs, first = route.num_pairs_R[peer], sum(route.num_pairs_R[:peer])
+        write_head(message, num_pairs, num_pairs, layer, LOW_LATENCY)
+        token_P = route.token_P[first : first + num_pairs]
+        heads_PI = self._heads(message, num_pairs)
+        heads_PI[:, 0] = token_P
+        heads_PI[:, 1] = route.slot_P[first : first + num_pairs]
+        heads_PI[:, 2:4] = 0
+        stride = self._codec.layout.message_bytes
+        self._codec.encode(x_TD, token_P, message, HEAD_BYTES + MESSAGE_HEAD_BYTES, stride)
+
+    def read(self, message: Tensor, layer: int, peer: int) -> tuple[int, int]:
+        """Return (rows, pairs) of a message that is as long as they need; every pair has a row.
+        Raises MessageError.
+        """
+        num_rows, num_pairs = read_head(message, layer, LOW_LATENCY, peer)
+        check_size(
+            message, self._codec.layout.dispatch_bytes("low_latency", num_rows, num_pairs), peer
+        )
+        return num_rows, num_pairs
+
+    def lists(self, message: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
+        """Return (row [P], slot [P])."""
+        return torch.arange(num_pairs, device=message.device), self._heads(message, num_pairs)[:, 1]
+
+    def decode(self, message: Tensor, num_pairs: int, out_ND: Tensor) -> None:
+        start = HEAD_BYTES + MESSAGE_HEAD_BYTES
+        self._codec.decode(message, start, self._codec.layout.message_bytes, out_ND)
+
+    def _heads(self, message: Tensor, num_pairs: int) -> Tensor:
+        """The messages as int32, one a row. Buffers and sizes are multiples of 4, so this is a
+        view.
+        """
+        messages = message[HEAD_BYTES : HEAD_BYTES + num_pairs * self._codec.layout.message_bytes]
+        return messages.view(torch.int32).view(num_pairs, self._codec.layout.message_bytes // 4)
+
 
 MAX_LIVE = 2
 """Handles: the two micro-batches."""

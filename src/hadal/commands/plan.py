@@ -107,7 +107,7 @@ def plan(
     why others lose.
     """
     from hadal.commands.plan_run import Asked, run
-    from hadal.sim.plan_traffic import EXAMPLE
+    from hadal.sim.plan.traffic import EXAMPLE
 
     if example_traffic:
         typer.echo(EXAMPLE, nl=False)

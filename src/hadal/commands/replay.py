@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hadal.roles.recording import Opening
-    from hadal.sim.relived import Role
-    from hadal.sim.replay import ReplayReport
+    from hadal.sim.replay.relived import Role
+    from hadal.sim.replay.replay import ReplayReport
 
 EXIT_DIFFERENT = 1
 EXIT_CONFIG = 2
@@ -46,7 +46,7 @@ def replay(
     from hadal.core.errors import HadalError
     from hadal.progress import Bar
     from hadal.runtime.recorder import read_recordings
-    from hadal.sim.replay import replay as replay_all
+    from hadal.sim.replay.replay import replay as replay_all
 
     begun_s = time.perf_counter()
     try:
@@ -76,12 +76,12 @@ def make_role(opening: Opening) -> Role:
     ConfigError.
     """
     from hadal.roles import recording
-    from hadal.roles.fleet_rules import make_fleet
-    from hadal.roles.front import Front
-    from hadal.roles.rank import RankRole
+    from hadal.roles.fleet import make_fleet
+    from hadal.roles.front.front import Front
+    from hadal.roles.ranks.rank import RankRole
     from hadal.runtime.core import make_core
     from hadal.runtime.leader import make_leader
-    from hadal.runtime.process import Run
+    from hadal.runtime.process.process import Run
 
     process, deployment, made = opening.process, opening.deployment, opening.made
     match made:

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from hadal.commands.report_table import render
 from hadal.core.errors import HadalError
-from hadal.runtime.ledger_place import ledger_url, shown
-from hadal.runtime.ledger_store import Store, Window
+from hadal.runtime.ledger.store import Store, Window, ledger_url, shown
 from hadal.stats.ledger import LedgerError
 from hadal.stats.prices import BUCKET_S, PriceBook, price_list
 from hadal.stats.report import iso, report

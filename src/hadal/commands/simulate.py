@@ -86,7 +86,7 @@ def simulate(
     """Simulate a day of DeepSeek-V3/R1's fleet: nodes, speeds, cache, cost and income, hour by
     hour.
     """
-    from hadal.commands.simulate_files import Asked, read_study, run, study_toml
+    from hadal.commands.simulate_run import Asked, read_study, run, study_toml
     from hadal.core.errors import HadalError
 
     try:

@@ -7,32 +7,345 @@ cache day -> load -> unit curves -> fluid day -> 24 windows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
+import json
+import math
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from hadal.commands.simulate_processes import processes
-from hadal.core.config import DECODE, PREFILL
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from hadal.commands.day_html import report_html
+from hadal.core.config import DECODE, PREFILL, build, read_toml, to_toml
 from hadal.core.errors import ConfigError, HadalError
-from hadal.sim.cache_day import CacheDay
-from hadal.sim.day_fluid import FluidResult, fluid_day
-from hadal.sim.day_load import DayLoad, cache_day, day_load, generator, kv_length_about
-from hadal.sim.day_result import DayResult, day_result, result_json
-from hadal.sim.expert_loads import ExpertRanks, expert_share
-from hadal.sim.hour import HourSetting, HourWindow, run_hour
-from hadal.sim.study import Study
-from hadal.sim.unit_curves import (
+from hadal.progress import Bar
+from hadal.runtime.process.entry import die_with
+from hadal.sim.day.cache import CacheDay
+from hadal.sim.day.clock import hour_beijing
+from hadal.sim.day.curves import (
     REQUESTS_PER_RANK,
+    FluidResult,
+    HourSetting,
+    HourWindow,
     UnitCurves,
     batch_max,
     batch_within,
     decode_curve,
     decode_point,
+    fluid_day,
     points_at,
     prefill_point,
+    run_hour,
 )
-from hadal.sim.what_ifs import same_cache, same_units
+from hadal.sim.day.load import DayLoad, cache_day, day_load, generator, kv_length_about
+from hadal.sim.day.result import DayResult, day_result, result_json
+from hadal.sim.day.study import Study, same_cache, same_units, what_ifs
+from hadal.sim.expert_loads import ExpertRanks, expert_share
+from hadal.sim.step_trace import steps_trace
+
+# The tables that `hadal simulate` prints: the published figures beside ours, the hours, the
+# alternatives.
+
+
+ROWS = (
+    ("nodes, mean", "nodes_mean", 1.0, ",.2f"),
+    ("nodes, peak", "nodes_peak", 1.0, ",.0f"),
+    ("tokens in, 10^9", "tokens_in", 1e9, ",.1f"),
+    ("of them found in the cache, %", "hit_percent", 1.0, ".1f"),
+    ("tokens out, 10^9", "tokens_out", 1e9, ",.1f"),
+    ("tokens/s for a user", "tokens_per_s_user", 1.0, ".1f"),
+    ("KV length, mean", "kv_length_mean", 1.0, ",.0f"),
+    ("tokens/s in, a prefill node", "prefill_tokens_per_s_node", 1.0, ",.0f"),
+    ("tokens/s out, a decode node", "decode_tokens_per_s_node", 1.0, ",.0f"),
+    ("cost, $", "cost_usd", 1.0, ",.0f"),
+    ("income, $", "income_usd", 1.0, ",.0f"),
+    ("margin on cost, %", "margin_percent", 1.0, ",.0f"),
+)
+"""Label, key, divisor, format."""
+HOURS = (
+    "hour",
+    "nodes",
+    "in, 10^9",
+    "out, 10^9",
+    "hit",
+    "income, $",
+    "tokens/s/user",
+    "batch a GPU",
+    "prefill use",
+    "TTFT p50, p99",
+    "units P + D",
+)
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    """Print all of them."""
+    console.print(day_table(result))
+    for part in hours_tables(result, console.width):
+        console.print(part)
+    if len(result.get("what_ifs", ())) > 1:
+        console.print(alternatives_table(result))
+    for note in result["notes"]:
+        console.print(f"[yellow]note[/yellow] {note}")
+
+
+def day_table(result: dict[str, Any]) -> Table:
+    """What was published, where something was, beside what came out."""
+    published = result["published"]
+    table = _table(f"{result['study']['name']} on {result['study']['hardware'].upper()}")
+    table.add_column("")
+    for name in ("published", "simulated", "difference") if published else ("simulated",):
+        table.add_column(name, justify="right")
+    for label, key, by, form in ROWS:
+        value = result[key]
+        ours = "-" if value is None else format(value / by, form)
+        if not published:
+            table.add_row(label, ours)
+            continue
+        told = published[key]
+        if isinstance(told, list):
+            shown, within = (
+                f"{told[0]:g} to {told[1]:g}",
+                value is not None and told[0] <= value <= told[1],
+            )
+            table.add_row(label, shown, ours, "within" if within else "outside")
+        else:
+            difference = "-" if value is None else f"{value / told - 1:+.1%}"
+            table.add_row(label, format(told / by, form), ours, difference)
+    return table
+
+
+def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
+    """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed.
+    In as many parts as a terminal of `width` columns needs, each with the hours; None: in one.
+    """
+    rows = [_hour_cells(hour) for hour in result["hours"]]
+    wide = [max(len(name), *(len(row[at]) for row in rows)) + 2 for at, name in enumerate(HOURS)]
+    parts: list[list[int]] = [[]]
+    for at in range(1, len(HOURS)):
+        if (
+            parts[-1]
+            and width is not None
+            and wide[0] + sum(wide[one] for one in [*parts[-1], at]) > width
+        ):
+            parts.append([])
+        parts[-1].append(at)
+    tables = []
+    for columns in ([0, *part] for part in parts):
+        table = _table("Hour by hour (Beijing); liquid | window")
+        for at in columns:
+            table.add_column(HOURS[at], justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[at] for at in columns))
+        tables.append(table)
+    return tables
+
+
+def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
+    """As HOURS names them."""
+    liquid, window = hour["fluid"], hour["window"]
+
+    def both(key: str, form: str) -> str:
+        left = format(liquid[key], form)
+        return (
+            f"{left} | {format(window[key], form)}" if window and window[key] is not None else left
+        )
+
+    ttft, units = "", ""
+    if window:
+        units = f"{window['prefill_units']} + {window['decode_units']}"
+        if window["ttft_s"]["p50"] is not None:
+            ttft = f"{window['ttft_s']['p50']:.1f}, {window['ttft_s']['p99']:.1f} s"
+    return (
+        f"{hour['hour_beijing']:02}:00",
+        f"{hour['nodes_mean']:.0f}",
+        f"{hour['tokens_in'] / 1e9:.2f}",
+        f"{hour['tokens_out'] / 1e9:.2f}",
+        _percent(hour),
+        f"{hour['income_usd']:,.0f}",
+        both("tokens_per_s_user", ".1f"),
+        both("requests_per_rank", ".0f"),
+        both("prefill_use", ".0%"),
+        ttft,
+        units,
+    )
+
+
+def alternatives_table(result: dict[str, Any]) -> Table:
+    """One thing changed at a time."""
+    table = _table("What if (the fleet as a liquid)")
+    table.add_column("", min_width=14, max_width=44)
+    for name in ("nodes,\nmean", "peak", "cost, $", "income, $", "margin", "hit", "tok/s\n/user"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result["what_ifs"]:
+        if row.get("nodes_mean") is None:
+            table.add_row(row["name"])
+            continue
+        table.add_row(
+            row["name"],
+            f"{row['nodes_mean']:,.1f}",
+            f"{row['nodes_peak']:,.0f}",
+            f"{row['cost_usd']:,.0f}",
+            f"{row['income_usd']:,.0f}",
+            f"{row['margin_percent'] or 0:,.0f} %",
+            f"{row['hit_percent'] or 0:.1f} %",
+            f"{row['tokens_per_s_user'] or 0:.1f}",
+        )
+    return table
+
+
+def _percent(hour: dict[str, Any]) -> str:
+    """Of its prompt tokens: found in the cache."""
+    return f"{100 * hour['tokens_hit'] / hour['tokens_in']:.1f} %" if hour["tokens_in"] else "-"
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
+
+
+# Parts of a simulation, each in a fresh process, so that its memory is given back; Ctrl-C ends all
+# at any moment.
+#
+#     submit -> a thread: starts a process, sends it the part over a pipe of theirs, waits for what
+#     comes of it
+#
+# Nobody else holds a process's end of its pipe: however it ends, its thread reads that, and no
+# queue, lock or semaphore is shared that it could leave as it was. The pool of the standard library
+# has those: ended in the middle it told of files that were closed, and may wait for the rest of a
+# result whose writer is gone.
+
+
+@contextmanager
+def processes(num_jobs: int) -> Iterator[Executor]:
+    """So many parts at once. An error or Ctrl-C ends those that run, and none outlives this one.
+
+    Of Ctrl-C only the first press counts: what is to be done then is not interrupted.
+    """
+    # It may be ignored: a shell starts what is to run in the background so.
+    is_heard = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    pool = Processes(num_jobs)
+    if is_heard:
+        signal.signal(signal.SIGINT, _interrupt_once)
+    try:
+        yield pool
+        pool.shutdown()
+    except BaseException as error:
+        if is_heard:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pool.end()
+        if is_heard and not isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise
+    if is_heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Processes(Executor):
+    """At most `num_jobs` at once, each for one call. A future raises BrokenExecutor if its process
+    died.
+    """
+
+    def __init__(self, num_jobs: int) -> None:
+        self._context = get_context("spawn")
+        self._threads = ThreadPoolExecutor(num_jobs)
+        self._lock = threading.Lock()
+        self._running: set[SpawnProcess] = set()
+        self._is_ending = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """What is given and what comes of it are pickled."""
+        return self._threads.submit(self._run, fn, args, kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more; those that run go on."""
+        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+
+    def end(self) -> None:
+        """Kill those that run, begin no other."""
+        with self._lock:
+            self._is_ending = True
+            for process in self._running:
+                process.kill()
+        self.shutdown(cancel_futures=True)
+
+    def _run(self, *part: Any) -> Any:
+        """In a thread: one part."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
+        with ours:
+            with theirs:
+                self._start(process)
+            try:
+                ours.send(part)
+                is_done, found = ours.recv()
+            except (
+                EOFError,
+                OSError,
+            ) as error:  # OSError, too, where it was killed in the middle of what it said.
+                raise BrokenExecutor("a process ended without a result.") from error
+            finally:
+                process.kill()  # It has said what it had to say, or never will.
+                process.join()
+                with self._lock:
+                    self._running.remove(process)
+        if not is_done:
+            raise found
+        return found
+
+    def _start(self, process: SpawnProcess) -> None:
+        """A process is killed if it was started before the end, and is not started after it."""
+        with self._lock:
+            if self._is_ending:
+                raise BrokenExecutor("the others are being ended.")
+            # Ctrl-C of a terminal reaches every process, and one that still imports would tell its
+            # traceback. So it is born with the signal blocked, as this thread has it, which has no
+            # use for it. What start() would begin first takes the block away again, and is begun
+            # before.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            process.start()
+            self._running.add(process)
+
+
+def _work(pipe: Connection, parent: int) -> None:
+    """In a process: one part."""
+    die_with(parent)
+    function, arguments, options = pipe.recv()
+    try:
+        answer = True, function(*arguments, **options)
+    except Exception as error:
+        error.add_note(f"In a process of the simulation:\n{traceback.format_exc()}")
+        answer = False, error
+    pipe.send(answer)
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
 
 Advance = Callable[[str, float], None]
 """(what is being done now, seconds' worth of work that was done)"""
@@ -247,3 +560,139 @@ def simulate(plan: Plan, advance: Advance) -> Simulated:
             "a process of the simulation was ended, most likely for want of memory: try --jobs 1,"
             " or a shorter --window."
         ) from error
+
+
+# What `hadal simulate` reads and writes: a study as TOML, the result as JSON, HTML and a trace.
+
+
+PRESETS = {Study().name: Study}
+RESULT, REPORT, TRACE = "result.json", "report.html", "step.trace.json"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `hadal simulate`."""
+
+    study: Study
+    out: Path
+    hours: str
+    """In Beijing; empty: none."""
+    has_what_ifs: bool
+    num_jobs: int
+    """0: as many as there are cores."""
+    as_json: bool
+
+
+def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> Study:
+    """The preset, what the file says, then `changes`: by field, such as "cache.disk_pb"; None is
+    none.
+
+    Raises ConfigError.
+    """
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
+    fields = read_toml(config, "study") if config else {}
+    for path, value in changes.items():
+        if value is not None:
+            *tables, name = path.split(".")
+            table = fields
+            for one in tables:
+                table = table.setdefault(one, {})
+                if not isinstance(table, dict):
+                    raise ConfigError(f"{config}: {one} must be a table.")
+            table[name] = value
+    where = str(config) if config else "options"
+    try:
+        return build(Study, fields, where, PRESETS[preset]())
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def study_toml(study: Study) -> str:
+    """All of a study, as --config reads it."""
+    heading = "A study for `hadal simulate --config`. What is left out stays as it is here."
+    return to_toml(study, [heading], is_whole=True)
+
+
+def hours_of(text: str) -> tuple[int, ...]:
+    """ "0-5,14" in Beijing as hours since second 0, noon; "": none. Raises ConfigError."""
+    found: set[int] = set()
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        first, _, last = part.partition("-")
+        try:
+            wanted = range(int(first), int(last or first) + 1)
+        except ValueError:
+            wanted = range(0)
+        if not wanted or wanted[0] < 0 or wanted[-1] > 23:
+            raise ConfigError(f"--hours {text!r}: hours are 0 to 23, such as 0-5,14.")
+        found.update(wanted)
+    if text and not found:
+        raise ConfigError(f"--hours {text!r}: no hour is named; hours are 0 to 23, such as 0-5,14.")
+    return tuple(index for index in range(24) if hour_beijing(index) in found)
+
+
+def run(asked: Asked) -> None:
+    """Simulate, print, write. Raises ConfigError and HadalError, one line that says what to do."""
+    plan = Plan(
+        asked.study,
+        hours_of(asked.hours),
+        tuple(what_ifs(asked.study)) if asked.has_what_ifs else (),
+        asked.num_jobs or os.cpu_count() or 1,
+    )
+    check_promise(plan.study)
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {asked.out} cannot be made: {(error.strerror or '').lower()}."
+        ) from error
+    began_s = time.monotonic()
+    simulated = _with_progress(plan)
+    found = {**_finite(simulated.json), "seconds": round(time.monotonic() - began_s, 1)}
+    written = _write(asked.out, found, simulated)
+    if asked.as_json:
+        print(json.dumps(found))
+        return
+    console = Console()
+    show(console, found)
+    names = ", ".join(str(path) for path in written)
+    console.print(f"Took {found['seconds']:,.0f} s. Written: {names}", soft_wrap=True)
+
+
+def _with_progress(plan: Plan) -> Simulated:
+    with Bar("hadal simulate", plan.work_s) as bar:
+        return simulate(plan, lambda what, work_s: bar.update(what, advance=work_s))
+
+
+def _write(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Path]:
+    texts = {RESULT: json.dumps(found, indent=1), REPORT: report_html(found)}
+    busiest = max(
+        (window for window in simulated.result.windows if window is not None),
+        key=lambda window: window.reading.decode.requests_per_rank,
+        default=None,
+    )
+    if busiest is not None and busiest.steps:
+        unit, price = busiest.steps.get("decode") or next(iter(busiest.steps.values()))
+        texts[TRACE] = json.dumps(steps_trace(unit, [(0.0, price)]))
+    paths = []
+    for name, text in texts.items():
+        path = folder / name
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written: {(error.strerror or '').lower()}."
+            ) from error
+        paths.append(path)
+    return paths
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinite numbers: null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

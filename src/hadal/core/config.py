@@ -7,14 +7,71 @@ says from what the value is derived.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
-from hadal.core.documents import is_folder, shown
+from hadal.core.documents import MAX_TOML_BYTES, is_folder, parse_toml, problem_of, read_text, shown
 from hadal.core.errors import ConfigError
-from hadal.core.tables import build, read_toml
+
+# TOML tables as frozen dataclasses: known names only, of the right type, and an error that says
+# where.
+#
+# A field is an int, float, str or bool, a tuple of one of those (written as an array), or another
+# dataclass (a table).
+
+
+T = TypeVar("T")
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The tables of a file. Raises ConfigError, naming `what` was to be read."""
+    return parse_toml(read_text(path, what, MAX_TOML_BYTES), str(path))
+
+
+def build(kind: type[T], fields: dict[str, Any], where: str, base: T | None = None) -> T:
+    """Make a `kind` of what a table says. What it does not say is as in `base`, in inner tables
+    too, or without one as by default. Raises ConfigError.
+    """
+    types = get_type_hints(kind)
+    known = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown field {shown(name)}. Known: {', '.join(known)}.")
+    values = {
+        name: _value(types[name], value, where, name, getattr(base, name, None))
+        for name, value in fields.items()
+    }
+    if base is not None:
+        return dataclasses.replace(base, **values)  # type: ignore[type-var]
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        has_default = each.default is not MISSING or each.default_factory is not MISSING
+        if not has_default and each.name not in fields:
+            raise ConfigError(f"{where}: {each.name} is missing.")
+    return kind(**values)
+
+
+def _value(kind: Any, value: Any, where: str, name: str, base: Any = None) -> Any:
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {name} must be a table.")
+        return build(kind, value, f"{where}: {name}", base)  # type: ignore[arg-type]
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: {name} is {shown(value)}; an array is needed.")
+        return tuple(_value(get_args(kind)[0], one, where, name) for one in value)
+    wanted = (int, float) if kind is float else kind
+    if not isinstance(value, wanted) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(
+            f"{where}: {name} is {shown(value)}; a value of type {kind.__name__} is needed."
+        )
+    if (problem := problem_of(value)) is not None:
+        raise ConfigError(f"{where}: {name} {problem}.")
+    return float(value) if kind is float else value
+
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -510,3 +567,60 @@ def _check_units(kind: str, units: UnitsConfig) -> None:
             "prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or"
             " 'turns'."
         )
+
+
+# Frozen tables as a TOML file that core/config reads back: what is not as it is by default, or all
+# of it.
+#
+# A deployment, a study: a dataclass whose fields are numbers, strings, tuples of those or of
+# dataclasses, or dataclasses.
+
+
+_NOTE_COLUMN = 36
+
+
+def to_toml(
+    value: Any,
+    heading: Sequence[str] = (),
+    notes: Mapping[str, str] | None = None,
+    *,
+    is_whole: bool = False,
+) -> str:
+    """Text that is read as this value.
+
+    `heading`: lines of a comment at the top. `notes`: by field, such as "decode.ranks", what is
+    said of it; a field that has a note is written down even if it is as it is by default.
+    `is_whole`: and so are all others.
+    """
+    lines = [f"# {line}".rstrip() for line in heading]
+    lines += ["", *_tables(value, "", notes or {}, is_whole)]
+    return "\n".join(lines).strip() + "\n"
+
+
+def _tables(value: Any, path: str, notes: Mapping[str, str], is_whole: bool) -> Iterator[str]:
+    """A table's fields, then the tables in it."""
+    inner = []
+    for each in dataclasses.fields(value):
+        found, note = getattr(value, each.name), notes.get(path + each.name, "")
+        if dataclasses.is_dataclass(found):
+            inner.append((f"{path}{each.name}", found))
+        elif is_whole or note or found != each.default:
+            line = f"{each.name} = {_text(found)}"
+            yield f"{line:<{_NOTE_COLUMN}}# {note}" if note else line
+    for name, table in inner:
+        lines = list(_tables(table, f"{name}.", notes, is_whole))
+        if lines:
+            yield from ("", f"[{name}]", *lines)
+
+
+def _text(value: Any) -> str:
+    """A value on one line."""
+    if dataclasses.is_dataclass(value):
+        fields = (
+            f"{each.name} = {_text(getattr(value, each.name))}"
+            for each in dataclasses.fields(value)
+        )
+        return f"{{ {', '.join(fields)} }}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(_text(one) for one in value)}]"
+    return json.dumps(value, ensure_ascii=False)  # JSON's strings and numbers are TOML's.

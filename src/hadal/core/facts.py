@@ -39,7 +39,7 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     tenant: str
-    """A name, no secret (gateway/tenants)."""
+    """A name, no secret (gateway/auth)."""
     model: str
     tokens_hit: int
     """Of the prompt: positions whose KV was found."""

@@ -1,7 +1,7 @@
 """What processes say to each other, as frozen values.
 
 They travel on the Wire between front, leaders and supervisor. What a leader and its ranks say to
-each other is in core/rank_messages, a step's plans and results are in core/plans. Token ids are
+each other is in core/messages, a step's plans and results are in core/plans. Token ids are
 tuples here: short, hashable and cheap to encode.
 """
 
@@ -12,7 +12,24 @@ from typing import cast
 
 import msgspec
 
-from hadal.core.plans import Draw, Sampling, TraceEvent
+from hadal.core.cache import Place
+from hadal.core.config import ROLES
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    Draw,
+    Formed,
+    FormPlan,
+    Held,
+    KvPulled,
+    NamedBlocks,
+    Sampling,
+    Staged,
+    StagePlan,
+    StepDone,
+    StepPlan,
+    TraceEvent,
+)
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
@@ -479,3 +496,249 @@ class Trace(Message, frozen=True):
     unit: str
     reply_id: int
     steps: tuple[TracedStep, ...]
+
+
+# What the leader of a unit of many ranks and its ranks say to each other, as frozen values.
+
+
+# ---- rank -> leader, where they are apart ----
+class RankUp(Message, frozen=True):
+    """A rank's process is ready to be a member. Repeated until a FormPlan names it."""
+
+    unit: str
+    rank: int
+    epoch: str
+    host: str
+    port: int
+    pool: str
+    """Address of its KV pool: the source of its leases."""
+    expert_port: int = 0
+    """Where other ranks get the weights of experts that it holds; 0: nowhere."""
+
+
+class RankDone(Message, frozen=True):
+    """The rank's part of a step."""
+
+    rank: int
+    epoch: str
+    generation: int
+    done: StepDone
+    lost: tuple[int, ...] = ()
+    """Peers that the rank holds responsible for the error."""
+
+
+class RankFormed(Message, frozen=True):
+    rank: int
+    epoch: str
+    formed: Formed
+
+
+class RankAnswered(Message, frozen=True):
+    """What came of a RankPull, a RankLoad or a RankStore."""
+
+    rank: int
+    epoch: str
+    outcome: KvPulled | BlocksLoaded | BlocksStored
+
+
+class RankStaged(Message, frozen=True):
+    rank: int
+    epoch: str
+    staged: Staged
+
+
+class RankBeat(Message, frozen=True):
+    """Heartbeat of a rank's process, with the progress of its compute thread."""
+
+    rank: int
+    epoch: str
+    generation: int
+    num_ops: int
+    """Ops begun since the process started: the thread moves as long as this does."""
+    is_computing: bool
+    """A step runs and does not wait for a peer: `num_ops` must move."""
+    lost: tuple[int, ...] = ()
+    """Peers of this generation whose connection broke."""
+
+
+class RankHeld(Message, frozen=True):
+    """The answer to RankWho of a rank that was led before. Nothing that an earlier leader asked for
+    writes into its pool any more, but for a step, which the next RankForm breaks off.
+    """
+
+    up: RankUp
+    plan: FormPlan
+    """The newest that it has taken, with the placement as it is since."""
+    held: Held
+
+
+# ---- leader -> rank ----
+class RankWho(Message, frozen=True):
+    """It beats, and its leader does not know it: a new leader took the unit over."""
+
+    epoch: str
+    """Of the beat."""
+
+
+class RankForm(Message, frozen=True):
+    plan: FormPlan
+
+
+class RankStep(Message, frozen=True):
+    generation: int
+    plan: StepPlan
+
+
+class RankStage(Message, frozen=True):
+    plan: StagePlan
+
+
+class RankPull(Message, frozen=True):
+    request_id: str
+    attempt: int
+    lease: KvLease
+    into: tuple[int, ...]
+
+
+class RankFreed(Message, frozen=True):
+    block_ids: tuple[int, ...]
+
+
+class RankNamed(Message, frozen=True):
+    named: NamedBlocks
+
+
+class RankLoad(Message, frozen=True):
+    load_id: int
+    names: bytes
+    places: tuple[Place, ...]
+    into: tuple[int, ...]
+
+
+class RankStore(Message, frozen=True):
+    store_id: int
+    names: bytes
+    positions: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+# The front at one instant, for /metrics and /health. Values only.
+
+
+class Totals(msgspec.Struct):
+    """Counted since the start."""
+
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    tokens_in: int = 0
+    """Prompt tokens of requests let in."""
+    tokens_refused: int = 0
+    """Prompt tokens of requests that there was no room for (429)."""
+    tokens_out: int = 0
+    tokens_hit: int = 0
+    """Of the prompts that were answered: tokens that a cache had, as the unit said that drew the
+    first token.
+    """
+    tokens_miss: int = 0
+    """The rest of those prompts."""
+    retries: int = 0
+    """Attempts that ended before their request did, preemptions among them."""
+    preemptions: int = 0
+
+
+class FrontSnapshot(msgspec.Struct, frozen=True):
+    """Cheap to make: no request is looked at."""
+
+    is_draining: bool
+    state_to_count: dict[str, int]
+    unit_to_load: dict[str, Load]
+    """Units that are up and have reported."""
+    role_to_units: dict[str, dict[str, int]]
+    """Units that are up, and how many ranks of each live."""
+    totals: Totals
+
+    @property
+    def can_serve(self) -> bool:
+        """A request can be answered from end to end: each role has a unit with a rank that
+        lives.
+        """
+        return all(any(self.role_to_units.get(role, {}).values()) for role in ROLES)
+
+
+# What gateways say to the supervisor and, where there are several, to the one whose process holds
+# the front.
+#
+#     another gateway --Open--> front's gateway --Delivered ...--> another gateway        Leave: its client is gone
+#     front's gateway --FrontBeat--> another gateway    a new epoch: it is another front
+#
+# An Open that a front does not live to answer is sent again to the next one, with what was
+# delivered so far.
+
+
+# ---- gateway -> supervisor, and the others' to the front's ----
+class GatewayBeat(Message, frozen=True):
+    """The gateway's event loop turns, and its port is served. The first one says that it is
+    ready.
+    """
+
+    gateway: str
+    pid: int
+
+
+# ---- another gateway -> front's gateway ----
+class Open(Message, frozen=True):
+    """Generations of one HTTP request. Each is answered by Delivered, its last delivery being
+    final; one that is open already is not begun twice.
+    """
+
+    gateway: str
+    generations: tuple[Generation, ...]
+    log_id: str = ""
+    """The HTTP request's id, by which logs tell of it."""
+
+
+class Leave(Message, frozen=True):
+    """Nobody waits for these generations any more: stop them. Their last deliveries say where they
+    were worked on.
+    """
+
+    gateway: str
+    request_ids: tuple[str, ...]
+
+
+# ---- front's gateway -> another ----
+class FrontBeat(Message, frozen=True):
+    """The front lives."""
+
+    epoch: str
+    snapshot: FrontSnapshot
+    gateways: tuple[str, ...] = ()
+    """Names of the gateways that are there."""
+
+
+class Delivered(Message, frozen=True):
+    """What a batch of messages brought the generations of one gateway."""
+
+    delivers: tuple[Deliver, ...]
+
+
+# ---- either way ----
+class Ask(Message, frozen=True):
+    """What does the other process have under this path, such as "/audit"?"""
+
+    gateway: str
+    reply_id: int
+    path: str
+    query: dict[str, str]
+
+
+class Answer(Message, frozen=True):
+    """The answer as HTTP has it."""
+
+    gateway: str
+    reply_id: int
+    status: int
+    body: bytes

@@ -3,7 +3,7 @@
     seconds of positions start .. start+n-1 = n token_s + pair_s (n start + n (n + 1) / 2)
 
 Knows no ranks and no steps, and not where the rates come from (live: perf/costs, by
-roles/schedule).
+roles/unit/schedule).
 """
 
 from __future__ import annotations

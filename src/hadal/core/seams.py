@@ -1,9 +1,9 @@
 """The seams between what can be replayed and what cannot: the effects a role asks for, and the
 Protocols of Clock and Runner.
 
-The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/kv_wire), the Disk seam
-LoadBlocks and StoreBlocks (live: runtime/disk), UsedBlocks and the event DiskNews (live:
-runtime/disk_view).
+The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/transfer/kv), the Disk
+seam LoadBlocks and StoreBlocks (live: runtime/store/disk), UsedBlocks and the event DiskNews (live:
+runtime/store/view).
 
 Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a
 host (live: runtime/host and gateway/host) applies the effects through the seams and feeds back what

@@ -15,11 +15,11 @@ from typing import Protocol
 from hadal.core.config import Deployment, units_of
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.seams import Closing
+from hadal.gateway.auth import Tenant
+from hadal.gateway.replies import Meter
 from hadal.gateway.service import Work
-from hadal.gateway.sse import Meter
-from hadal.gateway.tenants import Tenant
-from hadal.roles.front_units import Unit
-from hadal.runtime.ledger_writer import LedgerCounts
+from hadal.roles.front.units import Unit
+from hadal.runtime.ledger.writer import LedgerCounts
 from hadal.stats.prices import PriceList, micro_usd, price_list
 
 BEAT_S = 10.0
@@ -33,7 +33,7 @@ _NO_CLOSING = Closing("", "", 0)
 
 
 class Sink(Protocol):
-    """The part of runtime/ledger_writer that the books need."""
+    """The part of runtime/ledger/writer that the books need."""
 
     def add(self, fact: Fact) -> None: ...
 

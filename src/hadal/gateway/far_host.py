@@ -20,13 +20,26 @@ from itertools import groupby
 import msgspec
 
 from hadal.core.config import GATEWAY_BEAT_S, ROLES
-from hadal.core.front_snapshot import FrontSnapshot, Totals
-from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
-from hadal.core.messages import FRONT, SUPERVISOR, Deliver, Drain, Generation, UnitDown
+from hadal.core.messages import (
+    FRONT,
+    SUPERVISOR,
+    Answer,
+    Ask,
+    Deliver,
+    Delivered,
+    Drain,
+    FrontBeat,
+    FrontSnapshot,
+    GatewayBeat,
+    Generation,
+    Leave,
+    Open,
+    Totals,
+    UnitDown,
+)
 from hadal.gateway.errors import overloaded
-from hadal.gateway.host import Doors, FrontWire
+from hadal.gateway.host import Doors, FrontWire, Pages
 from hadal.gateway.mailbox import Mailbox, mailbox_for
-from hadal.gateway.pages import Pages
 from hadal.gateway.trace import MAX_WAIT_S
 
 log = logging.getLogger("hadal.gateway")

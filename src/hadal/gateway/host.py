@@ -9,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from hadal.core.config import GATEWAY_BEAT_S
-from hadal.core.front_snapshot import FrontSnapshot
-from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
+from hadal.core.errors import HadalError
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
+    Answer,
+    Ask,
     Audit,
     AuditRequest,
     Cancel,
+    Delivered,
     Drain,
+    FrontBeat,
+    FrontSnapshot,
+    GatewayBeat,
     Generation,
+    Leave,
+    Open,
     Refused,
     Returned,
     Submit,
@@ -34,17 +41,121 @@ from hadal.core.messages import (
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.core.wire import AnyMessage
-from hadal.gateway.errors import overloaded, sentence
+from hadal.gateway.errors import as_api_error, overloaded, sentence
 from hadal.gateway.mailbox import Mailbox, Outbox, mailbox_for
-from hadal.gateway.pages import Pages
-from hadal.gateway.questions import Questions
 from hadal.policy.admission import Refusal
-from hadal.roles.front import refused
+from hadal.roles.front.front import refused
 from hadal.roles.reasons import answer_to
-from hadal.runtime.logs import fields
+from hadal.runtime.process.logs import fields
 from hadal.runtime.topology import GATEWAY
 
+# Questions to other processes, whose answers come as messages of their own: who is asked, and who
+# waits for it.
+
+
+M = TypeVar("M")
+
+
+class Questions(Generic[M]):
+    """Of one kind, all that are open. Used by the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._num_asked = 0
+        self._open: dict[tuple[str, int], asyncio.Future[M]] = {}
+
+    async def ask(
+        self, whom: Iterable[str], send: Callable[[str, int], None], timeout_s: float
+    ) -> dict[str, M]:
+        """Ask all of `whom`, `send(name, reply_id)` being called for each. Returns the answers that
+        came in time.
+        """
+        self._num_asked += 1
+        reply_id = self._num_asked
+        name_to_future = {name: asyncio.get_running_loop().create_future() for name in whom}
+        self._open |= {(name, reply_id): future for name, future in name_to_future.items()}
+        try:
+            for name in name_to_future:
+                send(name, reply_id)
+            if name_to_future:
+                await asyncio.wait(name_to_future.values(), timeout=timeout_s)
+        finally:
+            for name in name_to_future:
+                del self._open[name, reply_id]
+        return {
+            name: future.result()
+            for name, future in name_to_future.items()
+            if future.done() and not future.cancelled()
+        }
+
+    def take(self, name: str, reply_id: int, answer: M) -> None:
+        """An answer is here. One that nobody waits for any more is dropped."""
+        future = self._open.get((name, reply_id))
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def give_up(self) -> None:
+        """Whoever was asked is gone: nothing more is waited for."""
+        for future in self._open.values():
+            future.cancel()
+
+
+# What one gateway asks another for, by path as HTTP has it: what only the front's process knows,
+# or another's counts.
+#
+# Knows the wire's Ask and Answer, and no page. Used by the event loop's thread.
+
+
 log = logging.getLogger("hadal.gateway")
+
+Page = Callable[[Mapping[str, str]], Awaitable[tuple[int, bytes]]]
+"""Answers a query with a status and a body. Raises HadalError."""
+
+
+class Pages:
+    """The pages of this process, by path in `table`, and the questions that it has asked others."""
+
+    def __init__(self, name: str, send: Callable[[str, AnyMessage], None]) -> None:
+        """`name`: this process's on the wire."""
+        self.table: dict[str, Page] = {}
+        self._name = name
+        self._send = send
+        self._asked = Questions[Answer]()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def ask(
+        self, whom: str, path: str, query: Mapping[str, str], timeout_s: float
+    ) -> Answer | None:
+        """Another process's page; None if it does not answer in time."""
+
+        def send(name: str, reply_id: int) -> None:
+            self._send(name, Ask(self._name, reply_id, path, dict(query)))
+
+        return (await self._asked.ask([whom], send, timeout_s)).get(whom)
+
+    def give_up(self) -> None:
+        """Whoever was asked is gone."""
+        self._asked.give_up()
+
+    def take(self, message: Ask | Answer) -> None:
+        """Answer a question, or hand an answer to who waits for it."""
+        if isinstance(message, Ask):
+            task = asyncio.get_running_loop().create_task(self._answer(message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        else:
+            self._asked.take(message.gateway, message.reply_id, message)
+
+    async def _answer(self, ask: Ask) -> None:
+        try:
+            status, body = await self.table[ask.path](ask.query)
+        except HadalError as error:
+            refusal = as_api_error(error)
+            status, body = refusal.status, refusal.body
+        except Exception:
+            log.exception("%s cannot be told to %s", ask.path, ask.gateway)
+            return
+        self._send(ask.gateway, Answer(self._name, ask.reply_id, status, body))
+
 
 _EXPECTED_S = 8 * GATEWAY_BEAT_S
 """How long a new front expects to hear of the other gateways: what they had open under the one

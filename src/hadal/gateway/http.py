@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -22,28 +22,97 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hadal import __version__
-from hadal.core.config import Deployment
+from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import HadalError
 from hadal.core.facts import CANCELLED, REFUSALS
-from hadal.core.front_snapshot import FrontSnapshot
-from hadal.gateway.auth import Keys
-from hadal.gateway.body import read_body
+from hadal.core.messages import FrontSnapshot
+from hadal.gateway.auth import OPERATOR, Keys, Tenant
 from hadal.gateway.books import Books
 from hadal.gateway.edge import SEEN, Edge, Seen
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
-from hadal.gateway.health import health_of
-from hadal.gateway.host import Host
+from hadal.gateway.host import Host, Page
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.metrics import Metrics
-from hadal.gateway.pages import Page
-from hadal.gateway.places import Bodies, Places
-from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, ReplyFormat
+from hadal.gateway.places import Bodies, Places, read_body
+from hadal.gateway.replies import (
+    ChatFormatter,
+    ClientGone,
+    CompletionFormatter,
+    Head,
+    Reply,
+    ReplyFormat,
+    Times,
+)
 from hadal.gateway.service import Service, Work
-from hadal.gateway.sse import ClientGone, Reply, Times
-from hadal.gateway.tenants import OPERATOR, Tenant
 from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
+from hadal.runtime.topology import gateway_names, rank_name
+
+# What /health says: whether requests can be answered, and what of the deployment is missing.
+# Values in, values out.
+#
+# starting   requests could not be served yet        503
+# ready      everything is there                     200
+# degraded   something is missing                    200, or 503 if a role has no rank left
+# draining   what runs may finish, nothing begins    503
+
+
+def health_of(
+    deployment: Deployment,
+    snapshot: FrontSnapshot,
+    gateways: Collection[str],
+    *,
+    has_begun: bool,
+    is_draining: bool,
+) -> tuple[int, dict[str, object]]:
+    """The reply's status and fields. `gateways`: those that are there; `has_begun`: requests could
+    be served once.
+    """
+    missing = [name for name in gateway_names(deployment) if name not in gateways]
+    missing += _missing(deployment, snapshot)
+    can_serve = snapshot.can_serve and not is_draining
+    if is_draining:
+        status = "draining"
+    elif not has_begun:
+        status = "starting"
+    else:
+        status = "degraded" if missing else "ready"
+    return 200 if can_serve else 503, {
+        "status": status,
+        "units_up": {role: len(units) for role, units in snapshot.role_to_units.items()},
+        "units_wanted": {role: units_of(deployment, role).units for role in ROLES},
+        "ranks_up": {
+            unit: num for units in snapshot.role_to_units.values() for unit, num in units.items()
+        },
+        "ranks_wanted": {
+            unit: units_of(deployment, role).ranks
+            for role, units in snapshot.role_to_units.items()
+            for unit in units
+        },
+        "missing": missing,
+    }
+
+
+def _missing(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
+    """Names of units that are not up or have no leader ("decode-1"), and of ranks that others lack
+    ("decode-0.2").
+
+    A fleet lacks a unit when it has fewer than its floor; which of them is to come is said by
+    number, from 0.
+    """
+    for role in ROLES:
+        up, wanted = snapshot.role_to_units.get(role, {}), units_of(deployment, role).units
+        down = [unit for index in range(wanted) if (unit := f"{role}-{index}") not in up]
+        yield from down[: max(0, wanted - len(up))]
+        for unit, num_led in up.items():
+            load = snapshot.unit_to_load.get(unit)
+            absent = load.absent if load is not None else ()
+            if not num_led and not absent:
+                # What its leader said last holds no more: its ranks wait for another one.
+                yield unit
+            yield from (rank_name(unit, rank) for rank in absent)
+
 
 log = logging.getLogger("hadal.gateway")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from hadal.core.messages import Closing, Deliver, Generation
-from hadal.runtime.logs import REQUEST_ID, fields
+from hadal.runtime.process.logs import REQUEST_ID, fields
 
 log = logging.getLogger("hadal.gateway")
 

@@ -17,10 +17,9 @@ from prometheus_client.registry import Collector
 from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.config import ROLES
-from hadal.core.front_snapshot import FrontSnapshot
-from hadal.core.messages import Load
+from hadal.core.messages import FrontSnapshot, Load
 from hadal.gateway.replies import Usage
-from hadal.runtime.ledger_writer import LedgerCounts
+from hadal.runtime.ledger.writer import LedgerCounts
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -159,7 +158,7 @@ class Metrics:
         self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     async def counted(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """What this gateway has counted by itself, for the `text` of another. As gateway/pages has
+        """What this gateway has counted by itself, for the `text` of another. As gateway/host has
         it.
         """
         families = [

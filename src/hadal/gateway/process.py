@@ -27,32 +27,29 @@ from hadal.core.errors import ConfigError
 from hadal.core.messages import FRONT
 from hadal.gateway.auth import Keys
 from hadal.gateway.books import BEAT_S, Books
-from hadal.gateway.connection import GatewayProtocol
+from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import Service, read_served_model
-from hadal.roles.front import Front
-from hadal.roles.front_names import FrontNames
+from hadal.roles.front.front import Front
+from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront
-from hadal.runtime.clock import LiveClock
-from hadal.runtime.grants import Grants
-from hadal.runtime.ledger_place import ledger_url, shown, spool_place
-from hadal.runtime.ledger_spool import Spool
-from hadal.runtime.ledger_store import Store
-from hadal.runtime.ledger_writer import LedgerWriter
-from hadal.runtime.listen import open_listener
-from hadal.runtime.process import (
+from hadal.runtime.ledger.store import Store, ledger_url, shown, spool_place
+from hadal.runtime.ledger.writer import LedgerWriter, Spool
+from hadal.runtime.process.process import (
     API_KEYS,
     EXIT_CONFIG,
     EXIT_FATAL,
     HAS_SERVED,
     LISTEN_FD,
+    LiveClock,
     enter_child,
 )
 from hadal.runtime.recorder import recorded
-from hadal.runtime.topology import GATEWAY, gateway_names
+from hadal.runtime.topology import GATEWAY, gateway_names, open_listener
+from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.gateway")

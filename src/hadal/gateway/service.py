@@ -21,6 +21,7 @@ from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.core.messages import Generation
 from hadal.core.model_config import read_model_config
+from hadal.gateway.auth import PRIORITY, Tenant, salt_within
 from hadal.gateway.chat import (
     ChatFormat,
     Prompt,
@@ -40,9 +41,8 @@ from hadal.gateway.openai import (
     with_defaults,
 )
 from hadal.gateway.stream import Assembler
-from hadal.gateway.tenants import PRIORITY, Tenant, salt_within
 from hadal.gateway.vocabulary import MAX_ID, Vocabulary, read_json, read_vocabulary
-from hadal.roles.front_names import FrontNames
+from hadal.roles.front.requests import FrontNames
 
 OFF_LOOP_BYTES = 1024
 """Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many

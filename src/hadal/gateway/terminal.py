@@ -8,16 +8,22 @@ is a turn; where output is one, lines stay as long as they are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import httpx
+import msgspec
 from rich.cells import cell_len
 from rich.console import Console
 
 from hadal.core.errors import ConfigError
-from hadal.runtime.private import make_private, take_from_others
+from hadal.runtime.process.private import make_private, state_folder, take_from_others
 
 try:  # Not every Python was built with it. Its import gives `input` arrow keys and a history.
     import readline
@@ -205,3 +211,278 @@ def let_any_text_in(source: IO[str]) -> None:
     """Whatever is piped in can be sent: bytes that are no UTF-8 become question marks."""
     if isinstance(source, io.TextIOWrapper):
         source.reconfigure(errors="replace")
+
+
+# A chat in the terminal with any OpenAI-compatible server: thinking behind a bar, the answer, how
+# fast it came.
+#
+# Knows the API and a terminal, nothing of the engine. With standard input from a pipe every line is
+# a turn.
+
+
+_CONNECT_S = 5.0
+_SILENCE_S = 120.0
+"""A server that says nothing for so long, not even a keep-alive, is given up."""
+_THINKING_STYLE = "dim italic"
+_BAR = "│ "
+"""At the beginning of a line of thinking: it tells thinking from the answer without colours as
+well.
+"""
+_HISTORY = "chat_history"
+"""Name of the file, in the user's state folder, that keeps what was typed."""
+HELP = """\
+/system TEXT   set the system prompt (empty: none); it holds from the next turn on
+/temp NUMBER   set the temperature (empty: the model's own)
+/clear         forget the conversation
+/help          this text
+/quit          leave (so does Ctrl-D); Ctrl-C stops an answer, not the chat
+Several lines: between \"\"\" and \"\"\", or each but the last with a \\ at its end, or pasted."""
+
+
+@dataclass
+class Answer:
+    """One answer as it came in."""
+
+    reasoning: str = ""
+    content: str = ""
+    num_tokens: int = 0
+    first_s: float | None = None
+    last_s: float = 0.0
+    stopped: bool = False
+
+    def speed(self, start_s: float) -> str:
+        """What is printed under an answer."""
+        if self.first_s is None:
+            return "nothing came"
+        first_ms = (self.first_s - start_s) * 1e3
+        words = [f"{self.num_tokens} tokens"] if self.num_tokens else []
+        if self.num_tokens > 1 and self.last_s > self.first_s:
+            words.append(f"{(self.num_tokens - 1) / (self.last_s - self.first_s):.0f} tokens/s")
+        words.append(f"first after {first_ms:.0f} ms")
+        return ", ".join([*words, *(["stopped"] if self.stopped else [])])
+
+
+class ChatError(Exception):
+    """The server cannot be reached or refuses; the text is for the user."""
+
+
+@dataclass
+class Chat:
+    """A conversation and its settings."""
+
+    client: httpx.Client
+    console: Console
+    model: str
+    system: str = ""
+    temperature: float | None = None
+    max_tokens: int | None = None
+    history: list[dict[str, str]] = field(default_factory=list)
+    _shown: WordWrap | None = None
+    """The part of an answer that is being written, thinking or content."""
+
+    def turn(self, text: str) -> Answer:
+        """Ask, print the answer as it comes, remember it. Raises ChatError; Ctrl-C ends the answer
+        only.
+        """
+        messages = [
+            *([{"role": "system", "content": self.system}] if self.system else []),
+            *self.history,
+        ]
+        messages.append({"role": "user", "content": text})
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        answer = Answer()
+        start_s = time.monotonic()
+        try:
+            self._stream(body, answer)
+        except KeyboardInterrupt:
+            answer.stopped = (
+                True  # Leaving the stream closes the connection, and the server stops its work.
+            )
+        except httpx.HTTPError as error:
+            raise ChatError(f"the connection broke ({error or type(error).__name__})") from error
+        finally:
+            self._end_part()
+        self.console.print(answer.speed(start_s), style="cyan dim", markup=False, highlight=False)
+        if answer.content:  # An answer that was stopped while thinking leaves no turn behind.
+            self.history += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": answer.content},
+            ]
+        return answer
+
+    def _stream(self, body: dict[str, Any], answer: Answer) -> None:
+        with self.client.stream("POST", "/chat/completions", json=body) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                raise ChatError(_error_of(reply))
+            for event in parse_events(reply.iter_lines()):
+                if "error" in event:
+                    raise ChatError(str(event["error"].get("message", event["error"])))
+                usage = event.get("usage")
+                if usage:
+                    answer.num_tokens = usage["completion_tokens"]
+                for choice in event.get("choices", ()):
+                    self._show(choice.get("delta", {}), answer)
+
+    def _show(self, delta: dict[str, Any], answer: Answer) -> None:
+        reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+        if not reasoning and not content:
+            return
+        answer.last_s = time.monotonic()
+        if answer.first_s is None:
+            answer.first_s = answer.last_s
+        if reasoning:
+            self._part("thinking" if not answer.reasoning else "", _THINKING_STYLE, _BAR).feed(
+                reasoning
+            )
+            answer.reasoning += reasoning
+        if content:
+            if not answer.content:
+                self._end_part()
+            self._part("answer" if answer.reasoning and not answer.content else "").feed(content)
+            answer.content += content
+
+    def _part(self, title: str, style: str | None = None, margin: str = "") -> WordWrap:
+        """Return what the next piece is written to. A part begins with its title."""
+        if self._shown is None:
+            if title:
+                self._print(f"{title}\n", "cyan dim")
+            width = self.console.width if self.console.is_terminal else None
+            self._shown = WordWrap(functools.partial(self._print, style=style), width, margin)
+        return self._shown
+
+    def _end_part(self) -> None:
+        if self._shown is not None:
+            self._shown.end()
+            self._shown = None
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self.console.print(
+            text, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
+
+    def command(self, line: str) -> bool:
+        """Carry out a line that begins with a slash. False: leave."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        said = ""
+        if name in ("/quit", "/exit"):
+            return False
+        if name == "/help":
+            said = HELP
+        elif name == "/clear":
+            self.history.clear()
+            said = "forgotten"
+        elif name == "/system":
+            self.system = rest
+            said = "system prompt set" if rest else "no system prompt"
+        elif name == "/temp":
+            said = self._set_temperature(rest)
+        else:
+            said = f"{name}: no such command; /help lists them"
+        self.console.print(said, style="cyan", markup=False, highlight=False)
+        return True
+
+    def _set_temperature(self, text: str) -> str:
+        try:
+            value = float(text) if text else None
+        except ValueError:
+            value = -1.0
+        if value is not None and not 0 <= value <= 2:
+            return f"{text}: a number from 0 to 2 is needed"
+        self.temperature = value
+        return "the model's own temperature" if value is None else f"temperature {value:g}"
+
+
+def chat(
+    base_url: str,
+    *,
+    model: str = "",
+    api_key: str = "",
+    system: str = "",
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    console: Console | None = None,
+    lines: IO[str] | None = None,
+) -> int:
+    """Talk until the user leaves; returns the exit code. `base_url` with or without /v1; `lines`
+    instead of stdin.
+    """
+    console = console or Console()
+    source = lines or sys.stdin
+    let_any_text_in(source)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base_url = base_url.rstrip("/").removesuffix("/v1") + "/v1"
+    timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+    with httpx.Client(base_url=base_url, headers=headers, timeout=timeout) as client:
+        try:
+            model = model or first_model(client)
+        except ChatError as error:
+            console.print(f"hadal chat: {error}", style="red", markup=False, highlight=False)
+            return 1
+        talk = Chat(client, console, model, system, temperature, max_tokens)
+        if source.isatty():
+            greeting = f"{model} at {base_url}. /help lists the commands."
+            console.print(greeting, style="cyan", markup=False, highlight=False)
+        return _loop(talk, source)
+
+
+def _loop(talk: Chat, source: IO[str]) -> int:
+    folder = state_folder()
+    failed = False
+    for turn in turns(talk.console, source, None if folder is None else folder / _HISTORY):
+        text = turn.strip()
+        if not text:
+            continue
+        if text.startswith("/") and "\n" not in text:
+            if not talk.command(text):
+                break
+            continue
+        try:
+            talk.turn(text)
+            failed = False
+        except ChatError as error:
+            failed = True
+            talk.console.print(f"error: {error}", style="red", markup=False, highlight=False)
+    return int(failed)
+
+
+def first_model(client: httpx.Client) -> str:
+    """The first model the server lists. Raises ChatError."""
+    try:
+        reply = client.get("/models")
+    except httpx.HTTPError as error:
+        raise ChatError(
+            f"there is no server at {client.base_url} ({error}). Start one with `hadal serve`, or"
+            " name another's address with `--url`."
+        ) from error
+    if reply.status_code != 200:
+        raise ChatError(_error_of(reply))
+    return str(reply.json()["data"][0]["id"])
+
+
+def parse_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON of an event stream's data lines, up to [DONE]. Comments are skipped."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        yield msgspec.json.decode(data, type=dict[str, Any])
+
+
+def _error_of(reply: httpx.Response) -> str:
+    try:
+        return f"{reply.status_code}: {reply.json()['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{reply.status_code}: {reply.text[:200]}"

@@ -4,7 +4,7 @@ allocates nothing.
 Knows a model's weights and a rank's cache; knows nothing of requests. Weights are used where they
 lie, none is copied. Rows of a batch may be several consecutive positions of one sequence: every
 row's latent is cached before any row attends. Shapes: B rows, V vocabulary, D hidden, P blocks, L
-layers, S = 64 block tokens, M blocks of a row. Twin: `hadal.reference.decode_step`.
+layers, S = 64 block tokens, M blocks of a row. Twin: `hadal.reference.model`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hadal.kernels import library
-from hadal.kernels.mla_decode import BLOCK_TOKENS
+from hadal.kernels.ops import BLOCK_TOKENS
 from hadal.reference.params import LATENT_NORM_EPS, LayerWeights, ModelWeights
 
 _INTS = (

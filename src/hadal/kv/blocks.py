@@ -17,8 +17,9 @@ Block 0 is scratch: padded rows of a batch write there, so it is never handed ou
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +29,31 @@ from hadal.core.cache import num_names, slice_of, split
 from hadal.core.errors import InvariantError
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.policy.eviction import Arc, Lru
+
+# Stretches of blocks that lie side by side, so that each is moved at once.
+
+
+def runs(first_row: Sequence[int], *rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut rows of equal length where one of them does not go on with the next number: (index of the
+    first, how many).
+
+    Raises ValueError if their lengths differ.
+    """
+    if any(len(row) != len(first_row) for row in rows):
+        raise ValueError(
+            f"rows of {[len(first_row), *map(len, rows)]} numbers have no runs in common."
+        )
+    cuts = {
+        index
+        for row in (first_row, *rows)
+        for index, (before, after) in enumerate(pairwise(row), 1)
+        if after != before + 1
+    }
+    start = 0
+    for end in (*sorted(cuts), len(first_row)):
+        if end > start:
+            yield start, end - start
+        start = end
 
 
 class _Owners(dict[Hashable, None]):

@@ -1,4 +1,4 @@
-"""What a leader can find on disk: names of blocks to their places, as runtime/disk_view reports
+"""What a leader can find on disk: names of blocks to their places, as runtime/store/view reports
 them.
 
 A name and its place take about 150 bytes: millions of blocks fit beside the leader's other state

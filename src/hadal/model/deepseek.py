@@ -23,7 +23,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.core.plans import Chunk
 from hadal.kernels import decode_step
 from hadal.kernels.decode_step import DecodeStep
-from hadal.kernels.linear import linear
+from hadal.kernels.ops import linear
 from hadal.model.batch import DecodeBatch, PrefillBatch, decode_batch, prefill_batch
 from hadal.model.block import OPS, MicroBatch
 from hadal.model.cache import KvCache

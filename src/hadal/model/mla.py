@@ -16,13 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
-from hadal.kernels.heads import heads_in, heads_out
-from hadal.kernels.linear import linear
-from hadal.kernels.mla_decode import available, mla_decode
-from hadal.kernels.rms_norm import rms_norm
+from hadal.kernels.ops import available, heads_in, heads_out, linear, mla_decode, rms_norm
 from hadal.model.batch import DecodeBatch, PrefillBatch
-from hadal.model.rope import rotate
 from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights
+
+# Rotation of interleaved pairs with the tokens' cos and sin looked up before, once per batch
+# instead of per layer.
+
+
+def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
+    """Rotate x [T, R] or [T, H, R]; cos_sin holds cos of the R/2 pairs, then sin. The twin is
+    reference.rope.rotate.
+    """
+    cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return (
+        torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+        .flatten(-2)
+        .to(x.dtype)
+    )
 
 
 def latents(

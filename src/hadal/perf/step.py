@@ -14,25 +14,354 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
-from hadal.perf.constants import CONSTANTS, Constants
 from hadal.perf.explain import DENSE_LAYERS, HOST, Part, StepPrice, part_of
-from hadal.perf.extrapolation import decode_flags, prefill_flags
 from hadal.perf.hardware import H800, Hardware
-from hadal.perf.imbalance import expected_imbalance
 from hadal.perf.layer import Kernel, Layer, MicroBatch, kernels_of, op_seconds
 from hadal.perf.price import OpSeconds, price_stack
-from hadal.perf.roofline import BF16, DTYPE_BYTES, FP4, FP8, Roofline
+from hadal.perf.roofline import BF16, CONSTANTS, DTYPE_BYTES, FP4, FP8, Constants, Roofline
 from hadal.perf.shapes import (
     DEEPSEEK_V3,
     causal_pairs,
+    combine_bytes,
     kv_bytes_per_token,
+    low_latency_dispatch_bytes,
+    normal_dispatch_bytes,
     num_moe_layers,
     weight_bytes,
 )
-from hadal.perf.traffic import COMM_SMS, Links
+
+# What dispatch and combine move and how long it takes: DeepEP's two ways, over NVLink and RDMA.
+#
+# *Normal* (prefill): a token goes once to each node that has experts of it, there over NVLink to
+# its ranks; the gate's limit on groups keeps the nodes few. *Low latency* (decode): one message per
+# token and expert, straight to its rank; those inside the NVLink domain go over NVLink, beside
+# those that go over RDMA. Either takes
+#
+#     fixed latency + max(RDMA bytes / rate of the NIC, NVLink bytes / rate of NVLink)
+#
+# Rates are shares of the hardware's, from DeepEP's tables on H800. Knows no schedules.
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCurve:
+    """Fitted to one direction of one mode."""
+
+    fixed_s: float
+    nic_share: float
+    """Of the NIC's rate."""
+    nvlink_share: float
+    source: str
+    residual: float
+    """Median of |log(ours / table)|."""
+
+
+NVLINK_SHARE = 0.79
+"""153 and 158 of 200 GB/s on H800 (DeepEP README, EP8), 726 of 900 on SM100 (DeepEP V2's
+README).
+"""
+LOW_LATENCY_DISPATCH = LinkCurve(
+    29.7e-6,
+    0.894,
+    NVLINK_SHARE,
+    "DeepEP README, June 2025: EP8 to EP256 at 128 tokens on H800",
+    0.023,
+)
+LOW_LATENCY_COMBINE = LinkCurve(22.2e-6, 0.850, NVLINK_SHARE, "the same table's combine", 0.021)
+NORMAL = LinkCurve(
+    60e-6,
+    0.89,
+    NVLINK_SHARE,
+    "DeepEP README, April 2025: EP32 58/57 and EP64 51/50 GB/s counting the own node, 43 to 46 GB/s"
+    " on the NIC",
+    0.03,
+)
+COMM_SMS = 24
+"""SMs that normal kernels take from computation (DeepSeek's prefill figure: 24 of 132). Low latency
+takes none.
+"""
+
+
+def expected_places(model: ModelConfig, num_places: float) -> float:
+    """Distinct places a token's experts are in, of `num_places` equal ones (nodes, or ranks) that
+    hold whole groups.
+
+    A token reaches `topk_group` of `n_group` groups, chosen at random, and every one of them. With
+    fewer places than groups, several groups share a place; with more, a group's experts of a token
+    fall at random on the places it has. Source: V3 report 2.1.2; 4 places give 22/7 = 3.14 for V3.
+    """
+    if num_places <= 1.0:
+        return 1.0
+    groups, chosen = model.n_group, model.topk_group
+    if num_places <= groups:
+        none = 1.0
+        for i in range(chosen):
+            none *= max(0.0, groups - groups / num_places - i) / (groups - i)
+        return num_places * (1.0 - none)
+    spread: float = num_places / groups
+    experts: float = model.num_experts_per_tok / chosen
+    none = math.pow(1.0 - 1.0 / spread, experts)
+    return chosen * spread * (1.0 - none)
+
+
+def remote_places(model: ModelConfig, num_places: float) -> float:
+    """The same, without the token's own place: 2.36 of 4 nodes."""
+    return (
+        expected_places(model, num_places) * (1.0 - 1.0 / num_places) if num_places > 1.0 else 0.0
+    )
+
+
+class Links:
+    """The links of one rank in a unit of `num_ranks`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        hardware: Hardware,
+        num_ranks: int,
+        constants: Constants = CONSTANTS,
+    ) -> None:
+        self._model, self._hardware, self._num_ranks = model, hardware, num_ranks
+        self._constants = constants
+        domain = min(num_ranks, hardware.nvlink_domain)
+        self._local_share = domain / num_ranks
+        self._nodes = num_ranks / domain
+        self._remote_nodes = remote_places(model, self._nodes)
+        self._remote_ranks = remote_places(model, float(num_ranks))
+
+    def low_latency_s(
+        self, num_tokens: float, imbalance: float, *, is_overlapped: bool
+    ) -> tuple[float, float]:
+        """Return (dispatch, combine) of `num_tokens` tokens a rank, `imbalance` times that for the
+        busiest one.
+        """
+        if self._num_ranks == 1:
+            return 0.0, 0.0
+        messages = num_tokens * self._model.num_experts_per_tok * imbalance
+        slowdown = self._constants.combine_slowdown if is_overlapped else 1.0
+        return (
+            self._direct_s(
+                LOW_LATENCY_DISPATCH, messages * low_latency_dispatch_bytes(self._model), 1.0
+            ),
+            self._direct_s(LOW_LATENCY_COMBINE, messages * combine_bytes(self._model), slowdown),
+        )
+
+    def _direct_s(self, curve: LinkCurve, total_bytes: float, slowdown: float) -> float:
+        remote_s = (
+            total_bytes
+            * (1.0 - self._local_share)
+            / (self._hardware.nic_bytes_per_s * curve.nic_share)
+        )
+        local_s = (
+            total_bytes
+            * self._local_share
+            / (self._hardware.nvlink_bytes_per_s * curve.nvlink_share)
+        )
+        return curve.fixed_s + slowdown * max(remote_s, local_s)
+
+    def normal_s(
+        self, num_tokens: float, imbalance: float, *, is_overlapped: bool
+    ) -> tuple[float, float]:
+        """Return (dispatch, combine) of `num_tokens` tokens a rank."""
+        if self._num_ranks == 1:
+            return 0.0, 0.0
+        share = self._constants.prefill_link_share if is_overlapped else 1.0
+        return (
+            self._forwarded_s(num_tokens * imbalance * normal_dispatch_bytes(self._model), share),
+            self._forwarded_s(num_tokens * imbalance * combine_bytes(self._model), share),
+        )
+
+    def _forwarded_s(self, token_bytes: float, share: float) -> float:
+        remote_s = (
+            token_bytes * self._remote_nodes / (self._hardware.nic_bytes_per_s * NORMAL.nic_share)
+        )
+        local_s = (
+            token_bytes
+            * self._remote_ranks
+            / (self._hardware.nvlink_bytes_per_s * NORMAL.nvlink_share)
+        )
+        return NORMAL.fixed_s + max(remote_s, local_s) / share
+
+    @property
+    def received_ranks(self) -> float:
+        """Distinct ranks a token goes to."""
+        return expected_places(self._model, float(self._num_ranks))
+
+
+# Which inputs of a step lie outside of the tables that the curves were fitted to. Words for
+# people; no times.
+
+
+DENSE_ROWS = (16.0, 32768.0)
+MASKED_ROWS = (1.0, 4096.0)
+CONTIGUOUS_ROWS = (32.0, 32768.0)
+MLA_CONTEXT = (1024.0, 131072.0)
+MLA_REQUESTS = (1.0, 512.0)
+MHA_CONTEXT = (1024.0, 32768.0)
+LOW_LATENCY_RANKS = (8, 256)
+LOW_LATENCY_TOKENS = (16.0, 256.0)
+NORMAL_RANKS = (8, 64)
+"""Ranges of the tables named in perf/roofline and perf/step."""
+
+
+class Unit(Protocol):
+    """What is asked of a StepModel."""
+
+    model: ModelConfig
+    hardware: Hardware
+    num_ranks: int
+    num_slots: int
+    expert_dtype: str
+
+
+def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) -> tuple[str, ...]:
+    """Of a decode micro-batch: `queries` tokens of each request."""
+    rows = (
+        batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+    )
+    found = [
+        _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
+        _outside("rows of an expert (masked grouped GEMM)", rows, MASKED_ROWS),
+        _outside("context of a request (FlashMLA)", kv_tokens, MLA_CONTEXT),
+        _outside("requests of a micro-batch (FlashMLA)", batch.num_tokens / queries, MLA_REQUESTS),
+    ]
+    if unit.num_ranks > 1:
+        found += [
+            _outside("ranks (DeepEP low latency)", unit.num_ranks, LOW_LATENCY_RANKS),
+            _outside(
+                "tokens of a micro-batch (DeepEP low latency)",
+                batch.mean_tokens,
+                LOW_LATENCY_TOKENS,
+            ),
+        ]
+    if queries > 2:
+        found.append(f"{queries} query tokens of a request: FlashMLA was measured with 1 and 2")
+    return _all(unit, found)
+
+
+def prefill_flags(unit: Unit, batch: MicroBatch, prompt_tokens: float) -> tuple[str, ...]:
+    """Of a prefill micro-batch."""
+    rows = (
+        batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+    )
+    found = [
+        _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
+        _outside("rows of an expert (contiguous grouped GEMM)", rows, CONTIGUOUS_ROWS),
+        _outside("prompt (FlashAttention 3)", prompt_tokens, MHA_CONTEXT),
+    ]
+    if unit.num_ranks > 1:
+        found.append(_outside("ranks (DeepEP normal)", unit.num_ranks, NORMAL_RANKS))
+    return _all(unit, found)
+
+
+def _all(unit: Unit, found: list[str | None]) -> tuple[str, ...]:
+    flags = [flag for flag in found if flag is not None]
+    hardware = unit.hardware
+    same_chip = (hardware.bf16_flops, hardware.hbm_bytes_per_s) == (
+        H800.bf16_flops,
+        H800.hbm_bytes_per_s,
+    )
+    if hardware.name != H800.name and same_chip:
+        flags.append(
+            f"hardware {hardware.name}: links scaled from H800's tables by NVLink and NIC rates"
+        )
+    elif hardware.name != H800.name:
+        flags.append(
+            f"hardware {hardware.name}: H800's curves scaled by FLOP/s, SMs and HBM bandwidth,"
+            " links by their rates"
+        )
+    if unit.expert_dtype == FP4:
+        flags.append("experts in FP4: no table; FP8's curve on FP4's FLOP/s and bytes")
+    return tuple(flags)
+
+
+def _outside(what: str, value: float, limits: tuple[float, float]) -> str | None:
+    low, high = limits
+    return None if low <= value <= high else f"{what}: {value:g}, measured from {low:g} to {high:g}"
+
+
+# How much more the busiest rank gets than the mean: measured from loads and a placement, or
+# expected from chance.
+#
+# All ranks wait for the busiest one in every layer, so what counts is the mean over layers of
+# (maximum over mean), at the size of one micro-batch. Knows no times.
+
+
+@lru_cache(maxsize=1024)
+def expected_maximum(num_ranks: int) -> float:
+    """Of `num_ranks` standard normals (Blom 1958): 2.07 for 32, 2.64 for 144."""
+    if num_ranks <= 1:
+        return 0.0
+    return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+
+
+def expected_imbalance(
+    num_ranks: int,
+    mean_rows: float,
+    *,
+    placed: float = 1.0,
+    num_texts: float = math.inf,
+    slots_per_rank: float = 1.0,
+    affinity: float = 0.0,
+) -> float:
+    """Expected maximum over mean of the rows that ranks receive in one layer of one micro-batch.
+
+    `mean_rows` (token, expert) pairs a rank are thrown at random: their share has variance 1/rows.
+    Tokens of one text like the same experts: `num_texts` texts in the micro-batch of the whole
+    unit, each with relative deviation `affinity` over experts, spread over a rank's slots. `placed`
+    is what the placement leaves over a whole run (1 is perfect). Never more than all rows on one
+    rank.
+    """
+    if num_ranks <= 1 or mean_rows <= 0.0:
+        return 1.0
+    variance = (1.0 - 1.0 / num_ranks) / mean_rows
+    if affinity > 0.0 and num_texts < math.inf:
+        variance += affinity * affinity / (max(num_texts, 1e-9) * max(slots_per_rank, 1.0))
+    return min(float(num_ranks), placed * (1.0 + expected_maximum(num_ranks) * math.sqrt(variance)))
+
+
+def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> float:
+    """Mean over layers of maximum over mean of what ranks receive, an expert's tokens split evenly
+    over its replicas.
+
+    loads_LE: tokens [layers, experts]; slot_to_expert_LRS: expert ids [layers, ranks, slots],
+    negative: an empty slot. Raises ValueError where shapes do not fit or an expert with tokens has
+    no replica.
+    """
+    loads = np.asarray(loads_LE, np.float64)
+    slots = np.asarray(slot_to_expert_LRS, np.int64)
+    if loads.ndim != 2 or slots.ndim != 3 or len(loads) != len(slots):
+        raise ValueError(
+            f"loads {loads.shape} and slots {slots.shape}: [layers, experts] and [layers, ranks,"
+            " slots] are needed."
+        )
+    if slots.size and slots.max() >= loads.shape[1]:
+        raise ValueError(f"a slot holds expert {slots.max()}, loads are of {loads.shape[1]}.")
+    if np.any(loads < 0.0):
+        raise ValueError("a load is negative.")
+    ratios = []
+    for load, held in zip(loads, slots, strict=True):
+        if load.sum() <= 0.0:
+            continue
+        counts = np.bincount(held[held >= 0], minlength=len(load))
+        if np.any((counts == 0) & (load > 0.0)):
+            raise ValueError(
+                f"expert {int(np.argmax((counts == 0) & (load > 0.0)))} has tokens and no replica."
+            )
+        share = np.append(load / np.maximum(counts, 1), 0.0)
+        received = share[np.where(held >= 0, held, -1)].sum(axis=1)
+        ratios.append(received.max() / received.mean())
+    return float(np.mean(ratios)) if ratios else 1.0
+
 
 AUTO = "auto"
 DECODE, PREFILL = "decode", "prefill"

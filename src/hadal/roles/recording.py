@@ -23,7 +23,7 @@ from hadal.core.config import Deployment
 from hadal.core.errors import HadalError
 from hadal.core.model_config import ModelConfig
 from hadal.core.seams import Effect, Event, OfferNodes, StartUnit, StopUnit, WithdrawNodes
-from hadal.roles.rank import Progress
+from hadal.roles.ranks.rank import Progress
 
 VERSION = 1
 AnyEvent = Event | Progress

@@ -9,23 +9,222 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from hadal import __version__
+from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
-from hadal.core.config import ROLES, units_of
+from hadal.core.config import PREFILL, ROLES, UnitsConfig, units_of
 from hadal.core.handshake import is_near
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.runtime.cache_plan import cache_rows
-from hadal.runtime.child import Phase
-from hadal.runtime.ledger_place import shown
-from hadal.runtime.logs import fields
+from hadal.overlap.plan import SCHEDULES
+from hadal.runtime.core import first_placement
+from hadal.runtime.ledger.store import shown
+from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mode_of
+from hadal.runtime.process.child import Phase, Status
+from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.status import Status
-from hadal.runtime.topology import rank_name, unit_of
+from hadal.runtime.topology import UnitPlace, num_nodes, place_units, rank_name, unit_of
+
+# What `hadal serve --dry-run` prints: where every rank would lie, what it would hold, and what
+# would travel.
+#
+# In colour on a terminal, plain elsewhere. Builds the placement and the layouts that ranks would
+# use; starts nothing, reads no weights, allocates no buffer.
+
+
+Row = tuple[str, str]
+_SHOWN = 8
+"""Units, experts and layers shown one by one; of more, the first ones and how many."""
+
+
+def print_plan(resolved: Resolved, reasons: Sequence[str], console: Console | None = None) -> None:
+    """Print the whole plan; `reasons`: why this host cannot run it."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    for title, rows in sections(resolved):
+        console.print(Text(f"\n{title}", style="bold"))
+        for name, text in rows:
+            console.print(Text(f"  {name:<14}", style="dim") + Text(text))
+    console.print()
+    for warning in resolved.memory.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
+    for reason in reasons:
+        console.print(Text(f"cannot run on this host: {reason}", style="yellow"))
+    if not reasons:
+        console.print(Text("this host can run it", style="green"))
+
+
+def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:
+    """Yield (title, rows) of the plan."""
+    deployment = resolved.deployment
+    places = place_units(deployment)
+    yield f"{deployment.model_name}: topology", list(_topology(resolved, places))
+    for role in ROLES:
+        units = units_of(deployment, role)
+        memory = resolved.memory.prefill if role == PREFILL else resolved.memory.decode
+        yield f"{role}: memory of a rank", list(_memory(role, resolved, memory))
+        if units.ranks > 1:
+            yield f"{role}: experts", list(_experts(role, resolved))
+            yield f"{role}: on the wire", list(_wire(role, resolved))
+        yield f"{role}: schedule", list(_schedule(units))
+    yield "cache: KV that outlives its request", cache_rows(deployment, resolved.memory)
+
+
+def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
+    deployment = resolved.deployment
+    total = sum(place.num_ranks for place in places)
+    where = "GPUs" if deployment.device == "cuda" else "processes on CPUs"
+    nodes = num_nodes(places)
+    yield "in all", f"{total} ranks ({where}) on {nodes} {'node' if nodes == 1 else 'nodes'}"
+    yield "transport", f"{deployment.transport}, wire {deployment.wire}"
+    pulled = (
+        "when a prompt is done"
+        if deployment.early_pull == OFF
+        else "while a long prompt is computed"
+    )
+    yield "hand-over", f"{deployment.handover}, pulled {pulled}"
+    if deployment.fleet.is_on:
+        counts = [
+            f"{units_of(deployment, role).units} to {deployment.num_units_max(role)} {role}"
+            for role in ROLES
+        ]
+        yield (
+            "fleet",
+            f"{counts[0]} and {counts[1]} units, as they are needed; shown with all of them",
+        )
+    for role in ROLES:
+        of_role = [place for place in places if place.role == role]
+        for place in of_role[:_SHOWN]:
+            ranks = f"EP{place.num_ranks}" if place.num_ranks > 1 else "1 rank"
+            yield place.name, f"{ranks}, {_nodes(place)}"
+        if len(of_role) > _SHOWN:
+            yield "", f"and {len(of_role) - _SHOWN} more of the same"
+
+
+def _nodes(place: UnitPlace) -> str:
+    first, last = place.nodes[0], place.nodes[-1]
+    if first != last:
+        return f"nodes {first}-{last}, {place.num_ranks // len(place.nodes)} ranks each"
+    last_rank = place.first_device + place.num_ranks - 1
+    return (
+        f"node {first}, places {place.first_device}-{last_rank}"
+        if place.num_ranks > 1
+        else f"node {first}"
+    )
+
+
+def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
+    deployment, config = resolved.deployment, resolved.config
+    units = units_of(deployment, role)
+    is_fp8 = deployment.device == "cuda" and config.weight_block_size is not None
+    precision = "FP8 matrices, the rest BF16" if is_fp8 else "FP32"
+    yield (
+        "weights",
+        (
+            f"{gb(memory.weight_bytes)} ({precision}): {gb(memory.expert_bytes)} experts, "
+            f"{gb(memory.fixed_bytes)} all else"
+        ),
+    )
+    tokens = (memory.kv_blocks - 1) * BLOCK_TOKENS
+    yield "KV", f"{gb(memory.kv_bytes)}: {memory.kv_blocks} blocks, {tokens} tokens"
+    if memory.comm_bytes:
+        yield (
+            "buffers",
+            f"{gb(memory.comm_bytes)} for dispatch and combine, {mode_of(role, units)} mode",
+        )
+    if memory.staged_bytes:
+        yield (
+            "staging",
+            f"{gb(memory.staged_bytes)}: one layer's experts once more, while replicas move",
+        )
+    limit = f" of {deployment.device_memory_gb:.0f} GB" if deployment.device_memory_gb else ""
+    yield "together", f"{gb(memory.total_bytes)}{limit}"
+    per_node = min(units.ranks, units.ranks_per_node)
+    if per_node > 1:
+        yield "a node", f"{gb(per_node * memory.total_bytes)}, {per_node} ranks"
+
+
+def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
+    config = resolved.config
+    placement = first_placement(resolved.deployment, resolved.config, role)
+    problems = placement.check()
+    assert not problems, problems
+    units = units_of(resolved.deployment, role)
+    total = config.n_routed_experts + units.redundant_experts
+    routed, shared = placement.num_slots, config.n_shared_experts
+    yield "a rank", f"{routed} routed + {shared} shared, in each of {placement.num_layers} layers"
+    yield (
+        "replicas",
+        f"{total} a layer: {config.n_routed_experts} experts, {units.redundant_experts} redundant",
+    )
+    first_layer = config.first_k_dense_replace
+    for rank in range(min(units.ranks, 2)):
+        held = placement.slot_to_expert_LRS[0, rank].tolist()
+        yield f"rank {rank}", f"layer {first_layer}: {_ids(held)}"
+    for layer in range(min(2, placement.num_layers) if units.redundant_experts else 0):
+        counts = Counter(placement.slot_to_expert_LRS[layer].reshape(-1).tolist())
+        several = sorted(expert for expert, count in counts.items() if count > 1)
+        yield "twice" if not layer else "", f"layer {first_layer + layer}: {_ids(several)}"
+    if units.redundant_experts:
+        yield "", "and so on, others in each layer, until loads are known"
+
+
+def _ids(experts: Sequence[int]) -> str:
+    """A few one by one, rows of neighbours as ranges, of many the first and how many."""
+    numbers = np.asarray(experts)
+    if len(numbers) > 2 and (np.diff(numbers) == 1).all():
+        return f"{numbers[0]}-{numbers[-1]}"
+    shown = ", ".join(str(number) for number in numbers[:_SHOWN])
+    return shown if len(numbers) <= _SHOWN else f"{shown} ... ({len(numbers)} in all)"
+
+
+def _wire(role: str, resolved: Resolved) -> Iterator[Row]:
+    deployment, config = resolved.deployment, resolved.config
+    units = units_of(deployment, role)
+    layout = WireLayout(deployment.wire, config.hidden_size)
+    tokens, top_k = max_step_tokens(role, deployment), config.num_experts_per_tok
+    yield "dispatch", f"{layout.message_bytes:,} bytes a message ({deployment.wire})"
+    yield "combine", f"{layout.back_bytes:,} bytes a row ({layout.back_format})"
+    if mode_of(role, units) == "low_latency":
+        replicas = config.n_routed_experts + units.redundant_experts
+        own = low_latency_buffers(layout, tokens, top_k, units.ranks, replicas // units.ranks).total
+        deepep = deepep_buffer_bytes(tokens, config.hidden_size, replicas)
+        used = "deepep" if deployment.transport == "deepep" else "ours"
+        yield (
+            "buffers",
+            f"{tokens} tokens: DeepEP {deepep / 1e9:.2f} GB, ours {own / 1e9:.2f} GB ({used} used)",
+        )
+        pairs = tokens * top_k * (units.ranks - 1) / units.ranks
+        out, back = pairs * layout.message_bytes, pairs * layout.back_bytes
+    else:
+        rows = (units.ranks - 1) * mean_rows(tokens, top_k, units.ranks)
+        out = rows * layout.row_bytes
+        back = tokens * top_k * (units.ranks - 1) / units.ranks * layout.back_bytes
+    yield (
+        "a layer",
+        (
+            f"{gb(round(out))} out, {gb(round(back))} back for {tokens} tokens of a rank, spread"
+            " evenly"
+        ),
+    )
+
+
+def _schedule(units: UnitsConfig) -> Iterator[Row]:
+    if units.ranks == 1 or units.overlap == "sequential":
+        yield "sequential", str(SCHEDULES["sequential"]).partition(" ")[2]
+        return
+    for name, schedule in SCHEDULES.items():
+        if units.overlap in ("auto", name):
+            yield name, str(schedule).partition(" ")[2]
+    if units.overlap == "auto":
+        yield "chosen", "the cheapest by price for each step's batch"
+    yield "split", f"in two micro-batches from {units.min_split_tokens} tokens on a rank"
+
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from hadal.core.balance import OFF
 from hadal.core.config import PREFILL, Deployment, UnitsConfig, units_of
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import Placement, spread, spread_by_node
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.prefill import PrefillLeader
-from hadal.runtime.disk_view import DiskView
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.prefill.leader import PrefillLeader
 from hadal.runtime.memory import num_moe_layers
-from hadal.runtime.process import Run
+from hadal.runtime.process.process import Run
+from hadal.runtime.store.view import DiskView
 
 
 def make_core(

@@ -27,7 +27,7 @@ from hadal.core.seams import (
 )
 from hadal.core.wire import AnyMessage
 from hadal.roles.fleet import Fleet
-from hadal.runtime.child import Child, Phase
+from hadal.runtime.process.child import Child, Phase
 from hadal.runtime.topology import unit_of
 
 log = logging.getLogger("hadal.fleet")

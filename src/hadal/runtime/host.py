@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from hadal.comm.refusals import refused_here
+from hadal.comm.mesh.link import refused_here
 from hadal.core.cache import Place
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Load, Refused
@@ -42,10 +42,9 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.runtime.compute import Compute
-from hadal.runtime.copier import Copier
-from hadal.runtime.kv_pool import KvPool
-from hadal.runtime.kv_wire import KvWire
-from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
+from hadal.runtime.process.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
+from hadal.runtime.transfer.kv import Copier, KvWire
+from hadal.runtime.transfer.pool import KvPool
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,9 @@ class Leader(Protocol):
 
 
 class Stager(Protocol):
-    """The part of runtime/stager that a host needs; the leader of many ranks is not to load it."""
+    """The part of runtime/transfer/experts that a host needs; the leader of many ranks is not to
+    load it.
+    """
 
     def submit(self, plan: StagePlan) -> None: ...
 
@@ -82,7 +83,9 @@ class Stager(Protocol):
 
 
 class DiskWriter(Protocol):
-    """The part of runtime/disk that a host needs, where it has a pool and there is a disk cache."""
+    """The part of runtime/store/disk that a host needs, where it has a pool and there is a disk
+    cache.
+    """
 
     def submit(self, effect: LoadBlocks | StoreBlocks) -> None: ...
 
@@ -92,7 +95,7 @@ class DiskWriter(Protocol):
 
 
 class DiskReader(Protocol):
-    """The part of runtime/disk_view that a leader's host needs."""
+    """The part of runtime/store/view that a leader's host needs."""
 
     def take(self) -> list[DiskNews]: ...
 

@@ -28,45 +28,50 @@ from pathlib import Path
 from hadal.core.config import GATEWAY_BEAT_S, ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.fleet import Demand
-from hadal.core.gateway_messages import GatewayBeat
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
     Drain,
+    GatewayBeat,
     LeaderDown,
+    RankUp,
     Sighting,
     Suspect,
     UnitDown,
     UnitUp,
 )
-from hadal.core.rank_messages import RankUp
 from hadal.policy.suspicion import start_is_over
-from hadal.roles.fleet_rules import make_fleet
+from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
-from hadal.runtime.child import Child, Phase
 from hadal.runtime.fleet import FleetExecutor
-from hadal.runtime.kv_pool import remove_segments, remove_stale_segments
-from hadal.runtime.listen import open_listener, url_of
-from hadal.runtime.logs import TEXT, about
-from hadal.runtime.private import make_private, read_private
-from hadal.runtime.process import (
+from hadal.runtime.process.child import Child, Phase, Starting, Status, write_status
+from hadal.runtime.process.logs import TEXT, about
+from hadal.runtime.process.private import make_private, read_private
+from hadal.runtime.process.process import (
     API_KEYS,
     EXIT_CONFIG,
     HAS_SERVED,
     LISTEN_FD,
     RUN_FILE,
     Run,
+    read_signals,
+    signal_pipe,
     write_run,
 )
+from hadal.runtime.process.watch import Watch, look_at
 from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.sight import look_at
-from hadal.runtime.signals import read_signals, signal_pipe
-from hadal.runtime.starting import Starting
-from hadal.runtime.status import Status, write_status
-from hadal.runtime.topology import GATEWAY, gateway_names, process_names, rank_name, unit_of
-from hadal.runtime.watch import Watch
+from hadal.runtime.topology import (
+    GATEWAY,
+    gateway_names,
+    open_listener,
+    process_names,
+    rank_name,
+    unit_of,
+    url_of,
+)
+from hadal.runtime.transfer.pool import remove_segments, remove_stale_segments
 from hadal.runtime.wire import ZmqWire, socket_path
 
 log = logging.getLogger(__name__)

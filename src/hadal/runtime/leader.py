@@ -16,26 +16,23 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.config import DECODE, PREFILL, units_of
-from hadal.core.messages import Load
+from hadal.core.messages import Load, RankDone
 from hadal.core.model_config import ModelConfig, read_model_config
-from hadal.core.rank_messages import RankDone
 from hadal.core.seams import Effect, Event, Send
 from hadal.overlap.plan import EXPERTS
-from hadal.roles.expert_gain import PREFILL_TERMS
-from hadal.roles.experts import ExpertBalancer
-from hadal.roles.notes import Routine
-from hadal.roles.rank_book import RankBook
-from hadal.roles.ranks import RankedLeader
+from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.experts.gain import PREFILL_TERMS
+from hadal.roles.ranks.book import RankBook, Routine
+from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.recording import MadeLeader
-from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
 from hadal.runtime.core import first_placement, keeps_groups, make_core, make_view
-from hadal.runtime.grants import Grants
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.logs import tell_doing
 from hadal.runtime.memory import moves_experts
-from hadal.runtime.process import Run, enter_child, unit_arguments
+from hadal.runtime.process.logs import tell_doing
+from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
 from hadal.runtime.recorder import recorded
+from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.leader")

@@ -13,50 +13,165 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
-from hadal.comm.mesh import PURPOSE as MESH_PURPOSE
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import PURPOSE as MESH_PURPOSE
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.comm.torch_group import TorchGroup
 from hadal.core.config import Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import key_of
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages import BLOCK_TOKENS, RankForm
 from hadal.core.model_config import ModelConfig, read_model_config
-from hadal.core.seams import Effect
+from hadal.core.plans import FormPlan
+from hadal.core.seams import Effect, Event
 from hadal.kernels.library import prepare
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.experts import ExpertStore
-from hadal.model.membership import Membership
+from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
-from hadal.model.weights import load_weights
-from hadal.roles.rank import RankRole
+from hadal.roles.ranks.rank import Progress, RankRole
 from hadal.roles.recording import MadeRank
-from hadal.runtime.accelerator import open_device
-from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement
-from hadal.runtime.disk import make_store
-from hadal.runtime.expert_wire import PURPOSE, ExpertWire
-from hadal.runtime.grants import Grants
+from hadal.runtime.devices import take_gpu
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.kv_pool import KvPool, pool_name
-from hadal.runtime.kv_wire import live_wire
-from hadal.runtime.logs import READING, Teller
 from hadal.runtime.memory import max_step_tokens, mode_of, moves_experts
-from hadal.runtime.news import News, Noticing
-from hadal.runtime.process import Run, enter_child, unit_arguments
+from hadal.runtime.process.logs import READING, Teller
+from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
 from hadal.runtime.recorder import recorded
-from hadal.runtime.stager import Stager
-from hadal.runtime.topology import rank_name
+from hadal.runtime.store.disk import make_store
+from hadal.runtime.topology import device_index, rank_name
+from hadal.runtime.transfer.experts import PURPOSE, ExpertWire, Stager
+from hadal.runtime.transfer.grants import Grants
+from hadal.runtime.transfer.kv import live_wire
+from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
 
+# The device of a rank's process: taken, checked, and told how exact to be.
+#
+# Weights, KV and activations are FP32 on every device so far: then a GPU gives the CPU's greedy
+# tokens. Ops on a GPU are plain torch; BF16 and FP8 come with fused kernels, whose memory
+# `--dry-run` plans where the checkpoint is FP8.
+
+
+_WARM_UP = 64
+_ONLY = "cuda:0"
+"""Of the GPUs that the process sees: there is one."""
+
+
+def open_device(deployment: Deployment, unit: str, rank: int = 0) -> str:
+    """The device that this rank computes on, "cpu" or "cuda:0". Raises ConfigError where torch sees
+    no GPU.
+    """
+    if deployment.device != "cuda":
+        return "cpu"
+    take_gpu(device_index(deployment, unit, rank))
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device is 'cuda', and torch {torch.__version__} sees no GPU. Install a torch built"
+            " for CUDA and a driver for it, or take device 'cpu'."
+        )
+    torch.set_float32_matmul_precision("highest")  # TF32 would change tokens.
+    # Loads the libraries now: in the first step it could take longer than a rank may stand in one
+    # op.
+    ones = torch.ones(_WARM_UP, _WARM_UP, device=_ONLY)
+    (ones @ ones).softmax(-1).sum().item()
+    return _ONLY
+
+
+# What only a rank's process sees: how far its runner is, and which peers are gone. For its role,
+# and for its log.
+#
+# Knows no steps. A peer's process that is gone gets one line in the log, whoever saw it first: the
+# group's thread, a step that failed, or the leader, who goes on without it.
+
+
 log = logging.getLogger("hadal.rank")
+
+_CONNECTION = "its connection ended, or an exchange with it timed out"
+
+
+class News:
+    """Of one rank. `wake` and `is_stopping` are set once there is a host."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self._generation = 0
+        self._lock = threading.Lock()
+        self._rank_to_epoch: dict[int, str] = {}
+        """Members of the newest generation that the leader asked for."""
+        self._noted: set[tuple[int, str]] = set()
+        """Processes whose loss was noted, by rank and epoch."""
+        self._unsaid: list[tuple[int, str]] = []
+        """Losses that were noted and that the log was not told of yet: who, and why."""
+
+    def peer_lost(self, peer: int, reason: str = _CONNECTION) -> None:
+        """A member is gone, or silent beyond a deadline. From any thread."""
+        with self._lock:
+            process = (peer, self._rank_to_epoch.get(peer, ""))
+            is_new = process[1] != "" and process not in self._noted
+            self._noted.add(process)
+            if is_new:
+                self._unsaid.append((peer, reason))
+        if is_new:
+            self.wake()
+
+    def forming(self, plan: FormPlan) -> None:
+        """The leader starts a generation. A member that is none any more is gone, if nobody here
+        saw it before.
+        """
+        if plan.generation <= self._generation:
+            return
+        self._generation = plan.generation
+        members = {member.rank: member.epoch for member in plan.members}
+        for peer, epoch in self._rank_to_epoch.items():
+            if members.get(peer) != epoch:
+                self.peer_lost(peer, "the leader goes on without it")
+        with self._lock:
+            self._rank_to_epoch = members
+            self._noted &= set(members.items())
+        self._say()
+
+    def take(self, runner: ModelRunner) -> Progress:
+        """The progress of the runner, now. From the host's thread."""
+        lost = runner.lost
+        for peer in lost:
+            self.peer_lost(peer)
+        self._say()
+        return Progress(runner.num_ops, runner.is_computing, lost)
+
+    def _say(self) -> None:
+        """Tell the log, from the host's thread: where all end together, it knows that before it
+        hears of the peers that ended first, and says nothing.
+        """
+        with self._lock:
+            unsaid, self._unsaid = self._unsaid, []
+        for peer, reason in unsaid if not self.is_stopping() else ():
+            log.warning("noticed that rank %d is gone: %s", peer, reason)
+
+
+class Noticing:
+    """A rank's role whose news hear of every generation first."""
+
+    def __init__(self, role: RankRole, news: News) -> None:
+        self._role = role
+        self._news = news
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        """Take in one event and return what to do, in order."""
+        if isinstance(event, RankForm):
+            self._news.forming(event.plan)
+        return self._role.handle(now_s, event)
+
 
 ADDRESS = "127.0.0.1"
 """Where peers find this rank: all processes of a run are on one host."""

@@ -31,7 +31,7 @@ import zmq
 
 from hadal.core.errors import ConfigError
 from hadal.core.wire import AnyMessage
-from hadal.runtime.grants import Grants
+from hadal.runtime.transfer.grants import Grants
 
 MAX_QUEUED = 4096
 """Messages held for one peer that does not read. A decode step is one message, so this is minutes

@@ -22,22 +22,20 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.seams import Effect
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
-from hadal.model.weights import load_weights
 from hadal.roles.recording import MadeCore
-from hadal.runtime.accelerator import open_device
-from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement, make_core, make_view
-from hadal.runtime.disk import make_store
-from hadal.runtime.grants import Grants
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.kv_pool import KvPool, pool_name
-from hadal.runtime.kv_wire import live_wire
-from hadal.runtime.logs import READING, Teller
-from hadal.runtime.process import Run, enter_child, unit_arguments
-from hadal.runtime.rank import ADDRESS, make_comm, prepare_kernels
+from hadal.runtime.process.logs import READING, Teller
+from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
+from hadal.runtime.rank import ADDRESS, make_comm, open_device, prepare_kernels
 from hadal.runtime.recorder import recorded
+from hadal.runtime.store.disk import make_store
+from hadal.runtime.transfer.grants import Grants
+from hadal.runtime.transfer.kv import live_wire
+from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.unit")

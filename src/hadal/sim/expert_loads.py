@@ -1,7 +1,7 @@
 """What a policy of expert placement leaves of imbalance: loads drawn as skewed as measured ones,
 the real code on them.
 
-    shares = expert_share("auto", "decode", 144, 32, rng)       policy/expert_balance on drawn loads
+    shares = expert_share("auto", "decode", 144, 32, rng)       policy/experts/balance on drawn loads
     StepModel(144, placed=shares.imbalance)                     what perf/step calls `placed`
     shares.one_micro_batch(mean_rows, rng)                      rows by rank, chance included
 
@@ -31,7 +31,7 @@ from hadal.core.balance import AUTO, OFF
 from hadal.core.placement import Placement, spread
 from hadal.perf.shapes import DEEPSEEK_V3, num_moe_layers
 from hadal.perf.step import DECODE, PREFILL
-from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, rank_loads
+from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, rank_loads
 
 Floats = NDArray[np.float64]
 

@@ -40,7 +40,7 @@ OutputTokens = Callable[[int], int]
 
 
 class StepWork(NamedTuple):
-    """What a step did, for whoever adds up (sim/world_seen)."""
+    """What a step did, for whoever adds up (sim/world/seen)."""
 
     tokens: int
     """Prefill: computed. Decode: requests, a token each."""
@@ -199,7 +199,7 @@ def pairs_per_token(model: StepModel) -> float:
 
 def _longest(work: StepWork, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """What a unit's op times are of: each op is as long as on the rank on which it is longest
-    (roles/rank_results).
+    (roles/ranks/ranks).
     """
     num = len(batches)
     return [

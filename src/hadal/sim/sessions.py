@@ -29,7 +29,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from hadal.policy.demand import DAY_S
-from hadal.sim.load_clock import DEEPSEEK_SHARES, Floats, Ints, LoadClock
+from hadal.sim.day.clock import DEEPSEEK_SHARES, Floats, Ints, LoadClock
 from hadal.sim.workload import MAX_TURNS, NO_PREFIX, R1, V3, Workload
 
 Bools = NDArray[np.bool_]

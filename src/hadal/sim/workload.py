@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.sim.load_clock import Floats, Ints
+from hadal.sim.day.clock import Floats, Ints
 
 V3, R1 = 0, 1
 MODEL_NAMES = ("deepseek-chat", "deepseek-reasoner")

@@ -3,7 +3,7 @@ PostgreSQL.
 
 A request's row is written once: the same fact again changes nothing, another fact under the same id
 is refused and counted, whichever process writes it and whenever. Times are whole microseconds,
-money whole pico-dollars. Engines, files and threads are runtime/ledger_store's business; every
+money whole pico-dollars. Engines, files and threads are runtime/ledger/store's business; every
 function here runs in the caller's transaction.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.plans import Member
 
 DEADLINE_S = 20.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hadal.comm.codec import (
+from hadal.comm.expert_comm import (
     LOW_LATENCY,
     NORMAL,
     Codec,

@@ -9,7 +9,7 @@ from hadal.comm import deepep
 from hadal.comm.layout import WireLayout
 from hadal.core.placement import spread, without
 from hadal.reference import codec as slow
-from hadal.reference.route import Replicas, route
+from hadal.reference.ops import Replicas, route
 
 
 def replicas(lost: tuple[int, ...] = ()) -> Replicas:

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.comm.codec import MessageError
-from hadal.comm.expert_comm import ExpertComm
+from hadal.comm.expert_comm import ExpertComm, MessageError
 from hadal.comm.layout import WireLayout
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.errors import InvariantError
 from hadal.core.placement import Placement, spread, without
 from hadal.reference import codec as slow
-from hadal.reference.all_to_all import all_to_all
+from hadal.reference.ops import all_to_all
 from tests.fresh import fresh
 from tests.unit.comm.groups import mesh_threads, run_threads
 from tests.unit.comm.queues import QueueGroup, in_threads, queue_groups

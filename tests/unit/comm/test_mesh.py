@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.comm import frames, mesh_poller
 from hadal.comm.group import PeerLost
-from hadal.comm.mesh import MeshGroup
-from hadal.comm.mesh_inbox import MAX_IN_FLIGHT
-from hadal.comm.mesh_link import Link
+from hadal.comm.mesh import link as frames
+from hadal.comm.mesh import mesh
+from hadal.comm.mesh.link import Link
+from hadal.comm.mesh.mesh import MAX_IN_FLIGHT, MeshGroup
 from hadal.core.handshake import NONCE_BYTES, TAG_BYTES, Handshake
 from hadal.core.plans import Member
 from tests.fresh import fresh
@@ -426,7 +426,7 @@ def test_strangers_that_only_connect_keep_nobody_out() -> None:
 
 @pytest.mark.parametrize("size", [0, 10, 300_000])
 def test_between_hosts_every_frame_is_tagged(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(mesh_poller, "is_near", lambda host: False)
+    monkeypatch.setattr(mesh, "is_near", lambda host: False)
     with mesh_threads(3) as groups:
         for _ in range(20):
             run_threads([lambda group=group: exchange_sized(group, size) for group in groups])  # type: ignore[misc]
@@ -438,7 +438,7 @@ def test_between_hosts_every_frame_is_tagged(monkeypatch: pytest.MonkeyPatch, si
 def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(mesh_poller, "is_near", lambda host: False)
+    monkeypatch.setattr(mesh, "is_near", lambda host: False)
     push = Link._push
 
     def spoiled(link: Link, item: Any) -> bool:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.comm.paced import PacedGroup
 from tests.unit.comm.groups import mesh_threads, run_threads
 

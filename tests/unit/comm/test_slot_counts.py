@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hadal.comm.expert_comm import ExpertComm
-from hadal.comm.slot_counts import SlotCounts
+from hadal.comm.expert_comm import ExpertComm, SlotCounts
 from hadal.core.placement import SPLIT_PARTS, Placement, spread
 from hadal.kernels import library
 from tests.fresh import fresh

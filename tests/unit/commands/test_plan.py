@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from hadal.cli import app
 from hadal.core.config import read_deployment
-from hadal.sim.plan_traffic import EXAMPLE
+from hadal.sim.plan.traffic import EXAMPLE
 
 SMALL = (
     'requests_per_s = 20\ntokens_in = 1500\ntokens_out = 200\nshape = "flat"\nvariation_in = 0.5\n'

@@ -13,12 +13,12 @@ from hadal.cli import app
 from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, FleetConfig, UnitsConfig
 from hadal.core.seams import WakeAt
-from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.fleet import Fleet
-from hadal.roles.front import Front
-from hadal.roles.prefill import PrefillLeader
-from hadal.roles.rank import RankRole
-from hadal.roles.ranks import RankedLeader
+from hadal.roles.front.front import Front
+from hadal.roles.prefill.leader import PrefillLeader
+from hadal.roles.ranks.rank import RankRole
+from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.recording import (
     VERSION,
     Made,

@@ -15,8 +15,7 @@ from typer.testing import CliRunner, Result
 from hadal.cli import app
 from hadal.commands.report import run, seconds_of
 from hadal.core.facts import NodesFact, PackedFacts, RequestFact
-from hadal.runtime.ledger_place import LEDGER_VARIABLE, ledger_url
-from hadal.runtime.ledger_store import Store
+from hadal.runtime.ledger.store import LEDGER_VARIABLE, Store, ledger_url
 from hadal.stats.prices import R1
 
 

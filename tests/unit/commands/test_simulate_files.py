@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hadal.commands.simulate_files import _finite, hours_of, read_study, study_toml
+from hadal.commands.simulate_run import _finite, hours_of, read_study, study_toml
 from hadal.core.errors import ConfigError
+from hadal.sim.day.study import Study
 from hadal.sim.sessions import LogNormal, SystemPrompt
-from hadal.sim.study import Study
 from tests.unit.sim.studies import small
 
 PRESET = "deepseek-day"

@@ -26,9 +26,8 @@ from hadal.commands.simulate_run import (
 )
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, HadalError
-from hadal.sim.study import Study
-from hadal.sim.unit_curves import points_at
-from hadal.sim.what_ifs import what_ifs
+from hadal.sim.day.curves import points_at
+from hadal.sim.day.study import Study, what_ifs
 from tests.unit.commands.dying import die
 from tests.unit.sim.studies import WORKLOAD, small
 

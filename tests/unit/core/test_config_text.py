@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.config import CacheConfig, Deployment, FleetConfig, UnitsConfig, read_deployment
-from hadal.core.config_text import to_toml
+from hadal.core.config import (
+    CacheConfig,
+    Deployment,
+    FleetConfig,
+    UnitsConfig,
+    read_deployment,
+    to_toml,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 MADE = Deployment(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hadal.core.config import build, read_toml
 from hadal.core.errors import ConfigError
-from hadal.core.tables import build, read_toml
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import pytest
 from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, LimitsConfig, UnitsConfig
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages import Returned, UnitDown
+from hadal.gateway.auth import EVERYONE, name_of, salt_of
 from hadal.gateway.books import Books
 from hadal.gateway.service import ServedModel
-from hadal.gateway.tenants import EVERYONE, name_of, salt_of
-from hadal.roles.front_units import Unit
-from hadal.runtime.ledger_writer import LedgerCounts
+from hadal.roles.front.units import Unit
+from hadal.runtime.ledger.writer import LedgerCounts
 from hadal.stats.prices import price_list
 
 from .fake_units import Script

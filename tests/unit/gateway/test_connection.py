@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.gateway import connection
+from hadal.gateway import edge
 from hadal.gateway.http import Patience
 from hadal.gateway.service import ServedModel
 
@@ -52,7 +52,7 @@ def post(body: dict[str, Any]) -> bytes:
 def test_headers_that_do_not_end(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr(connection, "HEADERS_S", 0.1)
+    monkeypatch.setattr(edge, "HEADERS_S", 0.1)
     with serving(model, spell(model, "a")) as it, connect(it, data) as made:
         assert b" 408 Request Timeout\r\n" in read_all(made)
 
@@ -131,7 +131,7 @@ def test_client_that_leaves(model: ServedModel, stream: bool) -> None:
 
 def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers fill up; then the request is cancelled and the kernel ends the connection."""
-    monkeypatch.setattr(connection, "UNREAD_S", 0.3)
+    monkeypatch.setattr(edge, "UNREAD_S", 0.3)
     body = {
         **CHAT,
         "stream": True,

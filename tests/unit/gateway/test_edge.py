@@ -16,7 +16,7 @@ from hadal.core.config import GatewayConfig
 from hadal.core.messages import Returned
 from hadal.gateway.edge import host_name
 from hadal.gateway.service import ServedModel
-from hadal.runtime.logs import JSON, LineFormatter
+from hadal.runtime.process.logs import JSON, LineFormatter
 
 from .scenes import CHAT, error_of, events, play
 from .world import World

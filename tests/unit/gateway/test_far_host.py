@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 
 from hadal.core.config import Deployment, LimitsConfig
-from hadal.core.gateway_messages import Delivered, GatewayBeat
-from hadal.core.messages import FRONT, SUPERVISOR, Deliver, Drain, UnitDown
+from hadal.core.messages import FRONT, SUPERVISOR, Deliver, Delivered, Drain, GatewayBeat, UnitDown
 from hadal.core.wire import AnyMessage
 from hadal.gateway.auth import Keys
 from hadal.gateway.far_host import FarHost
@@ -24,8 +23,8 @@ from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, make_app
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import ServedModel, Service
-from hadal.roles.front import Front
-from hadal.roles.front_names import FrontNames
+from hadal.roles.front.front import Front
+from hadal.roles.front.requests import FrontNames
 
 from .fake_units import FakeUnits, Script
 from .test_host import text_of

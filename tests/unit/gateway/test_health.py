@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from hadal.core.config import Deployment, FleetConfig, GatewayConfig, UnitsConfig
-from hadal.core.front_snapshot import FrontSnapshot, Totals
-from hadal.core.messages import Load
-from hadal.gateway.health import health_of
+from hadal.core.messages import FrontSnapshot, Load, Totals
+from hadal.gateway.http import health_of
 
 DEPLOYMENT = Deployment(prefill=UnitsConfig(units=2), decode=UnitsConfig(units=1, ranks=4))
 FLEET = Deployment(prefill=UnitsConfig(units=1), fleet=FleetConfig(mode="auto", prefill_max=3))

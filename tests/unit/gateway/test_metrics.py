@@ -10,12 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hadal.core.balance import OBJECTIVES
 from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
-from hadal.core.front_snapshot import FrontSnapshot, Totals
-from hadal.core.messages import Load
+from hadal.core.messages import FrontSnapshot, Load, Totals
 from hadal.core.wire import AnyMessage
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import Usage
-from hadal.runtime.ledger_writer import LedgerCounts
+from hadal.runtime.ledger.writer import LedgerCounts
 
 
 def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:

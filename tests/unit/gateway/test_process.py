@@ -15,16 +15,15 @@ import httpx
 import pytest
 
 from hadal.core.config import GATEWAY_BEAT_S, Deployment
-from hadal.core.gateway_messages import GatewayBeat
-from hadal.core.messages import SUPERVISOR, Drain
+from hadal.core.messages import SUPERVISOR, Drain, GatewayBeat
 from hadal.core.wire import AnyMessage
 from hadal.gateway import process
+from hadal.gateway.auth import Tenant, salt_of
 from hadal.gateway.errors import ApiError
 from hadal.gateway.process import listener_of, make_gateway, serve
 from hadal.gateway.service import ServedModel
-from hadal.gateway.tenants import Tenant, salt_of
 from hadal.kv.names import extend, root_of
-from hadal.runtime.process import API_KEYS, EXIT_FATAL, LISTEN_FD
+from hadal.runtime.process.process import API_KEYS, EXIT_FATAL, LISTEN_FD
 
 from .fake_units import FakeUnits
 from .world import gateway_of, spell

@@ -9,9 +9,15 @@ from collections.abc import Sequence
 import pytest
 
 from hadal.core.messages import Token
-from hadal.gateway.repetition import MAX_PERIOD, MIN_TIMES, MIN_TOKENS, repeated_period
 from hadal.gateway.service import ServedModel
-from hadal.gateway.stream import Assembler, Piece
+from hadal.gateway.stream import (
+    MAX_PERIOD,
+    MIN_TIMES,
+    MIN_TOKENS,
+    Assembler,
+    Piece,
+    repeated_period,
+)
 
 from .scenes import CHAT, play
 from .world import World

@@ -12,10 +12,10 @@ import pytest
 from hadal.core.cache import split
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
+from hadal.gateway.auth import PRIORITY, Tenant, salt_of, salt_within
 from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
-from hadal.gateway.tenants import PRIORITY, Tenant, salt_of, salt_within
 from hadal.kv.names import extend, root_of
-from hadal.roles.front_names import FrontNames
+from hadal.roles.front.requests import FrontNames
 
 from .model_folder import CONTEXT, write_model_folder
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hadal.gateway.service import ServedModel
-from hadal.gateway.terminal_chat import Chat, ChatError, chat, parse_events
+from hadal.gateway.terminal import Chat, ChatError, chat, parse_events
 
 from .serving import serving
 from .world import spell

@@ -20,7 +20,7 @@ from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import ServedModel, Service
-from hadal.roles.front import Front
+from hadal.roles.front.front import Front
 
 from .fake_units import FakeUnits, Script
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, parse_model_config
+from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
     AttentionWeights,
     LayerWeights,
@@ -19,7 +20,6 @@ from hadal.reference.params import (
     ModelWeights,
     MoeWeights,
 )
-from hadal.reference.rope import cos_sin_table
 
 ODD: dict[str, Any] = {  # Nothing here is a multiple of a vector.
     "model_type": "deepseek_v3",

@@ -13,8 +13,7 @@ import torch
 
 from hadal.commands.kernels import main as compile_now
 from hadal.kernels import build, library
-from hadal.kernels.experts import experts
-from hadal.kernels.linear import linear
+from hadal.kernels.ops import experts, linear
 
 
 @pytest.fixture

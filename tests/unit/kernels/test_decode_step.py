@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.decode_step import DecodeStep, available
-from hadal.reference.decode_step import decode_step
+from hadal.reference.model import decode_step
 from hadal.reference.params import ModelWeights
 from tests.unit.kernels.shapes import odd_config, paged, random_weights
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.kernels.experts import experts
-from hadal.reference import experts as twin
+from hadal.kernels.ops import experts
+from hadal.reference import ops as twin
 
 pytestmark = pytest.mark.usefixtures("built")
 SHAPES = [

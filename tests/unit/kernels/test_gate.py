@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from hadal.core.model_config import ModelConfig, parse_model_config
-from hadal.kernels.gate import gate
-from hadal.kernels.rms_norm import rms_norm
-from hadal.reference import gate as slow_gate
-from hadal.reference import rms_norm as slow_norm
+from hadal.kernels.ops import gate, rms_norm
+from hadal.reference import ops as slow_gate
+from hadal.reference import ops as slow_norm
 
 FIELDS = {
     "model_type": "deepseek_v3",

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hadal.kernels.heads import heads_in, heads_out
-from hadal.reference import heads as twin
+from hadal.kernels.ops import heads_in, heads_out
+from hadal.reference import ops as twin
 
 pytestmark = pytest.mark.usefixtures("built")
 DIMS = [(3, 40, 24), (1, 16, 7), (6, 32, 64), (5, 13, 129)]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hadal.kernels import library
-from hadal.kernels.linear import linear
+from hadal.kernels.ops import linear
 
 pytestmark = pytest.mark.usefixtures("built")
 SHAPES = [

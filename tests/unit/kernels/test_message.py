@@ -5,14 +5,12 @@ writes.
 import pytest
 import torch
 
-from hadal.comm.codec import LOW_LATENCY, NORMAL, Codec
+from hadal.comm.expert_comm import LOW_LATENCY, NORMAL, Codec, LowLatencyMode, NormalMode
 from hadal.comm.layout import WIRES, WireLayout
-from hadal.comm.low_latency import LowLatencyMode
-from hadal.comm.normal import NormalMode
 from hadal.core.placement import spread
-from hadal.kernels import message
-from hadal.kernels.route import route
-from hadal.reference.route import Replicas
+from hadal.kernels import codec as message
+from hadal.kernels.ops import route
+from hadal.reference.ops import Replicas
 from tests.fresh import fresh
 
 EXPERTS, RANKS, TOP_K = 12, 4, 3

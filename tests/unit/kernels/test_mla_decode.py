@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.kernels.mla_decode import mla_decode
-from hadal.reference import mla_decode as twin
+from hadal.kernels.ops import mla_decode
+from hadal.reference import ops as twin
 from tests.unit.kernels.shapes import Paged, paged
 
 pytestmark = pytest.mark.usefixtures("built")

@@ -2,8 +2,8 @@
 
 import torch
 
-from hadal.kernels.swiglu import swiglu
-from hadal.reference import swiglu as slow
+from hadal.kernels.ops import swiglu
+from hadal.reference import ops as slow
 from hadal.reference.params import MlpWeights
 
 

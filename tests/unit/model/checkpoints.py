@@ -12,7 +12,7 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from hadal.model.weights import load_weights
+from hadal.model.checkpoint import load_weights
 from hadal.reference.params import ModelWeights
 
 _BASE: dict[str, Any] = {

@@ -17,7 +17,7 @@ from hadal.core.plans import Chunk
 from hadal.model import mla
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference.generate import forward, generate, no_latents
+from hadal.reference.model import forward, generate, no_latents
 from tests.unit.model.checkpoints import Peer
 
 TOLERANCE = 1e-4

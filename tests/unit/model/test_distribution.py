@@ -8,15 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.model import distribution
-from hadal.model.distribution import (
-    draw,
-    nucleus,
-    penalise_counts,
-    penalise_repetition,
-    pick,
-    uniform,
-)
+from hadal.model import sampler
+from hadal.model.sampler import draw, nucleus, penalise_counts, penalise_repetition, pick, uniform
 
 
 def test_uniform_repeats_and_is_uniform() -> None:
@@ -88,7 +81,7 @@ def test_what_stays_and_what_is_drawn(
         stays = sorted(expected_kept(p[row].tolist(), k, mass, float(np.float32(least))))
         expected[row, stays] = p[row, stays]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distribution, "_NUM_CANDIDATES", candidates)
+        patch.setattr(sampler, "_NUM_CANDIDATES", candidates)
         ranked = (top_k > 0) | (top_p < 1)
         if ranked.any():
             ids, kept = nucleus(p[ranked], top_k[ranked], top_p[ranked], min_p[ranked])
@@ -99,7 +92,7 @@ def test_what_stays_and_what_is_drawn(
 
 @pytest.mark.parametrize("candidates", [1, 2, 3, 16])
 def test_ties_at_the_edge_all_stay(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distribution, "_NUM_CANDIDATES", candidates)
+    monkeypatch.setattr(sampler, "_NUM_CANDIDATES", candidates)
     p = torch.tensor([[0.1, 0.2, 0.2, 0.3, 0.2, 0.0]])
     one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1)
     for top_k, top_p in ((2, one), (0, 0.4 * one)):

@@ -17,8 +17,8 @@ from torch import Tensor
 from hadal.core.errors import CheckpointError, InvariantError
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
+from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
-from hadal.model.weights import load_weights
 from hadal.reference.params import ModelWeights
 from tests.fresh import fresh
 from tests.unit.model.checkpoints import Peer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.expert_comm import ExpertComm
-from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, spread, without
 from hadal.core.plans import (
     FLIP,
@@ -34,14 +34,13 @@ from hadal.core.plans import (
 from hadal.kernels import library
 from hadal.model.block import MicroBatch
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Recorder
-from hadal.model.experts import ExpertStore
-from hadal.model.membership import Membership
+from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
-from hadal.model.weights import load_weights
 from hadal.overlap.plan import Schedule
-from hadal.reference.generate import generate
+from hadal.reference.model import generate
 from tests.fresh import fresh
 from tests.unit.comm.groups import member, run_threads
 from tests.unit.model.checkpoints import Peer

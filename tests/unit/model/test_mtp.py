@@ -16,11 +16,11 @@ from transformers.modeling_layers import MtpModel
 
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.mtp import MtpModule, acceptance
-from hadal.model.weights import load_weights
-from hadal.reference.generate import forward, no_latents
-from hadal.reference.mtp import mtp as reference_mtp
+from hadal.reference.model import forward, no_latents
+from hadal.reference.model import mtp as reference_mtp
 from hadal.reference.params import ModelWeights
 from tests.unit.model.checkpoints import CONFIGS, Peer, save_random
 from tests.unit.model.test_deepseek import TOLERANCE, difference, random_tokens

@@ -9,9 +9,13 @@ import pytest
 from numpy.typing import NDArray
 
 from bench.shared_data import EXPERT_LOADS, find, why_missing
-from hadal.perf.imbalance import expected_imbalance, expected_maximum, measured_imbalance
-from hadal.perf.step import PLACED_BY_NODES
-from hadal.policy.eplb import rebalance_experts
+from hadal.perf.step import (
+    PLACED_BY_NODES,
+    expected_imbalance,
+    expected_maximum,
+    measured_imbalance,
+)
+from hadal.policy.experts.balance import rebalance_experts
 
 
 def published_loads(phase: str) -> list[NDArray[np.float64]]:

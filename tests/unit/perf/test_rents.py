@@ -2,8 +2,7 @@
 
 import pytest
 
-from hadal.perf.hardware import HARDWARE
-from hadal.perf.rents import RENTS, rents
+from hadal.perf.hardware import HARDWARE, RENTS, rents
 
 
 def test_only_what_has_a_source_has_a_price() -> None:

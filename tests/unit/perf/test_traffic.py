@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bench.calibration_points import LOW_LATENCY, LOW_LATENCY_H100, NORMAL
 from hadal.perf.hardware import H800, HARDWARE
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.perf.traffic import Links, expected_places, remote_places
+from hadal.perf.step import Links, expected_places, remote_places
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 4, 8])

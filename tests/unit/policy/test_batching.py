@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.batching import AGE_S, in_turns, pack_chunks, turn_s
+from hadal.policy.admission import AGE_S, in_turns, pack_chunks, turn_s
 from hadal.policy.views import PromptView
 
 

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hadal.policy.decode_moves import (
+from hadal.policy.decode_balance import (
     Move,
     MoveTerms,
     RunningView,

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hadal.policy.eplb import rebalance_experts
+from hadal.policy.experts.balance import rebalance_experts
 
 
 def test_arrays_mean_what_eplbs_mean() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.core.placement import EMPTY, Placement
-from hadal.policy.expert_balance import Cluster, balance, balancedness, moved_replicas, rank_loads
+from hadal.policy.experts.balance import Cluster, balance, balancedness, moved_replicas, rank_loads
 
 DATA = Path(
     os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")

@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.policy.expert_balance import Cluster, balance, balancedness
-from hadal.policy.expert_counts import choose_counts, heaviest_pair
-from hadal.policy.expert_increment import descend
-from hadal.policy.expert_packing import expand, fold, replicate
-from hadal.policy.expert_paths import choose, held_by
+from hadal.policy.experts.balance import Cluster, balance, balancedness
+from hadal.policy.experts.increment import descend
+from hadal.policy.experts.search import (
+    choose,
+    choose_counts,
+    expand,
+    fold,
+    heaviest_pair,
+    held_by,
+    replicate,
+)
 
 
 def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float) -> np.ndarray:

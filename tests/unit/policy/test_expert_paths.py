@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from hadal.core.placement import EMPTY
-from hadal.policy.expert_packing import Ints
-from hadal.policy.expert_paths import Path, choose, held_by, num_moved, standing
+from hadal.policy.experts.search import Ints, Path, choose, held_by, num_moved, standing
 from tests.fresh import fresh
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.core.placement import EMPTY
-from hadal.policy.expert_balance import Cluster, balance, balancedness, rank_loads
+from hadal.policy.experts.balance import Cluster, balance, balancedness, rank_loads
 
 
 @settings(deadline=None, max_examples=50)

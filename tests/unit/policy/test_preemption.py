@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.preemption import choose_victims
+from hadal.policy.decode_balance import choose_victims
 from hadal.policy.views import HolderView
 
 

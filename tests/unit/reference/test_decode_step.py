@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.decode_step import decode_step
-from hadal.reference.generate import forward, no_latents
+from hadal.reference.model import decode_step, forward, no_latents
 from tests.unit.reference.shapes import make_config, random_weights
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hadal.reference.experts import experts
+from hadal.reference.ops import experts, swiglu
 from hadal.reference.params import MlpWeights
-from hadal.reference.swiglu import swiglu
 
 
 def test_every_token_through_its_experts() -> None:

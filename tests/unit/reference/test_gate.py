@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hadal.reference.gate import gate
+from hadal.reference.ops import gate
 from tests.unit.reference.shapes import make_config
 
 

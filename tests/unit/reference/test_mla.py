@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.mla_decode import mla_decode
-from hadal.reference.mla_prefill import mla_prefill
+from hadal.reference.ops import mla_decode, mla_prefill
 
 HEADS, N, R, C, W, LAYERS, BLOCK = 3, 6, 4, 12, 5, 2, 64
 SCALE = 0.3

@@ -11,7 +11,7 @@ from hadal.core.messages import Decode, Generation, KvLease, Prefill
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Deliver, Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
-from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode.leader import DecodeLeader
 from tests.columns import ticket_of
 
 T = TypeVar("T")

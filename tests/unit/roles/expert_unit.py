@@ -17,8 +17,8 @@ from hadal.core.plans import (
     StepDone,
     StepPlan,
 )
-from hadal.roles.expert_gain import ExpertTerms
-from hadal.roles.experts import ExpertBalancer
+from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.experts.gain import ExpertTerms
 
 NUM_EXPERTS, NUM_RANKS = 8, 4
 TERMS = ExpertTerms(

@@ -10,8 +10,8 @@ from typing import Any
 from hadal.core.messages import Cancel, Returned, Tokens
 from hadal.core.plans import DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Event, Execute, Pull, RankReset
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.decode_table import SlotState
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.decode.table import SlotState
 from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, done, of, sent
 

@@ -24,8 +24,8 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import OpTime, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.prefill import PrefillLeader
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.prefill.leader import PrefillLeader
 from tests.columns import ticket_of
 
 STOP = 7

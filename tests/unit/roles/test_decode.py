@@ -22,7 +22,7 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
-from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode.leader import DecodeLeader
 from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent
 

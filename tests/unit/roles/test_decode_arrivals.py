@@ -13,8 +13,8 @@ from hadal.core.messages import Ahead, Cancel, Decode, FrontUp, KvLease, Pulled,
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Freed, Pull, RankReset, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.decode_table import SlotState
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.decode.table import SlotState
 from tests.fresh import fresh
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, of, sent

@@ -23,11 +23,11 @@ from hadal.core.plans import BlocksStored, KvPulled, StepDone
 from hadal.core.seams import DiskNews, Freed, Pull, RankReset, StoreBlocks, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
-from hadal.policy.decode_moves import MoveTerms
-from hadal.roles import disk_stores
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.decode_table import SlotState
-from hadal.roles.disk_stores import Writer
+from hadal.policy.decode_balance import MoveTerms
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.decode.table import SlotState
+from hadal.roles.unit import disk_stores
+from hadal.roles.unit.disk_stores import Writer
 from tests.unit.roles.decode_worlds import FINGERPRINT, SALT, DecodeWorld, named
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, of, sent
 

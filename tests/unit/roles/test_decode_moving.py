@@ -11,10 +11,9 @@ import pytest
 from hadal.core.messages import Cancel, FrontUp, Load, Pulled
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Freed
-from hadal.policy.decode_moves import Move, MoveTerms
-from hadal.roles.decode_moving import STALL_STEPS_MAX
-from hadal.roles.decode_slots import LOOK_STEPS
-from hadal.roles.decode_table import SlotState
+from hadal.policy.decode_balance import Move, MoveTerms
+from hadal.roles.decode.slots import LOOK_STEPS, STALL_STEPS_MAX
+from hadal.roles.decode.table import SlotState
 from tests.unit.roles.driving import decode, of, sent
 from tests.unit.roles.moving_unit import PER_RANK, Unit
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.plans import DecodePlan, Join, Sampling
-from hadal.roles.decode_plans import make_plans, step_balance
-from hadal.roles.schedule import Choice
+from hadal.roles.decode.leader import make_plans, step_balance
+from hadal.roles.unit.schedule import Choice
 
 
 def test_every_rank_gets_its_own_slots() -> None:

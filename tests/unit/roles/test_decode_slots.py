@@ -12,8 +12,8 @@ import pytest
 from hadal.core.messages import FrontUp, Load, Returned, Trace, TraceRequest, UnitUp
 from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, Pull, RankReset, Send
-from hadal.policy.decode_moves import MoveTerms
-from hadal.roles.decode import DecodeLeader
+from hadal.policy.decode_balance import MoveTerms
+from hadal.roles.decode.leader import DecodeLeader
 from tests.fresh import fresh
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, done, of, sent

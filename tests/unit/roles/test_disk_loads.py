@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.policy.cached_prefix import NOTHING, Prefix
-from hadal.roles.disk_loads import KNOWN_S, LoadBook, LoadMeter
-from hadal.roles.prefill_prompts import Prompt
+from hadal.policy.routing import NOTHING, Prefix
+from hadal.roles.prefill.cache import KNOWN_S, LoadBook, LoadMeter
+from hadal.roles.prefill.prompts import Prompt
 from tests.unit.roles.driving import generation
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hadal.core.cache import SKIPPED_BLOCKS, Place, split
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import RankReset
-from hadal.roles import disk_stores
-from hadal.roles.disk_stores import StoreBook
-from hadal.roles.rank_pools import RankPools
+from hadal.roles.ranks.pools import RankPools
+from hadal.roles.unit import disk_stores
+from hadal.roles.unit.disk_stores import StoreBook
 
 
 def name(number: int) -> bytes:

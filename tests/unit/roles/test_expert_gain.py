@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hadal.core.placement import Placement, spread
-from hadal.roles.expert_gain import ExpertTerms, fractions, heaviest, pays, sure_gain
+from hadal.roles.experts.gain import ExpertTerms, fractions, heaviest, pays, sure_gain
 
 TERMS = ExpertTerms()
 

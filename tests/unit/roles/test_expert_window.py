@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.placement import EMPTY, Placement, spread, without
-from hadal.roles.expert_window import LoadWindow
+from hadal.roles.experts.experts import LoadWindow
 
 NUM_EXPERTS = 6
 

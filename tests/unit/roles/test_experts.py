@@ -12,9 +12,8 @@ from hadal.core.balance import EXPERTS
 from hadal.core.messages import Load, Trace, TracedStep
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.core.plans import DecodePlan, Staged, StepDone
-from hadal.roles.expert_gain import ExpertTerms
-from hadal.roles.expert_install import Installation, InstallState
-from hadal.roles.experts import ExpertBalancer
+from hadal.roles.experts.experts import ExpertBalancer, Installation, InstallState
+from hadal.roles.experts.gain import ExpertTerms
 from tests.unit.roles.expert_unit import (
     EVEN,
     GROWING_S,

@@ -29,8 +29,8 @@ from hadal.roles.fleet import (
     RESEND_S,
     START_TIMEOUT_MIN_S,
     Fleet,
+    UnitState,
 )
-from hadal.roles.fleet_units import UnitState
 
 PERIOD_S, HOLD_S, DRAIN_S = 10.0, 60.0, 100.0
 

@@ -8,8 +8,8 @@ import pytest
 
 from hadal.core.fleet import Demand
 from hadal.policy.demand import FLAT
-from hadal.roles.fleet_demand import NUM_SAMPLES, DemandMeter
-from hadal.sim.day import HOURLY_SHARES, SHAPE
+from hadal.roles.fleet import NUM_SAMPLES, DemandMeter
+from hadal.sim.day.clock import HOURLY_SHARES, SHAPE
 
 
 def demand(tokens_in: float, tokens_out: float = 0.0, epoch: str = "f") -> Demand:

@@ -37,8 +37,8 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import NO_TOKEN
 from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
-from hadal.policy.batching import AGE_S
-from hadal.roles.front import ORPHAN_S, Front
+from hadal.policy.admission import AGE_S
+from hadal.roles.front.front import ORPHAN_S, Front
 from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
 

@@ -28,7 +28,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Send, Tick
-from hadal.roles.front import Front
+from hadal.roles.front.front import Front
 from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
 

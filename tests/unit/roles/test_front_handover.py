@@ -25,7 +25,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.seams import Effect, Send, Tick
-from hadal.roles.front import Front
+from hadal.roles.front.front import Front
 from tests.unit.roles.driving import finals, generation, sent
 
 

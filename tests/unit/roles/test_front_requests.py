@@ -9,9 +9,8 @@ import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.core.request import Move, State
-from hadal.policy.batching import AGE_S
-from hadal.roles.front_record import Record
-from hadal.roles.front_requests import LATELY_S, RequestBook
+from hadal.policy.admission import AGE_S
+from hadal.roles.front.requests import LATELY_S, Record, RequestBook
 from tests.unit.roles.driving import generation
 
 

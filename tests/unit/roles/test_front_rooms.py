@@ -9,11 +9,9 @@ from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages import Cached, UnitUp
 from hadal.core.request import Move
-from hadal.roles.front_cache import FrontCache
-from hadal.roles.front_names import FrontNames
-from hadal.roles.front_requests import Record, RequestBook
-from hadal.roles.front_rooms import Rooms
-from hadal.roles.front_units import UnitBook
+from hadal.roles.front.requests import FrontNames, Record, RequestBook
+from hadal.roles.front.routing import Rooms
+from hadal.roles.front.units import FrontCache, UnitBook
 from tests.unit.roles.driving import generation
 
 NAMES = FrontNames(CacheConfig(), "f0")

@@ -7,9 +7,8 @@ import pytest
 from hadal.core.config import Deployment
 from hadal.core.errors import InvariantError
 from hadal.kv.blocks import blocks_for
-from hadal.roles.front import Front
-from hadal.roles.front_record import Record
-from hadal.roles.front_running import MAX_ROWS, Running
+from hadal.roles.front.front import Front
+from hadal.roles.front.requests import MAX_ROWS, Record, Running
 from tests.columns import tokens_message
 from tests.unit.roles.driving import generation
 

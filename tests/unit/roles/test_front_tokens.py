@@ -17,7 +17,7 @@ from hadal.core.messages import (
 from hadal.core.messages import Prefill as PrefillMessage
 from hadal.core.plans import Draw
 from hadal.core.seams import Closing, Deliver, Send
-from hadal.roles.front import Front
+from hadal.roles.front.front import Front
 from tests.columns import Row, tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hadal.core.messages import Load, Suspect, UnitUp
 from hadal.core.request import Move
-from hadal.roles.front_requests import RequestBook
-from hadal.roles.front_units import UnitBook
+from hadal.roles.front.requests import RequestBook
+from hadal.roles.front.units import UnitBook
 from tests.unit.roles.driving import generation
 
 

@@ -22,7 +22,7 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import Sampling
 from hadal.core.seams import Effect, Freed, Send, Tick, WakeAt
-from hadal.roles.prefill import PrefillLeader
+from hadal.roles.prefill.leader import PrefillLeader
 from tests.unit.roles.driving import done, generation, of, prefill, prefill_plans, sent
 
 

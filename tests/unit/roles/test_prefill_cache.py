@@ -32,9 +32,9 @@ from hadal.core.seams import (
     UsedBlocks,
 )
 from hadal.kv.names import extend, root_of
-from hadal.roles.disk_loads import LOAD_TIMEOUT_S
-from hadal.roles.prefill import PrefillLeader
-from hadal.roles.prefill_prompts import Prompt
+from hadal.roles.prefill.cache import LOAD_TIMEOUT_S
+from hadal.roles.prefill.leader import PrefillLeader
+from hadal.roles.prefill.prompts import Prompt
 from tests.unit.roles.driving import done, of, prefill_plans, sent
 
 ROOT = root_of(b"model")

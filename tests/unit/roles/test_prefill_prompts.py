@@ -26,11 +26,11 @@ from hadal.core.plans import OpTime, PrefillPlan
 from hadal.core.rates import StepRates
 from hadal.core.seams import Execute, Freed, RankReset, Tick
 from hadal.kv.blocks import blocks_for
-from hadal.policy.batching import AGE_S
-from hadal.policy.cached_prefix import Prefix
-from hadal.roles.prefill import PrefillLeader
-from hadal.roles.prefill_prompts import Part, Prompt, cut, pack
-from hadal.roles.rank_pools import RankPools
+from hadal.policy.admission import AGE_S
+from hadal.policy.routing import Prefix
+from hadal.roles.prefill.leader import PrefillLeader
+from hadal.roles.prefill.prompts import Part, Prompt, cut, pack
+from hadal.roles.ranks.pools import RankPools
 from tests.fresh import fresh
 from tests.unit.roles.driving import done, generation, of, prefill, sent
 from tests.unit.roles.rank_worlds import PrefillWorld

@@ -8,20 +8,8 @@ import pytest
 
 from hadal.core.cache import Place
 from hadal.core.errors import InvariantError
-from hadal.core.messages import KvLease
-from hadal.core.plans import (
-    BlocksLoaded,
-    BlocksStored,
-    DecodePlan,
-    Formed,
-    FormPlan,
-    KvPulled,
-    Member,
-    Staged,
-    StagePlan,
-    StepDone,
-)
-from hadal.core.rank_messages import (
+from hadal.core.messages import (
+    KvLease,
     RankAnswered,
     RankBeat,
     RankDone,
@@ -38,6 +26,18 @@ from hadal.core.rank_messages import (
     RankUp,
     RankWho,
 )
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    DecodePlan,
+    Formed,
+    FormPlan,
+    KvPulled,
+    Member,
+    Staged,
+    StagePlan,
+    StepDone,
+)
 from hadal.core.seams import (
     Execute,
     Form,
@@ -50,7 +50,7 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
-from hadal.roles.rank import Progress, RankRole
+from hadal.roles.ranks.rank import Progress, RankRole
 from tests.unit.roles.driving import done, of, sent
 
 LEASE = KvLease("pool", (1, 2), (0, 0), 100)

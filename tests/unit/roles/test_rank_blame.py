@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.roles.rank_blame import Blame, name_peers
+from hadal.roles.ranks.book import Blame, name_peers
 
 
 def test_members_blame_members() -> None:

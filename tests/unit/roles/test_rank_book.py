@@ -6,13 +6,28 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Sighting, Suspect, UnitDown
+from hadal.core.messages import (
+    RankBeat,
+    RankForm,
+    RankFormed,
+    RankHeld,
+    RankUp,
+    RankWho,
+    Sighting,
+    Suspect,
+    UnitDown,
+)
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import Formed, FormPlan, Held, HeldKv, Member
-from hadal.core.rank_messages import RankBeat, RankForm, RankFormed, RankHeld, RankUp, RankWho
 from hadal.core.seams import Send
-from hadal.roles.rank_book import FAILED_FORMS_MAX, NEWS_S, SILENT_S, TAKEOVER_GRACE_S, RankBook
-from hadal.roles.rank_states import Phase
+from hadal.roles.ranks.book import (
+    FAILED_FORMS_MAX,
+    NEWS_S,
+    SILENT_S,
+    TAKEOVER_GRACE_S,
+    Phase,
+    RankBook,
+)
 
 NUM_EXPERTS = 8
 

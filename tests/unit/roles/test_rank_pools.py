@@ -9,7 +9,7 @@ import pytest
 from hadal.core.cache import NAME_BYTES
 from hadal.core.seams import Freed, RankReset
 from hadal.kv.names import extend
-from hadal.roles.rank_pools import RankPools
+from hadal.roles.ranks.pools import RankPools
 from tests.fresh import fresh
 
 

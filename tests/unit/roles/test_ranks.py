@@ -7,17 +7,12 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, UnitDown, UnitUp
-from hadal.core.placement import spread
-from hadal.core.plans import (
-    Chunk,
-    DecodePlan,
-    Formed,
-    KvPulled,
-    PrefillPlan,
-    StepDone,
-)
-from hadal.core.rank_messages import (
+from hadal.core.messages import (
+    Audit,
+    AuditRequest,
+    Cancel,
+    KvLease,
+    Load,
     RankAnswered,
     RankBeat,
     RankDone,
@@ -27,13 +22,16 @@ from hadal.core.rank_messages import (
     RankPull,
     RankStep,
     RankUp,
+    UnitDown,
+    UnitUp,
 )
+from hadal.core.placement import spread
+from hadal.core.plans import Chunk, DecodePlan, Formed, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import Effect, Event, Execute, Freed, Pull, RankReset, Send, Tick, WakeAt
-from hadal.roles.expert_gain import ExpertTerms
-from hadal.roles.experts import ExpertBalancer
-from hadal.roles.rank_book import RankBook
-from hadal.roles.rank_states import Phase
-from hadal.roles.ranks import RankedLeader
+from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.experts.gain import ExpertTerms
+from hadal.roles.ranks.book import Phase, RankBook
+from hadal.roles.ranks.ranks import RankedLeader
 from tests.unit.roles.driving import of, sent
 
 LEASE = KvLease("pool", (1, 2), (0, 0), 100)

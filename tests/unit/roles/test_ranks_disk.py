@@ -5,9 +5,16 @@ are.
 from __future__ import annotations
 
 from hadal.core.cache import Place
-from hadal.core.messages import Cancel, UnitDown
+from hadal.core.messages import (
+    Cancel,
+    RankAnswered,
+    RankFreed,
+    RankLoad,
+    RankPull,
+    RankStore,
+    UnitDown,
+)
 from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.rank_messages import RankAnswered, RankFreed, RankLoad, RankPull, RankStore
 from hadal.core.seams import Freed, LoadBlocks, Pull, Send, StoreBlocks, UsedBlocks
 from tests.unit.roles.test_ranks import LEASE, Driver, to
 

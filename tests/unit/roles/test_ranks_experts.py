@@ -7,13 +7,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hadal.core.messages import Cancel, Load, Trace, TracedStep, UnitDown
+from hadal.core.messages import (
+    Cancel,
+    Load,
+    RankDone,
+    RankForm,
+    RankStage,
+    RankStaged,
+    RankStep,
+    Trace,
+    TracedStep,
+    UnitDown,
+)
 from hadal.core.placement import without
 from hadal.core.plans import LayerFlip, Staged, StepDone
-from hadal.core.rank_messages import RankDone, RankForm, RankStage, RankStaged, RankStep
 from hadal.core.seams import Effect, Send, Tick, WakeAt
-from hadal.roles.expert_gain import ExpertTerms
-from hadal.roles.rank_states import Phase
+from hadal.roles.experts.gain import ExpertTerms
+from hadal.roles.ranks.book import Phase
 from tests.unit.roles.driving import of, sent
 from tests.unit.roles.test_ranks import Driver, to
 

@@ -14,7 +14,7 @@ from hadal.core.config import Deployment
 from hadal.core.messages import Cancel, Generation, Submit
 from hadal.core.plans import DecodePlan, Join, Sampling, StepDone
 from hadal.core.seams import DiskNews, Effect, Execute, RankReset, Send, Tick, WakeAt
-from hadal.roles.rank import Progress
+from hadal.roles.ranks.rank import Progress
 from hadal.roles.recording import (
     VERSION,
     Call,

@@ -9,8 +9,8 @@ import pytest
 
 from hadal.core.plans import OpTime
 from hadal.perf.costs import Work
-from hadal.policy.prefill_rates import PAIRS_PER_TOKEN
-from hadal.roles.schedule import StepScheduler
+from hadal.policy.prefill_balance import PAIRS_PER_TOKEN
+from hadal.roles.unit.schedule import StepScheduler
 
 SECONDS = {
     "attn_in": 1e-3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hadal.core.messages import Trace, TraceRequest
-from hadal.roles.tracer import REQUESTS_MAX, Tracer
+from hadal.roles.unit.unit import REQUESTS_MAX, Tracer
 from tests.unit.roles.driving import sent
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hadal.core.messages import FrontUp, Load
 from hadal.core.seams import WakeAt
-from hadal.roles.rank_pools import RankPools
-from hadal.roles.unit import UnitReporter
+from hadal.roles.ranks.pools import RankPools
+from hadal.roles.unit.unit import UnitReporter
 from tests.unit.roles.driving import of, sent
 
 

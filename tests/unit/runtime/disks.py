@@ -14,7 +14,7 @@ import numpy as np
 from hadal.core.cache import NAME_BYTES, Place, num_names
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import LoadBlocks, StoreBlocks
-from hadal.runtime.disk import DiskStore
+from hadal.runtime.store.disk import DiskStore
 
 BLOCK_BYTES = 5000
 NUM_BLOCKS = 64

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import KvLease
-from hadal.runtime.grants import Grant, Grants
-from hadal.runtime.kv_pool import KvPool, Shape, pool_name
-from hadal.runtime.kv_wire import KvWire
+from hadal.runtime.transfer.grants import Grant, Grants
+from hadal.runtime.transfer.kv import KvWire
+from hadal.runtime.transfer.pool import KvPool, Shape, pool_name
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 RUN = f"kv{os.getpid()}"

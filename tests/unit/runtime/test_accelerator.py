@@ -5,7 +5,7 @@ import torch
 
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
-from hadal.runtime.accelerator import open_device
+from hadal.runtime.rank import open_device
 
 
 def test_a_cpu_is_always_there() -> None:

@@ -14,9 +14,9 @@ import pytest
 from hadal.core.config import CacheConfig, Deployment
 from hadal.core.errors import ConfigError
 from hadal.runtime.banner import Banner
-from hadal.runtime.cache_plan import absolute_folder, cache_rows, make_cache_folder
+from hadal.runtime.memory import absolute_folder, cache_rows, make_cache_folder
+from hadal.runtime.process.child import Status
 from hadal.runtime.resolve import Resolved, plan
-from hadal.runtime.status import Status
 
 
 def planned(**fields: Any) -> Resolved:

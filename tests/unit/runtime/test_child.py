@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hadal
-from hadal.runtime.child import (
+from hadal.runtime.process.child import (
     EXITS_MAX,
     FAILED_STARTS_MAX,
     PUT_OFF_MAX_S,
@@ -61,7 +61,7 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
 def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
     child = make(
         tmp_path,
-        "from hadal.runtime.logs import tell_doing; tell_doing('reads', 1, 4); print('one')",
+        "from hadal.runtime.process.logs import tell_doing; tell_doing('reads', 1, 4); print('one')",
     )
     source = str(Path(hadal.__file__).parents[1])
     child.start(0.0, {**os.environ, "PYTHONPATH": f"{tmp_path}:{source}", "PYTHONUNBUFFERED": "1"})

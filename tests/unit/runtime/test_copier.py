@@ -11,7 +11,7 @@ import pytest
 from hadal.core.messages import KvLease
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Pull
-from hadal.runtime.copier import INLINE_BYTES, NUM_THREADS, Copier
+from hadal.runtime.transfer.kv import INLINE_BYTES, NUM_THREADS, Copier
 
 BLOCK = 1 << 20
 NEAR, FAR = "near", "far"

@@ -20,11 +20,12 @@ from hadal.core.cache import Place, slice_of, split
 from hadal.core.config import CacheConfig, Deployment, UnitsConfig
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import StoreBlocks
-from hadal.runtime import disk_segments, disk_writer
-from hadal.runtime import segment as segments
-from hadal.runtime.disk import make_store, share_of
-from hadal.runtime.process import Run
-from hadal.runtime.segment import PAGE, Segment, segment_bytes, segment_numbers, segment_path
+from hadal.runtime.process.process import Run
+from hadal.runtime.store import segments as disk_segments
+from hadal.runtime.store import segments as segments
+from hadal.runtime.store import writer
+from hadal.runtime.store.disk import make_store, share_of
+from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
 from tests.unit.runtime.disks import BLOCK_BYTES, Host, host, new_names, wait_for
 
 TEN = tuple(range(1, 11))
@@ -360,7 +361,7 @@ def test_what_the_dead_left_is_shared_out_and_what_is_beyond_the_budget_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_segments, "ORPHAN_S", 0.0)
-    monkeypatch.setattr(disk_writer, "SWEEP_S", 0.1)
+    monkeypatch.setattr(writer, "SWEEP_S", 0.1)
     share = segment_bytes(16, BLOCK_BYTES)
     with host(tmp_path, share_bytes=share) as one:
         for _ in range(8):
@@ -412,9 +413,9 @@ def test_a_folder_that_cannot_be_had_is_waited_for_and_not_spun_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[None] = []
-    sweep = disk_writer.Writer._sweep_if_due
+    sweep = writer.Writer._sweep_if_due
     monkeypatch.setattr(
-        disk_writer.Writer, "_sweep_if_due", lambda self: (looks.append(None), sweep(self))[1]
+        writer.Writer, "_sweep_if_due", lambda self: (looks.append(None), sweep(self))[1]
     )
     (tmp_path / "file").write_text("not a folder")
     with host(tmp_path / "file", pause_s=20.0) as one:

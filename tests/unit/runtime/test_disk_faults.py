@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from hadal.core.cache import split
-from hadal.runtime.disk_view import DiskView
-from hadal.runtime.segment import Segment, segment_numbers
+from hadal.runtime.store.segments import Segment, segment_numbers
+from hadal.runtime.store.view import DiskView
 from tests.unit.runtime.disks import host, new_names, wait_for
 
 DISK_BYTES = 24 << 20

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hadal.core.cache import split
-from hadal.runtime import disk_own, disk_segments
-from hadal.runtime.disk_view import DiskView
-from hadal.runtime.segment import PAGE, Segment, segment_bytes, segment_numbers, segment_path
+from hadal.runtime.store import own, segments
+from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
+from hadal.runtime.store.view import DiskView
 from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names, wait_for
 
 
@@ -41,7 +41,7 @@ def test_what_is_no_segment_keeps_nobody_from_the_others(tmp_path: Path, what: s
 def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_segments, "PARTS", (4, 64))
+    monkeypatch.setattr(segments, "PARTS", (4, 64))
     names = new_names(60)
     share_bytes = 4 * segment_bytes(20, BLOCK_BYTES)
     with host(tmp_path, share_bytes=share_bytes) as one:
@@ -94,7 +94,7 @@ def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Pat
 def test_a_block_that_was_written_anew_outlives_what_is_said_of_its_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_own, "POLL_S", 0.0)
+    monkeypatch.setattr(own, "POLL_S", 0.0)
     names = list(split(new_names(4)))
     with host(tmp_path) as one:
         places = one.save(b"".join(names[:3]), (1, 2, 3)).places
@@ -115,7 +115,7 @@ def test_a_block_that_was_written_anew_outlives_what_is_said_of_its_damaged_one(
 def test_what_a_reader_found_damaged_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(disk_own, "POLL_S", 0.0)
+    monkeypatch.setattr(own, "POLL_S", 0.0)
     names = new_names(3)
     with host(tmp_path) as one:
         places = one.save(names, (1, 2, 3)).places

@@ -15,9 +15,9 @@ import pytest
 
 from hadal.core.cache import NAME_BYTES, Place, split
 from hadal.core.seams import DiskNews
-from hadal.runtime import disk_view
-from hadal.runtime.disk_view import DiskView
-from hadal.runtime.segment import PAGE, Segment, segment_bytes, segment_numbers, segment_path
+from hadal.runtime.store import view
+from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
+from hadal.runtime.store.view import DiskView
 from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names, wait_for
 
 
@@ -109,7 +109,7 @@ def test_a_block_that_two_wrote_stays_while_one_has_it(tmp_path: Path) -> None:
 
 
 def test_many_blocks_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_view, "NEWS_BLOCKS", 4)
+    monkeypatch.setattr(view, "NEWS_BLOCKS", 4)
     names = new_names(10)
     with host(tmp_path) as one:
         one.save(names, tuple(range(1, 11)))
@@ -251,7 +251,7 @@ def test_a_folder_that_nobody_makes_is_missed_in_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "hadal.disk")
-    monkeypatch.setattr(disk_view, "FOLDER_S", 0.05)
+    monkeypatch.setattr(view, "FOLDER_S", 0.05)
     with leader(tmp_path / "cache"):
         (record,) = wait_for(lambda: list(caplog.records))
     assert "is gone" in record.message

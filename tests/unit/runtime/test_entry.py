@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hadal.runtime import entry
+from hadal.runtime.process import entry
 
 STARTS = """
 import os, sys, time

@@ -19,9 +19,21 @@ from torch import Tensor
 
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source
-from hadal.runtime import expert_wire
-from hadal.runtime.expert_wire import PIECE_BYTES, PURPOSE, ExpertClient, ExpertServer, ExpertWire
-from hadal.runtime.peers import ANSWER_BYTES, MAX_UNPROVEN, accept_channel, answered, connecting
+from hadal.runtime.transfer import experts as expert_wire
+from hadal.runtime.transfer.experts import (
+    PIECE_BYTES,
+    PURPOSE,
+    ExpertClient,
+    ExpertServer,
+    ExpertWire,
+)
+from hadal.runtime.transfer.peers import (
+    ANSWER_BYTES,
+    MAX_UNPROVEN,
+    accept_channel,
+    answered,
+    connecting,
+)
 from tests.fresh import fresh
 
 HOST = "127.0.0.1"

@@ -12,9 +12,9 @@ import pytest
 from hadal.core.config import Deployment, FleetConfig, UnitsConfig
 from hadal.core.fleet import Demand, DrainUnit, UnitFacts
 from hadal.core.messages import UnitUp
-from hadal.roles.fleet_rules import make_fleet
-from hadal.runtime.child import Child, Phase
+from hadal.roles.fleet import make_fleet
 from hadal.runtime.fleet import STOP_S, FleetExecutor
+from hadal.runtime.process.child import Child, Phase
 
 
 class FakeChild(Child):

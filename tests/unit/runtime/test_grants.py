@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from hadal.core.messages import KvLease
-from hadal.core.rank_messages import RankPull
-from hadal.runtime import grants as grants_module
-from hadal.runtime.grants import Grant, Grants
+from hadal.core.messages import KvLease, RankPull
+from hadal.runtime.transfer import grants as grants_module
+from hadal.runtime.transfer.grants import Grant, Grants
 
 SECRET = b"a secret of the test ..........."
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hadal.core.handshake import key_of
-from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load
+from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, RankStep, RankUp
 from hadal.core.plans import (
     Formed,
     FormPlan,
@@ -28,7 +28,6 @@ from hadal.core.plans import (
     StepDone,
     StepPlan,
 )
-from hadal.core.rank_messages import RankStep, RankUp
 from hadal.core.seams import (
     Deliver,
     Effect,
@@ -43,12 +42,10 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.model.experts import Fetch, Overtaken
-from hadal.runtime.clock import LiveClock
-from hadal.runtime.expert_wire import ExpertWire
 from hadal.runtime.host import UnitHost
-from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
-from hadal.runtime.process import EXIT_STUCK
-from hadal.runtime.stager import Stager
+from hadal.runtime.process.process import EXIT_STUCK, LiveClock
+from hadal.runtime.transfer.experts import ExpertWire, Stager
+from hadal.runtime.transfer.pool import KvPool, pool_name, remove_segments
 from hadal.runtime.wire import ZmqWire
 
 RUN = f"testhost{os.getpid()}"

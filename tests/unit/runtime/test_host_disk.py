@@ -14,11 +14,11 @@ from hadal.core.cache import Place
 from hadal.core.messages import Cancel
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import DiskNews, Effect, Event, LoadBlocks, Send, StoreBlocks, UsedBlocks
-from hadal.runtime.clock import LiveClock
-from hadal.runtime.disk import DiskStore
-from hadal.runtime.disk_view import DiskView
 from hadal.runtime.host import UnitHost
-from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
+from hadal.runtime.process.process import LiveClock
+from hadal.runtime.store.disk import DiskStore
+from hadal.runtime.store.view import DiskView
+from hadal.runtime.transfer.pool import KvPool, pool_name, remove_segments
 from hadal.runtime.wire import ZmqWire
 from tests.unit.runtime.test_host import Runner, World
 

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from hadal.core.handshake import NONCE_BYTES, Handshake
-from hadal.runtime import kv_frames
-from hadal.runtime.grants import Grant
-from hadal.runtime.kv_frames import (
+from hadal.runtime.transfer import frames
+from hadal.runtime.transfer.frames import (
     About,
     AboutNixl,
     Ask,
@@ -31,7 +30,8 @@ from hadal.runtime.kv_frames import (
     send_chunk,
     send_frame,
 )
-from hadal.runtime.peers import MAX_PIECES, Channel, NotProven
+from hadal.runtime.transfer.grants import Grant
+from hadal.runtime.transfer.peers import MAX_PIECES, Channel, NotProven
 from tests.fresh import fresh
 
 
@@ -84,7 +84,7 @@ def test_frames_arrive_as_they_were(frame: Frame, is_sealed: bool) -> None:
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
     with channels(False) as (here, there):
-        there.connection.sendall(struct.pack("<I", kv_frames.MAX_FRAME_BYTES + 1))
+        there.connection.sendall(struct.pack("<I", frames.MAX_FRAME_BYTES + 1))
         with pytest.raises(BadPeer, match="announces"):
             receive_frame(here, soon())
 
@@ -109,14 +109,14 @@ def test_chunks_arrive_whatever_pieces_they_are_sent_from_and_into(is_sealed: bo
     ):
         pieces = cut(memoryview(data), num_sent)
         with channels(is_sealed) as (here, there):
-            send = (there, kv_frames.CHUNK, soon(), 7, pieces, checksum(pieces))
+            send = (there, frames.CHUNK, soon(), 7, pieces, checksum(pieces))
             thread = threading.Thread(target=send_chunk, args=send)
             thread.start()
             kind, chunk, num_bytes, digest = receive_head(here, soon())
             into = cut(memoryview(found), num_received)
             receive_bytes(here, into, soon())
             thread.join()
-        assert (kind, chunk, num_bytes) == (kv_frames.CHUNK, 7, len(data))
+        assert (kind, chunk, num_bytes) == (frames.CHUNK, 7, len(data))
         assert bytes(found) == data
         assert checksum(into) == digest == checksum([memoryview(data)])
         found[rng.randrange(len(found))] ^= 1
@@ -139,5 +139,5 @@ def test_between_hosts_what_was_spoiled_on_the_way_is_refused(how: str) -> None:
 
 def test_a_chunk_is_a_block_at_least() -> None:
     assert blocks_per_chunk(1 << 10) == 1024
-    assert blocks_per_chunk(kv_frames.CHUNK_BYTES) == 1
+    assert blocks_per_chunk(frames.CHUNK_BYTES) == 1
     assert blocks_per_chunk(61 * 64 * 576 * 2) == 1

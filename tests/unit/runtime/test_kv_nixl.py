@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime import kv_nixl, kv_wire
-from hadal.runtime.kv_nixl import NixlAgent
-from hadal.runtime.kv_pool import KvPool, remove_segments
+from hadal.runtime.transfer import kv, nixl
+from hadal.runtime.transfer.nixl import NixlAgent
+from hadal.runtime.transfer.pool import KvPool, remove_segments
 from tests.unit.runtime.kv_peers import RUN, Peer, is_written, lease_of, make_pool, wire_of
 
-pytestmark = pytest.mark.skipif(kv_nixl.package() is None, reason="nixl-cu13 is not installed")
+pytestmark = pytest.mark.skipif(nixl.package() is None, reason="nixl-cu13 is not installed")
 NUM_BLOCKS = 130
 IDS = tuple(range(1, NUM_BLOCKS))
 
@@ -45,9 +45,9 @@ def test_an_owner_nobody_reads_from_takes_no_core(pool: KvPool) -> None:
 def test_reads_that_never_end_cost_a_buffer_each_and_in_the_end_nixl(
     pool: KvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_nixl, "MAX_RETIRED", 2)
-    monkeypatch.setattr(kv_nixl, "SILENCE_S", 0.3)
-    monkeypatch.setattr(kv_wire, "SHUN_S", 0.0)
+    monkeypatch.setattr(nixl, "MAX_RETIRED", 2)
+    monkeypatch.setattr(nixl, "SILENCE_S", 0.3)
+    monkeypatch.setattr(kv, "SHUN_S", 0.0)
     with Peer("owner", RUN, "nixl", "127.0.0.1", NUM_BLOCKS) as owner:
         wire = wire_of(pool, "nixl", lease_s=20.0)
         for _ in range(2):
@@ -71,5 +71,5 @@ def test_an_agent_that_cannot_be_made_says_why(
     monkeypatch.setenv("UCX_TLS", "no_such_transport")
     about = NixlAgent("alone").about(pool)
     assert about.error
-    monkeypatch.setattr(kv_nixl, "_PACKAGES", ())
+    monkeypatch.setattr(nixl, "_PACKAGES", ())
     assert "not installed" in NixlAgent("absent").about(pool).error

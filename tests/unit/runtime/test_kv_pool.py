@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import hadal.runtime.kv_pool as kv_pool
+import hadal.runtime.transfer.pool as kv_pool
 from hadal.core.errors import ConfigError
 from hadal.core.messages import KvLease
-from hadal.runtime.kv_pool import (
+from hadal.runtime.transfer.kv import KvWire
+from hadal.runtime.transfer.pool import (
     SHM_FOLDER,
     KvPool,
     PoolError,
@@ -20,7 +21,6 @@ from hadal.runtime.kv_pool import (
     remove_segments,
     remove_stale_segments,
 )
-from hadal.runtime.kv_wire import KvWire
 
 RUN = f"test{os.getpid()}"
 SHAPE: Shape = (9, 2, 64, 10)
@@ -87,8 +87,8 @@ def test_freeing_a_block_twice_in_one_go_counts_twice() -> None:
 def test_another_process_pulls_what_this_one_wrote() -> None:
     source = make("prefill-0")
     code = (
-        "import sys; from hadal.core.messages import KvLease; from hadal.runtime.kv_pool import *\n"
-        "from hadal.runtime.kv_wire import KvWire\n"
+        "import sys; from hadal.core.messages import KvLease; from hadal.runtime.transfer.pool import *\n"
+        "from hadal.runtime.transfer.kv import KvWire\n"
         f"own = KvPool.create(pool_name({RUN!r}, 'decode-0', '1'), {SHAPE})\n"
         f"lease = KvLease({source.name!r}, (7, 2), (0, 0), 128)\n"
         "assert KvWire(own).pull(lease, (1, 2)) is None\n"
@@ -192,7 +192,7 @@ def test_no_room_says_what_to_do() -> None:
 def test_what_dead_owners_left_is_removed_and_what_lives_is_not() -> None:
     living = make("prefill-0")
     code = (
-        "import os; from hadal.runtime.kv_pool import *; from hadal.runtime.kv_wire import KvWire\n"
+        "import os; from hadal.runtime.transfer.pool import *; from hadal.runtime.transfer.kv import KvWire\n"
         f"KvPool.create(pool_name({RUN!r}, 'dead', '1'), {SHAPE}); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=False, env=_environment())

@@ -15,9 +15,8 @@ import pytest
 
 from hadal.core.handshake import key_of
 from hadal.core.messages import KvLease
-from hadal.runtime import kv_frames, kv_server
-from hadal.runtime.grants import Grant
-from hadal.runtime.kv_frames import (
+from hadal.runtime.transfer import frames, tcp
+from hadal.runtime.transfer.frames import (
     PURPOSE,
     Ask,
     AskNixl,
@@ -26,9 +25,8 @@ from hadal.runtime.kv_frames import (
     receive_head,
     send_frame,
 )
-from hadal.runtime.kv_pool import KvPool, remove_segments
-from hadal.runtime.kv_server import KvServer
-from hadal.runtime.peers import (
+from hadal.runtime.transfer.grants import Grant
+from hadal.runtime.transfer.peers import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
     MAX_UNPROVEN,
@@ -36,6 +34,8 @@ from hadal.runtime.peers import (
     answered,
     connecting,
 )
+from hadal.runtime.transfer.pool import KvPool, remove_segments
+from hadal.runtime.transfer.tcp import KvServer
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, make_pool
 
 SECRET = b"0123456789abcdef"
@@ -131,7 +131,7 @@ def test_strangers_that_say_nothing_take_nobodys_place(server: KvServer) -> None
     ]
     begun_s = time.monotonic()
     connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
-    assert time.monotonic() - begun_s < kv_frames.SILENCE_S
+    assert time.monotonic() - begun_s < frames.SILENCE_S
     assert wait_for(lambda: server.refusals.num_refused >= 2 * MAX_UNPROVEN)
     for connection in idle:
         connection.close()
@@ -171,9 +171,9 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(
     server: KvServer, pool: KvPool
 ) -> None:
     sound = ask_of(server, (1, 2), (0, 0), (0,))
-    assert outcome(server, sound) == kv_frames.CHUNK
+    assert outcome(server, sound) == frames.CHUNK
     part = msgspec.structs.replace(sound, block_ids=(2,), generations=(0,))
-    assert outcome(server, part) == kv_frames.CHUNK
+    assert outcome(server, part) == frames.CHUNK
     num_refused = server.refusals.num_refused
     beyond = msgspec.structs.replace(sound, block_ids=(1, 3))
     for ask in (
@@ -184,13 +184,13 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(
         msgspec.structs.replace(beyond, grant=Grant((1, 3), (0, 0), sound.grant.tag)),
         ask_of(server, (1, 2), (0, 0), (0,), "decode-1"),
     ):
-        assert outcome(server, ask) == kv_frames.REFUSED
-    assert outcome(server, sound, "decode-1") == kv_frames.REFUSED
+        assert outcome(server, ask) == frames.REFUSED
+    assert outcome(server, sound, "decode-1") == frames.REFUSED
     assert server.refusals.num_refused == num_refused + 7
     # Freed, it is another's: the old lease gets nothing, and nobody has a new one.
     pool.free((2,))
-    assert outcome(server, sound) == kv_frames.FREED
-    assert outcome(server, msgspec.structs.replace(sound, generations=(0, 1))) == kv_frames.REFUSED
+    assert outcome(server, sound) == frames.FREED
+    assert outcome(server, msgspec.structs.replace(sound, generations=(0, 1))) == frames.REFUSED
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_a_lease_that_does_not_fit_is_refused_and_the_next_is_served(
     connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
     with contextlib.closing(connection):
         send_frame(connection, ask_of(server, *ask))
-        assert receive_head(connection, soon())[0] == kv_frames.REFUSED
+        assert receive_head(connection, soon())[0] == frames.REFUSED
         send_frame(connection, ask_of(server, (1,), (1,), (0,)))
-        assert receive_head(connection, soon())[0] == kv_frames.FREED
+        assert receive_head(connection, soon())[0] == frames.FREED
 
 
 def test_nixl_that_is_not_there_is_not_offered(server: KvServer) -> None:
@@ -224,7 +224,7 @@ def test_nixl_that_is_not_there_is_not_offered(server: KvServer) -> None:
 
 
 def test_one_who_takes_nothing_is_let_go(server: KvServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_frames, "SILENCE_S", 0.2)
+    monkeypatch.setattr(frames, "SILENCE_S", 0.2)
     connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
     with contextlib.closing(connection):
         connection.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
@@ -237,7 +237,7 @@ def test_one_who_takes_nothing_is_let_go(server: KvServer, monkeypatch: pytest.M
 
 
 def test_one_who_asks_nothing_is_let_go(server: KvServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_server, "IDLE_S", 0.2)
+    monkeypatch.setattr(tcp, "IDLE_S", 0.2)
     connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
     with contextlib.closing(connection), pytest.raises(ConnectionError):
         receive_frame(connection, soon(), 10.0)
@@ -246,7 +246,7 @@ def test_one_who_asks_nothing_is_let_go(server: KvServer, monkeypatch: pytest.Mo
 def test_more_than_it_serves_wait_until_others_leave(
     pool: KvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 2)
     server = KvServer(pool, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     held = [connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0] for _ in range(2)]
     with pytest.raises(TimeoutError):

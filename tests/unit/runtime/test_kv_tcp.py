@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hadal.core.handshake import key_of
-from hadal.runtime import kv_frames, kv_tcp
-from hadal.runtime.kv_frames import PURPOSE, Ask
-from hadal.runtime.kv_pool import KvPool, PoolAddress, PoolError, remove_segments
-from hadal.runtime.kv_server import KvServer
-from hadal.runtime.kv_tcp import TRIES, KvLink
-from hadal.runtime.peers import Channel, NotProven
+from hadal.runtime.transfer import frames, tcp
+from hadal.runtime.transfer.frames import PURPOSE, Ask
+from hadal.runtime.transfer.peers import Channel, NotProven
+from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError, remove_segments
+from hadal.runtime.transfer.tcp import TRIES, KvLink, KvServer
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, is_written, lease_of, make_pool
 
 NUM_BLOCKS = 41
@@ -129,14 +128,14 @@ def pools() -> Iterator[tuple[KvPool, KvPool]]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Chunks of every ask."""
     seen: list[tuple[int, ...]] = []
-    send_frame = kv_frames.send_frame
+    send_frame = frames.send_frame
 
-    def note(channel: Channel, frame: kv_frames.Frame) -> None:
+    def note(channel: Channel, frame: frames.Frame) -> None:
         if isinstance(frame, Ask):
             seen.append(frame.chunks)
         send_frame(channel, frame)
 
-    monkeypatch.setattr(kv_tcp, "send_frame", note)
+    monkeypatch.setattr(tcp, "send_frame", note)
     return seen
 
 
@@ -192,7 +191,7 @@ def test_a_chunk_with_a_flipped_bit_is_fetched_again(
 def test_a_chunk_that_never_adds_up_voids_the_pull(
     pools: tuple[KvPool, KvPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_tcp, "checksum", lambda views: -1)
+    monkeypatch.setattr(tcp, "checksum", lambda views: -1)
     error, _ = pull_through(pools)
     assert "checksums" in (error or "")
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import ConfigError
-from hadal.runtime import kv_nixl, kv_wire
-from hadal.runtime.kv_pool import SHM_FOLDER, KvPool, PoolAddress, pool_name, remove_segments
+from hadal.runtime.transfer import kv, nixl
+from hadal.runtime.transfer.pool import SHM_FOLDER, KvPool, PoolAddress, pool_name, remove_segments
 from tests.unit.runtime.kv_peers import (
     RUN,
     Peer,
@@ -27,7 +27,7 @@ from tests.unit.runtime.kv_peers import (
     wire_of,
 )
 
-NEEDS_NIXL = pytest.mark.skipif(kv_nixl.package() is None, reason="nixl-cu13 is not installed")
+NEEDS_NIXL = pytest.mark.skipif(nixl.package() is None, reason="nixl-cu13 is not installed")
 TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 OVER_NETWORK = TRANSPORTS[1:]
 NUM_BLOCKS = 130
@@ -146,7 +146,7 @@ def test_an_owner_that_dies_or_freezes_is_an_error_soon(
         # Whoever comes next does not wait.
         start_s = time.monotonic()
         assert wire.pull(lease_of(owner.address, 1), (1,)) is not None
-        assert time.monotonic() - start_s < kv_wire.SILENCE_S
+        assert time.monotonic() - start_s < kv.SILENCE_S
         # The blocks belong to somebody else now: what a frozen owner still sends must not reach
         # them.
         pool.cache[:] = bytes([7]) * len(pool.cache)
@@ -167,7 +167,7 @@ def test_a_frozen_owner_that_goes_on_is_pulled_from_again(pool: KvPool) -> None:
         owner.process.send_signal(signal.SIGSTOP)
         assert "silent" in (wire.pull(lease_of(owner.address, *ids), ids) or "")
         owner.process.send_signal(signal.SIGCONT)
-        time.sleep(kv_wire.SHUN_S)
+        time.sleep(kv.SHUN_S)
         assert wire.pull(lease_of(owner.address, *ids), ids) is None
         assert all(is_written(pool, i, i, 0) for i in ids)
         assert wire.transport_of(owner.address) == "nixl"
@@ -205,7 +205,7 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
         assert not wire.is_near(owner.address)
         assert wire.pull(lease_of(owner.address, 5), (6,)) is None
         assert is_written(pool, 6, 5, 0)
-        assert wire.transport_of(owner.address) == ("nixl" if kv_nixl.package() else "tcp")
+        assert wire.transport_of(owner.address) == ("nixl" if nixl.package() else "tcp")
         wire.close()
         near = wire_of(pool, "shm")
         assert "another pool" in (near.pull(lease_of(owner.address, 5), (6,)) or "")
@@ -225,7 +225,7 @@ def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(
         asked = wire_of(pool, "nixl")
         assert "has no NIXL" in (asked.pull(lease_of(owner.address, 5), (6,)) or "")
         asked.close()
-        monkeypatch.setattr(kv_nixl, "_PACKAGES", ("nixl_of_no_version",))
+        monkeypatch.setattr(nixl, "_PACKAGES", ("nixl_of_no_version",))
         wire = wire_of(pool, "auto")
         assert wire.pull(lease_of(owner.address, 5), (6,)) is None
         wire.close()
@@ -271,7 +271,7 @@ def test_an_address_where_nobody_is_fails_at_once(pool: KvPool) -> None:
     start_s = time.monotonic()
     assert wire.pull(lease_of(f"hadal-{RUN}.x.1#00@127.0.0.1:{port}", 1), (1,)) is not None
     assert wire.pull(lease_of("nonsense", 1), (1,)) is not None
-    assert time.monotonic() - start_s < kv_wire.SILENCE_S
+    assert time.monotonic() - start_s < kv.SILENCE_S
     wire.close()
 
 

@@ -8,13 +8,22 @@ from pathlib import Path
 import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import Load, Sighting, UnitDown, UnitUp
+from hadal.core.messages import (
+    Load,
+    RankBeat,
+    RankDone,
+    RankForm,
+    RankFormed,
+    RankUp,
+    Sighting,
+    UnitDown,
+    UnitUp,
+)
 from hadal.core.plans import Formed, OpTime, StepDone
-from hadal.core.rank_messages import RankBeat, RankDone, RankForm, RankFormed, RankUp
 from hadal.core.seams import Effect, Send, Tick
 from hadal.runtime.compute import IDLE
 from hadal.runtime.leader import Spoken, make_leader
-from hadal.runtime.process import Run
+from hadal.runtime.process.process import Run
 from hadal.runtime.resolve import plan
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"

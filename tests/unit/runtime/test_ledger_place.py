@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.ledger_place import LEDGER_VARIABLE, file_of, ledger_url, shown, spool_place
+from hadal.runtime.ledger.store import LEDGER_VARIABLE, file_of, ledger_url, shown, spool_place
 from hadal.stats.ledger import LedgerError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import NodesFact, PackedFacts, RequestFact
-from hadal.runtime.ledger_spool import Spool, adopted
+from hadal.runtime.ledger.writer import Spool, adopted
 
 
 def facts(*ids: str) -> PackedFacts:

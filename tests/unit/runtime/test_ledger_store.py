@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import PackedFacts, RequestFact
-from hadal.runtime.ledger_place import ledger_url
-from hadal.runtime.ledger_store import FactsRefused, Store, StoreDown
+from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_url
 from hadal.stats.ledger import LedgerError
 
 ALWAYS = (0, 2**60)
@@ -70,7 +69,7 @@ def test_a_fact_it_cannot_hold_is_refused_with_all_that_came_with_it(store: Stor
 def test_a_locked_database_is_down_for_now(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hadal.runtime.ledger_store.BUSY_S", 0.01)
+    monkeypatch.setattr("hadal.runtime.ledger.store.BUSY_S", 0.01)
     quick = Store(ledger_url(str(tmp_path / "state" / "l.sqlite")))
     quick.prepare()
     other = sqlite3.connect(tmp_path / "state" / "l.sqlite", isolation_level=None)

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import Fact, NodesFact, PackedFacts, RequestFact
-from hadal.runtime.ledger_place import ledger_url, spool_place
-from hadal.runtime.ledger_spool import Spool
-from hadal.runtime.ledger_store import FactsRefused, Store, StoreDown
-from hadal.runtime.ledger_writer import LedgerWriter
+from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_url, spool_place
+from hadal.runtime.ledger.writer import LedgerWriter, Spool
 from hadal.stats.ledger import LedgerError, Written
 
 CLOSE_S = 20.0

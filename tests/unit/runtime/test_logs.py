@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hadal.runtime.logs import JSON, REQUEST_ID, TEXT, LineFormatter, about, as_line, fields
+from hadal.runtime.process.logs import JSON, REQUEST_ID, TEXT, LineFormatter, about, as_line, fields
 
 AT_S = 1_790_000_000.5
 TIME = "2026-09-21T14:13:20.500Z"
@@ -96,7 +96,7 @@ def test_a_line_that_cannot_be_made_stops_nobody(
         "\\\\", "\\"
     )
     code = (
-        "import logging\nfrom hadal.runtime.logs import fields, start_log\n"
+        "import logging\nfrom hadal.runtime.process.logs import fields, start_log\n"
         f"start_log('gateway', 'info', {form!r})\n"
         "logging.info('%d', 'x', extra=fields(odd=object()))\nlogging.info('it goes on')\n"
     )

@@ -15,7 +15,7 @@ from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, parse_model_config, read_model_config
 from hadal.model.cache import block_bytes
-from hadal.model.weights import load_weights
+from hadal.model.checkpoint import load_weights
 from hadal.runtime.memory import (
     RankMemory,
     checkpoint_precision,

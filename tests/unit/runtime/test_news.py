@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from hadal.core.messages import RankForm, RankStep
 from hadal.core.plans import FormPlan, Member, PrefillPlan
-from hadal.core.rank_messages import RankForm, RankStep
-from hadal.roles.rank import Progress, RankRole
-from hadal.runtime.news import News, Noticing
+from hadal.roles.ranks.rank import Progress, RankRole
+from hadal.runtime.rank import News, Noticing
 
 LINE = re.compile(r"noticed that rank (\d+) is gone: (.+)")
 

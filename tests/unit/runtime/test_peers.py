@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hadal.runtime.peers import fill, wait
+from hadal.runtime.transfer.peers import fill, wait
 
 
 def test_bytes_arrive_in_pieces() -> None:

@@ -12,13 +12,16 @@ import pytest
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.facts import PackedFacts
-from hadal.runtime.disk_segments import OwnSegments
-from hadal.runtime.disk_trouble import Troubles
 from hadal.runtime.launch import _remove_stale_folders, _secret
-from hadal.runtime.ledger_place import ledger_url
-from hadal.runtime.ledger_store import Store
-from hadal.runtime.private import append_private, make_private, read_private, take_from_others
-from hadal.runtime.process import RUN_FILE, Run, write_run
+from hadal.runtime.ledger.store import Store, ledger_url
+from hadal.runtime.process.private import (
+    append_private,
+    make_private,
+    read_private,
+    take_from_others,
+)
+from hadal.runtime.process.process import RUN_FILE, Run, write_run
+from hadal.runtime.store.segments import OwnSegments, Troubles
 
 
 def mode(path: Path) -> int:

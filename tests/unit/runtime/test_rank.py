@@ -16,12 +16,11 @@ from hadal.core.errors import ConfigError
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, Formed, FormPlan, Member, PrefillPlan, Sampling, StepDone
 from hadal.model.runner import ModelRunner
-from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
 from hadal.runtime.memory import num_moe_layers
-from hadal.runtime.news import News
-from hadal.runtime.process import Run
-from hadal.runtime.rank import ADDRESS, make_group, make_runner
+from hadal.runtime.process.process import Run
+from hadal.runtime.rank import ADDRESS, News, make_group, make_runner
 from hadal.runtime.resolve import Resolved, plan
+from hadal.runtime.transfer.pool import KvPool, pool_name, remove_segments
 
 RUN = f"testrank{os.getpid()}"
 PROMPTS = ((5, 6, 7, 8, 9), (11, 12, 13))

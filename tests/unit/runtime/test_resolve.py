@@ -9,10 +9,9 @@ import pytest
 import hadal.runtime.resolve as resolve_module
 from hadal.core.config import CacheConfig, Deployment, LedgerConfig, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
-from hadal.runtime import kv_nixl
 from hadal.runtime.banner import Banner
-from hadal.runtime.listen import open_listener, url_of
-from hadal.runtime.process import Run, read_run, write_run
+from hadal.runtime.process.child import ProcessStatus, Status, read_status, write_status
+from hadal.runtime.process.process import Run, read_run, write_run
 from hadal.runtime.resolve import (
     deployment_file,
     model_folder,
@@ -21,7 +20,8 @@ from hadal.runtime.resolve import (
     resolve,
     why_not_run,
 )
-from hadal.runtime.status import ProcessStatus, Status, read_status, write_status
+from hadal.runtime.topology import open_listener, url_of
+from hadal.runtime.transfer import nixl
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_too_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
 def test_nixl_that_is_asked_for_and_not_there_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_nixl, "_PACKAGES", ())
+    monkeypatch.setattr(nixl, "_PACKAGES", ())
     resolve(Deployment(handover="auto"))
     with pytest.raises(ConfigError, match="pip install"):
         resolve(Deployment(handover="nixl"))

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hadal.runtime import segment as module
-from hadal.runtime.disk_buffer import HUGE_PAGE, make_buffer
-from hadal.runtime.segment import (
+from hadal.runtime.store import segments as module
+from hadal.runtime.store.segments import (
+    HUGE_PAGE,
     NAME,
     OtherModelError,
     Segment,
     SegmentError,
     SegmentTakenError,
     Words,
+    make_buffer,
     names_of,
     remove_unfinished,
     segment_bytes,
@@ -139,7 +140,7 @@ def test_another_models_segment_is_told_apart(tmp_path: Path) -> None:
 
 def test_only_a_dead_writers_segment_is_adopted(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from hadal.runtime.segment import Segment\n"
+        "import sys, time; from pathlib import Path; from hadal.runtime.store.segments import Segment\n"
         f"segment = Segment.create(Path({str(tmp_path)!r}), 'model', {BLOCK_BYTES}, {SLOTS})\n"
         "print(segment.number, flush=True); time.sleep(60)"
     )
@@ -180,7 +181,7 @@ def test_another_users_unfinished_segment_stays_and_stops_nobody(tmp_path: Path)
     left.chmod(0o600)
     os.chown(left, 65534, 65534)
     tried = (
-        "from pathlib import Path; from hadal.runtime.segment import *;"
+        "from pathlib import Path; from hadal.runtime.store.segments import *;"
         f" remove_unfinished(Path({str(tmp_path)!r}))"
     )
     # Root who may not open everything is as any user.

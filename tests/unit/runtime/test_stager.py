@@ -18,8 +18,7 @@ from hadal.core.handshake import key_of
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.background import NICE
-from hadal.runtime.expert_wire import ExpertWire
-from hadal.runtime.stager import MAX_WAITING, Stager
+from hadal.runtime.transfer.experts import MAX_WAITING, ExpertWire, Stager
 
 HOST = "127.0.0.1"
 HELD = torch.full((64, 192), 2.0), torch.full((192, 32), 3.0)

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from hadal.runtime.child import Child, Phase
-from hadal.runtime.logs import Doing
-from hadal.runtime.starting import Starting
+from hadal.runtime.process.child import Child, Phase, Starting
+from hadal.runtime.process.logs import Doing
 
 
 def children(*names: str) -> list[Child]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from hadal.perf.hardware import HARDWARE
-from hadal.perf.rents import Rent
+from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.policy.slo import Slo
-from hadal.sim.plan import HardwarePlans, Options, price_hardware
-from hadal.sim.plan_traffic import Traffic
-from hadal.sim.plan_units import Pricing
+from hadal.policy.capacity import Slo
+from hadal.sim.plan.plan import HardwarePlans, Options, price_hardware
+from hadal.sim.plan.traffic import Traffic
+from hadal.sim.plan.units import Pricing
 
 SMALL = Traffic(
     requests_per_s=20.0,

@@ -1,7 +1,7 @@
 """A live run in small, without processes: real roles in simulated time with delays drawn from a
 seed, recorded.
 
-What the hosts do is done by sim/process here; the recordings go through the very bytes that a
+What the hosts do is done by sim/world/process here; the recordings go through the very bytes that a
 server would write.
 """
 
@@ -23,8 +23,7 @@ from hadal.core.seams import Effect, Event
 from hadal.core.wire import AnyMessage
 from hadal.roles.recording import VERSION, Made, MadeCore, MadeFront, Opening, Recording, parse
 from hadal.runtime.recorder import Tape
-from hadal.sim.clock import SimClock
-from hadal.sim.process import Process
+from hadal.sim.world.process import Process, SimClock
 
 MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
 UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)

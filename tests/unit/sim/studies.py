@@ -12,13 +12,22 @@ from typing import Any
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.perf.step import StepModel
-from hadal.sim.cache_day import CacheDay
-from hadal.sim.day_fluid import FluidResult, fluid_day
-from hadal.sim.day_load import DayLoad, cache_day, day_load
-from hadal.sim.hour import HourSetting, HourWindow, run_hour
+from hadal.sim.day.cache import CacheDay
+from hadal.sim.day.curves import (
+    FluidResult,
+    HourSetting,
+    HourWindow,
+    UnitCurves,
+    batch_max,
+    decode_curve,
+    decode_point,
+    fluid_day,
+    prefill_point,
+    run_hour,
+)
+from hadal.sim.day.load import DayLoad, cache_day, day_load
+from hadal.sim.day.study import CacheStudy, FleetStudy, Study, UnitsStudy, WindowStudy
 from hadal.sim.sessions import LogNormal, WorkloadParams
-from hadal.sim.study import CacheStudy, FleetStudy, Study, UnitsStudy, WindowStudy
-from hadal.sim.unit_curves import UnitCurves, batch_max, decode_curve, decode_point, prefill_point
 
 PLACED = {PREFILL: 1.0, DECODE: 1.0}
 LOOKED_AT = 8

@@ -11,7 +11,7 @@ import pytest
 
 from hadal.policy.demand import DAY_S
 from hadal.policy.eviction import Lru
-from hadal.sim.cache_day import (
+from hadal.sim.day.cache import (
     BLOCK_BYTES,
     BUDGET_BYTES,
     IDLE_EDGES_S,
@@ -20,7 +20,7 @@ from hadal.sim.cache_day import (
     simulate_cache,
     tokens_shared_own,
 )
-from hadal.sim.day import HOUR_S
+from hadal.sim.day.clock import HOUR_S
 from hadal.sim.sessions import LogNormal, WorkloadParams, generate
 from hadal.sim.workload import R1
 from tests.unit.sim.worlds import Row, of

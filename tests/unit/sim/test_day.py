@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hadal.policy.demand import DAY_S
-from hadal.sim.day import FIRST_HOUR, HOURLY_SHARES, DemandCurve
+from hadal.sim.day.clock import FIRST_HOUR, HOURLY_SHARES, DemandCurve
 
 
 def test_a_day_of_the_curve_brings_the_days_tokens() -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import ConfigError
-from hadal.sim.day_fluid import fluid_day
-from hadal.sim.unit_curves import UnitCurves
+from hadal.sim.day.curves import UnitCurves, fluid_day
 from tests.unit.sim.studies import curves, fluid, load, small
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S
-from hadal.sim.day import HOUR_S
-from hadal.sim.day_load import (
+from hadal.sim.day.clock import HOUR_S
+from hadal.sim.day.load import (
     SAMPLE,
     DayLoad,
     cache_day,
@@ -22,8 +22,8 @@ from hadal.sim.day_load import (
     sample_of,
     with_tokens_at,
 )
+from hadal.sim.day.study import Study
 from hadal.sim.sessions import WorkloadParams
-from hadal.sim.study import Study
 from tests.unit.sim import worlds
 from tests.unit.sim.studies import WORKLOAD, cached_day, load, small
 

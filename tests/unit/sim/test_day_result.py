@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from hadal.core.config import ROLES
-from hadal.sim.day_result import FLAT, PUBLISHED, DayResult, day_result, result_json
+from hadal.sim.day.curves import HourWindow
+from hadal.sim.day.result import FLAT, PUBLISHED, DayResult, day_result, result_json
+from hadal.sim.day.study import Study
 from hadal.sim.expert_loads import ExpertRanks, expert_share
-from hadal.sim.hour import HourWindow
-from hadal.sim.study import Study
 from tests.unit.sim.studies import LOOKED_AT, curves, fluid, load, looked, small
 
 DAY_KEYS = {

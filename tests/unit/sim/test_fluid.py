@@ -12,10 +12,8 @@ import pytest
 
 from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.roles.fleet import Fleet
-from hadal.sim.day import FIRST_HOUR, HOURLY_SHARES, SHAPE, DemandCurve
-from hadal.sim.fluid import Faults, FluidDay
-from hadal.sim.fluid_engine import UnitModel
-from hadal.sim.fluid_hours import Day
+from hadal.sim.day.clock import FIRST_HOUR, HOURLY_SHARES, SHAPE, DemandCurve
+from hadal.sim.day.fluid import Day, Faults, FluidDay, UnitModel
 
 UNIT_PREFILL = 574e3
 """Tokens per second of a prefill unit, hits among them: 7,839 a GPU (profile-data), 43.7 % of a

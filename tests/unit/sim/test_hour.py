@@ -14,10 +14,9 @@ import pytest
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.scaling import Units
-from hadal.sim.day import HOUR_S
-from hadal.sim.day_load import generator, with_tokens_at
-from hadal.sim.hour import HourWindow, requests_of, run_hour, uncollected
-from hadal.sim.window import window
+from hadal.sim.day.clock import HOUR_S
+from hadal.sim.day.curves import HourWindow, requests_of, run_hour, uncollected, window
+from hadal.sim.day.load import generator, with_tokens_at
 from tests.unit.sim.studies import (
     LOOKED_AT,
     PLACED,

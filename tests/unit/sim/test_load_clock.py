@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hadal.sim.load_clock import (
+from hadal.sim.day.clock import (
     DAY_S,
     DEEPSEEK_SHARES,
     FLAT_SHARES,

@@ -8,14 +8,12 @@ import dataclasses
 
 import pytest
 
-from hadal.perf.hardware import HARDWARE
-from hadal.perf.rents import Rent
+from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.policy.slo import Slo
-from hadal.sim.plan import HardwarePlans, Options, Plan, price_hardware
-from hadal.sim.plan_day import DayRules
-from hadal.sim.plan_traffic import Traffic
-from hadal.sim.plan_units import Pricing
+from hadal.policy.capacity import Slo
+from hadal.sim.plan.plan import DayRules, HardwarePlans, Options, Plan, price_hardware
+from hadal.sim.plan.traffic import Traffic
+from hadal.sim.plan.units import Pricing
 
 DAY = Traffic(kv_length=4989.0)
 SLO = Slo(2.0, 0.05)

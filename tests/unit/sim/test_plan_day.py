@@ -7,10 +7,10 @@ import pytest
 
 from hadal.policy.demand import FLAT
 from hadal.policy.scaling import RoleRules
-from hadal.sim.day import SHAPE
-from hadal.sim.fluid_engine import UnitModel
-from hadal.sim.plan_day import STEP_S, DayRules, bundled_hours, fluid_day, needs_of
-from hadal.sim.plan_traffic import Traffic
+from hadal.sim.day.clock import SHAPE
+from hadal.sim.day.fluid import UnitModel
+from hadal.sim.plan.plan import STEP_S, DayRules, bundled_hours, fluid_day, needs_of
+from hadal.sim.plan.traffic import Traffic
 
 
 def test_a_flat_day_needs_what_it_needs() -> None:

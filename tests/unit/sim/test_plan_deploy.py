@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.config import check, read_deployment
-from hadal.core.config_text import to_toml
+from hadal.core.config import check, read_deployment, to_toml
 from hadal.perf.shapes import kv_bytes_per_token
-from hadal.roles.fleet_rules import rules_of
+from hadal.roles.fleet import rules_of
 from hadal.runtime.resolve import plan as resolve
-from hadal.sim.plan import Options, price_hardware
-from hadal.sim.plan_day import DayRules
-from hadal.sim.plan_deploy import deployment_of, heading_of, notes_of
-from hadal.sim.world_units import kv_blocks
+from hadal.sim.plan.deploy import deployment_of, heading_of, notes_of
+from hadal.sim.plan.plan import DayRules, Options, price_hardware
+from hadal.sim.world.units import kv_blocks
 from tests.unit.sim.plans import small
 from tests.unit.sim.test_plan import best
 

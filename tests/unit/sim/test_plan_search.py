@@ -8,15 +8,14 @@ import math
 import numpy as np
 import pytest
 
-from hadal.perf.hardware import HARDWARE
-from hadal.perf.rents import Rent
+from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.policy.slo import Slo
-from hadal.sim import plan_search
-from hadal.sim.plan import Options, Plan, price_hardware
-from hadal.sim.plan_search import NODES_MAX, Search, impossible, too_large
-from hadal.sim.plan_units import Pricing
-from hadal.sim.plan_verify import Measured, measure
+from hadal.policy.capacity import Slo
+from hadal.sim.plan import search as plan_search
+from hadal.sim.plan.plan import Options, Plan, price_hardware
+from hadal.sim.plan.search import NODES_MAX, Search, impossible, too_large
+from hadal.sim.plan.units import Pricing
+from hadal.sim.plan.verify import Measured, measure
 from tests.unit.sim.plans import SLO, SMALL, small
 
 

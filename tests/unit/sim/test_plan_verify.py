@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from hadal.policy.slo import Slo
-from hadal.sim import plan_verify
-from hadal.sim.plan_traffic import Traffic
-from hadal.sim.plan_verify import (
+from hadal.policy.capacity import Slo
+from hadal.sim.plan import verify
+from hadal.sim.plan.traffic import Traffic
+from hadal.sim.plan.verify import (
     MEASURE_S,
     RANKS_MAX,
     REQUESTS_MAX,
@@ -140,7 +140,7 @@ def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(
     ).ranked()[0]
     whole = fluid_of(plan, np.random.default_rng(1))
     monkeypatch.setattr(
-        plan_verify, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
+        verify, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
     )
     halves = fluid_of(plan, np.random.default_rng(1))
     # What is rounded up to whole units is so in each half.

@@ -24,8 +24,7 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
-from hadal.sim.clock import SimClock
-from hadal.sim.process import Process
+from hadal.sim.world.process import Process, SimClock
 
 
 class Scripted:

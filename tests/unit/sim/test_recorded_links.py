@@ -20,7 +20,7 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.roles.recording import VERSION, AnyEffect, AnyEvent, Call, MadeFleet, Opening, Recording
-from hadal.sim.recorded_links import Consequence, key_of, link
+from hadal.sim.replay.relived import Consequence, key_of, link
 
 MS = 1_000_000
 

@@ -10,10 +10,10 @@ import pytest
 from hadal.commands.replay import make_role
 from hadal.core.messages import Ahead, Decode, Prefill
 from hadal.core.seams import Send
-from hadal.roles import front as front_room
+from hadal.roles.front import front as front_room
 from hadal.roles.recording import Call, Opening, Recording
-from hadal.sim.relived import Role, replay_alone
-from hadal.sim.replay import decision_of, replay
+from hadal.sim.replay.relived import Role, replay_alone
+from hadal.sim.replay.replay import decision_of, replay
 from tests.fresh import fresh
 
 from .recorded import record

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from hadal.policy.demand import DAY_S
-from hadal.sim.day import HOUR_S
-from hadal.sim.load_clock import DEEPSEEK_SHARES, FLAT_SHARES, hour_index
+from hadal.sim.day.clock import DEEPSEEK_SHARES, FLAT_SHARES, HOUR_S, hour_index
 from hadal.sim.sessions import (
     LogNormal,
     SystemPrompt,

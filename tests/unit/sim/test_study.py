@@ -9,8 +9,8 @@ import pytest
 
 from hadal.core.balance import NO_MOVES, OFF, TURNS
 from hadal.core.config import DECODE, PREFILL, ROLES
+from hadal.sim.day.study import CacheStudy, FleetStudy, Study, UnitsStudy, WindowStudy
 from hadal.sim.sessions import LogNormal, SystemPrompt, WorkloadParams
-from hadal.sim.study import CacheStudy, FleetStudy, Study, UnitsStudy, WindowStudy
 
 DAY = Study()
 

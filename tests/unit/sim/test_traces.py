@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hadal.sim.cache_day import replay
-from hadal.sim.traces import azure, mooncake, servegen
+from hadal.sim.day.cache import replay
+from hadal.sim.plan.traffic import azure, mooncake, servegen
 from hadal.sim.workload import R1, Workload
 
 FOLDER = Path(

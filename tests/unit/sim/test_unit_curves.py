@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from hadal.core.balance import TURNS
 from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.errors import ConfigError
-from hadal.sim.day_load import LoadFigures
-from hadal.sim.study import Study
-from hadal.sim.unit_curves import (
+from hadal.sim.day.curves import (
     NEAR,
     REQUESTS_PER_RANK,
     UnitCurves,
@@ -27,6 +25,8 @@ from hadal.sim.unit_curves import (
     points_at,
     prefill_point,
 )
+from hadal.sim.day.load import LoadFigures
+from hadal.sim.day.study import Study
 from tests.unit.sim.studies import PLACED, cached_day, curves, load, model, small
 
 

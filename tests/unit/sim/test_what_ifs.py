@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from hadal.core.balance import OFF, TURNS
+from hadal.sim.day.study import Study, UnitsStudy, same_cache, same_units, what_ifs
 from hadal.sim.sessions import WorkloadParams
-from hadal.sim.study import Study, UnitsStudy
-from hadal.sim.what_ifs import same_cache, same_units, what_ifs
 from tests.unit.sim.studies import small
 
 

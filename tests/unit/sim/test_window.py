@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hadal.sim.cache_day import CacheDay, simulate_cache
-from hadal.sim.day import HOUR_S
+from hadal.sim.day.cache import CacheDay, simulate_cache
+from hadal.sim.day.clock import HOUR_S
+from hadal.sim.day.curves import Window, window
 from hadal.sim.sessions import WorkloadParams, generate
-from hadal.sim.window import Window, window
 from hadal.sim.workload import Workload
 
 PARAMS = WorkloadParams()

@@ -14,11 +14,10 @@ from hadal.core.balance import OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.step import StepModel
-from hadal.roles.decode import DecodeLeader
-from hadal.sim.world import FleetWorld
-from hadal.sim.world_disk import DiskSpeed
-from hadal.sim.world_requests import Requests
-from hadal.sim.world_units import kv_blocks
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.sim.world.seen import Requests
+from hadal.sim.world.units import DiskSpeed, kv_blocks
+from hadal.sim.world.world import FleetWorld
 
 
 def deployment(*, early_pull: str = "off", **limits: int) -> Deployment:

@@ -8,8 +8,8 @@ import pytest
 from hadal.core.cache import NAME_BYTES, slice_of, split
 from hadal.core.plans import BlocksLoaded
 from hadal.core.seams import LoadBlocks, StoreBlocks
-from hadal.sim.world_disk import DiskSpeed, WorldDisk
-from hadal.sim.world_requests import chain_of
+from hadal.sim.world.seen import chain_of
+from hadal.sim.world.units import DiskSpeed, WorldDisk
 
 BLOCK_BYTES = 1000.0
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hadal.roles.decode import DecodeLeader
-from hadal.sim.world import FleetWorld
-from hadal.sim.world_faults import (
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.sim.world.seen import Requests
+from hadal.sim.world.world import (
     DiskLost,
     FaultRates,
+    FleetWorld,
     RanksDie,
     RankSlow,
     UnitDies,
@@ -22,7 +23,6 @@ from hadal.sim.world_faults import (
     WorldFaults,
     draw_faults,
 )
-from hadal.sim.world_requests import Requests
 from tests.unit.sim.test_world import cached, deployment, deployment_off, models, requests, world
 
 UNITS = {"prefill-0": 8, "prefill-1": 8, "decode-0": 16, "decode-1": 16}

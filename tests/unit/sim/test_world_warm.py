@@ -12,10 +12,10 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import FrontUp, Generation, Prefill, PrefillDone, UnitDown
 from hadal.core.plans import Sampling
 from hadal.core.seams import Send
-from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.runners import STOP_ID
-from hadal.sim.world_requests import Requests
-from hadal.sim.world_warm import WARM, WarmUnit
+from hadal.sim.world.seen import Requests
+from hadal.sim.world.world import WARM, WarmUnit
 from tests.unit.sim.test_world import deployment, requests, world
 
 

@@ -1,0 +1,364 @@
+"""y = x W^T for few tokens or many. Knows nothing of models. Twin: torch's `F.linear`.
+
+A token's result is bit-equal whatever the other tokens and the number of threads; `F.linear` does
+not promise that. Shapes: M tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hadal.core.model_config import ModelConfig
+from hadal.kernels import library
+from hadal.reference import ops as twin
+from hadal.reference.ops import Replicas, Route
+from hadal.reference.params import MlpWeights
+
+
+def linear(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """Return y [M, N] (or [..., N] for x of more dimensions); plain torch where the kernels cannot
+    run.
+
+    Raises ValueError if the shapes do not match.
+    """
+    lib = library.load()
+    if lib is None or not library.fits(x_MK, w_NK):
+        return F.linear(x_MK, w_NK)
+    if x_MK.dim() < 1 or w_NK.dim() != 2 or x_MK.shape[-1] != w_NK.shape[1]:
+        raise ValueError(
+            f"x {list(x_MK.shape)} and w {list(w_NK.shape)} do not multiply; [M, K] and [N, K] do."
+        )
+    n, k = w_NK.shape
+    m = x_MK.numel() // k
+    y_MN = torch.empty((*x_MK.shape[:-1], n))
+    library.check_status(
+        lib.hadal_linear(library.team(), x_MK.data_ptr(), m, k, w_NK.data_ptr(), n, y_MN.data_ptr())
+    )
+    return y_MN
+
+
+# RMS norm over the last dimension. Twin: torch's `F.rms_norm`, which reference.rms_norm spells
+# out.
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return weight * x / sqrt(mean(x^2) + eps), [T, D]. Raises ValueError if the shapes do not
+    match.
+    """
+    lib = library.load()
+    if lib is None or not library.fits(x_TD, weight_D):
+        return F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps)
+    library.check_shape("weight_D", weight_D, (x_TD.shape[-1],))
+    y_TD = torch.empty_like(x_TD)
+    dim = x_TD.shape[-1]
+    library.check_status(
+        lib.hadal_rms_norm(
+            library.team(),
+            x_TD.data_ptr(),
+            x_TD.numel() // dim,
+            dim,
+            weight_D.data_ptr(),
+            eps,
+            y_TD.data_ptr(),
+        )
+    )
+    return y_TD
+
+
+# A dense network, or the shared expert: SwiGLU over the fast `linear`. Twin: reference.swiglu.
+
+
+def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
+    """Return down(silu(gate x) * up x), [T, D]."""
+    gate_TF, up_TF = linear(x_TD, mlp.gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate_TF) * up_TF, mlp.down)
+
+
+# Products of every head with a matrix of its own, around MLA's absorbed core. Twin:
+# `hadal.reference.ops`.
+#
+# A row's result is bit-equal whatever the other rows and the number of threads; torch's batched
+# product does not promise that, and a difference in the last bit is enough to round an activation
+# otherwise on an FP8 wire. Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
+
+
+def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
+    """W_UK into the query: [B, H, C]. The query may be a view whose last dimension is dense.
+
+    Raises ValueError if the shapes do not match.
+    """
+    lib = library.load()
+    is_plain = q_BHN.dtype is torch.float32 and q_BHN.device.type == "cpu" and q_BHN.stride(-1) == 1
+    if lib is None or not is_plain or not library.fits(w_uk_HNC):
+        return twin.heads_in(q_BHN, w_uk_HNC)
+    batch, heads, n = q_BHN.shape
+    c = w_uk_HNC.shape[-1]
+    library.check_shape("w_uk_HNC", w_uk_HNC, (heads, n, c))
+    y_BHC = torch.empty((batch, heads, c))
+    library.check_status(
+        lib.hadal_heads_in(
+            library.team(),
+            q_BHN.data_ptr(),
+            q_BHN.stride(0),
+            q_BHN.stride(1),
+            batch,
+            heads,
+            n,
+            w_uk_HNC.data_ptr(),
+            c,
+            y_BHC.data_ptr(),
+        )
+    )
+    return y_BHC
+
+
+def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
+    """W_UV behind the sum: [B, H, W]. Raises ValueError if the shapes do not match."""
+    lib = library.load()
+    if lib is None or not library.fits(o_BHC, w_uv_HWC):
+        return twin.heads_out(o_BHC, w_uv_HWC)
+    batch, heads, c = o_BHC.shape
+    width = w_uv_HWC.shape[1]
+    library.check_shape("w_uv_HWC", w_uv_HWC, (heads, width, c))
+    y_BHW = torch.empty((batch, heads, width))
+    library.check_status(
+        lib.hadal_heads_out(
+            library.team(),
+            o_BHC.data_ptr(),
+            batch,
+            heads,
+            c,
+            w_uv_HWC.data_ptr(),
+            width,
+            y_BHW.data_ptr(),
+        )
+    )
+    return y_BHW
+
+
+# The MoE gate: which experts a token goes to. Knows no expert's weights. Twin: reference.gate.
+#
+# T tokens, D hidden, E experts, K chosen.
+
+
+def gate(
+    x_TD: Tensor, router_ED: Tensor, bias_E: Tensor, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
+    """Return (ids [T, K] int64, weights [T, K] FP32) of the experts each token goes to, in no
+    promised order.
+    """
+    lib = library.load()
+    if lib is None or not library.fits(x_TD, router_ED, bias_E):
+        return twin.gate(x_TD, router_ED, bias_E, config)
+    num_tokens, num_experts, num_chosen = (
+        len(x_TD),
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+    )
+    logits_TE = linear(x_TD, router_ED)
+    library.check_shape("logits_TE", logits_TE, (num_tokens, num_experts))
+    library.check_shape("bias_E", bias_E, (num_experts,))
+    ids_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64)
+    weights_TK = torch.empty((num_tokens, num_chosen))
+    library.check_status(
+        lib.hadal_gate(
+            library.team(),
+            logits_TE.data_ptr(),
+            num_tokens,
+            num_experts,
+            bias_E.data_ptr(),
+            num_chosen,
+            config.n_group,
+            config.topk_group,
+            int(config.norm_topk_prob),
+            config.routed_scaling_factor,
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+        )
+    )
+    return ids_TK, weights_TK
+
+
+# The routed SwiGLU experts of a layer: tokens sorted by expert, one grouped product per
+# projection. Knows nothing of gates.
+#
+# Deterministic: a token's result is bit-equal whatever the batch and the number of threads (its
+# experts are added by ascending id). Shapes: T tokens, D hidden, K chosen, E experts, I expert
+# width. Twin: `hadal.reference.ops`.
+
+
+def experts(
+    x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); gate_up_E [E, 2I,
+    D], down_E [E, D, I].
+
+    Raises ValueError if shapes do not match or an id is out of range.
+    """
+    lib = library.load()
+    if lib is None or not library.fits(x_TD, gate_up_E, down_E, weights_TK):
+        return twin.experts(x_TD, gate_up_E, down_E, ids_TK, weights_TK)
+    num_tokens, dim = x_TD.shape
+    num_experts, _, width = down_E.shape
+    top_k = ids_TK.shape[-1]
+    library.check_shape("gate_up_E", gate_up_E, (num_experts, 2 * width, dim))
+    library.check_shape("down_E", down_E, (num_experts, dim, width))
+    library.check_shape("ids_TK", ids_TK, (num_tokens, top_k))
+    library.check_shape("weights_TK", weights_TK, (num_tokens, top_k))
+    ids_TK = library.as_int(ids_TK, torch.int64)
+    y_TD = torch.empty((num_tokens, dim))
+    library.check_status(
+        lib.hadal_experts(
+            library.team(),
+            x_TD.data_ptr(),
+            num_tokens,
+            dim,
+            gate_up_E.data_ptr(),
+            down_E.data_ptr(),
+            num_experts,
+            width,
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            top_k,
+            y_TD.data_ptr(),
+        )
+    )
+    return y_TD
+
+
+# MLA's core in absorbed form over the paged latent cache. Knows nothing of projections.
+#
+# All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into
+# ranges of positions by its length alone: bit-equal whatever the batch and the number of threads.
+# Shapes: B requests, H heads, C latent, R rotated, P blocks, L layers, S = 64 block tokens, M
+# blocks of a request, D = C + R. Twin: `hadal.reference.ops`.
+
+
+BLOCK_TOKENS = 64  # compiled in: cpu/attention.h, kBlock
+
+
+def available(cache_PLSD: Tensor) -> bool:
+    """Whether the fast path takes this cache; the twin does otherwise."""
+    return (
+        library.load() is not None
+        and library.fits(cache_PLSD)
+        and cache_PLSD.shape[2] == BLOCK_TOKENS
+    )
+
+
+def mla_decode(
+    q_latent_BHC: Tensor,
+    q_rope_BHR: Tensor,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, its
+    new token included.
+
+    Raises ValueError if shapes do not match, a length is negative, or a table names a block that is
+    not there.
+    """
+    lib = library.load()
+    if lib is None or not library.fits(q_latent_BHC, q_rope_BHR) or not available(cache_PLSD):
+        return twin.mla_decode(
+            q_latent_BHC, q_rope_BHR, cache_PLSD, layer_index, block_table_BM, lengths_B, scale
+        )
+    batch, heads, c = q_latent_BHC.shape
+    r = q_rope_BHR.shape[-1]
+    num_blocks, num_layers = cache_PLSD.shape[:2]
+    library.check_shape("q_rope_BHR", q_rope_BHR, (batch, heads, r))
+    library.check_shape("cache_PLSD", cache_PLSD, (num_blocks, num_layers, BLOCK_TOKENS, c + r))
+    library.check_shape("block_table_BM", block_table_BM, (batch, block_table_BM.shape[-1]))
+    library.check_shape("lengths_B", lengths_B, (batch,))
+    if not 0 <= layer_index < num_layers:
+        raise ValueError(f"layer_index is {layer_index}; the cache has {num_layers} layers.")
+    table_BM, lengths_B = (
+        library.as_int(block_table_BM, torch.int32),
+        library.as_int(lengths_B, torch.int64),
+    )
+    o_BHC = torch.empty((batch, heads, c))
+    if batch == 0:
+        return o_BHC
+    library.check_status(
+        lib.hadal_mla_decode(
+            library.team(),
+            q_latent_BHC.data_ptr(),
+            q_rope_BHR.data_ptr(),
+            batch,
+            heads,
+            c,
+            r,
+            cache_PLSD.data_ptr(),
+            num_blocks,
+            num_layers,
+            layer_index,
+            table_BM.data_ptr(),
+            table_BM.shape[1],
+            lengths_B.data_ptr(),
+            scale,
+            o_BHC.data_ptr(),
+        )
+    )
+    return o_BHC
+
+
+# Which rank and slot every (token, expert) pair goes to, grouped by rank. Twin:
+# `hadal.reference.ops`.
+#
+# Shapes: T tokens, K chosen, E experts, M most replicas, P = T * K pairs, N rows.
+
+
+def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
+    """See the twin. Raises ValueError if an id is out of range or its expert has no replica."""
+    lib = library.load()
+    tensors = (ids_TK, replicas.slots_EM, replicas.counts_E)
+    if lib is None or any(x.device.type != "cpu" for x in tensors):
+        return twin.route(ids_TK, replicas, shift)
+    num_tokens, top_k = ids_TK.shape
+    num_experts, most = replicas.slots_EM.shape
+    num_ranks, num_pairs = replicas.num_ranks, num_tokens * top_k
+    library.check_shape("counts_E", replicas.counts_E, (num_experts,))
+    ids_TK = library.as_int(ids_TK, torch.int64)
+    slots_EM, counts_E = (
+        library.as_int(x, torch.int32) for x in (replicas.slots_EM, replicas.counts_E)
+    )
+    # One allocation: scratch, pairs and rows of every rank, then five lists of a pair each.
+    out = torch.empty(num_pairs * 6 + num_ranks * 6, dtype=torch.int32)
+    sizes = [num_pairs + 4 * num_ranks, 2 * num_ranks, *([num_pairs] * 5)]
+    scratch, counts, *lists = torch.split_with_sizes(out, sizes)
+    pairs_address = counts.data_ptr()
+    shape = (ctypes.c_int32 * 7)(
+        num_tokens, top_k, num_experts, most, replicas.num_slots, num_ranks, shift
+    )
+    library.check_status(
+        lib.hadal_route(
+            ctypes.addressof(shape),
+            ids_TK.data_ptr(),
+            slots_EM.data_ptr(),
+            counts_E.data_ptr(),
+            scratch.data_ptr(),
+            pairs_address,
+            pairs_address + 4 * num_ranks,
+            *(x.data_ptr() for x in lists),
+        )
+    )
+    token_P, row_P, slot_P, token_N, at_P = lists
+    num_both = counts.tolist()
+    num_pairs_R, num_rows_R = num_both[:num_ranks], num_both[num_ranks:]
+    return Route(
+        num_pairs_R,
+        num_rows_R,
+        token_P,
+        row_P,
+        slot_P,
+        token_N[: sum(num_rows_R)],
+        at_P.view(num_tokens, top_k),
+        scratch[:num_pairs].view(num_tokens, top_k),
+    )

@@ -1,0 +1,1 @@
+"""TODO src/hadal/policy/experts."""

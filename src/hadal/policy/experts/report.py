@@ -1,0 +1,236 @@
+"""What `hadal balance` reads and shows: matrices as JSON values in, a plan as JSON or as bars of
+text out.
+
+Pure: reads no file and no clock.
+
+Shapes: T steps of a window, L layers, E logical experts, R ranks, S slots of a rank.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+
+from hadal.core.placement import EMPTY, Placement, spread
+from hadal.policy.experts.balance import Cluster, ExpertPlan, balancedness, rank_loads
+from hadal.policy.experts.search import Floats
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_BAR_CHARS = 50
+MARGIN_CHARS = 18
+"""Width of what stands left of a bar: its name and its figure."""
+MOST_TOKENS = 1e18
+"""Of an expert: a thousand million years of one rank's tokens."""
+
+
+def loads_of(value: Any) -> Floats:
+    """Loads [L, E] or [T, L, E], or an object's `tokens_per_expert`. Raises ValueError for anything
+    else.
+    """
+    if isinstance(value, dict):
+        if "tokens_per_expert" not in value:
+            found = ", ".join(list(map(str, value))[:5]) or "nothing"
+            raise ValueError(f"the loads are an object without tokens_per_expert (it has {found}).")
+        value = value["tokens_per_expert"]
+    try:
+        loads = np.asarray(value, np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            "the loads are not a matrix: give one row per layer, all equally long, of numbers of"
+            " tokens."
+        ) from error
+    if loads.ndim not in (2, 3) or not loads.size:
+        raise ValueError(
+            f"the loads are {list(loads.shape)} in shape; give [layers, experts], or [steps,"
+            " layers, experts]."
+        )
+    wrong = np.argwhere(~np.isfinite(loads) | (loads < 0))
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ValueError(f"the loads are tokens, 0 or more; at {list(at)} stands {loads[at]:g}.")
+    if loads.max() > MOST_TOKENS:
+        raise ValueError(
+            f"the loads are numbers of tokens; {loads.max():g} of one expert are too many to"
+            " add up."
+        )
+    return loads
+
+
+def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_slots: int) -> Cluster:
+    """Ranks of `num_slots` slots each; if that is as many as there are experts, of all ranks
+    together.
+
+    (A rank with a slot for every expert would need no expert parallelism.) Raises ValueError if
+    sizes do not divide.
+    """
+    if num_ranks > 1 and num_slots >= loads.shape[-1]:
+        if num_slots % num_ranks:
+            raise ValueError(f"{num_slots} slots do not divide evenly by {num_ranks} ranks.")
+        num_slots //= num_ranks
+    return Cluster.even(num_ranks, num_nodes, num_slots)
+
+
+def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
+    """A placement from `physical_to_logical` rows, slots rank by rank. Raises ValueError if it does
+    not fit.
+    """
+    rows = value.get("physical_to_logical") if isinstance(value, dict) else value
+    num_layers, num_experts = loads.shape[-2:]
+    num_ranks = len(cluster.slots)
+    try:
+        slots = np.asarray(rows, np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            "the current placement is no matrix; give what --json printed, or its rows."
+        ) from error
+    if slots.ndim != 2 or not slots.size or len(slots) != num_layers or slots.shape[1] % num_ranks:
+        raise ValueError(
+            f"the current placement is {list(slots.shape)} in shape; give {num_layers} layers of"
+            f" slots, as many for each of {num_ranks} ranks."
+        )
+    if not ((slots >= EMPTY) & (slots < num_experts) & (slots == np.floor(slots))).all():
+        raise ValueError(
+            f"the current placement names experts that are not 0 to {num_experts - 1}."
+        )
+    return Placement(num_experts, slots.reshape(num_layers, num_ranks, -1).astype(np.int16))
+
+
+def as_json(
+    plan: ExpertPlan, loads: Floats, before: Placement | None, elapsed_ms: float
+) -> dict[str, Any]:
+    """The plan as plain values; slots are numbered rank by rank. Without a placement before, none
+    is moved: null.
+    """
+    num_layers = plan.placement.num_layers
+    split = (
+        None if plan.split_LRS is None else plan.split_LRS.reshape(num_layers, -1).round(6).tolist()
+    )
+    mean, worst = _mean_and_worst(plan.balancedness_L, loads)
+    return {
+        "physical_to_logical": plan.placement.slot_to_expert_LRS.reshape(num_layers, -1).tolist(),
+        "split": split,
+        "balancedness": {"mean": mean, "worst": worst},
+        "moved_replicas": None if before is None else plan.moved_replicas,
+        "elapsed_ms": round(elapsed_ms, 3),
+    }
+
+
+def split_of(value: Any, placement: Placement) -> Floats | None:
+    """The split beside a placement in what --json printed [L, R, S]; None: even. Raises ValueError
+    if it is none.
+    """
+    rows = value.get("split") if isinstance(value, dict) else None
+    if rows is None:
+        return None
+    shape = placement.slot_to_expert_LRS.shape
+    try:
+        split = np.asarray(rows, np.float64).reshape(shape)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"the current split is no matrix of {shape[0]} x {shape[1] * shape[2]} fractions."
+        ) from error
+    if not ((split >= 0) & (split <= 1)).all():
+        raise ValueError("the current split has values that are no fractions, 0 to 1.")
+    return np.asarray(split)
+
+
+def bars(
+    plan: ExpertPlan,
+    loads: Floats,
+    cluster: Cluster,
+    before: Placement | None,
+    elapsed_ms: float,
+    before_split: Floats | None = None,
+    *,
+    width: int = 80,
+) -> str:
+    """Balancedness before and after as bars, and the ranks' loads of the layer that was worst
+    before.
+
+    Lines have `width` characters at most, or what a bar of ten needs.
+    """
+    room = max(10, width - MARGIN_CHARS)
+    start = before if before is not None else _in_order(loads, cluster)
+    lines = []
+    worst_layer = int(np.argmin(plan.balancedness_L))
+    if start is not None:
+        ours = balancedness(start, loads, before_split, cluster)
+        worst_layer = int(np.argmin(ours))
+        name = "today" if before is not None else "experts in order"
+        lines += [f"before ({name})", *_two_bars(ours, loads, room)]
+    lines += ["after", *_two_bars(plan.balancedness_L, loads, room), ""]
+    summed = loads if loads.ndim == 2 else loads.sum(axis=0)
+    after = rank_loads(plan.placement, summed, plan.split_LRS)[worst_layer]
+    label_to_row = {"after": after}
+    if start is not None:
+        label_to_row = {
+            "before": rank_loads(start, summed, before_split)[worst_layer],
+            "after": after,
+        }
+    lines += [f"tokens by rank, layer {worst_layer}", *_rank_rows(label_to_row, room)]
+    if before is None:
+        moves = (
+            "Made from nothing; with today's placement as --current it says how many replicas move."
+        )
+    else:
+        moves = (
+            f"{plan.moved_replicas:,}"
+            f" {'replica moves' if plan.moved_replicas == 1 else 'replicas move'}."
+        )
+    lines += ["", *textwrap.wrap(f"{moves} Planned in {elapsed_ms:.1f} ms.", room + MARGIN_CHARS)]
+    return "\n".join(lines)
+
+
+def _rank_rows(label_to_row: dict[str, Floats], room: int) -> list[str]:
+    """Every rank's load as a block, all on one scale, in as many lines as the ranks need; and what
+    the ends are.
+    """
+    room -= room % 8 if room > 8 else 0  # A node has 8 ranks in most places.
+    top = max(row.max() for row in label_to_row.values()) or 1.0
+    lines = []
+    for label, row in label_to_row.items():
+        heights = np.minimum((row / top * len(BLOCKS)).astype(int), len(BLOCKS) - 1)
+        text = "".join(BLOCKS[height] for height in heights)
+        for first in range(0, len(text), room):
+            last = min(first + room, len(text)) - 1
+            ranks = f"{first}-{last}" if len(text) > room else ""
+            lines.append(
+                f"  {'' if first else label:6} {ranks:>8} {text[first : last + 1]}".rstrip()
+            )
+    for label, row in label_to_row.items():
+        mean = row.mean()
+        times = f", {row.max() / mean:.2f} x the mean" if mean > 0 else ""
+        lines.append(f"  {label:6} {_tokens(row.min())} to {_tokens(row.max())} tokens{times}")
+    return lines
+
+
+def _tokens(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+
+
+def _two_bars(balancedness_L: Floats, loads: Floats, room: int) -> list[str]:
+    mean, worst = _mean_and_worst(balancedness_L, loads)
+    return [
+        f"  {label:6} {value:.4f}   {'█' * round(value * min(room, MAX_BAR_CHARS))}"
+        for label, value in (("mean", mean), ("worst", worst))
+    ]
+
+
+def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
+    """Over the layers that have tokens: a model's dense layers are rows of zeros in some
+    matrices.
+    """
+    summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
+    counted = balancedness_L[summed > 0] if summed.any() else balancedness_L
+    return float(counted.mean()), float(counted.min())
+
+
+def _in_order(loads: Floats, cluster: Cluster) -> Placement | None:
+    """Experts in order over the ranks, without regard to loads; None where that does not fit."""
+    num_layers, num_experts = loads.shape[-2:]
+    total = sum(cluster.slots)
+    if total < num_experts or max(cluster.slots) > num_experts:
+        return None
+    return spread(num_layers, num_experts, len(cluster.slots), total - num_experts)

@@ -1,0 +1,860 @@
+"""The decode unit's leader: pulls prefilled KV in, and makes one token a step for every request it
+holds.
+
+Two plans are in flight, so the Runner never waits for one. The price: a stop id is noticed one plan
+late.
+
+    plan k     | A B C |                     result k: B drew its stop id
+    plan k+1   | A B C |  was emitted already; B's token of it is dropped
+    plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
+
+A request that ends by count is left out in time, as that is known beforehand. Requests belong to a
+rank; what they hold there is in `decode_slots`, how they come is in `decode_arrivals`, what becomes
+of the blocks that they fill in `decode_cache`. A plan is a difference, one for each rank, and all
+ranks step together. When the unit forms anew, the plans in flight are void: survivors go back to
+their last delivered token and join again. A leader that took its ranks over does the same with what
+the front wants to go on (`decode_held`). Knows nothing of other units.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from hadal.core.balance import AUTO, KV, REQUESTS, balance_of
+from hadal.core.config import DECODE
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Ahead,
+    Audit,
+    AuditRequest,
+    Cancel,
+    Decode,
+    FrontUp,
+    Key,
+    KvLease,
+    Pulled,
+    Resume,
+    Returned,
+    Stop,
+    Tokens,
+    TraceRequest,
+)
+from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled, StepDone
+from hadal.core.seams import (
+    MAX_STEPS_IN_FLIGHT,
+    DiskNews,
+    Effect,
+    Event,
+    Execute,
+    Pull,
+    RankReset,
+    Send,
+    Tick,
+)
+from hadal.kv.blocks import blocks_for
+from hadal.policy.decode_balance import MoveTerms, terms_of
+from hadal.roles.decode.slots import DecodeSlots
+from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
+from hadal.roles.ranks.pools import RankPools
+from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
+from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
+from hadal.roles.unit.schedule import Choice, StepScheduler
+from hadal.roles.unit.unit import (
+    LENGTH,
+    STOP,
+    BalanceMeter,
+    LineMeter,
+    Tracer,
+    UnitReporter,
+    has_penalty,
+)
+
+# The decode unit's plans as they leave the leader: a step's changes by the unit's slots in, one
+# plan a rank out.
+#
+# Decides nothing and changes nothing.
+
+
+def make_plans(
+    step_id: int,
+    num_ranks: int,
+    per_rank: int,
+    leaves: Sequence[int],
+    joins: Sequence[tuple[int, Join]],
+    grown: Sequence[tuple[int, int, int]],
+    publishes: Sequence[int],
+    choice: Choice,
+    second: tuple[tuple[int, ...], ...] | None,
+    fills: Mapping[int, Sequence[int]],
+    *,
+    is_traced: bool,
+) -> tuple[DecodePlan, ...]:
+    """The step's plans, one for each rank, with the ranks' own slots; `second` and `fills` are by
+    rank already.
+    """
+    rank_leaves: defaultdict[int, list[int]] = defaultdict(list)
+    rank_joins: defaultdict[int, list[Join]] = defaultdict(list)
+    rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    rank_publishes: defaultdict[int, list[int]] = defaultdict(list)
+    for slot in leaves:
+        rank_leaves[slot // per_rank].append(slot % per_rank)
+    for slot, join in joins:
+        rank_joins[slot // per_rank].append(join)
+    joining = {
+        slot for slot, _ in joins
+    }  # With the grown block already: they go on at the rank that they never left.
+    for slot, position, block_id in grown:
+        if slot not in joining:
+            rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
+    for slot in publishes:
+        rank_publishes[slot // per_rank].append(slot % per_rank)
+    # Most ranks of a large unit have no news, and one plan says it for all of them.
+    same = DecodePlan(step_id, (), (), (), choice.schedule, (), choice.num_micro_batches, is_traced)
+    plans = [same] * num_ranks
+    news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes, *fills}
+    if second is not None:
+        news.update(rank for rank, slots in enumerate(second) if slots)
+    for rank in news:
+        plans[rank] = DecodePlan(
+            step_id,
+            tuple(rank_leaves.get(rank, ())),
+            tuple(rank_joins.get(rank, ())),
+            tuple(rank_grown.get(rank, ())),
+            choice.schedule,
+            second[rank] if second is not None else (),
+            choice.num_micro_batches,
+            is_traced,
+            tuple(rank_publishes.get(rank, ())),
+            fills=tuple(fills.get(rank, ())),
+        )
+    return tuple(plans)
+
+
+def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
+    """How a slot enters its rank's table: from the last token delivered, the first time
+    prefill's.
+    """
+    generation = table.seat(slot).generation
+    prompt, output = (
+        generation.prompt if has_penalty(generation.sampling) else (),
+        table.outputs.get(slot, ()),
+    )
+    return Join(
+        slot % per_rank,
+        table.blocks_of(slot),
+        int(table.length[slot]),
+        int(table.last_token[slot]),
+        int(table.output_index[slot]),
+        generation.sampling,
+        prompt=prompt,
+        output=tuple(output),
+        ticket=int(table.ticket[slot]),
+        stop_ids=generation.stop_ids,
+        min_tokens=generation.min_tokens,
+        is_pulled=table.is_as_pulled(slot),
+    )
+
+
+def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
+    """How even a step's (requests, KV positions) lie on the living ranks; empty for a step without
+    work.
+    """
+    requests, positions = work_R2[np.array(living, np.int64)].T.tolist()
+    return balance_of({KV: positions, REQUESTS: requests})
+
+
+# Requests on their way into a decode unit: who waits for a seat, and whose KV is being pulled.
+#
+#     prefill    | chunk 1 | chunk 2 | chunk 3 = the rest, first token |
+#     hints           Ahead     Ahead            Decode
+#     here            seated, pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
+#
+# A hint takes a seat only if nobody waits whose prompt is prefilled, and room for the whole prompt
+# is there; otherwise it is ignored. Its seat goes, without a word, when a request in decode needs
+# the blocks, when somebody prefilled waits, and when nothing was heard of it for a lease's time:
+# Decode then finds what it would have found without any hint. Blocks that a lease names are
+# complete, so they are pulled once; a copy that failed is made again, with Decode at the latest.
+#
+# Knows neither plans nor tokens.
+
+
+class DecodeArrivals:
+    """`emit` is called with every effect, `give_back` with every request that has to go to the
+    front again.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        slots: DecodeSlots,
+        pools: RankPools,
+        *,
+        num_waiting_max: int,
+        lease_s: float,
+        emit: Callable[[Effect], None],
+        give_back: Callable[[Key, str], None],
+    ) -> None:
+        self.waiting: dict[Key, Decode] = {}
+        """Prefilled, in the order in which they came."""
+        self._unit = unit
+        self._slots = slots
+        self._table = slots.table
+        self._pools = pools
+        self._num_waiting_max = num_waiting_max
+        self._lease_s = lease_s
+        self._emit = emit
+        self._give_back = give_back
+        self._is_full = False
+        """Not all who waited had a seat, when they were last looked at."""
+        self._deadlines: dict[Key, float] = {}
+        """Of seats AHEAD, and of some that were; the earliest first."""
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        return next(iter(self._deadlines.values()), None)
+
+    # ---- what comes from the front ----
+    def accept(self, decode: Decode) -> None:
+        """A request whose prompt is prefilled: it goes on in the seat that a hint took, or waits
+        for one.
+        """
+        generation, lease = decode.generation, decode.lease
+        key = (generation.request_id, generation.attempt)
+        slot = self._slots.key_to_slot.get(key)
+        is_ahead = slot is not None and self._table.state[slot] == SlotState.AHEAD
+        if (
+            key in self.waiting
+            or key in self._slots.moving.arriving
+            or (slot is not None and not is_ahead)
+        ):
+            return  # The same message twice.
+        num_known = len(generation.prompt) + len(generation.output)
+        fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(
+            lease.num_tokens
+        )
+        problem = None
+        if not fits or not generation.output:
+            problem = (
+                f"{PULL_FAILED}: a lease on {lease.num_tokens} tokens does not fit {num_known}"
+                " known tokens"
+            )
+        elif self._is_too_long(decode):
+            problem = f"{TOO_LONG}: {len(generation.prompt)} + {generation.max_tokens} tokens"
+        elif slot is not None and not self._table.is_muted[slot]:
+            self._go_on(slot, decode)
+            return
+        elif (
+            len(self.waiting) >= self._num_waiting_max + self._num_seats_left
+            or not self._pools.num_living
+        ):
+            problem = QUEUE_FULL
+        if problem is None:
+            self.waiting[key] = decode
+            return
+        if slot is not None:
+            self._let_go(slot)
+        self._give_back(key, problem)
+
+    def hint(self, now_s: float, ahead: Ahead) -> None:
+        """Some of a prompt is prefilled: take a seat for it if that harms nobody, and begin to
+        pull.
+        """
+        generation, table = ahead.generation, self._table
+        key = (generation.request_id, generation.attempt)
+        slot = self._slots.key_to_slot.get(key)
+        if slot is None:
+            if (
+                self.waiting
+                or key in self._slots.moving.arriving
+                or self._slots.is_starved
+                or self._is_too_long(ahead)
+            ):
+                return
+            if not self._pools.num_living or not (seated := self._slots.seat([ahead])):
+                return
+            slot = seated[0]
+        elif table.state[slot] != SlotState.AHEAD:
+            return  # Decode overtook it.
+        elif _num_full(ahead.lease) > _num_full(table.seat(slot).lease):
+            table.set_lease(slot, ahead.lease)
+        self._deadlines.pop(key, None)  # The newest is the last.
+        self._deadlines[key] = now_s + self._lease_s
+        self._pull(slot)
+
+    @property
+    def _num_seats_left(self) -> int:
+        """Seats for those who come now: they are not queued, even where nobody may be. None while
+        others wait, for then blocks are short.
+        """
+        if self._is_full or self._slots.is_starved:
+            return 0
+        return self._slots.per_rank * self._pools.num_living - len(self._slots.key_to_slot)
+
+    def _is_too_long(self, message: Decode | Ahead) -> bool:
+        generation = message.generation
+        num_positions = len(generation.prompt) + generation.max_tokens - 1
+        return blocks_for(num_positions) > self._table.num_blocks_max
+
+    def cancel(self, key: Key) -> None:
+        """Nobody waits for it any more; its seat is its owner's affair."""
+        self.waiting.pop(key, None)
+        self._deadlines.pop(key, None)
+
+    def clear(self) -> None:
+        """All who wait belong to a front that is gone."""
+        self.waiting.clear()
+        self._deadlines.clear()
+
+    def refuse_all(self) -> None:
+        """No rank lives. Another unit may have room; this one has none for long."""
+        for key in self.waiting:
+            self._give_back(key, QUEUE_FULL)
+        self.waiting.clear()
+
+    def expire(self, now_s: float) -> None:
+        """Give up seats whose prompts were not heard of for too long."""
+        while self._deadlines:
+            key, deadline_s = next(iter(self._deadlines.items()))
+            if deadline_s > now_s:
+                return
+            del self._deadlines[key]
+            slot = self._slots.key_to_slot.get(key)
+            if slot is not None and self._table.state[slot] == SlotState.AHEAD:
+                self._let_go(slot)
+
+    # ---- seats ----
+    def seat_waiting(self) -> None:
+        """Give slots and blocks to those who wait, nobody before one who came earlier, and start to
+        pull their KV.
+        """
+        self._seat_waiting()
+        self._is_full = bool(self.waiting)
+
+    def _seat_waiting(self) -> None:
+        while self.waiting:
+            # One whose earlier seat is still being written waits for that, and so do those behind
+            # it.
+            ready = []
+            for key, decode in self.waiting.items():
+                if key in self._slots.key_to_slot:
+                    break
+                ready.append(decode)
+            for slot in self._slots.seat(ready):
+                self._go_on(slot, self.waiting.pop(self._table.seat(slot).key))
+            if not self.waiting or not ready or not self._make_room():
+                return
+
+    def _make_room(self) -> bool:
+        """Take what can be spared for the first who waits: one who is prefilled goes before those
+        who are not. Whether there is more room now.
+        """
+        slots = self._slots
+        has_slot = any(slots.num_free_slots(rank) for rank in self._pools.living)
+        if has_slot:  # Then it is blocks that are short.
+            num_freed = sum(
+                slots.cache.stores.give_up(rank, self._pools.num_usable)
+                for rank in self._pools.living
+            )
+            if num_freed:
+                return True
+        seats = [slot for rank in self._pools.living for slot in slots.ahead_of(rank)]
+        if not seats or any(self._table.is_muted[slot] for slot in seats):
+            # Nobody can be spared; or somebody goes already, as soon as the copy for him has ended.
+            return False
+        latest = max(seats, key=lambda slot: self._table.seat(slot).arrival)
+        self._let_go(latest)
+        return bool(self._table.state[latest] == SlotState.FREE)
+
+    def _let_go(self, slot: int) -> None:
+        self._slots.close(slot, -1)  # No plan ever had it.
+
+    # ---- pulls ----
+    def _go_on(self, slot: int, decode: Decode) -> None:
+        """A seat's prompt is prefilled: pull what is not here yet."""
+        table = self._table
+        self._deadlines.pop(table.seat(slot).key, None)
+        table.prefilled(slot, decode.generation, decode.lease)
+        self._slots.cache.seated(slot)
+        self._pull(slot)
+
+    def _pull(self, slot: int) -> None:
+        """Copy what the lease has and is not here, one copy at a time."""
+        table = self._table
+        if table.num_pulling[slot]:
+            return
+        seat, is_whole = table.seat(slot), table.state[slot] == SlotState.PULLING
+        lease, first = seat.lease, int(table.num_pulled[slot])
+        end = len(lease.block_ids) if is_whole else _num_full(lease)
+        if end > first:
+            table.num_pulling[slot] = end - first
+            num_tokens = min(lease.num_tokens, end * BLOCK_TOKENS) - first * BLOCK_TOKENS
+            part = KvLease(
+                lease.source, lease.block_ids[first:end], lease.generations[first:end], num_tokens
+            )
+            into = table.blocks_of(slot)[first:end]
+            self._emit(Pull(*seat.key, part, into, slot // self._slots.per_rank))
+        elif is_whole:
+            table.state[slot] = SlotState.READY
+            self._emit(Send("front", Pulled(self._unit, *seat.key)))
+
+    def pulled(self, pulled: KvPulled) -> None:
+        """A copy from another unit ended."""
+        key, table = (pulled.request_id, pulled.attempt), self._table
+        slot = self._slots.key_to_slot.get(key)
+        if slot is None or not table.num_pulling[slot]:
+            raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
+        num_blocks = int(table.num_pulled[slot] + table.num_pulling[slot])
+        # Of a request that is prefilled, the copy of the rest is its last: the one before it only
+        # had a part.
+        is_last = table.state[slot] == SlotState.PULLING and num_blocks == len(
+            table.seat(slot).lease.block_ids
+        )
+        table.num_pulling[slot] = 0
+        if table.is_muted[slot] or table.is_preempted[slot]:
+            self._slots.vacate(slot)
+        elif pulled.error is None:
+            table.num_pulled[slot] = num_blocks
+            self._pull(slot)
+        elif is_last:
+            self._give_back(key, f"{PULL_FAILED}: {pulled.error}")
+            table.is_muted[slot] = True
+            self._slots.vacate(slot)
+        elif table.state[slot] == SlotState.PULLING:
+            self._pull(slot)
+
+
+def _num_full(lease: KvLease) -> int:
+    """Blocks of it that are complete, whatever else it names."""
+    return min(lease.num_tokens // BLOCK_TOKENS, len(lease.block_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step_id: int
+    computed: Bools
+    """By slot: whether the plan computes it."""
+    num_computed: int
+
+
+class DecodeLeader:
+    """`max_context` is the longest prompt and output together; it bounds a request's list of
+    blocks.
+
+    `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
+    rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
+    steps do not say it better. `lease_s`: how long a seat is kept for a prompt of which nothing is
+    heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        epoch: str,
+        num_blocks: int,
+        *,
+        num_slots: int,
+        num_waiting_max: int,
+        max_context: int,
+        heartbeat_s: float,
+        num_ranks: int = 1,
+        overlap: str = AUTO_OVERLAP,
+        min_split_tokens: int = 32,
+        num_layers: int = 0,
+        num_moe_layers: int = 0,
+        request_balance: str = AUTO,
+        terms: MoveTerms | None = None,
+        lease_s: float = 30.0,
+        fingerprint: str = "",
+    ) -> None:
+        self.blocks = RankPools(num_blocks, num_ranks)
+        self.slots = DecodeSlots(
+            self.blocks,
+            num_slots,
+            max_context,
+            self._give_back,
+            request_balance=request_balance,
+            fingerprint=fingerprint,
+        )
+        self.arrivals = DecodeArrivals(
+            unit,
+            self.slots,
+            self.blocks,
+            num_waiting_max=num_waiting_max,
+            lease_s=lease_s,
+            emit=self._emit,
+            give_back=self._give_back,
+        )
+        self._known_terms = MoveTerms() if terms is None else terms
+        self.scheduler = StepScheduler(
+            num_ranks,
+            overlap,
+            min_split_tokens,
+            num_layers=num_layers,
+            num_moe_layers=num_moe_layers,
+        )
+        self._unit = unit
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_plans = 0
+        self._second: tuple[tuple[int, ...], ...] | None = None
+        """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow
+        alike.
+        """
+        self._reporter = UnitReporter(
+            unit,
+            DECODE,
+            epoch,
+            self.blocks,
+            num_slots,
+            heartbeat_s,
+            self.slots.cache.totals,
+            held=lambda: self.slots.held.tickets,
+        )
+        self._balance = BalanceMeter(self._reporter.balance)
+        self._line = LineMeter()
+        self._tracer = Tracer(unit)
+        self._out: list[Effect] = []
+
+    @property
+    def table(self) -> DecodeTable:
+        return self.slots.table
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of the process: say that the unit is up."""
+        return [*self._reporter.up(), *self._beat(now_s)]
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """Take in what happened, in order, and return what to do, in order: one look at the unit
+        for all of it.
+        """
+        self._out = []
+        for event in events:
+            self._take(now_s, event)
+        self.arrivals.expire(now_s)
+        self.slots.held.expire(now_s)
+        self._plan()
+        if not self.slots.is_starved:
+            self.arrivals.seat_waiting()
+        self._out += self.slots.cache.stores.begin()
+        # Before the plans and pulls of this event, which may write these blocks.
+        self._out[:0] = self.blocks.take_freed()
+        self._out += self._beat(now_s)
+        return self._out
+
+    def _take(self, now_s: float, event: Event) -> None:
+        match event:
+            case StepDone():
+                self._step_done(event)
+            case Decode():
+                self.arrivals.accept(event)
+            case Ahead():
+                self.arrivals.hint(now_s, event)
+            case KvPulled():
+                self._pulled(event)
+            case Cancel(request_id, attempt):
+                self._cancel((request_id, attempt))
+            case Stop(tickets):
+                for slot in self.slots.slots_of(tickets):
+                    self.slots.close(slot, self._done_step_id)
+            case RankReset():
+                self._reset(now_s, event)
+            case Resume():
+                self._resume(event)
+            case FrontUp():
+                self._front_up(event)
+            case BlocksStored():
+                self.slots.cache.stores.stored(event)
+            case DiskNews():
+                self.slots.cache.stores.news(event)
+            case AuditRequest(reply_id):
+                problems = tuple(self.audit())
+                answer = Audit(
+                    self._unit, reply_id, self.blocks.num_used, self.num_requests, problems
+                )
+                self._out.append(Send("front", answer))
+            case TraceRequest():
+                self._out += self._tracer.ask(event)
+            case Tick():
+                pass  # What is due by now is seen to below, as after any event.
+            case _:
+                raise InvariantError(
+                    f"{self._unit}: a decode leader cannot take {type(event).__name__}"
+                )
+
+    def _beat(self, now_s: float) -> list[Effect]:
+        return self._reporter.beat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
+
+    def _emit(self, effect: Effect) -> None:
+        self._out.append(effect)
+
+    # ---- what comes in ----
+    def _pulled(self, pulled: KvPulled) -> None:
+        key = (pulled.request_id, pulled.attempt)
+        if key in self.slots.moving.arriving:
+            self.slots.moving.pulled(key, pulled.error)
+            self._reporter.num_requests_moved = self.slots.moving.num_moved
+            return
+        self.arrivals.pulled(pulled)
+
+    def _cancel(self, key: Key) -> None:
+        self.arrivals.cancel(key)
+        slot = self.slots.key_to_slot.get(key)
+        if slot is not None:
+            self.slots.close(slot, self._done_step_id)
+
+    @property
+    def _done_step_id(self) -> int:
+        return self._in_flight[0].step_id - 1 if self._in_flight else self._num_plans - 1
+
+    def _front_up(self, event: FrontUp) -> None:
+        """What an earlier front wanted is nobody's. What ranks hold since an earlier leader may be
+        the first one's.
+        """
+        is_first = not self._reporter.has_front
+        if self._reporter.is_new_front(event):
+            self.arrivals.clear()
+            for slot in self.slots.key_to_slot.copy().values():
+                self.slots.close(slot, self._done_step_id)
+            if not is_first:
+                self.slots.held.release()
+        self._out += self._reporter.up()
+
+    def _resume(self, event: Resume) -> None:
+        """Go on with what an earlier leader's requests left on the ranks."""
+        for generation in event.generations:
+            if not self.slots.resume(generation):
+                self._give_back((generation.request_id, generation.attempt), RANK_LOST)
+        if event.is_last:
+            self.slots.held.release()
+
+    def _reset(self, now_s: float, event: RankReset) -> None:
+        """The unit formed anew: nothing in flight will be done, and lost ranks' requests go
+        elsewhere.
+        """
+        num_void: Ints = np.zeros(self.table.num_slots, np.int64)
+        for step in self._in_flight:
+            num_void += step.computed
+        self._in_flight.clear()
+        self._second = None
+        self.scheduler.reset()
+        self._tracer.reset()
+        self._balance.reset()
+        for rank in self.blocks.lost(event):
+            self.slots.lose(rank)
+        self.slots.roll_back(num_void)
+        self.blocks.reset(event)
+        self.slots.held.take(now_s, event.held)
+        if not self.blocks.num_living:
+            self.arrivals.refuse_all()
+        self._out += self._reporter.reset()
+
+    # ---- what comes back from the Runner ----
+    def _step_done(self, done: StepDone) -> None:
+        if not self._in_flight or self._in_flight[0].step_id != done.step_id:
+            raise InvariantError(
+                f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
+            )
+        step = self._in_flight.popleft()
+        self._reporter.meter.done(done.elapsed_s)
+        self._line.add(
+            int(step.computed.reshape(self.blocks.num_ranks, -1).sum(axis=1).max()), done.elapsed_s
+        )
+        self._reporter.step_s, request_s = self._line.line
+        self._reporter.rates_s = (request_s, 0.0)
+        self.scheduler.done(done.step_id, done.op_times)
+        if done.error is None:
+            self._take_tokens(step, done)
+        else:
+            self._fail(done.error)
+        for slot in self.table.releasable(done.step_id).tolist():
+            self.slots.vacate(slot)
+        self._out += self.slots.moving.done(done.step_id)
+        self._out += self._tracer.done(done.step_id, done.events)
+
+    def _take_tokens(self, step: _InFlight, done: StepDone) -> None:
+        """Send the tokens of a step, and close the slots that drew their last one."""
+        table = self.table
+        slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
+        if (
+            len(slots) != step.num_computed
+            or len(values) != len(slots)
+            or not step.computed[slots].all()
+        ):
+            raise InvariantError(
+                f"{self._unit}: step {step.step_id} drew for {done.keys}, not its plan's slots."
+            )
+        for slot, reason in done.failed.items():
+            self._give_up(slot, reason)
+        muted = table.is_muted[slots]
+        if muted.any():
+            slots, values = slots[~muted], values[~muted]
+        # The arrays count up to the last emitted plan; the plans since this one have moved them on.
+        index = table.output_index[slots] - 1
+        for later in self._in_flight:
+            index -= later.computed[slots]
+        is_stop = table.draws_stop(slots, values) & (index >= table.min_tokens[slots])
+        is_last = index + 1 >= table.max_tokens[slots]
+        if self.slots.cache.is_on:
+            lengths = index + table.length[slots] - table.output_index[slots] + 1
+            self.slots.cache.delivered(slots, values, lengths)
+        table.deliver(slots, values)
+        ends = np.flatnonzero(is_stop | is_last)
+        if slots.size:
+            finishes = tuple((row, STOP if is_stop[row] else LENGTH) for row in ends.tolist())
+            slot_to_row = (
+                {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
+            )
+            draws = {
+                slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row
+            }
+            self._out.append(
+                Send(
+                    "front",
+                    Tokens(
+                        self._unit,
+                        table.ticket[slots].tobytes(),
+                        index.tobytes(),
+                        values.tobytes(),
+                        finishes,
+                        draws,
+                    ),
+                )
+            )
+        self.slots.end(slots[ends])
+
+    def _fail(self, error: str) -> None:
+        """A step failed: unknown are what its requests' KV holds and what became of its joins and
+        leaves.
+        """
+        computed = self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist()
+        for slot in (*computed, *self.slots.moving.in_flight()):
+            self._give_up(slot, error)
+        # Let the next plan empty every slot, wherever the Runner stopped. Leaving an empty slot
+        # does nothing.
+        self.table.is_in_runner[:] = np.repeat(self.blocks.is_living, self.slots.per_rank)
+
+    def _give_up(self, slot: int, error: str) -> None:
+        """A computed slot's token is void: give its request back, and close it."""
+        if not self.table.is_muted[slot]:
+            self._give_back(self.table.seat(slot).key, void(error))
+        self.slots.end(np.array([slot]))
+
+    # ---- what goes to the Runner ----
+    def _plan(self) -> None:
+        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            table, moving, step_id = self.table, self.slots.moving, self._num_plans
+            table.state[table.at_max_tokens()] = SlotState.CLOSING
+            moving.call_off_late(step_id)
+            if SlotState.ACTIVE not in table.state and SlotState.READY not in table.state:
+                self.slots.is_starved = False
+                return
+            grown = self.slots.grow(self._done_step_id)
+            if grown is None:
+                return
+            publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
+            leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE)).tolist()
+            table.is_in_runner[leaves] = False
+            ready = table.slots_in(SlotState.READY).tolist()
+            joins = [(slot, join_of(table, slot, self.slots.per_rank)) for slot in ready]
+            table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
+            moving.joined(ready, step_id)
+            computed = table.advance(step_id)
+            moving.depart(publishes)
+            self._in_flight.append(_InFlight(step_id, computed, int(np.count_nonzero(computed))))
+            self._num_plans += 1
+            work = self._work(computed)
+            choice = self.scheduler.choose(step_id, work)
+            if choice.num_micro_batches == 1:
+                self._second = None
+            elif self._second is None or joins or leaves:
+                self._second = self._split(computed)
+            is_traced = self._trace(step_id, choice, work)
+            self._out.append(
+                Execute(
+                    make_plans(
+                        step_id,
+                        self.blocks.num_ranks,
+                        self.slots.per_rank,
+                        leaves,
+                        joins,
+                        grown,
+                        publishes,
+                        choice,
+                        self._second,
+                        self.slots.cache.fills(computed),
+                        is_traced=is_traced,
+                    )
+                )
+            )
+
+    def _terms(self) -> MoveTerms:
+        """When a move pays, by what steps took so far."""
+        if not self.scheduler.is_calibrated:
+            return self._known_terms
+        rates = self.scheduler.rates
+        active, num_living = self.table.state == SlotState.ACTIVE, self.blocks.num_living
+        kv_s = rates.pair_s * float(self.table.length[active].sum()) / num_living
+        request_s = rates.token_s * float(np.count_nonzero(active)) / num_living
+        return terms_of(kv_s, request_s, self._reporter.meter.step_ms / 1e3, self._known_terms)
+
+    def _work(self, computed: Bools) -> Ints:
+        """[R, 2] requests of a plan and the positions that they attend to: lengths count the one it
+        writes.
+        """
+        shape = (-1, self.slots.per_rank)
+        num_requests_R = np.count_nonzero(computed.reshape(shape), axis=1)
+        num_positions_R = (self.table.length * computed).reshape(shape).sum(axis=1)
+        return np.stack((num_requests_R, num_positions_R), axis=1)
+
+    def _trace(self, step_id: int, choice: Choice, work_R2: Ints) -> bool:
+        """Note how balanced a plan is; whether it is recorded."""
+        balance = step_balance(self.blocks.living, work_R2)
+        self._balance.add(balance)
+        is_traced = self._tracer.is_wanted
+        if is_traced:
+            num_tokens = self._in_flight[-1].num_computed
+            self._tracer.planned(
+                step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
+            )
+        return is_traced
+
+    def _split(self, computed: Bools) -> tuple[tuple[int, ...], ...]:
+        """By rank, its own slots of the second micro-batch."""
+        shape = (-1, self.slots.per_rank)
+        is_second_RS = self.scheduler.second_rows(
+            self.table.length.reshape(shape), computed.reshape(shape)
+        )
+        slots = np.nonzero(is_second_RS)[1].tolist()
+        ends = np.count_nonzero(is_second_RS, axis=1).cumsum().tolist()
+        return tuple(tuple(slots[first:end]) for first, end in pairwise((0, *ends)))
+
+    # ---- what the front hears ----
+    def _give_back(self, key: Key, reason: str) -> None:
+        self._out.append(Send("front", Returned(self._unit, *key, reason)))
+
+    @property
+    def num_requests(self) -> int:
+        """Attempts of which something is held here."""
+        slots = self.slots
+        num_orphans = sum(
+            key not in slots.key_to_slot for key in slots.moving.arriving
+        )  # Until their copies end.
+        return len(self.arrivals.waiting) + len(slots.key_to_slot) + num_orphans
+
+    def audit(self) -> list[str]:
+        """Problems of all ledgers; empty when table, allocators and plans in flight agree."""
+        table = self.table
+        problems = self.slots.check()
+        if len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
+            problems.append(f"{len(self._in_flight)} plans are in flight")
+        for step in self._in_flight:
+            if (table.state[step.computed] == SlotState.FREE).any():
+                problems.append(f"step {step.step_id} computes a free slot")
+        if table.releasable(self._done_step_id).size:
+            problems.append("a closed slot was not freed")
+        return problems

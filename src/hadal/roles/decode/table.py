@@ -1,0 +1,378 @@
+"""The decode unit's requests as arrays, one row per slot: what a step reads and writes without a
+loop over requests.
+
+    FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan
+    done--> FREE
+       '-> AHEAD --Decode--^                ^ ^---- roll_back: the plans in flight are void ---'
+       '------------ resume ----------------'
+
+A request that changes its rank has two slots for a while (roles/decode/slots):
+
+    source   ACTIVE --depart--> MOVING --KvPulled--> FREE        (called off, or the copy failed: READY or ACTIVE)
+    target   FREE --reserve--> RESERVED --last plan of the source done--> FILLING --KvPulled--> READY (else FREE)
+
+A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
+own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
+while two are in flight. A slot stays CLOSING, with its blocks, until the last plan that computes it
+is done: only then may somebody else write there. So does one that is FILLING, or AHEAD or PULLING
+with a copy under way, until that has ended, whatever became of its request. Knows neither messages
+nor the allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.messages import BLOCK_TOKENS, Generation, Key, KvLease
+from hadal.core.plans import HeldKv
+from hadal.roles.unit.unit import has_penalty
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+States = NDArray[np.int8]
+_NEVER = -(1 << 40)
+
+
+class SlotState:
+    """Numbers as they are: numpy takes fifty times as long to compare with a member of an
+    IntEnum.
+    """
+
+    FREE = 0
+    PULLING = 1
+    READY = 2
+    ACTIVE = 3
+    CLOSING = 4
+    MOVING = 5
+    """Holds the request and its KV, and is not computed any more: a copy is going to another rank,
+    or will.
+    """
+    RESERVED = 6
+    """Holds room for a request that is MOVING; nothing is written there yet."""
+    FILLING = 7
+    """A copy of a MOVING request's KV is written there, or of one that needs it no more."""
+    AHEAD = 8
+    """Holds room for a request whose prompt is still being prefilled, and the KV pulled so far."""
+
+
+STATE_TO_NAME: dict[int, str] = {
+    number: name for name, number in vars(SlotState).items() if name.isupper()
+}
+ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
+"""From another rank of the unit."""
+ENTERING = (SlotState.AHEAD, SlotState.PULLING)
+"""From another unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a slot's request is called and asked for; the numbers that change are in the arrays."""
+
+    generation: Generation
+    lease: KvLease
+    arrival: int
+
+    @property
+    def key(self) -> Key:
+        return self.generation.request_id, self.generation.attempt
+
+
+class DecodeTable:
+    """Arrays by slot. Writers keep them true; `check` says whether they did."""
+
+    def __init__(self, num_slots: int, num_blocks_max: int) -> None:
+        """`num_blocks_max` is the most blocks one request can hold."""
+        self.num_slots = num_slots
+        self.num_blocks_max = num_blocks_max
+        self.state: States = np.zeros(num_slots, np.int8)
+        self.is_in_runner: Bools = np.zeros(num_slots, np.bool_)
+        """The Runner's own table has the slot occupied, after the last emitted plan."""
+        self.is_muted: Bools = np.zeros(num_slots, np.bool_)
+        """Whatever the Runner draws for it is dropped: it finished, or nobody wants it."""
+        self.is_preempted: Bools = np.zeros(num_slots, np.bool_)
+        """It goes back to the front once its last tokens were delivered."""
+        self.length: Ints = np.zeros(num_slots, np.int64)
+        """KV positions written after the last emitted plan; the next one writes this position."""
+        self.output_index: Ints = np.zeros(num_slots, np.int64)
+        """Index in the output of the token that the next plan draws."""
+        self.ticket: Ints = np.zeros(num_slots, np.int64)
+        """By which the front knows its tokens."""
+        self.max_tokens: Ints = np.zeros(num_slots, np.int64)
+        self.min_tokens: Ints = np.zeros(num_slots, np.int64)
+        self.stop_ids: Ints = np.full((num_slots, 1), -1, np.int64)
+        """Padded with -1; grows to the longest list seen."""
+        self.block_ids: list[list[int]] = [[] for _ in range(num_slots)]
+        self.room: Ints = np.zeros(num_slots, np.int64)
+        """Positions that fit into those blocks."""
+        self.last_step_id: Ints = np.full(num_slots, -1, np.int64)
+        """The last emitted plan that computes the slot."""
+        self.moved_step_id: Ints = np.zeros(num_slots, np.int64)
+        """The plan with which it last began to move; negative: never."""
+        self.left_step_id: Ints = np.full(num_slots, -1, np.int64)
+        """While it stands still for a move: the last plan that computed it. Else -1."""
+        self.last_token: Ints = np.zeros(num_slots, np.int64)
+        """The last token delivered, with which a join begins."""
+        self.num_pulled: Ints = np.zeros(num_slots, np.int64)
+        """Blocks of a request AHEAD or PULLING that are here."""
+        self.num_pulling: Ints = np.zeros(num_slots, np.int64)
+        """Blocks that the copy under way adds to them; 0: no copy is under way."""
+        self.tail: Ints = np.zeros((num_slots, BLOCK_TOKENS), np.int64)
+        """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far
+        as delivered, where it `is_named`.
+        """
+        self.is_named: Bools = np.zeros(num_slots, np.bool_)
+        """Blocks that it fills get names."""
+        self.names: list[bytes] = [b""] * num_slots
+        """Of the last full block, or the root (kv/names), where it `is_named`."""
+        self.outputs: dict[int, list[int]] = {}
+        """slot -> all delivered tokens, where a penalty asks for them."""
+        self.seats: list[Seat | None] = [None] * num_slots
+
+    def slots_in(self, *states: int) -> Ints:
+        if len(states) == 1:
+            return np.flatnonzero(self.state == states[0])
+        return np.flatnonzero(np.isin(self.state, states))
+
+    def reserve(
+        self,
+        generation: Generation,
+        lease: KvLease,
+        arrival: int,
+        block_ids: Sequence[int],
+        among: slice = slice(None),
+    ) -> int:
+        """Seat a request whose prompt is being prefilled. The caller made sure that a slot is free
+        `among` these.
+        """
+        slot = self._free_slot(among)
+        self.state[slot] = SlotState.AHEAD
+        self.is_muted[slot] = self.is_preempted[slot] = self.is_named[slot] = False
+        self._set_blocks(slot, block_ids)
+        self.last_step_id[slot] = self.left_step_id[slot] = -1
+        self.moved_step_id[slot] = _NEVER
+        self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[
+            slot
+        ] = 0
+        self.ticket[slot] = 0
+        self.seats[slot] = Seat(generation, lease, arrival)
+        return slot
+
+    def set_lease(self, slot: int, lease: KvLease) -> None:
+        """More of its prompt is prefilled."""
+        seat = self.seat(slot)
+        self.seats[slot] = Seat(seat.generation, lease, seat.arrival)
+
+    def prefilled(self, slot: int, generation: Generation, lease: KvLease) -> None:
+        """Its prompt is prefilled: `generation` has the first token, `lease` all KV before it."""
+        self.state[slot] = SlotState.PULLING
+        self.length[slot] = lease.num_tokens
+        self.output_index[slot] = len(generation.output)
+        self.ticket[slot] = generation.ticket
+        self.max_tokens[slot] = generation.max_tokens
+        self.min_tokens[slot] = generation.min_tokens
+        self._set_stop_ids(slot, generation.stop_ids)
+        self.last_token[slot] = generation.output[-1]
+        if has_penalty(generation.sampling):
+            self.outputs[slot] = list(generation.output)
+        self.seats[slot] = Seat(generation, lease, self.seat(slot).arrival)
+
+    def resume(self, generation: Generation, kv: HeldKv, arrival: int, among: slice) -> int:
+        """Seat a request whose KV is in these blocks already, up to the last token of its output.
+        The caller made sure that a slot is free `among` these.
+        """
+        lease = KvLease("", (), (), len(generation.prompt) + len(generation.output) - 1)
+        slot = self.reserve(generation, lease, arrival, kv.block_ids, among)
+        self.prefilled(slot, generation, lease)
+        self.state[slot] = SlotState.READY
+        return slot
+
+    def _set_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        self.block_ids[slot] = list(block_ids)
+        self.room[slot] = len(block_ids) * BLOCK_TOKENS
+
+    def _free_slot(self, among: slice) -> int:
+        first_free = int((self.state[among] == SlotState.FREE).argmax())
+        return (among.start or 0) + first_free
+
+    def reserve_for(self, source: int, block_ids: Sequence[int], among: slice) -> int:
+        """Take a slot `among` these for the request at `source`, which goes on there for now."""
+        slot = self._free_slot(among)
+        self.state[slot] = SlotState.RESERVED
+        self.is_muted[slot] = self.is_preempted[slot] = False
+        self._set_blocks(slot, block_ids)
+        self.last_step_id[slot] = -1
+        self._copy_row(source, slot)
+        self.seats[slot] = self.seat(source)
+        return slot
+
+    def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
+        """The request's KV is at `target`, as `lease` had it: it joins there next. `source` still
+        has to be freed.
+        """
+        self._copy_row(source, target)
+        self.names[target] = self.names[source]
+        if source in self.outputs:
+            self.outputs[target] = self.outputs.pop(source)
+        seat = self.seat(source)
+        self.seats[target] = Seat(seat.generation, lease, seat.arrival)
+        self.state[target] = SlotState.READY
+
+    def _copy_row(self, source: int, target: int) -> None:
+        for array in (
+            self.length,
+            self.output_index,
+            self.ticket,
+            self.max_tokens,
+            self.min_tokens,
+            self.stop_ids,
+            self.last_token,
+            self.moved_step_id,
+            self.left_step_id,
+            self.tail,
+            self.is_named,
+        ):
+            array[target] = array[source]
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def vacate(self, slot: int) -> None:
+        """Free a slot. The Runner may still list it: the next plan says that it leaves."""
+        self.state[slot] = SlotState.FREE
+        self._set_blocks(slot, ())
+        self.num_pulled[slot] = self.num_pulling[slot] = 0
+        self.outputs.pop(slot, None)
+        self.seats[slot] = None
+
+    def seat(self, slot: int) -> Seat:
+        seat = self.seats[slot]
+        assert seat is not None, f"slot {slot} is empty"
+        return seat
+
+    def blocks_of(self, slot: int) -> tuple[int, ...]:
+        return tuple(self.block_ids[slot])
+
+    def is_as_pulled(self, slot: int) -> bool:
+        """No token was delivered since the KV was pulled. Still so after a join whose plans were
+        void: then it is not known whether the Runner saw it, and what it wrote lies behind what was
+        pulled and is written again.
+        """
+        return int(self.length[slot]) == self.seat(slot).lease.num_tokens
+
+    def grow(self, slot: int, block_id: int) -> int:
+        """Append a block and return its position in the slot's list."""
+        self.block_ids[slot].append(block_id)
+        self.room[slot] += BLOCK_TOKENS
+        return len(self.block_ids[slot]) - 1
+
+    def needing_block(self) -> Ints:
+        """Slots of the next plan that would write beyond their blocks."""
+        computed = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
+        return np.flatnonzero(computed & (self.length >= self.room))
+
+    def at_max_tokens(self) -> Ints:
+        """Active slots whose last token is drawn by a plan already emitted: they leave without
+        waiting for it.
+        """
+        return np.flatnonzero(
+            (self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens)
+        )
+
+    def advance(self, step_id: int) -> Bools:
+        """Count one more token for every active slot, and return which those are."""
+        active: Bools = self.state == SlotState.ACTIVE
+        self.length += active
+        self.output_index += active
+        self.last_step_id[active] = step_id
+        return active
+
+    def draws_stop(self, slots: Ints, values: Ints) -> Bools:
+        """Which of these slots drew a stop id of theirs. A column at a time: most requests have one
+        or two.
+        """
+        found: Bools = np.zeros(slots.size, np.bool_)
+        for stop_ids in self.stop_ids.T:
+            found |= stop_ids[slots] == values
+        return found
+
+    def deliver(self, slots: Ints, values: Ints) -> None:
+        """Note the tokens that these slots' requests got."""
+        self.last_token[slots] = values
+        if self.outputs:
+            for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
+                if slot in self.outputs:
+                    self.outputs[slot].append(value)
+
+    def roll_back(self, num_void: Ints) -> None:
+        """Undo the last plans, `num_void` of which computed each slot: back to the last token
+        delivered.
+
+        The Runner's table is empty. What was being computed, or closed only because a void plan
+        would have drawn its last token, has to join again; closing slots that nobody wants stay as
+        they are.
+        """
+        self.length -= num_void
+        self.output_index -= num_void
+        self.last_step_id[:] = -1
+        self.left_step_id[self.state != SlotState.MOVING] = -1
+        self.is_in_runner[:] = False
+        wanted = ~self.is_muted & ~self.is_preempted
+        self.state[
+            ((self.state == SlotState.ACTIVE) | (self.state == SlotState.CLOSING)) & wanted
+        ] = SlotState.READY
+
+    def releasable(self, done_step_id: int) -> Ints:
+        """Closing slots that no plan after `done_step_id` computes."""
+        closing = np.flatnonzero(self.state == SlotState.CLOSING)
+        return closing[self.last_step_id[closing] <= done_step_id]
+
+    def check(self) -> list[str]:
+        """Problems of the table by itself; empty when rows and seats agree."""
+        problems = []
+        for slot in range(self.num_slots):
+            state, seat = int(self.state[slot]), self.seats[slot]
+            blocks, length, name = (
+                len(self.block_ids[slot]),
+                int(self.length[slot]),
+                STATE_TO_NAME[state],
+            )
+            if (state == SlotState.FREE) != (seat is None) or (state == SlotState.FREE) != (
+                blocks == 0
+            ):
+                problems.append(
+                    f"slot {slot} is {name} with {blocks} blocks and seat {seat and seat.key}"
+                )
+            if self.room[slot] != blocks * BLOCK_TOKENS:
+                problems.append(
+                    f"slot {slot} has room for {self.room[slot]} positions in {blocks} blocks"
+                )
+            if state in ENTERING and int(self.num_pulled[slot] + self.num_pulling[slot]) > blocks:
+                problems.append(f"slot {slot} pulls more than its {blocks} blocks")
+            if (state == SlotState.PULLING) > bool(self.num_pulling[slot]) or (
+                state not in ENTERING and self.num_pulling[slot]
+            ):
+                problems.append(
+                    f"slot {slot} is {name} while {self.num_pulling[slot]} blocks are being pulled"
+                )
+            if state != SlotState.FREE and length > blocks * BLOCK_TOKENS:
+                problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
+            if state in (SlotState.ACTIVE, SlotState.MOVING) and self.is_muted[slot]:
+                problems.append(f"slot {slot} is {name} for nobody")
+            if state == SlotState.ACTIVE and not self.is_in_runner[slot]:
+                problems.append(f"slot {slot} is active and not in the Runner")
+            if state == SlotState.AHEAD or seat is None:
+                continue
+            if length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:
+                problems.append(
+                    f"slot {slot}: position {length} and output index {self.output_index[slot]}"
+                    " disagree"
+                )
+        return problems

@@ -1,0 +1,823 @@
+"""The front: holds every request from Submit to its last Deliver, and sends it through prefill and
+decode.
+
+It owns all that a stream needs to go on elsewhere, the prompt and every token so far, so a lost
+unit costs a request only time: RETRYING -> QUEUED, at its old place in the queue, prefilled again
+with what was already streamed. Whatever comes from an older attempt is answered so that its sender
+frees it. Knows no tokenizer, no HTTP and no process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from hadal.core.balance import AUTO
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
+from hadal.core.errors import InvariantError
+from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
+from hadal.core.messages import (
+    SUPERVISOR,
+    Ahead,
+    Cached,
+    Cancel,
+    Decode,
+    Drain,
+    FrontSnapshot,
+    FrontUp,
+    Generation,
+    LeaderDown,
+    Load,
+    Prefill,
+    PrefillAhead,
+    PrefillDone,
+    Pulled,
+    Release,
+    Resume,
+    Returned,
+    Sighting,
+    Stop,
+    Submit,
+    Token,
+    Tokens,
+    Totals,
+    TurnedAway,
+    UnitDown,
+    UnitUp,
+)
+from hadal.core.plans import NO_TOKEN
+from hadal.core.request import Move, State
+from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
+from hadal.core.wire import AnyMessage
+from hadal.policy.admission import Refusal, admit, refuse_lengths
+from hadal.policy.views import AdmissionView
+from hadal.roles.front.requests import FrontNames, Ints, Record, RequestBook
+from hadal.roles.front.routing import Handover, Rooms
+from hadal.roles.front.units import Unit, UnitBook
+from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
+from hadal.roles.unit.unit import RateMeter
+
+# When the front wants to be woken: for its next beat, or earlier for a request whose back-off
+# ends.
+
+
+class Alarm:
+    """One timer. To be woken too early does no harm."""
+
+    def __init__(self, beat_s: float) -> None:
+        self._period_s = beat_s
+        self._beat_s = -math.inf
+        self._wake_s = math.inf
+        """What was asked for last."""
+        self._retry_s = math.inf
+        """When the next back-off ends."""
+
+    def retry_at(self, time_s: float) -> None:
+        """A request backs off until then."""
+        self._retry_s = min(self._retry_s, time_s)
+
+    def set(self, now_s: float, next_retry_s: Callable[[float], float]) -> list[WakeAt]:
+        """What to ask for after an event; nothing where it stands already. `next_retry_s`: the end
+        of the next back-off after a time.
+        """
+        if self._beat_s <= now_s:
+            self._beat_s = now_s + self._period_s
+        if self._retry_s <= now_s:
+            self._retry_s = next_retry_s(now_s)
+        wake_s = min(self._beat_s, self._retry_s)
+        if self._wake_s > now_s and wake_s >= self._wake_s:
+            return []
+        self._wake_s = wake_s
+        return [WakeAt(wake_s)]
+
+
+# The front's part of a fleet that grows and shrinks: units that drain, and what is asked of all of
+# them.
+#
+# A draining unit gets no new request. What it holds goes on there until its deadline; what is left
+# then is the front's to try elsewhere. The fleet decides who drains; said again, it changes
+# nothing.
+
+
+class FrontFleet:
+    """Marks units in the book as draining. `beat_s`: between two reports; 0: there is no fleet to
+    report to.
+    """
+
+    def __init__(
+        self,
+        requests: RequestBook,
+        units: UnitBook,
+        handover: Handover,
+        totals: Totals,
+        epoch: str,
+        beat_s: float,
+    ) -> None:
+        self._requests = requests
+        self._units = units
+        self._handover = handover
+        self._totals = totals
+        self._epoch = epoch
+        self._beat_s = beat_s
+        self._said_s = -math.inf
+
+    def handle(self, now_s: float, message: DrainUnit | KeepUnit) -> list[Send]:
+        """Begin or end a drain. A unit that is not up has nothing to drain."""
+        unit = self._units.by_name.get(message.unit)
+        if unit is None:
+            return []
+        if isinstance(message, KeepUnit):
+            unit.drain_by_s, unit.drain_number = None, 0
+            return []
+        unit.drain_number = message.number
+        if unit.drain_by_s is not None:
+            return []
+        unit.drain_by_s = now_s + message.timeout_s
+        # Prompts whose KV was to go there have lost nothing yet: another decode unit is chosen for
+        # them.
+        released = [
+            record
+            for record in self._requests.on_unit(unit.name)
+            if self._handover.lost(record, unit.name)
+        ]
+        return [Send(unit.name, Cancel(record.request_id, record.attempt)) for record in released]
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Draining units whose deadline has passed."""
+        return [
+            unit.name
+            for unit in self._units.by_name.values()
+            if unit.drain_by_s is not None and unit.drain_by_s <= now_s
+        ]
+
+    def report(self, now_s: float) -> list[Send]:
+        """What the fleet is told, if that is due."""
+        if not self._beat_s or now_s - self._said_s < self._beat_s:
+            return []
+        self._said_s = now_s
+        return [Send(SUPERVISOR, self.demand())]
+
+    def demand(self) -> Demand:
+        """The sums of this instant."""
+        totals, queued = self._totals, self._requests.queued()
+        waiting = sum(record.num_tokens for record in queued) + sum(
+            u.num_tokens for u in self._units.of_role(PREFILL)
+        )
+        outputs_waiting = len(queued) * totals.tokens_out // max(1, totals.finished)
+        held = self._held()
+        units = tuple(
+            UnitFacts(
+                unit.name,
+                unit.role,
+                held.get(unit.name, unit.num_requests),
+                unit.drain_number,
+                _tokens_per_s_max(unit),
+            )
+            for unit in self._units.by_name.values()
+        )
+        tokens_in = totals.tokens_in + totals.tokens_refused
+        return Demand(self._epoch, tokens_in, totals.tokens_out, waiting, outputs_waiting, units)
+
+    def _held(self) -> dict[str, int]:
+        """By draining unit: all that would lose something with it, leased KV included. The others'
+        counts will do.
+        """
+        draining = {
+            unit.name: 0 for unit in self._units.by_name.values() if unit.drain_by_s is not None
+        }
+        if not draining:
+            return {}
+        owners: Counter[str | None] = Counter()
+        for record in self._requests.by_id.values():
+            if record.state is not State.QUEUED:
+                owners.update({record.prefill_unit, record.decode_unit})
+        return {name: owners[name] for name in draining}
+
+
+def _tokens_per_s_max(unit: Unit) -> float:
+    """What the unit would do if it were full, at the speed it measured last; 0: it has not measured
+    any.
+
+    A decode step of more requests takes longer, so this says too much of one that is almost empty:
+    it is believed where it matters, when the unit is busy.
+    """
+    load = unit.load
+    if load is None or unit.num_requests_max == 0:
+        return 0.0
+    if unit.role == DECODE:
+        step_ms = load.step_ms + load.overhead_ms
+        return unit.num_requests_max / step_ms * 1e3 if load.step_ms > 0.0 else 0.0
+    return load.num_ranks / load.token_s if load.token_s > 0.0 else 0.0
+
+
+# What comes of a decode unit's tokens: counted for the unit as a whole, told one by one to those
+# who read them.
+#
+# Without text only the last token of a request is told, and none is kept. Changes the books of
+# requests and units; ending a request is the front's own affair.
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """What the front has to do about a Tokens message."""
+
+    delivers: tuple[Deliver, ...]
+    """To requests that go on."""
+    ended: tuple[tuple[Record, Token], ...]
+    """Requests that drew their last token; their decode unit holds nothing of them."""
+    gaps: tuple[Record, ...]
+    """Requests of which a token is missing."""
+    strangers: tuple[int, ...]
+    """Tickets of attempts that nobody waits for."""
+
+
+class FrontTokens:
+    """`epoch`: the front's; tickets of another one are strangers here."""
+
+    def __init__(
+        self,
+        requests: RequestBook,
+        units: UnitBook,
+        totals: Totals,
+        *,
+        epoch: str,
+        keeps_text: bool,
+    ) -> None:
+        requests.running.begin(epoch)
+        self._requests = requests
+        self._units = units
+        self._totals = totals
+        self._keeps_text = keeps_text
+
+    def early(self, message: Tokens) -> list[Record]:
+        """Requests whose tokens come though nobody said that their KV was pulled."""
+        return self._requests.running.early(message)
+
+    def take(self, message: Tokens) -> Came:
+        """Count a message's tokens."""
+        taken = self._requests.running.take(message)
+        self._totals.tokens_out += taken.good.size
+        self._requests.num_blocks_placed += taken.num_blocks
+        self._units.grew(message.unit, taken.num_blocks)
+        delivers: list[Deliver] = []
+        ended: list[tuple[Record, Token]] = []
+        for record, token in self._rows(message, taken.good):
+            if token.finish is None:
+                delivers.append(Deliver(token.request_id, (token,)))
+                continue
+            self._requests.running.leave(record)
+            self._units.left_decode(message.unit, record.num_blocks)
+            record.decode_unit = None
+            ended.append((record, token))
+        return Came(tuple(delivers), tuple(ended), taken.gaps, taken.strangers)
+
+    def _rows(self, message: Tokens, good: Ints) -> Iterator[tuple[Record, Token]]:
+        row_to_finish = dict(message.finishes)
+        if not self._keeps_text:
+            ends = np.array(sorted(row_to_finish), np.int64)
+            good = ends[np.isin(ends, good)] if 8 * good.size < len(message.tickets) else ends
+            if not good.size:
+                return
+        tickets, indices, values = (
+            np.frombuffer(column, np.int64)[good].tolist()
+            for column in (message.tickets, message.indices, message.values)
+        )
+        for row, ticket, index, value in zip(good.tolist(), tickets, indices, values, strict=True):
+            record, draw = self._requests.running.record_of(ticket), message.draws.get(row)
+            if self._keeps_text:
+                record.output.append(value)
+            logprob, top = (draw.logprob, draw.top) if draw is not None else (None, ())
+            yield (
+                record,
+                Token(
+                    record.request_id,
+                    record.attempt,
+                    index,
+                    value,
+                    row_to_finish.get(row),
+                    logprob,
+                    top,
+                ),
+            )
+
+
+ORPHAN_S = 10.0
+"""How long a unit's requests wait for a leader that takes its ranks over."""
+RESUME_BATCH = 64
+"""Requests in one message to it."""
+CLOSED_STATUS = 499
+"""nginx's status for a client that went away."""
+
+
+class Front:
+    """`epoch` is new at every start. `max_context` is the model's: prompt and output together never
+    exceed it. `fingerprint` stands for what KV depends on besides the text (see kv/names).
+    `keeps_text`: without it tokens are counted and forgotten, as where nobody reads them: in a
+    simulation without text.
+    """
+
+    def __init__(
+        self,
+        config: Deployment,
+        *,
+        epoch: str,
+        max_context: int,
+        fingerprint: str = "",
+        keeps_text: bool = True,
+    ) -> None:
+        self._keeps_text = keeps_text
+        self.requests = RequestBook()
+        self.units = UnitBook(config.unit_timeout_s, config.heartbeat_s)
+        self.names = FrontNames(config.cache, fingerprint)
+        self.totals = Totals()
+        self.rooms = Rooms(self.requests, self.units, config.limits, max_context)
+        self.tokens = FrontTokens(
+            self.requests, self.units, self.totals, epoch=epoch, keeps_text=keeps_text
+        )
+        self.handover = Handover(
+            self.units, self.rooms.decode_unit, is_early=config.early_pull == AUTO
+        )
+        beat_s = config.heartbeat_s if config.fleet.is_on else 0.0
+        self.fleet = FrontFleet(
+            self.requests, self.units, self.handover, self.totals, epoch, beat_s
+        )
+        self.is_draining = False
+        self._config = config
+        self._epoch = epoch
+        self._max_context = max_context
+        self._finished = RateMeter()
+        self._alarm = Alarm(config.heartbeat_s)
+        self._out: list[Effect] = []
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held: every request had its last Deliver."""
+        return not self.requests.by_id
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of the process: units that outlived the front before drop what they
+        held for it.
+        """
+        self._out = [
+            Send(f"{role}-{index}", FrontUp(self._epoch))
+            for role in ROLES
+            for index in range(self._config.num_units_max(role))
+        ]
+        self._out += self._alarm.set(now_s, self.requests.next_retry_s)
+        return self._out
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """Take in what happened, in order, and return what to do, in order."""
+        self._out = []
+        self.units.called(now_s)
+        for event in events:
+            self._take(now_s, event)
+            self._place(now_s)
+        self._out += self._alarm.set(now_s, self.requests.next_retry_s)
+        return self._out
+
+    def _take(self, now_s: float, event: Event) -> None:
+        match event:
+            case Tokens():
+                self._tokens(now_s, event)
+            case Load():
+                self._load(now_s, event)
+            case Cached():
+                self.units.cached(event)
+            case Submit(generation):
+                self._submit(now_s, generation)
+            case TurnedAway(num_generations, num_tokens):
+                self._turned_away(num_generations, num_tokens)
+            case PrefillAhead():
+                self._prefill_ahead(event)
+            case PrefillDone():
+                self._prefill_done(now_s, event)
+            case Pulled(unit, request_id, attempt):
+                self._pulled(unit, request_id, attempt)
+            case Returned():
+                self._returned(now_s, event)
+            case Cancel(request_id):
+                record = self.requests.by_id.get(request_id)
+                if record is not None:
+                    self._fail(record, "cancelled: the client went away", CLOSED_STATUS)
+            case UnitUp():
+                self._unit_up(now_s, event)
+            case Sighting():
+                self.units.suspects.sighted(now_s, event)
+            case UnitDown(unit, reason):
+                self._unit_down(now_s, unit, reason)
+            case LeaderDown(unit, reason):
+                self._leader_down(now_s, unit, reason)
+            case Drain():
+                self.is_draining = True
+            case DrainUnit() | KeepUnit():
+                self._out += self.fleet.handle(now_s, event)
+            case Tick():
+                self._tick(now_s)
+            case _:
+                raise InvariantError(f"the front cannot take {type(event).__name__}")
+
+    # ---- new requests ----
+    def _submit(self, now_s: float, generation: Generation) -> None:
+        request_id = generation.request_id
+        if request_id in self.requests.by_id:
+            raise InvariantError(f"the request id {request_id} is in use.")
+        self.totals.submitted += 1
+        error = refuse_lengths(
+            len(generation.prompt), len(generation.output), generation.max_tokens, self._max_context
+        )
+        if error is not None:
+            self.totals.refused += 1
+            self._out.append(Deliver(request_id, (), True, error, 400))
+            return
+        # Asked only where it matters: with a queue that may hold nobody.
+        may_hold_none = self._config.limits.max_queued == self.requests.num_queued == 0
+        is_placeable = may_hold_none and self.rooms.has_room(generation)
+        # One that is no first attempt was let in by the front before this one, in whose place it
+        # still is.
+        refusal = (
+            None
+            if generation.attempt
+            else self._admit(now_s, generation.tenant, 1, int(is_placeable))
+        )
+        if refusal is not None:
+            self._count_refused(1, len(generation.prompt))
+            self._out.append(refused(request_id, refusal))
+            return
+        self.totals.tokens_in += len(generation.prompt)
+        generation = msgspec.structs.replace(generation, arrived_s=now_s)
+        self.requests.add(
+            generation, now_s + self._config.limits.request_timeout_s, keeps_text=self._keeps_text
+        )
+
+    def refusal(self, now_s: float, tenant: str, num_wanted: int) -> Refusal | None:
+        """Why so many more generations of a tenant are not let in now, all of them; None if they
+        are. Changes nothing: asked before they are submitted, it spares their tenant to have some
+        begun and all given up.
+        """
+        return self._admit(
+            now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.rooms.num_free()
+        )
+
+    def _turned_away(self, num_generations: int, num_tokens: int) -> None:
+        totals = self.totals
+        num_let_in = totals.submitted - totals.refused
+        totals.submitted += num_generations
+        # Prompts that nobody has read are taken to be as long as others are.
+        self._count_refused(
+            num_generations, num_tokens or num_generations * totals.tokens_in // max(1, num_let_in)
+        )
+
+    def _count_refused(self, num_generations: int, num_tokens: int) -> None:
+        self.totals.refused += num_generations
+        if not self.is_draining:  # Then there is room, and no more of it is needed.
+            self.totals.tokens_refused += num_tokens
+
+    def _admit(
+        self, now_s: float, tenant: str, num_wanted: int, num_placeable: int
+    ) -> Refusal | None:
+        num_queued, num_tenants = (
+            self.requests.num_queued_of(tenant),
+            self.requests.num_tenants_with(tenant),
+        )
+        return admit(
+            AdmissionView(
+                self.is_draining,
+                num_placeable,
+                num_queued,
+                self._config.limits.max_queued,
+                self._finished.per_s(now_s),
+                num_wanted,
+                num_tenants,
+            )
+        )
+
+    # ---- forward: queue -> prefill -> decode -> end ----
+    def _place(self, now_s: float) -> None:
+        """Send those that wait to prefill, in their turn, as long as there is room ahead of
+        them.
+        """
+        while (record := self.requests.next_queued(now_s)) is not None:
+            if (error := self.rooms.fit(record)) is not None:
+                self._fail(record, error, 400)
+                continue
+            record.generation = self.names.named(record.generation, record.output)
+            room = self.rooms.prefill_unit(record)
+            if room is None:
+                return  # Those behind it wait too: nobody is overtaken.
+            self.requests.move(record, Move.PLACE)
+            record.prefill_unit, record.num_cached = unit, _ = room
+            record.last_units = unit, ""
+            self.units.sent_to_prefill(unit, record)
+            self._send(unit, Prefill(self._current(record)))
+
+    def _current(self, record: Record) -> Generation:
+        record.generation = self.names.named(record.generation, record.output)
+        output = tuple(record.output) if self._keeps_text else range(record.num_output)
+        return msgspec.structs.replace(record.generation, output=output, attempt=record.attempt)
+
+    def _prefill_ahead(self, hint: PrefillAhead) -> None:
+        record = self._record(hint.request_id, hint.attempt)
+        if (
+            record is not None
+            and self.handover.is_wanted(record, hint)
+            and (unit := self.handover.unit_for(record))
+        ):
+            self._send(unit, Ahead(self._current(record), hint.lease))
+
+    def _prefill_done(self, now_s: float, done: PrefillDone) -> None:
+        token = done.token
+        record = self._record(token.request_id, token.attempt)
+        if record is None or record.prefill_unit != done.unit:
+            if done.lease is not None:
+                self._send(done.unit, Release(token.request_id, token.attempt))
+            return
+        if record.state is not State.PREFILLING:
+            return  # The same message twice.
+        if token.index != record.num_output:
+            self._let_go(record)
+            self._retry(
+                now_s, record, f"{done.unit} drew token {token.index}, not {record.num_output}"
+            )
+            return
+        self.units.left_prefill(done.unit, record)
+        num_cached = self._count_hits(record, done.num_cached)
+        self.totals.tokens_out += 1
+        if self._keeps_text:
+            record.output.append(token.token)
+        self.units.grew(record.decode_unit or "", self.requests.grow(record))
+        if done.lease is None:
+            record.prefill_unit = None
+            self._let_go(record)
+            self._finish(now_s, record, (token,), num_cached)
+            return
+        self._out.append(Deliver(record.request_id, (token,), num_cached=num_cached))
+        self.requests.move(record, Move.FIRST_TOKEN)
+        unit = self.handover.unit_for(record)
+        if unit is None:
+            self._let_go(record)
+            self._retry(now_s, record, "no decode unit", is_counted=False, delay_s=BACKOFF_S)
+            return
+        ticket = self.requests.running.seat(record)
+        generation = msgspec.structs.replace(self._current(record), ticket=ticket)
+        self._send(unit, Decode(generation, done.lease))
+
+    def _count_hits(self, record: Record, num_cached: int) -> int:
+        """Tokens of the prompt that the first token cost no work for; a retry's are nobody's
+        news.
+        """
+        if record.num_output > len(record.generation.output):
+            return 0
+        num_prompt = len(record.generation.prompt)
+        num_hit = min(num_cached, num_prompt)
+        self.totals.tokens_hit += num_hit
+        self.totals.tokens_miss += num_prompt - num_hit
+        return num_hit
+
+    def _pulled(self, unit: str, request_id: str, attempt: int) -> None:
+        record = self._record(request_id, attempt)
+        if record is None or record.decode_unit != unit:
+            self._send(unit, Cancel(request_id, attempt))
+        elif record.state is State.TRANSFERRING:
+            assert record.prefill_unit is not None
+            self._send(record.prefill_unit, Release(request_id, attempt))
+            record.prefill_unit = None
+            self.requests.running.pulled(record)
+            self.requests.move(record, Move.PULLED)
+
+    def _tokens(self, now_s: float, message: Tokens) -> None:
+        for record in self.tokens.early(message):
+            self._pulled(message.unit, record.request_id, record.attempt)
+        came = self.tokens.take(message)
+        self._out += came.delivers
+        for record, token in came.ended:
+            self._finish(now_s, record, (token,))
+        for record in came.gaps:
+            self._let_go(record)
+            self._retry(now_s, record, f"{message.unit} left out a token after {record.num_output}")
+        if came.strangers:
+            self._send(message.unit, Stop(came.strangers))
+
+    def _finish(
+        self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0
+    ) -> None:
+        self.requests.move(record, Move.FINISH)
+        self.totals.finished += 1
+        self._finished.count(now_s)
+        self._out.append(
+            Deliver(record.request_id, tokens, True, num_cached=num_cached, closing=record.closing)
+        )
+
+    # ---- back: what was lost, given back or given up ----
+    def _returned(self, now_s: float, returned: Returned) -> None:
+        record = self._record(returned.request_id, returned.attempt)
+        if record is None or returned.unit not in (record.prefill_unit, record.decode_unit):
+            return  # It held nothing of a living attempt, and holds nothing of this one any more.
+        if self.handover.lost(record, returned.unit):
+            return
+        self._let_go(record, lost=returned.unit)
+        is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
+        if is_final:
+            if kind_of(returned.reason) == NO_TOKEN:
+                self._fail(
+                    record, f"nothing can be drawn for this request ({returned.reason}).", 422
+                )
+            else:
+                self._fail(
+                    record, f"the request does not fit in {returned.unit} ({returned.reason}).", 400
+                )
+            return
+        self.totals.preemptions += kind_of(returned.reason) == PREEMPTED
+        self._retry(
+            now_s,
+            record,
+            f"{returned.unit}: {returned.reason}",
+            is_counted=is_counted,
+            delay_s=delay_s,
+        )
+
+    def _let_go(self, record: Record, lost: str | None = None) -> None:
+        """Take a request away from its units; `lost` has let it go already."""
+        prefill_unit, decode_unit = record.prefill_unit, record.decode_unit
+        self.requests.running.leave(record)
+        record.prefill_unit = record.decode_unit = None
+        if prefill_unit is not None:
+            if record.state is State.PREFILLING:
+                self.units.left_prefill(prefill_unit, record)
+            if prefill_unit != lost:
+                self._send(prefill_unit, Release(record.request_id, record.attempt))
+        if decode_unit is not None:
+            self.units.left_decode(decode_unit, record.num_blocks)
+            if decode_unit != lost:
+                self._send(decode_unit, Cancel(record.request_id, record.attempt))
+
+    def _retry(
+        self,
+        now_s: float,
+        record: Record,
+        reason: str,
+        *,
+        is_counted: bool = True,
+        delay_s: float = 0.0,
+    ) -> None:
+        """Queue a request again, at its old place, under a new attempt; too many counted retries
+        end it.
+        """
+        self.totals.retries += 1
+        record.num_retries += is_counted
+        if record.num_retries > self._config.limits.max_retries:
+            self._fail(
+                record,
+                f"given up after {self._config.limits.max_retries} retries; the last: {reason}.",
+                503,
+            )
+            return
+        self.requests.move(record, Move.LOSE)
+        record.attempt += 1
+        if delay_s:
+            record.not_before_s = now_s + delay_s
+            self._alarm.retry_at(record.not_before_s)
+        self.requests.move(record, Move.REQUEUE)
+
+    def _fail(self, record: Record, error: str, status: int) -> None:
+        """End a request without finishing it."""
+        self._let_go(record)
+        self.requests.move(record, Move.CANCEL)
+        if status == CLOSED_STATUS:
+            self.totals.cancelled += 1
+        else:
+            self.totals.failed += 1
+        retry_after_s = BACKOFF_MAX_S if status == 503 else None
+        closing = record.closing
+        self._out.append(
+            Deliver(record.request_id, (), True, error, status, retry_after_s, closing=closing)
+        )
+
+    # ---- units come and go ----
+    def _load(self, now_s: float, load: Load) -> None:
+        unit = self.units.by_name.get(load.unit)
+        if unit is None or unit.epoch != load.epoch:
+            # It speaks, but did not say that it is up; or an old process's last words arrive late.
+            # Ask who is there.
+            self._send(load.unit, FrontUp(self._epoch))
+            return
+        self.units.heard(unit, load, now_s)
+
+    def _unit_up(self, now_s: float, message: UnitUp) -> None:
+        unit = self.units.by_name.get(message.unit)
+        if unit is not None and unit.epoch == message.epoch:
+            unit.seen_s = now_s
+            return
+        # Or the first it hears of us would make it drop what it has.
+        self._send(message.unit, FrontUp(self._epoch))
+        if unit is not None and (unit.orphan_by_s is not None or message.held):
+            self.units.succeeded(unit, message, now_s)
+            self._resume(now_s, message)
+            return
+        if unit is not None:
+            self._unit_down(now_s, message.unit, "restarted")
+        self.units.add(message, now_s)
+        if message.held:
+            self._send(message.unit, Resume((), is_last=True))
+
+    def _resume(self, now_s: float, message: UnitUp) -> None:
+        """A new leader took a unit over: what its ranks hold goes on there, from the last token
+        delivered.
+        """
+        held, going = set(message.held), []
+        for record in self.requests.on_unit(message.unit):
+            if (
+                record.state is State.DECODING
+                and (ticket := self.requests.running.ticket_of(record)) in held
+            ):
+                self.requests.running.sync(record)
+                going.append(msgspec.structs.replace(self._current(record), ticket=ticket))
+            elif not self.handover.lost(record, message.unit):
+                self._let_go(record, lost=message.unit)
+                self._retry(now_s, record, f"{message.unit}: its leader was lost")
+        for first in range(0, max(len(going), 1), RESUME_BATCH):
+            part = tuple(going[first : first + RESUME_BATCH])
+            self._send(message.unit, Resume(part, is_last=first + RESUME_BATCH >= len(going)))
+
+    def _leader_down(self, now_s: float, name: str, reason: str) -> None:
+        """A unit's ranks are left, and will have another leader. Decode requests wait for it, as
+        their KV does; all others are as quick elsewhere.
+        """
+        unit = self.units.by_name.get(name)
+        if unit is None or unit.role != DECODE:
+            self._unit_down(now_s, name, reason)
+            return
+        self.units.orphaned(unit, now_s + ORPHAN_S)
+        for record in self.requests.on_unit(name):
+            if record.state is not State.DECODING and not self.handover.lost(record, name):
+                self._let_go(record, lost=name)
+                self._retry(now_s, record, f"{name}: {reason}")
+
+    def _unit_down(self, now_s: float, name: str, reason: str) -> None:
+        """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
+        self.units.remove(name)
+        for record in self.requests.on_unit(name):
+            if self.handover.lost(record, name):
+                continue
+            self._let_go(record, lost=name)
+            self._retry(now_s, record, f"{name}: {reason}")
+
+    # ---- time ----
+    def _tick(self, now_s: float) -> None:
+        for record in self.requests.overdue(now_s):
+            timeout_s = self._config.limits.request_timeout_s
+            if record.state is State.QUEUED:
+                self._fail(record, f"no unit could take the request within {timeout_s:g} s.", 503)
+            else:
+                self._fail(record, f"the request took longer than {timeout_s:g} s.", 504)
+        for name, reason in self.units.frozen(now_s):
+            self._send(SUPERVISOR, UnitDown(name, reason))
+            if self.units.by_name[name].is_of_many_ranks:
+                self._leader_down(now_s, name, reason)
+            else:
+                self._unit_down(now_s, name, reason)
+        for name in self.units.late_orphans(now_s):
+            self._unit_down(now_s, name, "no leader took its ranks over")
+        self._out += self.units.suspects.take_effects()
+        for name in self.fleet.overdue(now_s):
+            for record in self.requests.on_unit(name):
+                self._let_go(record)
+                self._retry(now_s, record, f"{name} is drained", is_counted=False)
+        self._out += self.fleet.report(now_s)
+
+    # ---- looking ----
+    def _record(self, request_id: str, attempt: int) -> Record | None:
+        """The living request if `attempt` is its present one."""
+        record = self.requests.by_id.get(request_id)
+        return record if record is not None and record.attempt == attempt else None
+
+    def _send(self, to: str, message: AnyMessage) -> None:
+        self._out.append(Send(to, message))
+
+    def snapshot(self) -> FrontSnapshot:
+        """What /metrics and /health show."""
+        states = {state.value: count for state, count in self.requests.counts.items()}
+        roles = {
+            role: {unit.name: unit.num_ranks for unit in self.units.of_role(role)} for role in ROLES
+        }
+        return FrontSnapshot(
+            self.is_draining,
+            states,
+            self.units.loads(),
+            roles,
+            msgspec.structs.replace(self.totals),
+        )
+
+    def check(self) -> list[str]:
+        """Problems of the books; empty when requests, units and sums agree."""
+        return self.requests.check() + self.units.check(list(self.requests.placed()))
+
+
+def refused(request_id: str, refusal: Refusal) -> Deliver:
+    """The only delivery of a generation that is not let in."""
+    return Deliver(request_id, (), True, refusal.reason, refusal.status, refusal.retry_after_s)

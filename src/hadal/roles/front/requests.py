@@ -1,0 +1,518 @@
+"""Every request the front holds: its state, its owners, all its output so far, and the queue of
+those that wait.
+
+A state changes only through core/request.py's table. Knows neither units nor messages.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from heapq import merge
+from itertools import chain
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.cache import num_names
+from hadal.core.config import CacheConfig
+from hadal.core.errors import InvariantError
+from hadal.core.messages import BLOCK_TOKENS, Generation, Tokens
+from hadal.core.request import MAY_OWN, OWNS, Move, State, next_state
+from hadal.core.seams import Closing
+from hadal.kv.blocks import blocks_for
+from hadal.kv.names import extend, root_of
+from hadal.policy.admission import in_turns, turn_s
+
+# One request as the front knows it, from Submit to its last Deliver.
+
+
+Place = tuple[float, int, str]
+"""In the queue: whose turn is first, then who came first."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One request from Submit to its last Deliver."""
+
+    generation: Generation
+    number: int
+    """In the order of arrival."""
+    deadline_s: float
+    output: list[int]
+    """Its tokens so far; empty where the front keeps no text."""
+    num_output: int = 0
+    """Tokens so far. While it is seated (roles/front/requests), this and `num_blocks` are counted
+    there.
+    """
+    state: State = State.QUEUED
+    attempt: int = 0
+    prefill_unit: str | None = None
+    decode_unit: str | None = None
+    last_units: tuple[str, str] = ("", "")
+    """Prefill and decode units of the attempt that was placed last; empty: none."""
+    ahead: tuple[int, int] = (-1, 0)
+    """The attempt whose KV its decode unit was told to pull early, and tokens of it."""
+    num_cached: int = 0
+    """Positions that its prefill unit was taken to have when it was sent there."""
+    not_before_s: float = 0.0
+    num_retries: int = 0
+    is_fitted: bool = False
+    """`max_tokens` was checked against what the units can hold."""
+    num_blocks: int = 0
+    """Counted against decode while it is placed: its tokens and the one that comes."""
+    row: int = -1
+    """Where it is seated; negative: nowhere."""
+
+    @property
+    def request_id(self) -> str:
+        return self.generation.request_id
+
+    @property
+    def place(self) -> Place:
+        """In the queue; the same when it comes back."""
+        return (
+            turn_s(self.generation.arrived_s, self.generation.priority),
+            self.number,
+            self.request_id,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.generation.prompt) + self.num_output
+
+    @property
+    def closing(self) -> Closing:
+        return Closing(*self.last_units, self.attempt - self.generation.attempt)
+
+
+# Requests that decode units work on, as arrays: a step's tokens of a whole unit are counted in a
+# few operations.
+#
+#     Decode is sent: seat -> a ticket | Tokens: take ... take | it ends, is lost or given up: leave
+#
+# A ticket names an attempt by the row that it has here and is never given out twice, nor by another
+# front, so what comes late of an attempt that has left finds nothing. While it is seated, what
+# grows with every token is here and not in its record. Knows no messages but Tokens.
+
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_ROW_BITS = 24
+_NOBODY = -1
+MAX_ROWS = 1 << _ROW_BITS
+_FIRST_BITS = 38
+"""Of the number of a front's first ticket: as many again fit into what a row leaves of 63 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came of one Tokens message. The others of its rows are of attempts that left, or came
+    before.
+    """
+
+    good: Ints
+    """Its rows that are the next token of their attempt, in order: counted."""
+    gaps: tuple[Record, ...]
+    """Attempts of which a token is missing."""
+    strangers: tuple[int, ...]
+    """Tickets of attempts that have left, or are another unit's, and go on there."""
+    num_blocks: int
+    """That the requests of the unit grew by."""
+
+
+class Running:
+    """Rows of the seated. Grows by itself, up to MAX_ROWS at once."""
+
+    def __init__(self, num_rows: int = 32) -> None:
+        self._free: list[int] = []
+        self._records: list[Record | None] = []
+        self._num_given = 0
+        self._unit_to_number: dict[str, int] = {}
+        self._ticket: Ints = np.zeros(0, np.int64)
+        """0: the row is free."""
+        self._unit: Ints = np.zeros(0, np.int64)
+        self._num_prompt: Ints = np.zeros(0, np.int64)
+        self._num_output: Ints = np.zeros(0, np.int64)
+        self._num_blocks: Ints = np.zeros(0, np.int64)
+        self._is_pulled: Ints = np.zeros(0, np.int64)
+        """Its KV is where its tokens come from."""
+        self._grow(num_rows)
+
+    def __len__(self) -> int:
+        return len(self._records) - len(self._free)
+
+    def begin(self, epoch: str) -> None:
+        """Give out this front's tickets. Those of two are far apart: a unit may have attempts of
+        one that died beside its successor's, and neither's text may ever be taken for the other's.
+        """
+        self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (
+            64 - _FIRST_BITS
+        )
+
+    def _grow(self, num_more: int) -> None:
+        first = len(self._records)
+        if first + num_more > MAX_ROWS:
+            raise InvariantError(f"more than {MAX_ROWS} requests are in decode.")
+        self._records += [None] * num_more
+        self._free += range(first + num_more - 1, first - 1, -1)
+        for name in ("_ticket", "_unit", "_num_prompt", "_num_output", "_num_blocks", "_is_pulled"):
+            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
+
+    def seat(self, record: Record) -> int:
+        """Its tokens come from `record.decode_unit` from now on; returns the ticket to know them
+        by.
+        """
+        if record.row >= 0 or record.decode_unit is None:
+            raise InvariantError(f"{record.request_id} cannot be seated.")
+        if not self._free:
+            self._grow(len(self._records))
+        row = record.row = self._free.pop()
+        self._num_given += 1
+        ticket = self._num_given << _ROW_BITS | row
+        self._records[row] = record
+        self._ticket[row] = ticket
+        self._unit[row] = self._unit_to_number.setdefault(
+            record.decode_unit, len(self._unit_to_number)
+        )
+        self._num_prompt[row] = len(record.generation.prompt)
+        self._num_output[row] = record.num_output
+        self._num_blocks[row] = record.num_blocks
+        self._is_pulled[row] = False
+        return ticket
+
+    def pulled(self, record: Record) -> None:
+        """Its KV has arrived."""
+        self._is_pulled[record.row] = True
+
+    def sync(self, record: Record) -> None:
+        """Bring a record up to date, if it is seated."""
+        if record.row >= 0:
+            record.num_output = int(self._num_output[record.row])
+            record.num_blocks = int(self._num_blocks[record.row])
+
+    def leave(self, record: Record) -> None:
+        """None of its tokens is waited for any more. The record is up to date."""
+        if record.row < 0:
+            return
+        self.sync(record)
+        self._ticket[record.row] = 0
+        self._records[record.row] = None
+        self._free.append(record.row)
+        record.row = _NOBODY
+
+    def ticket_of(self, record: Record) -> int:
+        """The ticket of one that is seated."""
+        return int(self._ticket[record.row])
+
+    def record_of(self, ticket: int) -> Record:
+        """Whose ticket it is: of one that was taken."""
+        record = self._records[ticket & (MAX_ROWS - 1)]
+        assert record is not None
+        return record
+
+    def early(self, message: Tokens) -> list[Record]:
+        """Of whom tokens come though nobody said that their KV was pulled."""
+        tickets = np.frombuffer(message.tickets, np.int64)
+        rows, known = self._rows(message.unit, tickets)
+        return [
+            self.record_of(ticket)
+            for ticket in tickets[known & (self._is_pulled[rows] == 0)].tolist()
+        ]
+
+    def take(self, message: Tokens) -> Taken:
+        """Count the tokens that are what comes next."""
+        tickets = np.frombuffer(message.tickets, np.int64)
+        indices = np.frombuffer(message.indices, np.int64)
+        rows, known = self._rows(message.unit, tickets)
+        ahead = indices - self._num_output[rows]
+        is_next: Bools = known & (ahead == 0)
+        good = np.flatnonzero(is_next)
+        counted = rows[good]
+        self._num_output[counted] += 1
+        # A block is taken with the token before its first: there has to be room for the one that
+        # comes.
+        full = (self._num_prompt[counted] + self._num_output[counted]) % BLOCK_TOKENS == 0
+        self._num_blocks[counted] += full
+        gaps: list[Record] = []
+        strangers: list[int] = []
+        if good.size < tickets.size:
+            ending = {row for row, _ in message.finishes}
+            gaps = [
+                self.record_of(int(tickets[at]))
+                for at in np.flatnonzero(known & (ahead > 0)).tolist()
+            ]
+            strangers = [
+                int(tickets[at]) for at in np.flatnonzero(~known).tolist() if at not in ending
+            ]
+        return Taken(good, tuple(gaps), tuple(strangers), int(np.count_nonzero(full)))
+
+    def _rows(self, unit: str, tickets: Ints) -> tuple[Ints, Bools]:
+        """The rows that tickets name, and whether these attempts are seated there now, on this
+        unit.
+        """
+        rows = tickets & (MAX_ROWS - 1)
+        known: Bools = rows < len(self._records)
+        rows = np.where(known, rows, 0)
+        number = self._unit_to_number.get(unit, _NOBODY)
+        known &= (self._ticket[rows] == tickets) & (self._unit[rows] == number)
+        return rows, known
+
+    def check(self) -> list[str]:
+        """Problems; empty when rows and records agree."""
+        problems = []
+        rows = zip(self._ticket.tolist(), self._unit.tolist(), self._records, strict=True)
+        for row, (ticket, number, record) in enumerate(rows):
+            if (record is None) != (ticket == 0):
+                problems.append(f"row {row} has ticket {ticket} and {record and record.request_id}")
+            if record is None:
+                continue
+            if record.row != row:
+                problems.append(f"{record.request_id} is in row {row} and says {record.row}")
+            if self._unit_to_number.get(record.decode_unit or "") != number:
+                problems.append(
+                    f"{record.request_id} is on {record.decode_unit}, and its row on another"
+                )
+        if len(self._free) != self._records.count(None):
+            problems.append("the free rows are not those without a record")
+        return problems
+
+
+LATELY_S = 120.0
+"""A tenant that sent something within this time is expected to send more."""
+PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
+"""States in which a unit works, or will, for the request."""
+
+
+@dataclass(slots=True)
+class RequestBook:
+    """Requests by id, in the order of arrival, with the queue and the sums the policies need."""
+
+    by_id: dict[str, Record] = field(default_factory=dict)
+    counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
+    num_blocks_placed: int = 0
+    running: Running = field(default_factory=Running)
+    """Those in decode."""
+    _tenant_to_queue: dict[str, list[Place]] = field(default_factory=dict)
+    """Places of those that wait, in their order. A tenant of whom nobody waits is not in it."""
+    tenant_to_placed: Counter[str] = field(default_factory=Counter)
+    """How many of a tenant's requests units work on."""
+    tenant_to_seen_s: dict[str, float] = field(default_factory=dict)
+    """When a tenant's last request came. One that sent none for LATELY_S is forgotten when the next
+    request comes.
+    """
+    _num_arrived: int = 0
+
+    @property
+    def num_placed(self) -> int:
+        return sum(self.counts[state] for state in PLACED)
+
+    @property
+    def num_queued(self) -> int:
+        return self.counts[State.QUEUED]
+
+    def num_queued_of(self, tenant: str) -> int:
+        """How many of a tenant's requests wait."""
+        return len(self._tenant_to_queue.get(tenant, ()))
+
+    def num_tenants_with(self, tenant: str) -> int:
+        """How many tenants have requests that wait, this one counted in any case."""
+        return len(self._tenant_to_queue.keys() | {tenant})
+
+    def num_tenants_absent(self, tenant: str) -> int:
+        """How many others sent something lately of whom nobody waits now."""
+        return len(self.tenant_to_seen_s.keys() - self._tenant_to_queue.keys() - {tenant})
+
+    def add(self, generation: Generation, deadline_s: float, *, keeps_text: bool = True) -> Record:
+        """A new request, queued behind all whose turn is before its own (policy/admission).
+        `keeps_text`: see Front.
+        """
+        output = list(generation.output) if keeps_text else []
+        record = Record(
+            generation,
+            self._num_arrived,
+            deadline_s,
+            output,
+            len(generation.output),
+            attempt=generation.attempt,
+        )
+        self._num_arrived += 1
+        self.by_id[record.request_id] = record
+        self.counts[State.QUEUED] += 1
+        self._enqueue(record)
+        self._saw(generation.tenant, generation.arrived_s)
+        return record
+
+    def _saw(self, tenant: str, now_s: float) -> None:
+        """A tenant sent something. Those seen last are last."""
+        seen_s = self.tenant_to_seen_s
+        seen_s.pop(tenant, None)
+        seen_s[tenant] = now_s
+        while seen_s[first := next(iter(seen_s))] < now_s - LATELY_S:
+            del seen_s[first]
+
+    def move(self, record: Record, move: Move) -> None:
+        """Walk the life's table; raises InvariantError for a move that cannot happen. An ended
+        request is forgotten.
+        """
+        before, after = record.state, next_state(record.state, move)
+        record.state = after
+        self.counts[before] -= 1
+        self.counts[after] += 1
+        if before is State.QUEUED:
+            self._dequeue(record)
+        if after is State.QUEUED:
+            self._enqueue(record)
+        if after not in PLACED:
+            self.running.leave(record)
+        if before not in PLACED and after in PLACED:
+            record.num_blocks = blocks_for(record.num_tokens + 1)
+            self.num_blocks_placed += record.num_blocks
+            self.tenant_to_placed[record.generation.tenant] += 1
+        elif before in PLACED and after not in PLACED:
+            self.num_blocks_placed -= record.num_blocks
+            self.tenant_to_placed[record.generation.tenant] -= 1
+            if not self.tenant_to_placed[record.generation.tenant]:
+                del self.tenant_to_placed[record.generation.tenant]
+        if after in (State.FINISHED, State.CANCELLED):
+            self.counts[after] -= 1
+            del self.by_id[record.request_id]
+
+    def grow(self, record: Record) -> int:
+        """Count its first token of this attempt; return how many blocks its request grew by."""
+        record.num_output += 1
+        grown = blocks_for(record.num_tokens + 1) - record.num_blocks
+        if grown:
+            record.num_blocks += grown
+            self.num_blocks_placed += grown
+        return grown
+
+    def next_queued(self, now_s: float) -> Record | None:
+        """Whose turn it is (policy/admission), of those that wait and are not backing off."""
+        heads = [
+            head
+            for queue in self._tenant_to_queue.values()
+            if (head := self._head(queue, now_s)) is not None
+        ]
+        if len(heads) > 1:
+            heads.sort(key=lambda record: record.place)
+        return next(in_turns(heads, _who, self.tenant_to_placed), None)
+
+    def _head(self, queue: list[Place], now_s: float) -> Record | None:
+        for _, _, request_id in queue:
+            record = self.by_id[request_id]
+            if record.not_before_s <= now_s:
+                return record
+        return None
+
+    def _enqueue(self, record: Record) -> None:
+        insort(self._tenant_to_queue.setdefault(record.generation.tenant, []), record.place)
+
+    def _dequeue(self, record: Record) -> None:
+        queue = self._tenant_to_queue[record.generation.tenant]
+        del queue[bisect_left(queue, record.place)]
+        if not queue:
+            del self._tenant_to_queue[record.generation.tenant]
+
+    def queued(self) -> list[Record]:
+        """Those that wait, in the order of their places."""
+        return [
+            self.by_id[request_id] for _, _, request_id in merge(*self._tenant_to_queue.values())
+        ]
+
+    def next_retry_s(self, now_s: float) -> float:
+        """When the next back-off ends; infinity if nothing backs off."""
+        waiting = chain.from_iterable(self._tenant_to_queue.values())
+        times = [self.by_id[request_id].not_before_s for _, _, request_id in waiting]
+        return min((time_s for time_s in times if time_s > now_s), default=math.inf)
+
+    def overdue(self, now_s: float) -> list[Record]:
+        """Requests past their deadline. All are given as long, so the oldest come first."""
+        late = []
+        for record in self.by_id.values():
+            if record.deadline_s > now_s:
+                break
+            late.append(record)
+        return late
+
+    def on_unit(self, unit: str) -> list[Record]:
+        """Requests that lose something if this unit is lost, the oldest first."""
+        return [
+            record
+            for record in self.by_id.values()
+            if unit in (record.prefill_unit, record.decode_unit)
+        ]
+
+    def placed(self) -> Iterator[Record]:
+        return (record for record in self.by_id.values() if record.state in PLACED)
+
+    def check(self) -> list[str]:
+        """Problems of the book; empty when states, owners, queue and sums agree."""
+        problems = self.running.check()
+        for record in self.by_id.values():
+            self.running.sync(record)
+            owns = {
+                name
+                for name in ("prefill_unit", "decode_unit")
+                if getattr(record, name) is not None
+            }
+            if not OWNS[record.state] <= owns <= MAY_OWN[record.state]:
+                problems.append(f"{record.request_id} is {record.state} and owns {sorted(owns)}")
+            if record.state in PLACED and record.num_blocks != blocks_for(record.num_tokens + 1):
+                problems.append(
+                    f"{record.request_id} counts {record.num_blocks} blocks for {record.num_tokens}"
+                    " tokens"
+                )
+        queues: dict[str, list[Place]] = {}
+        for record in self.by_id.values():
+            if record.state is State.QUEUED:
+                queues.setdefault(record.generation.tenant, []).append(record.place)
+        if {tenant: sorted(queue) for tenant, queue in queues.items()} != self._tenant_to_queue:
+            problems.append("the queue does not hold those that are queued")
+        if self.num_blocks_placed != sum(record.num_blocks for record in self.placed()):
+            problems.append("the sum of placed blocks is wrong")
+        if self.tenant_to_placed != Counter(record.generation.tenant for record in self.placed()):
+            problems.append("the counts of tenants' placed requests are wrong")
+        counts = Counter(record.state for record in self.by_id.values())
+        for state in State:
+            if self.counts[state] != counts[state]:
+                problems.append(f"the count of {state} requests is wrong")
+        return problems
+
+
+def _who(record: Record) -> tuple[str, int]:
+    return record.generation.tenant, record.generation.priority
+
+
+# Names the blocks of a generation's text (kv/names), as far as that was not done already.
+#
+# Holds the deployment's root and nothing else, so any thread may use it: the gateway names a long
+# prompt where it tokenises it, and the front only what came since.
+
+
+class FrontNames:
+    """Names under one fingerprint; none at all where nothing is cached."""
+
+    def __init__(self, cache: CacheConfig, fingerprint: str) -> None:
+        """`fingerprint` stands for all that KV depends on besides the text."""
+        self._root = root_of(fingerprint.encode()) if cache.is_on else None
+
+    def named(self, generation: Generation, output: Sequence[int] = ()) -> Generation:
+        """`generation` with a chain that names the full blocks of its prompt and `output`: longer,
+        never another one.
+
+        A hash for each block that has no name yet, so milliseconds for a very long prompt and next
+        to nothing after.
+        """
+        num_blocks = (len(generation.prompt) + len(output)) // BLOCK_TOKENS
+        if self._root is None or num_names(generation.chain) >= num_blocks:
+            return generation
+        text = generation.prompt + tuple(output)
+        chain = extend(self._root, generation.chain, text, generation.salt, generation.num_public)
+        return msgspec.structs.replace(generation, chain=chain)

@@ -1,0 +1,485 @@
+"""The units as the front knows them: who is up, and what was sent to each. Snapshots for the
+policies are made here.
+
+Counts are the front's own, raised when it sends and lowered when it takes back, so they are never
+late; the units' Load messages are kept for the metrics and as heartbeats.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from hadal.core.cache import NAME_BYTES
+from hadal.core.config import DECODE, PREFILL, ROLES
+from hadal.core.messages import BLOCK_TOKENS, Cached, Load, UnitUp
+from hadal.core.request import State
+from hadal.overlap.split import num_pairs_of
+from hadal.policy.admission import shared_slots
+from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
+from hadal.roles.front.requests import Record
+from hadal.roles.suspects import Absence, Suspects
+
+# What the front knows of the units' caches: which blocks each can take out of its memory, by name.
+#
+# A summary, told by the units' Cached messages. It decides where a prompt goes and nothing else:
+# what a unit has really got is found out there, so a message that is lost, doubled or late costs
+# time and never a token. Blocks on disk are not in it: every unit of a deployment reads the same
+# folder, so the disk never makes one unit better than another.
+#
+# Half of a name is kept, 8 of its 16 bytes: two blocks taken for the same would be a wrong guess
+# once in 10^8 years.
+
+
+_STRIDE = NAME_BYTES // 8
+
+
+@dataclass(slots=True)
+class _Held:
+    """One unit that is up."""
+
+    epoch: str
+    num_blocks: int
+    """Of its pools when there were most: it cannot have more names than that."""
+    keys: dict[int, None] = field(default_factory=dict)
+    """In the order in which they were told, so that what was told first is forgotten first."""
+
+
+class FrontCache:
+    """Units by name; one that is down is not in it. About 100 bytes a block of the units' pools."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, _Held] = {}
+
+    def up(self, unit: str, epoch: str, num_blocks: int) -> None:
+        """A unit starts, or starts again: it tells itself what it has."""
+        self._units[unit] = _Held(epoch, num_blocks)
+
+    def down(self, unit: str) -> None:
+        """Its memory is gone."""
+        self._units.pop(unit, None)
+
+    def heard(self, message: Cached, num_blocks: int) -> None:
+        """Take in a change. What an earlier life of the unit said is dropped; `num_blocks` is the
+        unit's by now.
+        """
+        held = self._units.get(message.unit)
+        if held is None or held.epoch != message.epoch:
+            return
+        held.num_blocks = max(held.num_blocks, num_blocks)
+        if message.is_whole:
+            held.keys.clear()
+        for key in _keys(message.dropped):
+            held.keys.pop(key, None)
+        held.keys.update(dict.fromkeys(_keys(message.added)))
+        # More than its pools can hold: a message that dropped some was lost.
+        for key in list(islice(held.keys, max(0, len(held.keys) - held.num_blocks))):
+            del held.keys[key]
+
+    def num_names(self, unit: str) -> int:
+        """How many blocks the unit is known to have."""
+        held = self._units.get(unit)
+        return len(held.keys) if held is not None else 0
+
+    def prefixes(self, chain: bytes, units: Iterable[str]) -> dict[str, int]:
+        """By unit: tokens of the longest prefix of the chain's text that it has; units that have
+        none are left out.
+        """
+        keys = _keys(chain)
+        if not keys:
+            return {}
+        unit_to_tokens = {}
+        for unit in units:
+            held = self._units.get(unit)
+            num_blocks = _num_first(keys, held.keys) if held is not None else 0
+            if num_blocks:
+                unit_to_tokens[unit] = num_blocks * BLOCK_TOKENS
+        return unit_to_tokens
+
+    def check(self, unit_to_epoch: Mapping[str, str]) -> list[str]:
+        """Problems of the summary; empty when it speaks of the units that are up, and within their
+        pools.
+        """
+        problems = []
+        if {unit: held.epoch for unit, held in self._units.items()} != dict(unit_to_epoch):
+            problems.append(
+                f"the cache's summary is of {sorted(self._units)}, up are {sorted(unit_to_epoch)}"
+            )
+        for unit, held in self._units.items():
+            if len(held.keys) > held.num_blocks:
+                problems.append(
+                    f"{unit} is said to have {len(held.keys)} named blocks of {held.num_blocks}"
+                )
+        return problems
+
+
+def _keys(names: bytes) -> array[int]:
+    return array("Q", names)[::_STRIDE]
+
+
+def _num_first(keys: array[int], known: Mapping[int, None]) -> int:
+    """How many of the first keys are known, up to the first that is not."""
+    for index, key in enumerate(keys):
+        if key not in known:
+            return index
+    return len(keys)
+
+
+_NOTHING: Mapping[str, int] = {}
+
+
+@dataclass(slots=True)
+class Unit:
+    """One unit that is up."""
+
+    name: str
+    role: str
+    epoch: str
+    num_blocks: int
+    """Of its living ranks, as `num_requests_max`: both follow its Load as ranks come and go."""
+    num_blocks_request: int
+    """What one request can hold there at most; 0 while no rank of it lives."""
+    num_requests_max: int
+    seen_s: float
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Prefill: tokens sent there whose prompts are not yet prefilled, those out of its cache
+    aside.
+    """
+    num_pairs: int = 0
+    """Prefill: (token, position it attends to) pairs of those."""
+    num_blocks_used: int = 0
+    """Decode: blocks of the requests sent there."""
+    load: Load | None = None
+    prefill_view: PrefillUnitView | None = None
+    decode_view: DecodeUnitView | None = None
+    """As the policies saw it last, unless something changed since."""
+    drain_number: int = 0
+    drain_by_s: float | None = None
+    """Not None: nothing new is sent there, and what it holds may stay until then
+    (roles/front/front).
+    """
+    orphan_by_s: float | None = None
+    """Not None: its ranks have no leader, and what they hold is kept for a new one until then."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that live and are led. One that has not reported said that it is up, which it is
+        with one at least.
+        """
+        if self.orphan_by_s is not None:
+            return 0
+        return self.load.num_ranks if self.load is not None else 1
+
+    @property
+    def is_open(self) -> bool:
+        """New requests may be sent there."""
+        return self.drain_by_s is None and self.orphan_by_s is None
+
+    @property
+    def is_of_many_ranks(self) -> bool:
+        """Its leader is a process by itself."""
+        return self.load is not None and self.load.num_ranks > 1
+
+    def changed(self) -> None:
+        """It is not as the policies saw it any more."""
+        self.prefill_view = self.decode_view = None
+
+
+def prefill_work(record: Record) -> tuple[int, int]:
+    """Tokens and pairs that its prefill unit computes for a request: what is cached there is
+    context only.
+    """
+    num_tokens = record.num_tokens - record.num_cached
+    return num_tokens, num_pairs_of(record.num_cached, num_tokens)
+
+
+def _decode_view(unit: Unit) -> DecodeUnitView:
+    return DecodeUnitView(
+        unit.name,
+        unit.num_blocks,
+        unit.num_blocks_used,
+        unit.num_requests,
+        unit.num_requests_max,
+        unit.num_blocks_request,
+    )
+
+
+def _shared_slots(unit: Unit) -> int:
+    load = unit.load
+    if load is None:
+        return shared_slots(unit.num_requests_max, 1, 0.0, 0.0)
+    return shared_slots(unit.num_requests_max, load.num_ranks, load.step_s, load.token_s)
+
+
+def _prefill_view(unit: Unit) -> PrefillUnitView:
+    """As it is for a request of which it has nothing."""
+    load = unit.load
+    return PrefillUnitView(
+        unit.name,
+        unit.num_blocks_request,
+        unit.num_tokens,
+        unit.num_requests,
+        unit.num_requests_max,
+        unit.num_pairs,
+        unit.num_ranks,
+        load.token_s if load else 0.0,
+        load.pair_s if load else 0.0,
+    )
+
+
+class UnitBook:
+    """Units by name; one that is down is not in it."""
+
+    def __init__(self, unit_timeout_s: float, beat_s: float) -> None:
+        """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `beat_s`:
+        from one call of the front to the next, at most.
+        """
+        self.by_name: dict[str, Unit] = {}
+        self.suspects = Suspects(unit_timeout_s)
+        self._absence = Absence(beat_s)
+        self.cache = FrontCache()
+        self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
+
+    def of_role(self, role: str) -> list[Unit]:
+        """In the order in which they came up."""
+        return self._role_to_units[role]
+
+    def add(self, message: UnitUp, now_s: float) -> None:
+        self.remove(message.unit)
+        unit = self.by_name[message.unit] = Unit(
+            message.unit,
+            message.role,
+            message.epoch,
+            message.num_blocks,
+            message.num_blocks_request or message.num_blocks,
+            message.num_requests_max,
+            now_s,
+        )
+        self._role_to_units[unit.role].append(unit)
+        self.cache.up(message.unit, message.epoch, message.num_blocks)
+
+    def remove(self, name: str) -> None:
+        """It is down, and what it had with it."""
+        unit = self.by_name.pop(name, None)
+        if unit is not None:
+            self._role_to_units[unit.role].remove(unit)
+        self.cache.down(name)
+
+    def orphaned(self, unit: Unit, by_s: float) -> None:
+        """Its leader is gone. Said again, it changes nothing."""
+        unit.changed()
+        unit.orphan_by_s = by_s if unit.orphan_by_s is None else unit.orphan_by_s
+
+    def succeeded(self, unit: Unit, message: UnitUp, now_s: float) -> None:
+        """It has a new leader, and what was sent there counts on."""
+        unit.changed()
+        unit.epoch, unit.orphan_by_s, unit.seen_s, unit.load = message.epoch, None, now_s, None
+        unit.num_blocks, unit.num_requests_max = message.num_blocks, message.num_requests_max
+        unit.num_blocks_request = message.num_blocks_request or message.num_blocks
+        self.cache.up(message.unit, message.epoch, message.num_blocks)
+
+    def late_orphans(self, now_s: float) -> list[str]:
+        """Units that nobody took over in time."""
+        units = self.by_name.values()
+        return [
+            unit.name
+            for unit in units
+            if unit.orphan_by_s is not None and unit.orphan_by_s <= now_s
+        ]
+
+    def heard(self, unit: Unit, load: Load, now_s: float) -> None:
+        """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
+        unit.seen_s = now_s
+        unit.changed()
+        unit.load = load
+        unit.num_blocks, unit.num_requests_max = load.num_blocks, load.num_requests_max
+        unit.num_blocks_request = load.num_blocks_request or load.num_blocks
+
+    def cached(self, message: Cached) -> None:
+        """What it can take out of its memory changed."""
+        if message.unit in self.by_name:
+            self.cache.heard(message, self.by_name[message.unit].num_blocks)
+
+    def loads(self) -> dict[str, Load]:
+        """By unit, of those that have reported."""
+        return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
+
+    def called(self, now_s: float) -> None:
+        """The front is called: to be told before anything else."""
+        if missed_s := self._absence.called(now_s):
+            for unit in self.by_name.values():
+                unit.seen_s += missed_s
+
+    def frozen(self, now_s: float) -> list[tuple[str, str]]:
+        """Units that sent no heartbeat for too long and could have, and what to say of each."""
+        silent = {
+            unit.name: now_s - unit.seen_s
+            for unit in self.by_name.values()
+            if unit.orphan_by_s is None
+        }
+        return [
+            (name, f"has sent no heartbeat for {silent[name]:.1f} s{self.suspects.why(name)}")
+            for name in self.suspects.judge(now_s, silent)
+        ]
+
+    def capacity_tokens(self) -> int | None:
+        """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is
+        up.
+        """
+        num_blocks = min(
+            max(
+                [unit.num_blocks_request for unit in self.of_role(role) if unit.drain_by_s is None],
+                default=0,
+            )
+            for role in ROLES
+        )
+        return num_blocks * BLOCK_TOKENS or None
+
+    # ---- what was sent to them ----
+    def sent_to_prefill(self, name: str, record: Record) -> None:
+        unit, (num_tokens, num_pairs) = self.by_name[name], prefill_work(record)
+        unit.changed()
+        unit.num_requests += 1
+        unit.num_tokens += num_tokens
+        unit.num_pairs += num_pairs
+
+    def left_prefill(self, name: str, record: Record) -> None:
+        unit = self.by_name.get(name)
+        if unit is not None:
+            num_tokens, num_pairs = prefill_work(record)
+            unit.changed()
+            unit.num_requests -= 1
+            unit.num_tokens -= num_tokens
+            unit.num_pairs -= num_pairs
+
+    def sent_to_decode(self, name: str, num_blocks: int) -> None:
+        unit = self.by_name[name]
+        unit.changed()
+        unit.num_requests += 1
+        unit.num_blocks_used += num_blocks
+
+    def grew(self, name: str, num_blocks: int) -> None:
+        """Requests of a decode unit have more blocks."""
+        unit = self.by_name.get(name)
+        if unit is not None and num_blocks:
+            unit.changed()
+            unit.num_blocks_used += num_blocks
+
+    def left_decode(self, name: str, num_blocks: int) -> None:
+        unit = self.by_name.get(name)
+        if unit is not None:
+            unit.changed()
+            unit.num_requests -= 1
+            unit.num_blocks_used -= num_blocks
+
+    # ---- what the policies see ----
+    def open_prefill_units(self) -> list[str]:
+        """Those that take one more request."""
+        return [
+            u.name
+            for u in self.of_role(PREFILL)
+            if u.is_open and u.num_requests < u.num_requests_max
+        ]
+
+    def prefill_views(self, unit_to_cached: Mapping[str, int] = _NOTHING) -> list[PrefillUnitView]:
+        """As a request sees them of which units have so many positions already."""
+        views = []
+        for unit in self.of_role(PREFILL):
+            if unit.drain_by_s is not None:
+                continue
+            if unit.prefill_view is None:
+                unit.prefill_view = _prefill_view(unit)
+            views.append(unit.prefill_view)
+        if not unit_to_cached:
+            return views
+        return [
+            replace(view, num_cached=unit_to_cached[view.unit])
+            if view.unit in unit_to_cached
+            else view
+            for view in views
+        ]
+
+    def decode_views(self) -> list[DecodeUnitView]:
+        views = []
+        for unit in self.of_role(DECODE):
+            if not unit.is_open:
+                continue
+            if unit.decode_view is None:
+                unit.decode_view = _decode_view(unit)
+            views.append(unit.decode_view)
+        return views
+
+    def downstream(
+        self,
+        num_requests: int,
+        num_blocks_used: int,
+        num_transferring: int,
+        num_of_tenant: int = 0,
+        num_tenants: int = 1,
+        num_tenants_absent: int = 0,
+    ) -> DownstreamView:
+        """One that drains or has no leader has room for what it holds and for nothing else."""
+        units = self.of_role(DECODE)
+        return DownstreamView(
+            sum([unit.num_requests_max if unit.is_open else unit.num_requests for unit in units]),
+            sum([unit.num_blocks if unit.is_open else unit.num_blocks_used for unit in units]),
+            num_requests,
+            num_blocks_used,
+            num_transferring,
+            sum(_shared_slots(unit) for unit in units if unit.is_open) if num_tenants_absent else 0,
+            num_of_tenant,
+            num_tenants,
+            num_tenants_absent,
+        )
+
+    def check(self, placed: Sequence[Record]) -> list[str]:
+        """Problems of the counts; empty when they are what the `placed` requests add up to."""
+        problems = []
+        to_prefill: defaultdict[str | None, list[Record]] = defaultdict(list)
+        to_decode: defaultdict[str | None, list[Record]] = defaultdict(list)
+        for record in placed:
+            to_decode[record.decode_unit].append(record)
+            if record.state is State.PREFILLING:
+                to_prefill[record.prefill_unit].append(record)
+        for unit in self.by_name.values():
+            if unit.prefill_view not in (None, _prefill_view(unit)):
+                problems.append(
+                    f"{unit.name} is seen as {unit.prefill_view}, which is no longer so"
+                )
+            if unit.decode_view not in (None, _decode_view(unit)):
+                problems.append(f"{unit.name} is seen as {unit.decode_view}, which is no longer so")
+            if not any(other is unit for other in self.of_role(unit.role)):
+                problems.append(f"{unit.name} is not among the units of its role")
+            if unit.role == PREFILL:
+                records = to_prefill[unit.name]
+                works = [prefill_work(record) for record in records]
+                counted = [unit.num_tokens, unit.num_pairs]
+                true = [
+                    sum(num_tokens for num_tokens, _ in works),
+                    sum(num_pairs for _, num_pairs in works),
+                ]
+            else:
+                records = to_decode[unit.name]
+                counted, true = (
+                    [unit.num_blocks_used],
+                    [sum(record.num_blocks for record in records)],
+                )
+            if unit.num_requests != len(records) or counted != true:
+                problems.append(
+                    f"{unit.name} counts {unit.num_requests}, {counted}, not {len(records)}, {true}"
+                )
+        owners = {
+            name
+            for record in placed
+            for name in (record.prefill_unit, record.decode_unit)
+            if name is not None
+        }
+        if owners - self.by_name.keys():
+            problems.append(f"requests are on {owners - self.by_name.keys()}, which are down")
+        return problems + self.cache.check(
+            {unit.name: unit.epoch for unit in self.by_name.values()}
+        )

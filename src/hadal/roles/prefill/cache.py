@@ -1,0 +1,492 @@
+"""What a prefill leader finds instead of computing it, and keeps for others to find: in its ranks'
+pools and on disk.
+
+    find -> start: own what the pool has, read what the disk has (disk_loads) -> loaded -> (steps)
+    -> written: named
+                                                                 the first token came -> finished:
+                                                                 stored (disk_stores)
+
+A block is found by others as soon as it is complete; it goes to disk only when its prompt's first
+token proved that what is in it is sound, for that cannot be taken back. A token that is void takes
+with it all names of its rank.
+
+Knows no steps and decides nothing about ranks; what is cheaper to compute than to read is
+policy/routing's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from hadal.core import cache
+from hadal.core.balance import AUTO
+from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
+from hadal.core.errors import InvariantError
+from hadal.core.messages import BLOCK_TOKENS, Cached, KvLease, PrefillAhead
+from hadal.core.plans import BlocksLoaded
+from hadal.core.rates import StepRates
+from hadal.core.seams import Effect, LoadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.kv.blocks import blocks_for
+from hadal.policy.routing import LoadRates, Prefix, choose_prefix, usable_blocks
+from hadal.roles.prefill.prompts import Found, Prompt, Start
+from hadal.roles.ranks.pools import RankPools
+from hadal.roles.unit.disk_stores import StoreBook
+
+# Reads of the disk cache that are under way: into which blocks, for whom, until when, and what
+# reads took so far.
+#
+# Until a read is answered its blocks belong to it, whoever else owns them: a prompt that gives up,
+# or is given up, leaves them to it, and what arrives late is written where nobody computes. Knows
+# no allocator and no index.
+
+
+LOAD_TIMEOUT_S = 5.0
+"""A prompt waits for the disk no longer than this, or than `LATE` times what was predicted; then it
+is computed.
+"""
+LATE = 2.0
+KNOWN_S = 30.0
+"""What was measured counts for so long: a disk that was slow is tried again."""
+_FADE = 0.9
+"""Weight of what was measured before, at each new measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Owns the blocks of a read."""
+
+    load_id: int
+
+
+@dataclass(slots=True)
+class DiskLoad:
+    """One read."""
+
+    load_id: int
+    rank: int
+    names: bytes
+    first: int
+    """Which block of its text names[0] is."""
+    chain: bytes
+    into: tuple[int, ...]
+    began_s: float
+    predicted_s: float
+    deadline_s: float
+    prompt: Prompt | None
+    """Who waits for it; None: nobody any more."""
+    owner: Reader
+    """Of `into`."""
+
+
+class LoadMeter:
+    """A line through the reads so far: seconds of one, and of a block. Old ones fade."""
+
+    def __init__(self) -> None:
+        self._known_until_s = -math.inf
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        """Of the weights w, and of w n, w n^2, w t and w n t, where n blocks took t."""
+
+    def observe(self, now_s: float, num_blocks: int, elapsed_s: float) -> None:
+        """A read of `num_blocks` took so long, the reads before it aside."""
+        n, t = num_blocks, elapsed_s
+        self._sums = tuple(  # type: ignore[assignment]
+            _FADE * old + new
+            for old, new in zip(self._sums, (1.0, n, n * n, t, n * t), strict=True)
+        )
+        self._known_until_s = now_s + KNOWN_S
+
+    def rates(self, now_s: float) -> LoadRates | None:
+        """None while nothing is known, or not any more."""
+        if now_s > self._known_until_s:
+            return None
+        w, n, nn, t, nt = self._sums
+        spread = w * nn - n * n
+        # All of one size: what a block takes and what the read takes cannot be told apart.
+        block_s = (w * nt - n * t) / spread if spread > 1e-9 * w * nn else t / n
+        block_s = min(max(block_s, 0.0), t / n)
+        return LoadRates(max(0.0, (t - block_s * n) / w), block_s)
+
+
+class LoadBook:
+    """The reads of one unit."""
+
+    def __init__(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        self.meter = LoadMeter()
+        self.timeout_s = timeout_s
+        self._loads: dict[int, DiskLoad] = {}
+        """In the order of their beginning."""
+        self._num_begun = 0
+        self._answered_s: dict[int, float] = {}
+        """rank -> when its last answer came."""
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begin(self, now_s: float, prompt: Prompt, first: int, num_blocks: int) -> DiskLoad:
+        """`prompt`'s blocks from `first` on will be read into the blocks that it has for them."""
+        chain = prompt.generation.chain
+        names = slice_of(chain, first, first + num_blocks)
+        rates = self.meter.rates(now_s)
+        load = DiskLoad(
+            self._num_begun,
+            prompt.rank,
+            names,
+            first,
+            chain,
+            prompt.block_ids[first : first + num_blocks],
+            now_s,
+            rates.seconds(num_blocks) if rates is not None else 0.0,
+            now_s + max(self.timeout_s, LATE * prompt.prefix.load_s),
+            prompt,
+            Reader(self._num_begun),
+        )
+        self._num_begun += 1
+        self._loads[load.load_id] = load
+        return load
+
+    def end(self, now_s: float, load_id: int, num_loaded: int) -> DiskLoad:
+        """It is answered. Raises KeyError if it is not under way."""
+        load = self._loads.pop(load_id)
+        since_s = max(
+            load.began_s, self._answered_s.get(load.rank, -math.inf)
+        )  # One behind the other.
+        self._answered_s[load.rank] = now_s
+        if num_loaded:
+            self.meter.observe(now_s, num_loaded, now_s - since_s)
+        return load
+
+    def abandon(self, prompt: Prompt) -> None:
+        """The prompt does not wait for it any more."""
+        for load in self._loads.values():
+            if load.prompt is prompt:
+                load.prompt = None
+        prompt.is_loading = False
+
+    def overdue(self, now_s: float) -> list[DiskLoad]:
+        """Reads that somebody has waited for too long."""
+        return [
+            load
+            for load in self._loads.values()
+            if load.prompt is not None and load.deadline_s <= now_s
+        ]
+
+    def queued_s(self) -> dict[int, float]:
+        """rank -> what the reads to it are predicted to take."""
+        rank_to_s: dict[int, float] = {}
+        for load in self._loads.values():
+            rank_to_s[load.rank] = rank_to_s.get(load.rank, 0.0) + load.predicted_s
+        return rank_to_s
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        return min(
+            (load.deadline_s for load in self._loads.values() if load.prompt is not None),
+            default=None,
+        )
+
+    def lose(self, rank: int) -> None:
+        """The rank is gone: its reads are never answered."""
+        for load in [load for load in self._loads.values() if load.rank == rank]:
+            if load.prompt is not None:
+                load.prompt.is_loading = False
+            del self._loads[load.load_id]
+        self._answered_s.pop(rank, None)
+
+    def of_rank(self, rank: int) -> list[DiskLoad]:
+        return [load for load in self._loads.values() if load.rank == rank]
+
+    def check(self) -> list[str]:
+        """Problems; empty when those who wait know it, and wait for one read each."""
+        waiting = [load.prompt for load in self._loads.values() if load.prompt is not None]
+        problems = []
+        if len({id(prompt) for prompt in waiting}) != len(waiting):
+            problems.append("a prompt waits for two reads")
+        if not all(prompt.is_loading for prompt in waiting):
+            problems.append("a prompt is waited for and does not know it")
+        if any(num_names(load.names) != len(load.into) for load in self._loads.values()):
+            problems.append("a read has not as many blocks as names")
+        return problems
+
+
+class PrefillCache:
+    """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain
+    neither is touched.
+
+    `recompute`: "auto": a price says what of the disk is read; "off": all that is there.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        epoch: str,
+        pools: RankPools,
+        *,
+        keeps: bool,
+        has_disk: bool,
+        recompute: str = AUTO,
+    ) -> None:
+        self.loads = LoadBook()
+        self.stores = StoreBook(pools)
+        self._counts: Counter[str] = Counter()
+        """By the names of core/cache, without what the books and the pools count themselves."""
+        self._unit = unit
+        self._epoch = epoch
+        self._pools = pools
+        self._keeps = keeps
+        self._has_disk = has_disk
+        self._is_priced = recompute == AUTO
+        self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
+        """By rank: blocks read since its last plan."""
+        self._begun: list[StoreBlocks] = []
+        """Writes of this event."""
+        self._rates: StepRates | None = None
+        self._load_rates: LoadRates | None = None
+        self._num_shared: dict[tuple[int, bytes], int] = {}
+        """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of
+        one plan ask again and again, as it is the same beginning that they share.
+        """
+        self._queued_s: dict[int, float] = {}
+
+    # ---- a prompt starts ----
+    def ask(self, now_s: float, rates: StepRates | None) -> None:
+        """`find` is asked at this time, until something changes; `rates`: None while nothing was
+        measured.
+        """
+        self._rates = rates if self._is_priced else None
+        self._load_rates = self.loads.meter.rates(now_s)
+        self._num_shared.clear()
+        self._queued_s = self.loads.queued_s()
+
+    def find(self, prompt: Prompt) -> Found:
+        """What it would begin with on each rank."""
+        num_most = min(num_names(prompt.generation.chain), usable_blocks(len(prompt.tokens)))
+        chain = slice_of(prompt.generation.chain, 0, num_most)
+        if not chain:
+            return {}
+        found: dict[int, Prefix] = {}
+        # Most ranks find the same where all of them read one disk and have nothing of it in memory.
+        kinds: dict[tuple[int, int, float], Prefix] = {}
+        rank_to_start = self._pools.prefixes(chain)
+        start_to_num: dict[int, int] = {}
+        end = 0
+        for start in sorted({rank_to_start.get(rank, 0) for rank in self._pools.living}):
+            if end <= start:  # Else it is in what was found from an earlier start on.
+                end = start + self.stores.index.num_found(slice_of(chain, start, num_most))
+            start_to_num[start] = end - start
+        for rank in self._pools.living:
+            start = rank_to_start.get(rank, 0)
+            if not start and not start_to_num[0]:
+                continue
+            num_shared = self._shared(rank, slice_of(chain, 0, start)) if start else 0
+            queued_s = self._queued_s.get(rank, 0.0)
+            kind = start, num_shared, queued_s
+            if kind not in kinds:
+                kinds[kind] = choose_prefix(
+                    start, num_shared, start_to_num[start], self._rates, self._load_rates, queued_s
+                )
+            found[rank] = kinds[kind]
+        return found
+
+    def _shared(self, rank: int, names: bytes) -> int:
+        """How many of the blocks of a prefix that a rank has are in use: they need no room."""
+        key = rank, names[-NAME_BYTES:]
+        if key not in self._num_shared:
+            self._num_shared[key] = self._pools[rank].num_owned(self._pools[rank].lookup(names))
+        return self._num_shared[key]
+
+    def start(self, now_s: float, starts: Sequence[Start]) -> list[Effect]:
+        """Take all blocks of prompts that start. What is found is owned first, so that nobody's
+        room is made of it.
+        """
+        for prompt, rank, prefix in starts:
+            held = self._pools[rank].lookup(slice_of(prompt.generation.chain, 0, prefix.num_memory))
+            if len(held) != prefix.num_memory:
+                raise InvariantError(
+                    f"{self._unit}: what {prompt.key} found is not there any more."
+                )
+            self._pools[rank].acquire(held, prompt.key)
+            prompt.rank, prompt.prefix, prompt.block_ids = rank, prefix, held
+            prompt.num_named = prefix.num_memory
+            prompt.num_planned = prompt.num_done = prefix.num_memory * BLOCK_TOKENS
+        for prompt, rank, prefix in starts:
+            new = self._pools[rank].allocate(
+                blocks_for(len(prompt.tokens)) - prefix.num_memory, prompt.key
+            )
+            if new is None:
+                raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
+            prompt.block_ids += new
+        out: list[Effect] = list(self._pools.take_freed())  # Before whatever writes these blocks.
+        for prompt, rank, prefix in starts:
+            out += self._used(slice_of(prompt.generation.chain, 0, prefix.num_memory))
+            if prefix.num_loading:
+                prompt.is_loading = True
+                load = self.loads.begin(now_s, prompt, prefix.num_memory, prefix.num_loading)
+                self._pools[rank].acquire(load.into, load.owner, is_use=False)
+                out.append(
+                    LoadBlocks(
+                        load.load_id,
+                        load.names,
+                        self.stores.index.lookup(load.names),
+                        load.into,
+                        rank,
+                    )
+                )
+        return out
+
+    def _used(self, names: bytes) -> list[Effect]:
+        """Tell those who keep them on disk."""
+        places = self.stores.index.found(names)
+        return [UsedBlocks(places)] if places else []
+
+    # ---- what the disk says ----
+    def loaded(self, now_s: float, event: BlocksLoaded) -> list[Effect]:
+        """A read is answered: whoever waited for it goes on with what came, and computes the
+        rest.
+        """
+        load = self.loads.end(now_s, event.load_id, event.num_loaded)
+        num, prompt = event.num_loaded, load.prompt
+        self._counts[cache.DAMAGED_BLOCKS] += event.num_damaged
+        if num < len(
+            load.into
+        ):  # The first that did not come; those behind it are of no use without it.
+            self.stores.index.drop(slice_of(load.names, num, num + 1))
+        if self._keeps:
+            self._pools[load.rank].name(load.into[:num], load.chain, load.first)
+        self._fetches[load.rank] += load.into[:num]
+        if prompt is not None:
+            prompt.is_loading = False
+            prompt.prefix = replace(prompt.prefix, num_loading=num)
+            prompt.num_named = load.first + num
+            prompt.num_planned = prompt.num_done = prompt.num_named * BLOCK_TOKENS
+        self._pools.free(load.rank, load.into, load.owner)
+        return self._used(slice_of(load.names, 0, num))
+
+    def give_up(self, now_s: float) -> list[Prompt]:
+        """Let prompts that waited too long for the disk compute instead, in other blocks: the read
+        may still write its own. Returns those for which there is no room.
+        """
+        stuck = []
+        for load in self.loads.overdue(now_s):
+            prompt = load.prompt
+            assert prompt is not None
+            self.loads.abandon(prompt)
+            self.loads.meter.observe(now_s, len(load.into), now_s - load.began_s)
+            prompt.prefix = replace(prompt.prefix, num_loading=0)
+            new = self._pools[load.rank].allocate(len(load.into), prompt.key)
+            if new is None:
+                stuck.append(prompt)
+                continue
+            end = load.first + len(new)
+            prompt.block_ids = (*prompt.block_ids[: load.first], *new, *prompt.block_ids[end:])
+            self._pools.free(load.rank, load.into, prompt.key)
+        return stuck
+
+    def take_fetches(self, rank: int) -> tuple[int, ...]:
+        """Blocks that were read into the rank's pool since the last call."""
+        fetches, self._fetches[rank] = self._fetches[rank], ()
+        return fetches
+
+    def fetch_again(self, rank_to_blocks: Sequence[tuple[int, ...]]) -> None:
+        """The plans that were to fetch them may never have run."""
+        for rank, blocks in enumerate(rank_to_blocks):
+            self._fetches[rank] += blocks
+
+    # ---- a prompt is computed ----
+    def written(self, prompt: Prompt) -> None:
+        """Its KV is there up to `num_done`: let full blocks be found."""
+        full = min(prompt.num_done // BLOCK_TOKENS, num_names(prompt.generation.chain))
+        if self._keeps and full > prompt.num_named:
+            first = prompt.num_named
+            self._pools[prompt.rank].name(
+                prompt.block_ids[first:full], prompt.generation.chain, first
+            )
+            prompt.num_named = full
+
+    def ahead(self, prompt: Prompt) -> list[Effect]:
+        """Tell which full blocks of a prompt that goes on are there, if there are more than
+        before.
+        """
+        full = prompt.num_done // BLOCK_TOKENS
+        if full <= prompt.num_told or prompt.num_done >= len(prompt.tokens):
+            return []
+        prompt.num_told = full
+        pool, block_ids = self._pools[prompt.rank], prompt.block_ids[:full]
+        lease = KvLease(
+            self._pools.names[prompt.rank],
+            block_ids,
+            pool.generations(block_ids),
+            full * BLOCK_TOKENS,
+        )
+        return [Send("front", PrefillAhead(self._unit, *prompt.key, lease))]
+
+    def finished(self, prompt: Prompt) -> None:
+        """Its first token came: count, and store what the disk has not."""
+        generation, counts, prefix = prompt.generation, self._counts, prompt.prefix
+        counts[cache.MEMORY_HIT_TOKENS] += prefix.num_memory * BLOCK_TOKENS
+        counts[cache.DISK_HIT_TOKENS] += prefix.num_loading * BLOCK_TOKENS
+        counts[cache.MISS_TOKENS] += len(prompt.tokens) - prefix.num_blocks * BLOCK_TOKENS
+        counts[cache.RECOMPUTED_TOKENS] += prefix.num_recomputed * BLOCK_TOKENS
+        if self._has_disk:
+            for position, name in enumerate(split(generation.chain)):
+                self.stores.offer(prompt.rank, name, position, prompt.block_ids[position])
+            # Now, for this token may be its last, and then its blocks may be nobody's at the end of
+            # the event.
+            self._begun += self.stores.begin()
+
+    def failed(self, prompt: Prompt) -> None:
+        """Its token is void, so what it attended to may be: nothing of its rank is found any
+        more.
+        """
+        self._pools[prompt.rank].forget_names()
+
+    # ---- the end of an event ----
+    def effects(self) -> list[Effect]:
+        """Writes that may begin, and what the front should know of the pools."""
+        out: list[Effect] = [*self._begun, *self.stores.begin()]
+        self._begun.clear()
+        added, dropped = self._pools.take_names()
+        if added or dropped:
+            out.append(Send("front", Cached(self._unit, self._epoch, added, dropped)))
+        return out
+
+    def totals(self) -> dict[str, int]:
+        """What Load.cache says: everything that core/cache has a name for."""
+        found = {
+            **self._counts,
+            **self.stores.counts,
+            cache.EVICTED_BLOCKS: self._pools.num_evicted,
+            cache.MEMORY_BLOCKS: self._pools.num_named,
+            cache.DISK_BLOCKS: len(self.stores.index),
+        }
+        return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
+
+    def say_all(self) -> list[Effect]:
+        """To a front that knows nothing."""
+        self._pools.take_names()
+        names = self._pools.found_names
+        return (
+            [Send("front", Cached(self._unit, self._epoch, names, b"", is_whole=True))]
+            if self._keeps
+            else []
+        )
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """These ranks are gone with all they had; their prompts are forgotten already."""
+        for rank in ranks:
+            self.loads.lose(rank)
+            self.stores.lose(rank)
+            self._fetches[rank] = ()
+
+    def owners(self, rank: int) -> list[tuple[Hashable, tuple[int, ...]]]:
+        """Which reads and writes own which blocks of a rank."""
+        reads: list[tuple[Hashable, tuple[int, ...]]] = [
+            (load.owner, load.into) for load in self.loads.of_rank(rank)
+        ]
+        return reads + list(self.stores.owners(rank))
+
+    def check(self) -> list[str]:
+        """Problems; empty when reads and writes add up."""
+        return self.loads.check() + self.stores.check()

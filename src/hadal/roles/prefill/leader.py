@@ -1,0 +1,533 @@
+"""The prefill unit's leader: turns prompts into first tokens, and holds their KV under a lease
+until decode has it.
+
+    waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone-->
+    leased --> gone
+                                       | ^ while its prefix is read from disk it takes no part in steps
+
+Prompts start in their turn (policy/admission), each on one rank; all ranks step together. Two plans
+may be in flight, so a prompt's next chunk is planned while the one before is computed. When the
+unit forms anew, the plans in flight are void: their chunks are planned again. Knows nothing of
+other units; the front decides what comes here and what becomes of it, and what of it need not be
+computed is found by roles/prefill/cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from hadal.core.balance import AUTO, OFF, TURNS
+from hadal.core.config import PREFILL
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Audit,
+    AuditRequest,
+    FrontUp,
+    Generation,
+    Key,
+    KvLease,
+    Prefill,
+    PrefillDone,
+    Release,
+    Returned,
+    Token,
+    TraceRequest,
+    text_of,
+)
+from hadal.core.plans import BlocksLoaded, BlocksStored, PrefillPlan, StepDone
+from hadal.core.seams import (
+    MAX_STEPS_IN_FLIGHT,
+    DiskNews,
+    Effect,
+    Event,
+    Execute,
+    RankReset,
+    Send,
+    Tick,
+)
+from hadal.kv.blocks import blocks_for
+from hadal.kv.handover import HeldLease, LeaseBook
+from hadal.policy.admission import in_turns
+from hadal.roles.prefill.cache import PrefillCache
+from hadal.roles.prefill.prompts import Part, Prompt, cut, pack, step_balance, work_on
+from hadal.roles.ranks.pools import RankPools
+from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
+from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
+from hadal.roles.unit.schedule import Choice, StepScheduler
+from hadal.roles.unit.unit import BalanceMeter, Tracer, UnitReporter, finish_of
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step_id: int
+    parts: tuple[Part, ...]
+    """Of all ranks and their micro-batches, in the order of StepDone's keys."""
+    fetches: tuple[tuple[int, ...], ...]
+    """By rank."""
+
+
+class PrefillLeader:
+    """`pool_name` names a single rank's pool for those who pull from it, and must be new at every
+    start of the unit.
+
+    `num_blocks`, `chunk_tokens` and `num_requests_max` are those of one rank. Keys of StepDone
+    number the chunks of all ranks' plans one after another, a rank's second micro-batch behind its
+    first.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        epoch: str,
+        pool_name: str,
+        num_blocks: int,
+        *,
+        chunk_tokens: int,
+        num_requests_max: int,
+        num_waiting_max: int,
+        lease_s: float,
+        heartbeat_s: float,
+        num_ranks: int = 1,
+        overlap: str = AUTO_OVERLAP,
+        min_split_tokens: int = 32,
+        num_layers: int = 0,
+        num_moe_layers: int = 0,
+        request_balance: str = AUTO,
+        keeps_blocks: bool = True,
+        has_disk: bool = False,
+        recompute: str = AUTO,
+        early_pull: str = OFF,
+        tells_names: bool = False,
+    ) -> None:
+        """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
+        `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode is told of
+        blocks before their prompt is done. `tells_names`: ranks are told what is named on them.
+        """
+        if chunk_tokens < 1:
+            raise ValueError(
+                f"chunk_tokens is {chunk_tokens}; a step must compute at least one token."
+            )
+        self.blocks = RankPools(num_blocks, num_ranks, pool_name, tells_names=tells_names)
+        self.cache = PrefillCache(
+            unit, epoch, self.blocks, keeps=keeps_blocks, has_disk=has_disk, recompute=recompute
+        )
+        self.leases = LeaseBook()
+        self.scheduler = StepScheduler(
+            num_ranks,
+            overlap,
+            min_split_tokens,
+            num_layers=num_layers,
+            num_moe_layers=num_moe_layers,
+        )
+        self._unit = unit
+        self._chunk_tokens = chunk_tokens
+        self._num_requests_max = num_requests_max
+        self._num_waiting_max = num_waiting_max
+        self._lease_s = lease_s
+        self._is_pulled_early = early_pull == AUTO
+        # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans
+        # faster.
+        self._is_by_cost = request_balance == AUTO and num_ranks > 1
+        self._is_in_turn = request_balance == TURNS
+        self._waiting: dict[Key, Prompt] = {}
+        """In the order of their turns; tenants take turns beyond that."""
+        self._tenants: set[str] = set()
+        """Tenants of those that wait, and of some that no longer do."""
+        self._num_arrived = 0
+        self._started: dict[Key, Prompt] = {}
+        self._num_tokens_left: int | None = None
+        """Of all of them, not yet planned; None: to be counted again."""
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_plans = 0
+        self._reporter = UnitReporter(
+            unit, PREFILL, epoch, self.blocks, num_requests_max, heartbeat_s, self.cache.totals
+        )
+        self._balance = BalanceMeter(self._reporter.balance)
+        self._tracer = Tracer(unit)
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of the process: say that the unit is up."""
+        return [*self._reporter.up(), *self._beat(now_s)]
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """Take in what happened, in order, and return what to do, in order: one look at the unit
+        for all of it.
+        """
+        out: list[Effect] = []
+        for event in events:
+            self._take(now_s, event, out)
+            if not isinstance(
+                event, Prefill | Release
+            ):  # Those are most, and say themselves what they change.
+                self._num_tokens_left = None
+        for lease in self.leases.expired(now_s):
+            self._free_lease(lease)
+            self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
+        for prompt in self.cache.give_up(now_s):
+            self._give_back(prompt.key, QUEUE_FULL, out)
+            self._free_started(prompt)
+            self._num_tokens_left = None
+        out += (
+            self.blocks.take_freed()
+        )  # Before the plans of this event, which may write these blocks.
+        out += self.blocks.take_named()
+        self._plan(now_s, out)
+        out += self.cache.effects()
+        out += self._beat(now_s)
+        return out
+
+    def _take(self, now_s: float, event: Event, out: list[Effect]) -> None:
+        match event:
+            case Prefill(generation):
+                self._accept(generation, out)
+            case StepDone():
+                self._step_done(now_s, event, out)
+            case Release(request_id, attempt):
+                self._drop((request_id, attempt))
+            case FrontUp():
+                if self._reporter.is_new_front(event):
+                    self._drop_everything()
+                out += self._reporter.up()
+                out += self.cache.say_all()
+            case RankReset():
+                self._reset(event, out)
+            case BlocksLoaded():
+                out += self.cache.loaded(now_s, event)
+            case BlocksStored():
+                self.cache.stores.stored(event)
+            case DiskNews():
+                self.cache.stores.news(event)
+            case AuditRequest(reply_id):
+                out.append(Send("front", self._answer(reply_id)))
+            case TraceRequest():
+                out += self._tracer.ask(event)
+            case Tick():
+                pass  # What is due by now is seen to below, as after any event.
+            case _:
+                raise InvariantError(
+                    f"{self._unit}: a prefill leader cannot take {type(event).__name__}"
+                )
+
+    # ---- what comes in ----
+    def _accept(self, generation: Generation, out: list[Effect]) -> None:
+        prompt = Prompt(generation, text_of(generation), number=self._num_arrived)
+        if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
+            return  # The same message twice.
+        num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living
+        if blocks_for(len(prompt.tokens)) > self.blocks.num_blocks_rank:
+            self._give_back(prompt.key, f"{TOO_LONG}: {len(prompt.tokens)} tokens", out)
+        elif len(self._waiting) >= num_most or not self.blocks.num_living:
+            self._give_back(prompt.key, QUEUE_FULL, out)
+        else:
+            self._num_arrived += 1
+            last = next(reversed(self._waiting.values()), None)
+            if last is None:
+                self._tenants.clear()
+            self._tenants.add(generation.tenant)
+            self._waiting[prompt.key] = prompt
+            if self._num_tokens_left is not None:
+                self._num_tokens_left += prompt.num_left
+            if last is not None and prompt.turn < last.turn:
+                self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].turn))
+
+    def _drop(self, key: Key) -> None:
+        if self._waiting.pop(key, None) is not None:
+            self._num_tokens_left = None
+        lease = self.leases.release(*key)
+        if lease is not None:
+            self._free_lease(lease)
+        prompt = self._started.get(key)
+        if prompt is not None:
+            prompt.is_dropped = True
+            self._num_tokens_left = None
+            self._free_if_done(prompt)
+
+    def _drop_everything(self) -> None:
+        self._waiting.clear()
+        for lease in self.leases.clear():
+            self._free_lease(lease)
+        for prompt in list(self._started.values()):
+            prompt.is_dropped = True
+            self._free_if_done(prompt)
+
+    def _free_if_done(self, prompt: Prompt) -> None:
+        """Free a dropped prompt's blocks unless a plan in flight still writes them."""
+        if prompt.is_dropped and not any(
+            prompt.last_step_id == step.step_id for step in self._in_flight
+        ):
+            self._free_started(prompt)
+
+    def _free_started(self, prompt: Prompt) -> None:
+        del self._started[prompt.key]
+        self.blocks.free(prompt.rank, prompt.block_ids, prompt.key)
+        if prompt.is_loading:
+            self.cache.loads.abandon(prompt)
+
+    def _free_lease(self, lease: HeldLease) -> None:
+        self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
+
+    def _reset(self, event: RankReset, out: list[Effect]) -> None:
+        """The unit formed anew: nothing in flight will be done, and what lost ranks held goes back
+        to the front.
+        """
+        for step in self._in_flight:
+            for part in step.parts:
+                part.prompt.num_planned = min(part.prompt.num_planned, part.start)
+            self.cache.fetch_again(step.fetches)
+        self._in_flight.clear()
+        self.scheduler.reset()
+        self._tracer.reset()
+        self._balance.reset()
+        lost = self.blocks.lost(event)
+        for prompt in list(self._started.values()):
+            if prompt.rank in lost and not prompt.is_dropped:
+                self._give_back(prompt.key, RANK_LOST, out)
+            if prompt.rank in lost or prompt.is_dropped:
+                self._free_started(prompt)
+        for lease in [lease for rank in lost for lease in self.leases.lose(rank)]:
+            self._free_lease(lease)
+            self._give_back((lease.request_id, lease.attempt), RANK_LOST, out)
+        self.cache.lose(lost)
+        self.blocks.reset(event)
+        if not self.blocks.num_living:
+            for key in self._waiting:
+                self._give_back(
+                    key, QUEUE_FULL, out
+                )  # Another unit may have room; this one has none for long.
+            self._waiting.clear()
+        out += self._reporter.reset()
+
+    # ---- what comes back from the Runner ----
+    def _step_done(self, now_s: float, done: StepDone, out: list[Effect]) -> None:
+        if not self._in_flight or self._in_flight[0].step_id != done.step_id:
+            raise InvariantError(
+                f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
+            )
+        step = self._in_flight.popleft()
+        self._reporter.meter.done(done.elapsed_s)
+        self.scheduler.done(done.step_id, done.op_times)
+        if self.scheduler.is_calibrated:
+            rates = self.scheduler.rates
+            self._reporter.rates_s = (rates.all_token_s, rates.pair_s)
+        if done.error is not None:
+            self.cache.fetch_again(step.fetches)
+            for part in step.parts:
+                self._give_up(part.prompt, done.error, out)
+        else:
+            expected = {
+                key for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)
+            }
+            if (
+                len(done.keys) != len(expected)
+                or set(done.keys) != expected
+                or len(done.tokens) != len(done.keys)
+            ):
+                raise InvariantError(
+                    f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not"
+                    f" {expected}."
+                )
+            self._written(step, {id(step.parts[key].prompt) for key in done.failed}, out)
+            for key, token in zip(done.keys, done.tokens, strict=True):
+                prompt = step.parts[key].prompt
+                if key in done.failed:
+                    self.cache.failed(prompt)
+                    self._give_up(prompt, done.failed[key], out)
+                elif not prompt.is_dropped:
+                    self._first_token(now_s, prompt, token, done, key, out)
+        for part in step.parts:
+            if part.prompt.key in self._started:
+                self._free_if_done(part.prompt)
+        out += self._tracer.done(done.step_id, done.events)
+
+    def _written(self, step: _InFlight, void: set[int], out: list[Effect]) -> None:
+        """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not
+        what it should be.
+        """
+        for part in step.parts:
+            part.prompt.num_done = max(part.prompt.num_done, part.end)
+        for prompt in {id(part.prompt): part.prompt for part in step.parts}.values():
+            if not prompt.is_dropped and id(prompt) not in void:
+                self.cache.written(prompt)
+                if self._is_pulled_early:
+                    out += self.cache.ahead(prompt)
+
+    def _give_up(self, prompt: Prompt, error: str, out: list[Effect]) -> None:
+        if not prompt.is_dropped:
+            self._give_back(prompt.key, void(error), out)
+            prompt.is_dropped = True
+
+    def _first_token(
+        self, now_s: float, prompt: Prompt, value: int, done: StepDone, key: int, out: list[Effect]
+    ) -> None:
+        generation, index = prompt.generation, len(prompt.generation.output)
+        self.cache.finished(prompt)
+        draw = done.draws.get(key)
+        token = Token(
+            generation.request_id,
+            generation.attempt,
+            index,
+            value,
+            finish_of(generation, index, value),
+            draw.logprob if draw else None,
+            draw.top if draw else (),
+        )
+        lease = None
+        if token.finish is None:
+            del self._started[prompt.key]
+            self.leases.open(
+                HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s, prompt.rank)
+            )
+            lease = KvLease(
+                self.blocks.names[prompt.rank],
+                prompt.block_ids,
+                self.blocks[prompt.rank].generations(prompt.block_ids),
+                len(prompt.tokens),
+            )
+        else:
+            prompt.is_dropped = True  # Freed by the caller: this was its last plan.
+        num_cached = prompt.prefix.num_blocks * BLOCK_TOKENS
+        out.append(Send("front", PrefillDone(self._unit, token, lease, num_cached)))
+
+    # ---- what goes to the Runner ----
+    def _in_turns(self) -> Iterable[Prompt]:
+        """Those that wait, in the order in which they may start."""
+        if len(self._tenants) < 2:
+            return self._waiting.values()
+        held = Counter(prompt.generation.tenant for prompt in self._started.values())
+        return in_turns(self._waiting.values(), lambda prompt: prompt.who, held)
+
+    def _plan(self, now_s: float, out: list[Effect]) -> None:
+        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            rates = self.scheduler.rates
+            self.cache.ask(now_s, rates if self.scheduler.is_calibrated else None)
+            step = pack(
+                self._started.values(),
+                self._in_turns(),
+                self.blocks,
+                self._chunk_tokens,
+                self._num_requests_max,
+                rates if self._is_by_cost else None,
+                self.cache.find,
+                is_in_turn=self._is_in_turn,
+            )
+            if step.starts or any(step.parts):
+                self._num_tokens_left = None
+            out += self.cache.start(now_s, step.starts)
+            for prompt, _, _ in step.starts:
+                self._started[prompt.key] = self._waiting.pop(prompt.key)
+            if not any(step.parts):
+                return
+            step_id = self._num_plans
+            self._num_plans += 1
+            for part in chain.from_iterable(step.parts):
+                part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
+            works = [work_on(parts) for parts in step.parts]
+            choice = self.scheduler.choose(step_id, works)
+            halves: list[tuple[Sequence[Part], Sequence[Part]]] = [
+                (parts, ()) for parts in step.parts
+            ]
+            if choice.num_micro_batches == 2:
+                halves = [
+                    cut(
+                        parts,
+                        self.scheduler.cut_chunks(
+                            [(part.start, part.end - part.start) for part in parts]
+                        ),
+                    )
+                    for parts in step.parts
+                ]
+            flat = tuple(part for first, second in halves for part in chain(first, second))
+            fetches = tuple(self.cache.take_fetches(rank) for rank in range(self.blocks.num_ranks))
+            self._in_flight.append(_InFlight(step_id, flat, fetches))
+            out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
+
+    def _plans(
+        self,
+        step: _InFlight,
+        halves: Sequence[tuple[Sequence[Part], Sequence[Part]]],
+        choice: Choice,
+        works: Sequence[tuple[int, int]],
+    ) -> tuple[PrefillPlan, ...]:
+        """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
+        balance = step_balance([works[rank] for rank in self.blocks.living], self.scheduler.rates)
+        self._balance.add(balance)
+        is_traced = self._tracer.is_wanted
+        if is_traced:
+            num_tokens = sum(num_tokens for num_tokens, _ in works)
+            self._tracer.planned(
+                step.step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
+            )
+        return tuple(
+            PrefillPlan(
+                step.step_id,
+                tuple(part.chunk() for part in first),
+                choice.schedule,
+                tuple(part.chunk() for part in second),
+                choice.num_micro_batches,
+                is_traced,
+                fetches=fetches,
+            )
+            for (first, second), fetches in zip(halves, step.fetches, strict=True)
+        )
+
+    # ---- what the front hears ----
+    def _give_back(self, key: Key, reason: str, out: list[Effect]) -> None:
+        out.append(Send("front", Returned(self._unit, *key, reason)))
+
+    @property
+    def num_requests(self) -> int:
+        """Attempts of which something is held here."""
+        return len(self._waiting) + len(self._started) + len(self.leases)
+
+    def _beat(self, now_s: float) -> list[Effect]:
+        if self._num_tokens_left is None:
+            self._num_tokens_left = self._count_left()
+        deadlines_s = [
+            s
+            for s in (self.leases.next_deadline_s, self.cache.loads.next_deadline_s)
+            if s is not None
+        ]
+        return self._reporter.beat(
+            now_s, self.num_requests, self._num_tokens_left, min(deadlines_s, default=None)
+        )
+
+    def _count_left(self) -> int:
+        return sum(
+            [
+                len(p.tokens) - p.num_planned
+                for p in chain(self._waiting.values(), self._started.values())
+            ]
+        )
+
+    def audit(self) -> list[str]:
+        """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease,
+        a read or a write.
+        """
+        problems = self.blocks.check() + self.leases.check() + self.cache.check()
+        for rank in range(self.blocks.num_ranks):
+            started = [
+                (prompt.key, prompt.block_ids)
+                for prompt in self._started.values()
+                if prompt.rank == rank
+            ]
+            problems += self.blocks.check_owners(
+                rank, [*self.leases.owners(rank), *self.cache.owners(rank), *started]
+            )
+        if self._num_tokens_left not in (None, self._count_left()):
+            problems.append(f"{self._num_tokens_left} tokens are said to be left")
+        if any(prompt.block_ids for prompt in self._waiting.values()):
+            problems.append("a prompt that waits holds blocks")
+        steps = {step.step_id for step in self._in_flight}
+        for prompt in self._started.values():
+            if (prompt.is_dropped or not prompt.num_left) and prompt.last_step_id not in steps:
+                problems.append(f"{prompt.key} is done but still held")
+        return problems
+
+    def _answer(self, reply_id: int) -> Audit:
+        return Audit(
+            self._unit, reply_id, self.blocks.num_used, self.num_requests, tuple(self.audit())
+        )

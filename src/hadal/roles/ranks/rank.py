@@ -1,0 +1,440 @@
+"""The role of a rank's process: does what its leader says for the generation it belongs to, and
+says that it lives.
+
+    RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone
+    -> RankDone
+                                                                    RankStage -> Stage -> Staged ->
+                                                                    RankStaged
+
+Decides nothing: slots, blocks and plans are the leader's. What belongs to an older generation is
+dropped, both steps and stages that arrive late and results of those that were broken off. Pulls,
+freed blocks, and what goes to disk or comes from it belong to no generation, for KV outlives them;
+they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
+
+A rank outlives its leader. What its pool holds it notes as plans go by (roles/ranks/rank); a new
+leader, who does not know its heartbeats, asks with RankWho, and RankHeld answers as soon as no copy
+of the old one's is under way.
+
+The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only
+with the process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from hadal.core.config import RANK_BEAT_S
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    SUPERVISOR,
+    RankAnswered,
+    RankBeat,
+    RankDone,
+    RankForm,
+    RankFormed,
+    RankFreed,
+    RankHeld,
+    RankLoad,
+    RankNamed,
+    RankPull,
+    RankStage,
+    RankStaged,
+    RankStep,
+    RankStore,
+    RankUp,
+    RankWho,
+)
+from hadal.core.placement import Placement, flip_arrays
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    DecodePlan,
+    Formed,
+    FormPlan,
+    Held,
+    HeldKv,
+    Join,
+    KvPulled,
+    LayerFlip,
+    NamedBlocks,
+    Staged,
+    StagePlan,
+    StepDone,
+    StepPlan,
+)
+from hadal.core.seams import (
+    MAX_STEPS_IN_FLIGHT,
+    Effect,
+    Event,
+    Execute,
+    Form,
+    Freed,
+    LoadBlocks,
+    Pull,
+    Send,
+    Stage,
+    StoreBlocks,
+    Tick,
+    WakeAt,
+)
+from hadal.roles.ranks.pools import named_blocks, names_of
+
+# What a rank's pool holds, as the plans that go by tell it: so that a new leader can go on with
+# what an old one led.
+#
+#     join   the ticket's KV is in these blocks    grown  and in this one    step  one position more for all who joined
+#     leave  the KV stays as it is                  freed  it is gone        name  a block can be found, whoever owns it
+#
+# Nothing is decided here, and nothing is certain about the last steps: they may not have been done.
+# Whoever goes on knows which tokens were delivered, and those positions were computed.
+
+
+@dataclass(slots=True)
+class _Kv:
+    """Of one attempt."""
+
+    block_ids: list[int]
+    num_tokens: int
+    """When it joined; once it has left, in all."""
+    num_pulled: int
+    joined_at: int | None
+    """Plans that went by before it joined; None: it has left."""
+
+
+class RankHoldings:
+    """`plan`: the newest FormPlan, with the placement as flips have made it; None before the
+    first.
+    """
+
+    def __init__(self) -> None:
+        self.plan: FormPlan | None = None
+        self._ticket_to_kv: dict[int, _Kv] = {}
+        self._slot_to_ticket: dict[int, int] = {}
+        """Who is in the rank's table."""
+        self._block_to_ticket: dict[int, int] = {}
+        self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
+        self._unfetched: set[int] = set()
+        """Blocks read from disk that no plan has fetched yet: where the cache is not the pool, they
+        are not in it.
+        """
+        self._num_freed: Counter[int] = Counter()
+        self._num_plans = 0
+
+    def form(self, plan: FormPlan) -> None:
+        """A new generation: the rank's table is empty."""
+        self.plan = plan
+        for slot in list(self._slot_to_ticket):
+            self._leave(slot)
+
+    def step(self, plan: StepPlan) -> None:
+        """A plan goes to the Runner."""
+        for flip in plan.flips:
+            self._flip(flip)
+        if not isinstance(plan, DecodePlan):
+            self._unfetched.difference_update(plan.fetches)
+            return
+        for slot in plan.leaves:
+            self._leave(slot)
+        for join in plan.joins:
+            self._join(join)
+        for slot, _, block_id in plan.grown:
+            ticket = self._slot_to_ticket[slot]
+            self._ticket_to_kv[ticket].block_ids.append(block_id)
+            self._block_to_ticket[block_id] = ticket
+        self._num_plans += 1
+
+    def freed(self, block_ids: Sequence[int]) -> None:
+        """What was in these blocks is gone, and with it the KV that they were a part of."""
+        self._num_freed.update(block_ids)
+        self._unfetched.difference_update(block_ids)
+        for block_id in block_ids:
+            self._block_to_name.pop(block_id, None)
+            ticket = self._block_to_ticket.get(block_id)
+            if ticket is not None:
+                self._drop(ticket)
+
+    def loaded(self, block_ids: Sequence[int]) -> None:
+        """Blocks are being read from disk."""
+        self._unfetched.update(block_ids)
+
+    def name(self, named: NamedBlocks) -> None:
+        """Blocks can be found from now on."""
+        self._block_to_name.update(names_of(named))
+
+    def held(self) -> Held:
+        """All of it."""
+        return Held(
+            tuple(
+                HeldKv(ticket, tuple(kv.block_ids), self._num_tokens(kv), kv.num_pulled)
+                for ticket, kv in self._ticket_to_kv.items()
+            ),
+            dict(self._num_freed),
+            named_blocks(
+                {
+                    block: name
+                    for block, name in self._block_to_name.items()
+                    if block not in self._unfetched
+                }
+            ),
+        )
+
+    def _join(self, join: Join) -> None:
+        before = self._ticket_to_kv.get(join.ticket)
+        num_before = before.num_pulled if before is not None else 0
+        num_pulled = join.num_tokens if join.is_pulled else num_before
+        self._drop(join.ticket)
+        self._ticket_to_kv[join.ticket] = _Kv(
+            list(join.block_ids), join.num_tokens, num_pulled, self._num_plans
+        )
+        self._slot_to_ticket[join.slot] = join.ticket
+        self._block_to_ticket.update(dict.fromkeys(join.block_ids, join.ticket))
+
+    def _leave(self, slot: int) -> None:
+        ticket = self._slot_to_ticket.get(slot)
+        if ticket is not None:  # To leave an empty slot does nothing.
+            kv = self._ticket_to_kv[ticket]
+            kv.num_tokens, kv.joined_at = self._num_tokens(kv), None
+            del self._slot_to_ticket[slot]
+
+    def _num_tokens(self, kv: _Kv) -> int:
+        return kv.num_tokens + (0 if kv.joined_at is None else self._num_plans - kv.joined_at)
+
+    def _drop(self, ticket: int) -> None:
+        kv = self._ticket_to_kv.pop(ticket, None)
+        for block_id in kv.block_ids if kv else ():
+            self._block_to_ticket.pop(block_id, None)
+        for slot in [slot for slot, other in self._slot_to_ticket.items() if other == ticket]:
+            del self._slot_to_ticket[slot]
+
+    def _flip(self, flip: LayerFlip) -> None:
+        plan = self.plan
+        assert plan is not None, "a step of no generation"
+        placement = Placement.from_bytes(
+            plan.slot_to_expert, 0, plan.num_ranks, plan.num_slots, plan.weights
+        )
+        placement = placement.with_layer(flip.layer, *flip_arrays(flip, plan.num_slots))
+        self.plan = msgspec.structs.replace(
+            plan, slot_to_expert=placement.to_bytes(), weights=placement.weights_bytes()
+        )
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How far the rank's compute thread is. The host feeds it before every Tick, before a step's
+    result, and whenever `lost` changed.
+    """
+
+    num_ops: int
+    """Ops begun since the process started."""
+    is_computing: bool
+    """A step runs and does not wait for a peer: `num_ops` must move."""
+    lost: tuple[int, ...] = ()
+    """Members of the present generation whose connection broke."""
+
+
+class RankRole:
+    """Rank `rank` of `unit`, reached by its peers at `host`:`port`; `leader` is the unit's leader
+    on the wire.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        rank: int,
+        epoch: str,
+        host: str,
+        port: int,
+        pool: str,
+        *,
+        expert_port: int = 0,
+        leader: str = "",
+        beat_s: float = RANK_BEAT_S,
+    ) -> None:
+        self.generation = 0
+        """Of the newest FormPlan taken; 0: none yet."""
+        self.num_stale = 0
+        """Messages and results of older generations, dropped."""
+        self._name = f"{unit}.{rank}"
+        self._rank = rank
+        self._epoch = epoch
+        self._leader = leader or unit
+        self._up = RankUp(unit, rank, epoch, host, port, pool, expert_port)
+        self._beat_s = beat_s
+        self._is_formed = False
+        self._progress = Progress(0, False)
+        self._in_flight: deque[tuple[int, int]] = deque()
+        """(generation, step id) of what the host was given and has not answered."""
+        self._holdings = RankHoldings()
+        self._num_asked = 0
+        """Copies, reads and writes of its pool that the host was given and has not answered."""
+        self._is_asked_who = False
+        """A new leader waits until there are none."""
+        self._next_beat_s = -math.inf
+        self._wake_s = -math.inf
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of the process: say to the leader and to the supervisor that it is
+        ready.
+        """
+        self._next_beat_s = now_s + self._beat_s
+        return [Send(SUPERVISOR, self._up), Send(self._leader, self._up), *self._wake()]
+
+    def handle(self, now_s: float, event: Event | Progress) -> list[Effect]:
+        """Take in one event and return what to do, in order."""
+        effects: list[Effect] = []
+        match event:
+            case RankForm(plan):
+                effects += self._form(plan)
+            case RankStep():
+                effects += self._step(event)
+            case RankStage(plan):
+                effects += self._stage(plan)
+            case RankPull(request_id, attempt, lease, into):
+                effects += self._ask(Pull(request_id, attempt, lease, into))
+            case RankFreed(block_ids):
+                effects += self._freed(block_ids)
+            case RankNamed(named):
+                self._holdings.name(named)
+            case RankLoad(load_id, names, places, into):
+                self._holdings.loaded(into)
+                effects += self._ask(LoadBlocks(load_id, names, places, into))
+            case RankStore(store_id, names, positions, block_ids):
+                effects += self._ask(StoreBlocks(store_id, names, positions, block_ids))
+            case RankWho(epoch):
+                self._is_asked_who = self._is_asked_who or epoch == self._epoch
+            case StepDone():
+                effects += self._step_done(event)
+            case Formed():
+                effects += self._formed(event)
+            case Staged():
+                effects += self._staged(event)
+            case KvPulled() | BlocksLoaded() | BlocksStored():
+                self._num_asked -= 1
+                effects.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
+            case Progress():
+                if (
+                    not self._is_formed
+                ):  # Whom an older generation lost says nothing about this one.
+                    event = msgspec.structs.replace(event, lost=())
+                if set(event.lost) - set(self._progress.lost):
+                    self._next_beat_s = now_s  # News that the leader waits for.
+                self._progress = event
+            case Tick():
+                pass  # The beat is seen to below.
+            case _:
+                raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
+        if self._is_asked_who and not self._num_asked:
+            self._is_asked_who = False
+            effects.append(Send(self._leader, self._held()))
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + self._beat_s
+            effects.append(Send(self._leader, self._beat()))
+        if self._wake_s <= now_s or self._next_beat_s < self._wake_s:
+            effects += self._wake()
+        return effects
+
+    # ---- what the leader says ----
+    def _form(self, plan: FormPlan) -> list[Effect]:
+        epochs = {member.rank: member.epoch for member in plan.members}
+        if plan.generation <= self.generation or epochs.get(self._rank) != self._epoch:
+            self.num_stale += 1  # Repeated, or meant for the process that had the name before.
+            return []
+        self.generation = plan.generation
+        self._holdings.form(plan)
+        self._is_formed = False
+        self._progress = msgspec.structs.replace(self._progress, lost=())
+        return [Form(plan)]
+
+    def _step(self, message: RankStep) -> list[Effect]:
+        if message.generation != self.generation or not self._is_formed:
+            self.num_stale += 1
+            return []
+        num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
+        if num_in_flight >= MAX_STEPS_IN_FLIGHT:
+            raise InvariantError(
+                f"{self._name}: step {message.plan.step_id} is one too many in flight."
+            )
+        self._in_flight.append((message.generation, message.plan.step_id))
+        self._holdings.step(message.plan)
+        return [Execute((message.plan,))]
+
+    def _stage(self, plan: StagePlan) -> list[Effect]:
+        if plan.generation != self.generation or not self._is_formed:
+            self.num_stale += 1
+            return []
+        return [Stage(plan)]
+
+    def _freed(self, block_ids: tuple[int, ...]) -> list[Effect]:
+        if self.generation:
+            self._holdings.freed(block_ids)
+        return self._if_member(Freed(block_ids))
+
+    def _ask(self, effect: Pull | LoadBlocks | StoreBlocks) -> list[Effect]:
+        self._num_asked += bool(self.generation)
+        return self._if_member(effect)
+
+    def _if_member(self, effect: Effect) -> list[Effect]:
+        if self.generation:
+            return [effect]
+        self.num_stale += 1
+        return []
+
+    # ---- what comes of it ----
+    def _step_done(self, done: StepDone) -> list[Effect]:
+        if not self._in_flight or self._in_flight[0][1] != done.step_id:
+            raise InvariantError(
+                f"{self._name}: step {done.step_id} is done, but it is not the one that runs."
+            )
+        generation, _ = self._in_flight.popleft()
+        if generation != self.generation:
+            self.num_stale += 1
+            return []
+        lost = self._progress.lost if done.error is not None else ()
+        return [Send(self._leader, RankDone(self._rank, self._epoch, generation, done, lost))]
+
+    def _formed(self, formed: Formed) -> list[Effect]:
+        if formed.generation != self.generation:
+            self.num_stale += 1
+            return []
+        self._is_formed = formed.error is None
+        return [Send(self._leader, RankFormed(self._rank, self._epoch, formed))]
+
+    def _staged(self, staged: Staged) -> list[Effect]:
+        if staged.generation != self.generation:
+            self.num_stale += 1
+            return []
+        return [Send(self._leader, RankStaged(self._rank, self._epoch, staged))]
+
+    # ---- signs of life ----
+    def _beat(self) -> RankUp | RankBeat:
+        if not self.generation:
+            return self._up
+        progress = self._progress
+        return RankBeat(
+            self._rank,
+            self._epoch,
+            self.generation,
+            progress.num_ops,
+            progress.is_computing,
+            progress.lost,
+        )
+
+    def _held(self) -> RankUp | RankHeld:
+        """Who it is, for a leader that did not start with it."""
+        plan = self._holdings.plan
+        return self._up if plan is None else RankHeld(self._up, plan, self._holdings.held())
+
+    def _wake(self) -> list[Effect]:
+        self._wake_s = self._next_beat_s
+        return [WakeAt(self._wake_s)]
+
+    def audit(self) -> list[str]:
+        """Problems; empty when no more steps of this generation are in flight than may be."""
+        num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
+        return (
+            [f"{num_in_flight} plans are in flight"] if num_in_flight > MAX_STEPS_IN_FLIGHT else []
+        )

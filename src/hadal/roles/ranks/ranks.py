@@ -1,0 +1,503 @@
+"""The leader of a unit of many ranks: a leader's core that knows nothing of processes, and the book
+of the ranks.
+
+    core --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> core
+         --Pull, LoadBlocks, StoreBlocks--> RankPull, RankLoad, RankStore ... RankAnswered --its outcome--> core
+         --Freed, Named----> RankFreed, RankNamed  a new generation --------RankReset-> core
+
+The core hears of a step once: when every member did its part. A step that failed for want of a peer
+it never hears of; the RankReset that follows makes it plan those steps again. A step that failed
+for another reason it hears of as failed, so that its requests are given back; then the unit forms
+anew too, for peers may wait in the middle of that step. A core of many ranks holds them all for
+dead until the first reset, and says nothing of the unit before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+import msgspec
+
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    Audit,
+    Load,
+    RankAnswered,
+    RankBeat,
+    RankDone,
+    RankFormed,
+    RankFreed,
+    RankHeld,
+    RankLoad,
+    RankNamed,
+    RankPull,
+    RankStage,
+    RankStaged,
+    RankStep,
+    RankStore,
+    RankUp,
+    Sighting,
+    Trace,
+    UnitDown,
+)
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    DecodePlan,
+    Draw,
+    Formed,
+    KvPulled,
+    OpTime,
+    PrefillPlan,
+    Staged,
+    StepDone,
+    StepPlan,
+    TraceEvent,
+)
+from hadal.core.seams import (
+    Effect,
+    Event,
+    Execute,
+    Form,
+    Freed,
+    LoadBlocks,
+    Named,
+    Pull,
+    RankReset,
+    Send,
+    StoreBlocks,
+    Tick,
+    WakeAt,
+)
+from hadal.overlap.plan import COMBINE, DISPATCH
+from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.ranks.book import PEER_ERRORS, Phase, RankBook
+from hadal.roles.suspects import Absence
+
+# One result of a step out of its ranks' parts. Knows nothing of who is a member.
+
+
+def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
+    """Keys become the core's (`offsets`, by rank, are added); times are those of the slowest
+    rank.
+    """
+    keys: list[int] = []
+    tokens: list[int] = []
+    draws: dict[int, Draw] = {}
+    failed: dict[int, str] = {}
+    chosen: dict[str, OpTime] = {}
+    events: list[TraceEvent] = []
+    for rank in sorted(parts):
+        part, offset = parts[rank], offsets[rank]
+        keys += [offset + key for key in part.keys]
+        tokens += part.tokens
+        draws.update({offset + key: draw for key, draw in part.draws.items()})
+        failed.update({offset + key: reason for key, reason in part.failed.items()})
+        for op_time in part.op_times:
+            known = chosen.get(op_time.op)
+            if known is not None:
+                # An exchange lasts until the last peer has sent: only where it is shortest is it
+                # the bytes' own time.
+                pick = min if op_time.op in (DISPATCH, COMBINE) else max
+                op_time = pick(known, op_time, key=lambda one: one.seconds)
+            chosen[op_time.op] = op_time
+        events += [msgspec.structs.replace(event, rank=rank) for event in part.events]
+    return StepDone(
+        step_id,
+        tuple(keys),
+        tuple(tokens),
+        draws,
+        max(part.elapsed_s for part in parts.values()),
+        None,
+        failed,
+        tuple(chosen.values()),
+        tuple(events),
+    )
+
+
+CHECK_S = 0.1
+"""How often deadlines are looked at."""
+
+
+class Core(Protocol):
+    """The part of PrefillLeader and DecodeLeader that is needed here."""
+
+    def start(self, now_s: float) -> list[Effect]: ...
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]: ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step under way: what every member has answered so far."""
+
+    step_id: int
+    offsets: tuple[int, ...]
+    """By rank: what is added to its keys."""
+    sent_s: float
+    parts: dict[int, StepDone] = field(default_factory=dict)
+
+
+class RankedLeader:
+    """`num_slots`: slots of one rank, in a decode unit; a prefill core numbers chunks instead.
+
+    `step_timeout_s`: a step in which no rank's compute thread moves for so long is broken off;
+    above the deadline of an exchange. `growing_s` tells the seconds of the experts of one MoE layer
+    in a step, as far as they grow with tokens: without it nothing is gained by moving experts, and
+    they stay.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        core: Core,
+        book: RankBook,
+        *,
+        num_slots: int = 0,
+        step_timeout_s: float = 15.0,
+        experts: ExpertBalancer | None = None,
+        growing_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.core = core
+        self.book = book
+        self.experts = experts or ExpertBalancer(
+            book.placement, (0,) * book.num_ranks, is_planning=False
+        )
+        self._growing_s = growing_s
+        self.num_stale = 0
+        """Messages of older generations and processes, dropped."""
+        self._unit = unit
+        self._num_slots = num_slots
+        self._step_timeout_s = step_timeout_s
+        self._in_flight: deque[_Step] = deque()
+        self._held_writes: list[tuple[int, RankPull | RankLoad]] | None = None
+        """Not None after a failed step, whose blocks the core takes for free while other ranks may
+        still compute in them: what is to be copied into pools waits until the next generation is
+        formed.
+        """
+        self._asked: dict[tuple[Hashable, ...], int] = {}
+        """Outcomes that the core waits for, of pulls and of what is read from disk or written there
+        -> whose.
+        """
+        self._core_members: dict[int, str] = {}
+        """rank -> epoch, as the core knows them."""
+        self._generation = 0
+        """Of the steps in flight."""
+        self._was_running = False
+        self._core_wake_s = math.inf
+        self._wake_s = math.inf
+        self._check_s = -math.inf
+        self._absence = Absence(CHECK_S)
+        self._out: list[Effect] = []
+
+    def take_notes(self) -> list[str]:
+        """What happened to the unit since the last call, in sentences, for the log."""
+        notes = [*self.book.notes, *self.experts.notes]
+        self.book.notes.clear()
+        self.experts.notes.clear()
+        return notes
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of the process. The core says that the unit is up when a first
+        generation is formed.
+        """
+        self._out = []
+        self._absence.called(now_s)
+        self._apply(now_s, self.core.start(now_s))
+        self._tick(now_s)
+        self._wake(now_s)
+        return self._out
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        """Take in one event and return what to do, in order."""
+        self._out = []
+        if missed_s := self._absence.called(now_s):
+            self.book.forgive(missed_s)
+            self.experts.forgive(missed_s)
+        match event:
+            case RankUp():
+                self.book.rank_up(now_s, event)
+            case RankHeld():
+                self.book.rank_held(now_s, event)
+            case RankBeat():
+                self.book.beat(now_s, event)
+            case RankFormed():
+                self.book.formed(now_s, event)
+            case UnitDown():
+                self.book.unit_down(now_s, event)
+            case Sighting():
+                self.book.sighted(now_s, event)
+            case RankDone():
+                self._rank_done(now_s, event)
+            case RankAnswered():
+                self._rank_answered(now_s, event)
+            case RankStaged():
+                self._rank_staged(now_s, event)
+            case Tick():
+                self._tick(now_s)
+            case (
+                StepDone()
+                | Formed()
+                | Staged()
+                | KvPulled()
+                | BlocksLoaded()
+                | BlocksStored()
+                | RankReset()
+            ):
+                raise InvariantError(
+                    f"{self._unit}: no {type(event).__name__} is for a leader that is no rank."
+                )
+            case _:
+                self._feed(now_s, event)
+        self._follow_book(now_s)
+        self._wake(now_s)
+        return self._out
+
+    # ---- the core ----
+    def _feed(self, now_s: float, event: Event) -> None:
+        self._apply(now_s, self.core.handle(now_s, event))
+
+    def _apply(self, now_s: float, effects: list[Effect]) -> None:
+        """Turn the core's effects into messages to ranks, where they are for ranks."""
+        for effect in effects:
+            match effect:
+                case Execute():
+                    self._execute(now_s, effect)
+                case Pull(request_id, attempt, lease, into, rank):
+                    self._asked[KvPulled, request_id, attempt] = rank
+                    self._tell(rank, RankPull(request_id, attempt, lease, into))
+                case LoadBlocks(load_id, names, places, into, rank):
+                    self._asked[BlocksLoaded, load_id] = rank
+                    self._tell(rank, RankLoad(load_id, names, places, into))
+                case StoreBlocks(store_id, names, positions, block_ids, rank):
+                    self._asked[BlocksStored, store_id] = rank
+                    self._tell(rank, RankStore(store_id, names, positions, block_ids))
+                case Freed(block_ids, rank):
+                    self._tell(rank, RankFreed(block_ids))
+                case Named(named, rank):
+                    self._tell(rank, RankNamed(named))
+                case WakeAt(time_s):
+                    self._core_wake_s = time_s
+                case Send(to, Audit() as audit):
+                    problems = (*audit.problems, *self.check())
+                    self._out.append(Send(to, msgspec.structs.replace(audit, problems=problems)))
+                case Send(to, Load() as load):
+                    living = self.book.living
+                    absent = tuple(
+                        rank for rank in range(self.book.num_ranks) if rank not in living
+                    )
+                    load = msgspec.structs.replace(load, num_ranks=len(living), absent=absent)
+                    self._out.append(Send(to, self.experts.seen(load)))
+                case Send(to, Trace() as trace):
+                    self._out.append(Send(to, self.experts.traced(trace)))
+                case Form():
+                    raise InvariantError(f"{self._unit}: a core does not form.")
+                case _:
+                    self._out.append(effect)
+
+    def _tell(
+        self, rank: int, message: RankPull | RankFreed | RankNamed | RankLoad | RankStore
+    ) -> None:
+        """To the process that the core means; if that is gone, the next RankReset will say so."""
+        epoch = self._core_members.get(rank)
+        if epoch is None or not self.book.is_member(rank, epoch):
+            return
+        if self._held_writes is not None and isinstance(message, RankPull | RankLoad):
+            self._held_writes.append((rank, message))
+        else:
+            self._send_rank(rank, message)
+
+    def _send_rank(
+        self,
+        rank: int,
+        message: RankPull | RankFreed | RankNamed | RankStep | RankStage | RankLoad | RankStore,
+    ) -> None:
+        self._out.append(Send(f"{self._unit}.{rank}", message))
+
+    # ---- steps ----
+    def _execute(self, now_s: float, effect: Execute) -> None:
+        if self.book.phase is not Phase.RUNNING or self.book.generation != self._generation:
+            return  # No step may begin, and the next generation makes this one void.
+        plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
+        self._in_flight.append(_Step(plans[0].step_id, self._offsets(plans), now_s))
+        for rank in self.book.members:
+            self._send_rank(rank, RankStep(self._generation, plans[rank]))
+
+    def _offsets(self, plans: tuple[StepPlan, ...]) -> tuple[int, ...]:
+        """By rank: where its keys begin among the core's."""
+        sizes = []
+        for plan in plans:
+            match plan:
+                case DecodePlan():
+                    sizes.append(self._num_slots)
+                case PrefillPlan(_, chunks, _, second):
+                    sizes.append(len(chunks) + len(second))
+        return tuple(accumulate(sizes, initial=0))[:-1]
+
+    def _rank_done(self, now_s: float, message: RankDone) -> None:
+        is_current = message.generation == self.book.generation and self.book.is_running
+        steps = [step for step in self._in_flight if step.step_id == message.done.step_id]
+        is_member = self.book.is_member(message.rank, message.epoch)
+        if not is_current or not is_member or not steps or message.rank in steps[0].parts:
+            self.num_stale += 1
+            return
+        steps[0].parts[message.rank] = message.done
+        if message.done.error is not None:
+            self.book.broke(now_s, message.rank, message.lost)
+        self._deliver(now_s)
+
+    def _deliver(self, now_s: float) -> None:
+        """Give the core every step that is complete, in order, as long as they succeeded."""
+        while self._in_flight and self.book.is_running and self.book.generation == self._generation:
+            step = self._in_flight[0]
+            failed = [
+                f"rank {rank}: {part.error}"
+                for rank, part in step.parts.items()
+                if part.error is not None and not part.error.startswith(PEER_ERRORS)
+            ]
+            if failed:
+                self._in_flight.popleft()
+                self.book.notes.append(f"step {step.step_id} failed: {'; '.join(failed)}")
+                self.book.form(now_s)
+                self._held_writes = []
+                elapsed_s = max(part.elapsed_s for part in step.parts.values())
+                self._feed(now_s, StepDone(step.step_id, (), (), {}, elapsed_s, "; ".join(failed)))
+                return
+            is_whole = self.book.members.keys() <= step.parts.keys()
+            if not is_whole or any(part.error is not None for part in step.parts.values()):
+                return
+            self._in_flight.popleft()
+            if self.experts.done(step.step_id, step.parts):
+                self.book.adopt(self.experts.placement)
+            self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
+
+    def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
+        """A rank did what the core wanted; maybe a core that holds it for lost by now."""
+        key = _key(message.outcome)
+        is_meant = self._core_members.get(message.rank) == message.epoch
+        if not is_meant or self._asked.get(key) != message.rank:
+            self.num_stale += 1
+            return
+        del self._asked[key]
+        self._feed(now_s, message.outcome)
+
+    # ---- experts ----
+    def _rank_staged(self, now_s: float, message: RankStaged) -> None:
+        is_member = self.book.is_member(message.rank, message.epoch)
+        if not is_member or not self.experts.staged(now_s, message.rank, message.staged):
+            self.num_stale += 1
+
+    def _may_plan_experts(self, now_s: float) -> bool:
+        return self.book.phase is Phase.RUNNING and self.experts.may_plan(now_s)
+
+    def _plan_experts(self, now_s: float) -> None:
+        """In a Tick of its own, when what the steps wait for is sent."""
+        if self._may_plan_experts(now_s):
+            for rank, plan in self.experts.plan(now_s, self._growing_s()).items():
+                self._send_rank(rank, RankStage(plan))
+
+    # ---- generations ----
+    def _follow_book(self, now_s: float) -> None:
+        """Do what the book decided: give up steps of an older generation, tell the core of a new
+        one.
+        """
+        book = self.book
+        if book.phase is Phase.DRAINING and not self._in_flight:
+            book.form(now_s)
+        if book.generation != self._generation:
+            self._generation = book.generation
+            self._in_flight.clear()
+            self._was_running = False
+            self.experts.ended()
+        # Forms go out before whatever the core wants of the ranks in them.
+        self._out += book.effects
+        book.effects.clear()
+        if book.is_running and not self._was_running:
+            self._was_running = True
+            ups = {rank: up for rank in book.members if (up := book.up_of(rank)) is not None}
+            addresses = {rank: (up.host, up.expert_port) for rank, up in ups.items()}
+            self.experts.began(book.generation, book.placement, addresses)
+            self._reset_core(now_s)
+        elif book.phase is Phase.WAITING and self._core_members:
+            self._reset_core(
+                now_s
+            )  # Nobody is left: what they held is given back now, not when they are replaced.
+
+    def _reset_core(self, now_s: float) -> None:
+        before, now = self._core_members, dict(self.book.members)
+        lost = tuple(rank for rank in before if now.get(rank) != before[rank])
+        fresh = tuple(rank for rank in now if before.get(rank) != now[rank])
+        self._core_members = now
+        self._asked = {key: rank for key, rank in self._asked.items() if rank not in lost}
+        held, self._held_writes = self._held_writes or (), None
+        for rank, message in held:
+            if rank not in lost:
+                self._send_rank(rank, message)
+        pools = tuple(
+            self.book.pool_of(rank) if rank in now else "" for rank in range(self.book.num_ranks)
+        )
+        taken = {rank: found for rank in fresh if (found := self.book.take_held(rank)) is not None}
+        self._feed(
+            now_s, RankReset(lost, fresh, pools=pools, generation=self._generation, held=taken)
+        )
+
+    # ---- time ----
+    def _tick(self, now_s: float) -> None:
+        if now_s >= self._check_s:
+            self._check_s = now_s + CHECK_S
+            self.book.tick(now_s, bool(self._in_flight))
+            self.experts.tick(now_s)
+            if self._in_flight and self.book.is_idle_since(
+                self._in_flight[0].sent_s, now_s - self._step_timeout_s
+            ):
+                step_id = self._in_flight[0].step_id
+                self.book.notes.append(
+                    f"step {step_id} is broken off: no rank moved for {self._step_timeout_s:g} s"
+                )
+                self.book.form(now_s)
+        if now_s >= self._core_wake_s:
+            self._core_wake_s = math.inf
+            self._feed(now_s, Tick())
+        self._plan_experts(now_s)
+
+    def _wake(self, now_s: float) -> None:
+        wake_s = min(
+            self._check_s, self._core_wake_s, now_s if self._may_plan_experts(now_s) else math.inf
+        )
+        if self._wake_s <= now_s or wake_s < self._wake_s:
+            self._wake_s = wake_s
+            self._out.append(WakeAt(wake_s))
+
+    def check(self) -> list[str]:
+        """Problems of the book and of the steps in flight; empty when they agree."""
+        problems = [*self.book.check(), *self.experts.check()]
+        if self._was_running and self.experts.placement is not self.book.placement:
+            problems.append(
+                "the placement that the ranks have is not the one that the unit would form with"
+            )
+        strangers = {
+            rank for step in self._in_flight for rank in step.parts
+        } - self.book.members.keys()
+        if strangers and self.book.generation == self._generation:
+            problems.append(f"ranks {sorted(strangers)} did steps of a generation they are not in")
+        if self._in_flight and not self.book.is_running:
+            problems.append(
+                f"{len(self._in_flight)} steps are in flight while the unit is {self.book.phase}"
+            )
+        return problems
+
+
+def _key(outcome: KvPulled | BlocksLoaded | BlocksStored) -> tuple[Hashable, ...]:
+    """What it is the outcome of."""
+    match outcome:
+        case KvPulled(request_id, attempt):
+            return KvPulled, request_id, attempt
+        case BlocksLoaded(load_id):
+            return BlocksLoaded, load_id
+        case BlocksStored(store_id):
+            return BlocksStored, store_id

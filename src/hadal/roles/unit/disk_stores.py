@@ -1,0 +1,239 @@
+"""Writes to the disk cache, behind the computation: which blocks wait for theirs, which are being
+written, and what is on disk already.
+
+    offer -> known on disk, or on its way? -> waits -> begin: StoreBlocks -> BlocksStored -> stored
+                                                '-- its content is gone, or blocks are short, or too
+                                                many wait: skipped
+
+What is being written has an owner of its own, so that it stays as it is; as that takes room away
+from requests, only few blocks are written at a time. What waits has one, too, where nobody else
+would keep it (`holds`): then only few wait, and they are given up for any request that needs their
+room. Without one, a block whose room was needed meanwhile is passed over. What no longer fits among
+those that wait is skipped: the disk is behind, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hadal.core import cache
+from hadal.core.cache import num_names, split
+from hadal.core.errors import InvariantError
+from hadal.core.plans import BlocksStored
+from hadal.core.seams import DiskNews, StoreBlocks
+from hadal.kv.disk_index import DiskIndex
+from hadal.roles.ranks.pools import RankPools
+
+WRITING_BLOCKS = 64
+"""Most blocks of a rank that are being written."""
+WRITING_SHARE = 8
+"""And one of so many of the rank's blocks, if that is less: a disk that hangs holds on to no
+more.
+"""
+WAITING_BLOCKS = 4096
+"""Most blocks of a rank that wait."""
+HELD_BLOCKS = 256
+"""The same where they are held: what a disk that pauses for a second or two costs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Owns the blocks that are being written together."""
+
+    store_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """Owns a block that waits, where blocks are held."""
+
+    name: bytes
+
+
+Owner = Writer | Waiter
+
+
+class _Waiting(NamedTuple):
+    name: bytes
+    position: int
+    block: int
+    generation: int
+    """Of the block: with another its content is gone."""
+
+
+class StoreBook:
+    """The writes of one unit. `store_id`s are unique as long as its process lives. `holds`: see
+    above.
+    """
+
+    def __init__(self, pools: RankPools, *, holds: bool = False) -> None:
+        self.index = DiskIndex()
+        self.counts: Counter[str] = Counter(
+            {cache.STORED_BLOCKS: 0, cache.SKIPPED_BLOCKS: 0, cache.DISK_EVICTED_BLOCKS: 0}
+        )
+        """By the names of core/cache."""
+        self._pools = pools
+        self._holds = holds
+        self._waiting: list[deque[_Waiting]] = [deque() for _ in range(pools.num_ranks)]
+        self._writing: dict[int, StoreBlocks] = {}
+        self._num_writing = [0] * pools.num_ranks
+        self._names: set[bytes] = set()
+        """Of all of them."""
+        self._num_waiting_max = HELD_BLOCKS if holds else WAITING_BLOCKS
+        self._num_writing_max = max(1, min(WRITING_BLOCKS, pools.num_blocks_rank // WRITING_SHARE))
+        self._num_begun = 0
+
+    def __contains__(self, name: bytes) -> bool:
+        """Whether it is on disk, or will be, if all goes well."""
+        return name in self.index or name in self._names
+
+    def __len__(self) -> int:
+        return len(self._writing)
+
+    # ---- in ----
+    def offer(self, rank: int, name: bytes, position: int, block: int) -> None:
+        """A complete block that somebody owns. Offer a text's blocks in their order."""
+        if name in self:
+            return
+        waiting = self._waiting[rank]
+        if len(waiting) >= self._num_waiting_max:
+            self.counts[cache.SKIPPED_BLOCKS] += 1
+            return
+        self._names.add(name)
+        waiting.append(_Waiting(name, position, block, *self._pools[rank].generations((block,))))
+        if self._holds:
+            self._pools[rank].acquire((block,), Waiter(name), is_use=False)
+
+    def begin(self) -> list[StoreBlocks]:
+        """Take what may be written now, as owner of its blocks."""
+        effects: list[StoreBlocks] = []
+        num_together = max(1, self._num_writing_max // 2)  # One is written, one waits behind it.
+        if not self._names:
+            return effects  # As always where there is no disk.
+        for rank, waiting in enumerate(self._waiting):
+            while waiting and self._num_writing[rank] < self._num_writing_max:
+                num_free = self._num_writing_max - self._num_writing[rank]
+                effect = self._together(rank, min(num_free, num_together))
+                if effect is not None:
+                    effects.append(effect)
+        return effects
+
+    def _together(self, rank: int, num_most: int) -> StoreBlocks | None:
+        waiting, chosen = self._waiting[rank], list[_Waiting]()
+        while waiting and len(chosen) < num_most:
+            one = waiting.popleft()
+            if self._pools[rank].generations((one.block,)) == (one.generation,):
+                chosen.append(one)
+            else:
+                self._skip(one)
+        if not chosen:
+            return None
+        effect = StoreBlocks(
+            self._num_begun,
+            b"".join(one.name for one in chosen),
+            tuple(one.position for one in chosen),
+            tuple(one.block for one in chosen),
+            rank,
+        )
+        self._num_begun += 1
+        self._pools[rank].acquire(effect.block_ids, Writer(effect.store_id), is_use=False)
+        self._unhold(rank, chosen)
+        self._writing[effect.store_id] = effect
+        self._num_writing[rank] += len(chosen)
+        return effect
+
+    # ---- out ----
+    def news(self, event: DiskNews) -> None:
+        """What can be found on disk changed."""
+        self.index.drop(event.dropped)
+        self.index.put(event.added, event.places)
+
+    def stored(self, event: BlocksStored) -> None:
+        """Blocks were written, or could not be: let go of them. Raises InvariantError if nobody
+        asked for it.
+        """
+        effect = self._writing.pop(event.store_id, None)
+        if effect is None or len(event.places) != len(effect.block_ids):
+            raise InvariantError(
+                f"store {event.store_id} ended with {event.places}, and {effect} was asked for."
+            )
+        self._num_writing[effect.rank] -= len(effect.block_ids)
+        self._names.difference_update(split(effect.names))
+        self._pools.free(effect.rank, effect.block_ids, Writer(event.store_id))
+        self.index.drop(event.dropped)
+        self.index.put(effect.names, event.places)
+        num_stored = sum(place is not None for place in event.places)
+        self.counts[cache.STORED_BLOCKS] += num_stored
+        self.counts[cache.SKIPPED_BLOCKS] += len(effect.block_ids) - num_stored
+        self.counts[cache.DISK_EVICTED_BLOCKS] += num_names(event.dropped)
+
+    def give_up(self, rank: int, num_blocks: int) -> int:
+        """Give up what is held while it waits and is nobody else's any more, the oldest first,
+        until so many blocks came free by it. Returns how many did.
+        """
+        pool, num_free = self._pools[rank], 0
+        kept: deque[_Waiting] = deque()
+        for one in self._waiting[rank]:
+            if self._holds and num_free < num_blocks and pool.num_owners(one.block) == 1:
+                self._unhold(rank, (one,))
+                self._skip(one)
+                num_free += 1
+            else:
+                kept.append(one)
+        self._waiting[rank] = kept
+        return num_free
+
+    def lose(self, rank: int) -> None:
+        """The rank is gone, and what it had with it: nothing of it is answered, and nobody owns any
+        of its blocks.
+        """
+        for effect in [effect for effect in self._writing.values() if effect.rank == rank]:
+            del self._writing[effect.store_id]
+            self._names.difference_update(split(effect.names))
+            self.counts[cache.SKIPPED_BLOCKS] += len(effect.block_ids)
+        for one in self._waiting[rank]:
+            self._skip(one)
+        self._num_writing[rank] = 0
+        self._waiting[rank].clear()
+
+    def _unhold(self, rank: int, ones: Sequence[_Waiting]) -> None:
+        """They wait no more."""
+        if self._holds:
+            for one in ones:
+                self._pools.free(rank, (one.block,), Waiter(one.name))
+
+    def _skip(self, one: _Waiting) -> None:
+        self._names.discard(one.name)
+        self.counts[cache.SKIPPED_BLOCKS] += 1
+
+    # ---- looking ----
+    def owners(self, rank: int) -> list[tuple[Owner, tuple[int, ...]]]:
+        """Who owns which blocks of a rank."""
+        owners: list[tuple[Owner, tuple[int, ...]]] = [
+            (Writer(effect.store_id), effect.block_ids)
+            for effect in self._writing.values()
+            if effect.rank == rank
+        ]
+        if self._holds:
+            owners += [(Waiter(one.name), (one.block,)) for one in self._waiting[rank]]
+        return owners
+
+    def check(self) -> list[str]:
+        """Problems; empty when names and counts are those of what waits and what is being
+        written.
+        """
+        names = [name for effect in self._writing.values() for name in split(effect.names)]
+        names += [one.name for waiting in self._waiting for one in waiting]
+        problems = []
+        if len(names) != len(self._names) or set(names) != self._names:
+            problems.append("what waits for the disk is not what is named as such")
+        for rank, num_writing in enumerate(self._num_writing):
+            true = sum(
+                len(effect.block_ids) for effect in self._writing.values() if effect.rank == rank
+            )
+            if num_writing != true:
+                problems.append(f"rank {rank}: {num_writing} blocks being written is a miscount")
+        return problems

@@ -1,0 +1,331 @@
+"""The ledger's database: one engine, its settings and deadlines, and its errors sorted by what is
+to be done.
+
+SQLite writes ahead into a log that is flushed at every commit (WAL, synchronous=FULL), and a write
+takes the lock at its beginning, so two processes take turns. What was committed is there after
+`kill -9` and after a power cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+from sqlalchemy.exc import ArgumentError
+
+from hadal.core.balance import AUTO, OFF
+from hadal.core.documents import is_file
+from hadal.core.errors import HadalError
+from hadal.core.facts import NodesFact, PackedFacts
+from hadal.runtime.process.private import state_folder, take_from_others
+from hadal.stats import ledger
+from hadal.stats.ledger import LedgerError, Written
+from hadal.stats.report import HOUR, Details
+from hadal.stats.tally import Tally
+
+# Where the ledger is: from what was asked to the URL of a database, and the folder of what waits
+# for it.
+#
+# Asked is a URL, a path, "off" or "auto". "auto" is $HADAL_LEDGER, which may hold any of the
+# others; without it, a file in the user's state folder ($XDG_STATE_HOME, else ~/.local/state),
+# never in the working folder.
+
+
+LEDGER_VARIABLE = "HADAL_LEDGER"
+FILE_NAME = "ledger.sqlite"
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+}
+
+
+def ledger_url(asked: str) -> str:
+    """The database as a URL, a file's path absolute; "" for none: "off", or "auto" where nobody is
+    at home. Raises LedgerError.
+    """
+    asked = asked.strip()
+    if asked in ("", AUTO):
+        asked = os.environ.get(LEDGER_VARIABLE, "").strip()
+    if asked in ("", AUTO):
+        folder = state_folder()
+        return "" if folder is None else _file_url(folder / FILE_NAME)
+    if asked == OFF:
+        return ""
+    if "://" not in asked:
+        return _file_url(Path(asked))
+    try:
+        url = sa.make_url(asked)
+    except ArgumentError:
+        raise LedgerError(
+            "the ledger's URL cannot be read; take a path, or postgresql://USER:PASSWORD@HOST/NAME."
+        ) from None
+    driver = _DRIVERS.get(url.get_backend_name())
+    if driver is None:
+        raise LedgerError(
+            f"the ledger is kept in SQLite or PostgreSQL, not in {url.get_backend_name()}."
+        )
+    if driver == "sqlite":
+        if not url.database or url.database == ":memory:":
+            raise LedgerError(
+                "the ledger's URL names no file; a ledger in memory would be gone with its process."
+            )
+        return _file_url(Path(url.database))
+    if importlib.util.find_spec("psycopg") is None:
+        raise LedgerError("a ledger in PostgreSQL needs psycopg: pip install 'hadal[postgres]'.")
+    return url.set(drivername=driver).render_as_string(hide_password=False)
+
+
+def shown(url: str) -> str:
+    """The database for people's eyes: a path, or a URL without its password."""
+    parsed = sa.make_url(url)
+    return (
+        parsed.database or ""
+        if parsed.get_backend_name() == "sqlite"
+        else parsed.render_as_string()
+    )
+
+
+def file_of(url: str) -> Path | None:
+    """The file of a SQLite ledger; None for a server's."""
+    parsed = sa.make_url(url)
+    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+
+
+def spool_place(url: str) -> tuple[Path, str]:
+    """Folder and first part of the name of files with facts that wait for this database: beside its
+    file, else in the state folder.
+    """
+    path = file_of(url)
+    if path is not None:
+        return path.parent, path.name
+    parsed = sa.make_url(url)
+    place = f"{parsed.host}:{parsed.port}/{parsed.database}".encode()
+    return state_folder() or Path(
+        tempfile.gettempdir()
+    ), f"ledger-{blake2b(place, digest_size=6).hexdigest()}"
+
+
+def _file_url(path: Path) -> str:
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError:
+        raise LedgerError(
+            f"the ledger is to be at {path}; that user has no home here. Give the whole path."
+        ) from None
+    return sa.URL.create("sqlite", database=str(path)).render_as_string()
+
+
+log = logging.getLogger("hadal.ledger")
+
+BUSY_S = 5.0
+"""How long a write waits for another process' write."""
+CONNECT_S = 5.0
+STATEMENT_S = 10.0
+_IS_READING = "hadal_is_reading"
+
+
+class StoreDown(HadalError):
+    """The database cannot be had now: full, locked, gone, not answering. Later it may."""
+
+
+class FactsRefused(HadalError):
+    """The database is well and will never take these facts together; some of them may be sound."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the ledger holds of a stretch of time."""
+
+    tally: Tally
+    nodes: list[NodesFact]
+    details: Details
+    last_completed_us: int | None
+    """Of all times."""
+
+
+class Store:
+    """One database. Used by one thread at a time; connects when it is first used."""
+
+    def __init__(self, url: str) -> None:
+        """`url` as ledger_place gives it."""
+        self.place = shown(url)
+        self._path = file_of(url)
+        self._engine = _sqlite(url) if self._path is not None else _postgresql(url)
+        self._identity: tuple[int, int] | None = None
+        """Of the file that was prepared."""
+
+    def prepare(self) -> None:
+        """Make file and tables where there are none. Raises LedgerError for what is no ledger of
+        ours, StoreDown.
+        """
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise StoreDown(f"{self._path.parent}: {error.strerror}") from error
+            _close_to_others(self._path)
+        try:
+            with self._begin() as connection:
+                ledger.prepare(connection)
+        except LedgerError as error:
+            raise LedgerError(f"{self.place}: {error}") from None
+        self._identity = self._found()
+
+    def write(self, facts: PackedFacts) -> Written:
+        """Write all or nothing, durably. Raises StoreDown, FactsRefused, and LedgerError if there
+        is another database now that is no ledger of ours.
+        """
+        if self._identity is not None and self._found() != self._identity:
+            # Somebody removed the file, or put it elsewhere. SQLite would go on to write what
+            # nobody can read.
+            self._leave_file()
+            self.prepare()
+        with self._begin() as connection:
+            ledger.write_nodes(connection, facts.nodes)
+            return ledger.write_requests(connection, facts.requests)
+
+    def read(self, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0) -> Window:
+        """As of one instant, with details of each of `by` (stats/report). Raises LedgerError where
+        there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
+        """
+        if self._path is not None and not is_file(self._path):
+            raise LedgerError(f"there is no ledger at {self.place}.")
+        try:
+            with self._begin(is_reading=True) as connection:
+                ledger.check_schema(connection)
+                return Window(
+                    ledger.read_tally(connection, from_us, to_us),
+                    ledger.read_nodes(connection, from_us, to_us),
+                    ledger.read_details(
+                        connection, from_us, to_us, by=by, utc_offset_s=utc_offset_s
+                    ),
+                    ledger.last_completed_us(connection),
+                )
+        except LedgerError as error:
+            raise LedgerError(f"{self.place}: {error}") from None
+
+    def close(self) -> None:
+        """Give connections back."""
+        self._engine.dispose()
+
+    def _leave_file(self) -> None:
+        """Let go of a file that is elsewhere now, with all that was written: a part may be in the
+        log beside its old place, which the next database there would remove. If there is one
+        already it has done so.
+        """
+        try:
+            if self._found() is None:
+                connection = self._engine.raw_connection()
+                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                connection.close()
+        except (exc.SQLAlchemyError, sqlite3.Error) as error:
+            log.warning(
+                "%s is gone, and with it perhaps the latest facts: %s", self.place, _reason(error)
+            )
+        self._engine.dispose()
+
+    def _found(self) -> tuple[int, int] | None:
+        """Which file is at the path; None without one, as for a server."""
+        try:
+            found = self._path.stat() if self._path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_dev, found.st_ino)
+
+    @contextmanager
+    def _begin(self, *, is_reading: bool = False) -> Iterator[sa.Connection]:
+        try:
+            with self._engine.execution_options(**{_IS_READING: is_reading}).begin() as connection:
+                yield connection
+        except HadalError:
+            raise
+        except (
+            exc.DataError,
+            exc.IntegrityError,
+            OverflowError,
+            ValueError,
+        ) as error:  # Too large, no text, ...
+            raise FactsRefused(f"{self.place}: {_reason(error)}") from error
+        except exc.SQLAlchemyError as error:
+            raise self._sorted(error) from error
+
+    def _sorted(self, error: exc.SQLAlchemyError) -> HadalError:
+        reason = _reason(error)
+        if "is not a database" in reason:
+            return LedgerError("it is a file of something else. Give the ledger another path.")
+        return StoreDown(f"{self.place}: {reason}")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what the driver said, without the statement and its values."""
+    cause = getattr(error, "orig", None) or error
+    return str(cause).strip().split("\n", 1)[0]
+
+
+def _close_to_others(path: Path) -> None:
+    """The ledger tells who asked how much when: it is its owner's alone, also where it or its
+    folder was there.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        # Never opened where it exists: closing it would drop the locks that SQLite holds on it in
+        # this process.
+        for beside in (
+            path,
+            path.with_name(f"{path.name}-wal"),
+            path.with_name(f"{path.name}-shm"),
+        ):
+            with contextlib.suppress(FileNotFoundError):
+                take_from_others(beside)
+    except OSError as error:
+        log.warning("%s may be read by others: %s", path, error.strerror)
+
+
+def _sqlite(url: str) -> sa.Engine:
+    engine = sa.create_engine(url, pool_size=1, max_overflow=0, connect_args={"timeout": BUSY_S})
+
+    @sa.event.listens_for(engine, "connect")
+    def set_up(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # We say BEGIN ourselves.
+        cursor = connection.cursor()
+        for pragma in ("journal_mode = WAL", "synchronous = FULL"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def take_lock(connection: sa.Connection) -> None:
+        # A report sees one instant, and nobody waits for it.
+        is_reading = connection.get_execution_options().get(_IS_READING)
+        connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _postgresql(url: str) -> sa.Engine:
+    """Every wait is bounded: for a connection, for a statement, for a peer that went silent."""
+    milliseconds = round(STATEMENT_S * 1e3)
+    return sa.create_engine(
+        url,
+        pool_size=1,
+        max_overflow=0,
+        pool_pre_ping=True,
+        connect_args={
+            "connect_timeout": round(CONNECT_S),
+            "tcp_user_timeout": milliseconds,
+            "options": f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}",
+        },
+    )

@@ -1,0 +1,376 @@
+"""One process of a run as its supervisor sees it: how it starts, what it says, how it ends, when it
+may start again.
+
+Knows no roles and no messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from hadal.progress import PERIOD_S, Bar
+from hadal.runtime.process.logs import TEXT, Doing, as_line, doing_of, write_line, written_by
+from hadal.runtime.process.private import append_private
+
+# What runs, as `status.json` in the run folder: for operators, scripts and tests. Written by the
+# supervisor alone.
+
+
+STATUS_FILE = "status.json"
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """One child. `pid` 0: it does not run."""
+
+    role: str
+    phase: str
+    pid: int
+    num_starts: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run. `ready`: every process is."""
+
+    url: str
+    run_id: str
+    supervisor_pid: int
+    ready: bool
+    draining: bool
+    elapsed_s: float
+    """Since the supervisor began."""
+    processes: dict[str, ProcessStatus]
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Replace the file at once, so that a reader never sees half of it."""
+    path = folder / f"{STATUS_FILE}.new"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
+    path.rename(folder / STATUS_FILE)
+
+
+def read_status(folder: Path) -> Status | None:
+    """Return the last status written, None if there is none yet."""
+    try:
+        return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=Status)
+    except FileNotFoundError:
+        return None
+
+
+EXITS_MAX = 20
+EXITS_WINDOW_S = 60.0
+"""More exits than this in the window, and starting it again is no help."""
+FAILED_STARTS_MAX = 3
+"""Exits in a row before it was ever ready."""
+START_TIMEOUT_S = 600.0
+"""A process that is not ready by then is killed. Generous: a big checkpoint is read from a disk."""
+RESTART_TIMEOUT_S = 60.0
+"""Of one that has been ready before at least so much, and at least RESTART_FACTOR times what it
+took then.
+"""
+RESTART_FACTOR = 4.0
+_BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEADY_S = 10.0
+"""A process that lived this long starts its back-off anew."""
+PUT_OFF_S = 15.0
+"""How long a process that should be given up rests while the others serve, before it is tried
+again. Each time that it was not ready in between it rests twice as long, up to PUT_OFF_MAX_S.
+"""
+PUT_OFF_MAX_S = 240.0
+_ENTRY = str(Path(__file__).with_name("entry.py"))
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting"
+    """To be started again."""
+    RESTING = "resting"
+    """Not wanted now; it may be later."""
+    ENDED = "ended"
+
+
+class Child:
+    """A named process. The supervisor's loop calls `poll` and `start`; nothing here waits except
+    `wait`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        arguments: Sequence[str],
+        log_path: Path | None,
+        log_format: str = TEXT,
+    ) -> None:
+        """`arguments`: a module and what it is given. Output goes to `log_path`, or to the
+        supervisor's stderr.
+        """
+        self.name = name
+        self.role = role
+        self.phase = Phase.WAITING
+        self.pid = 0
+        self.num_starts = 0
+        self.start_at_s = 0.0
+        """When WAITING: not before."""
+        self.started_s = 0.0
+        self.moved_s = 0.0
+        """When its present start was last heard to come nearer to its end."""
+        self.doing: Doing | None = None
+        """What it said it does; None since it was started."""
+        self.ready_s = 0.0
+        self._arguments = tuple(arguments)
+        self._log_path = log_path
+        self._log_format = log_format
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
+        self._failed_starts = 0
+        self._backoff = 0
+        self._put_off_s = PUT_OFF_S
+        self._is_replaced = False
+        self._is_wanted = True
+        self._start_took_s = 0.0
+        """The longest start that ended well; 0 before there was one."""
+
+    def start(
+        self,
+        now_s: float,
+        environment: dict[str, str],
+        pass_fds: tuple[int, ...] = (),
+        more: tuple[str, ...] = (),
+    ) -> None:
+        """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone.
+        `more`: arguments of this start only.
+        """
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", _ENTRY, str(os.getpid()), *self._arguments, *more],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+            env=environment,
+        )
+        self.pid = self._process.pid
+        self.phase = Phase.STARTING
+        self._is_replaced = False
+        self.num_starts += 1
+        self.started_s = self.moved_s = now_s
+        self.doing = None
+        assert self._process.stdout is not None
+        threading.Thread(
+            target=self._relay, args=(self._process.stdout,), name=f"log-{self.name}", daemon=True
+        ).start()
+
+    def is_ready(self, now_s: float) -> None:
+        """It works: from now on its end is a crash, not a failed start."""
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+            self.ready_s = now_s
+            self._start_took_s = max(self._start_took_s, now_s - self.started_s)
+            self._failed_starts = 0
+            self._put_off_s = PUT_OFF_S
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long the present start may take, on a processor, without a word of how far it is. One
+        that freezes must not be waited for as for a first, cold one.
+        """
+        if not self._start_took_s:
+            return START_TIMEOUT_S
+        return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
+
+    def status(self) -> ProcessStatus:
+        return ProcessStatus(self.role, self.phase.value, self.pid, self.num_starts)
+
+    def poll(self, now_s: float) -> int | None:
+        """Return the exit code if it has just ended (negative: by that signal), else None. Plans
+        the next start.
+        """
+        if self._process is None:
+            return None
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._process = None
+        self.start_at_s = now_s
+        if not self._is_wanted:
+            self.phase, self.pid = Phase.RESTING, 0
+            self._failed_starts = self._backoff = 0
+            return code
+        if not self._is_replaced:
+            self._exits_s.append(now_s)
+            if self.phase is Phase.STARTING:
+                self._failed_starts += 1
+            self._backoff = 0 if now_s - self.started_s > _STEADY_S else self._backoff + 1
+            self.start_at_s += _BACKOFF_S[min(max(self._backoff - 1, 0), len(_BACKOFF_S) - 1)]
+        self.phase = Phase.WAITING
+        self.pid = 0
+        return code
+
+    @property
+    def num_failed_starts(self) -> int:
+        """In a row: it ended before it was ready."""
+        return self._failed_starts
+
+    def why_give_up(self, now_s: float) -> str | None:
+        """Return why it should not be started again, None if it may be."""
+        if self._failed_starts >= FAILED_STARTS_MAX:
+            return f"{self.name} ended {self._failed_starts} times before it was ready"
+        recent = [at_s for at_s in self._exits_s if now_s - at_s < EXITS_WINDOW_S]
+        if len(recent) > EXITS_MAX:
+            return f"{self.name} ended {len(recent)} times in {EXITS_WINDOW_S:.0f} s"
+        return None
+
+    def put_off(self, now_s: float) -> float:
+        """Let it rest instead of giving it up, and count its exits anew. Returns for how long."""
+        rest_s, self._put_off_s = self._put_off_s, min(2.0 * self._put_off_s, PUT_OFF_MAX_S)
+        self.start_at_s = now_s + rest_s
+        self._failed_starts = 0
+        self._exits_s.clear()
+        return rest_s
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def replace(self) -> None:
+        """Kill it so that another starts at once: not its own fault, so it does not count as a
+        crash.
+        """
+        if self._process is not None:
+            self._is_replaced = True
+            self._process.kill()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to be started again when it ends."""
+        return self._is_wanted
+
+    def dismiss(self) -> None:
+        """It need not run. One that does goes on until it ends, and is not started again."""
+        self._is_wanted = False
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.RESTING
+
+    def want(self, now_s: float) -> None:
+        """It is to run: at once if it does not, else again when it has ended."""
+        self._is_wanted = True
+        if self.phase is Phase.RESTING:
+            self.phase = Phase.WAITING
+            self.start_at_s = max(self.start_at_s, now_s)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end. False if it still runs after `timeout_s`."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        self._process = None
+        self.phase = Phase.ENDED
+        self.pid = 0
+        return True
+
+    def _relay(self, pipe: IO[bytes]) -> None:
+        """Copy its output line by line. In a thread, so that a slow terminal never stops the
+        supervisor.
+        """
+        file = None if self._log_path is None else append_private(self._log_path)
+        with pipe, file or contextlib.nullcontext():
+            for line in pipe:
+                if (doing := doing_of(line)) is not None:
+                    self.doing, self.moved_s = doing, time.monotonic()
+                    continue
+                whole = as_line(self.name, self._log_format, line, time.time())
+                if file is None:
+                    write_line(whole)
+                    continue
+                with contextlib.suppress(OSError):  # The disk is full: the child goes on.
+                    file.write(whole)
+
+
+# What those see who wait for processes that start: how many are ready, and what the others do.
+#
+# At the first start a bar at the foot of the terminal, where there is one; else, and whenever a
+# process starts again, a line of the log every 10 s.
+
+
+log = logging.getLogger(__name__)
+
+_MOST_NAMED = 4
+_OF_A_START = 0.9
+"""Share of a process's start that is over when it has done all that it tells of."""
+
+
+class Starting:
+    """Looks at the supervisor's children."""
+
+    def __init__(self, children: Collection[Child], *, has_bar: bool) -> None:
+        self._children = children
+        self._stack = ExitStack()
+        self._has_bar = has_bar
+        self._bar: Bar | None = None
+        self._told_s: float | None = None
+        """When the log was last told; None while nobody starts."""
+
+    def look(self, now_s: float) -> None:
+        """Show how far they are. Called a few times a second."""
+        starting = [child for child in self._children if child.phase is Phase.STARTING]
+        if self._has_bar:
+            if self._bar is None:
+                self._bar = self._stack.enter_context(Bar("hadal serve", 1.0))
+                self._stack.enter_context(written_by(self._bar.print_above))
+            self._bar.update(self._text(starting), done=self._share())
+        elif not starting:
+            self._told_s = None
+        elif self._told_s is None:
+            self._told_s = now_s
+        elif now_s - self._told_s >= PERIOD_S:
+            self._told_s = now_s
+            log.info("%s", self._text(starting))
+
+    def close(self) -> None:
+        """The bar is not needed any more."""
+        self._has_bar = False
+        self._stack.close()
+
+    def _text(self, starting: list[Child]) -> str:
+        wanted = [child for child in self._children if child.is_wanted]
+        num_ready = sum(child.phase is Phase.READY for child in wanted)
+        named = [f"{child.name} {child.doing or 'starts'}" for child in starting[:_MOST_NAMED]]
+        if len(starting) > _MOST_NAMED:
+            named.append(f"{len(starting) - _MOST_NAMED} more start")
+        return "; ".join([f"{num_ready} of {len(wanted)} processes are ready", *named])
+
+    def _share(self) -> float:
+        """Share of the whole start that is over."""
+        shares = []
+        for child in self._children:
+            if child.is_wanted:
+                of_told = (
+                    child.doing.done / child.doing.total
+                    if child.doing and child.doing.total
+                    else 0.0
+                )
+                shares.append(1.0 if child.phase is Phase.READY else _OF_A_START * of_told)
+        return sum(shares) / len(shares) if shares else 1.0

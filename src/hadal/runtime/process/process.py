@@ -1,0 +1,165 @@
+"""What every child process of `hadal serve` does first: read the run folder, log under its name.
+
+Knows no role and loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from hadal.core.config import ROLES, Deployment
+from hadal.core.errors import ConfigError
+from hadal.runtime.process.logs import TEXT, start_log
+
+# Signals as bytes on a descriptor, so that one sleep waits for everything.
+
+
+@contextmanager
+def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[int]:
+    """A descriptor that can be read when one of these signals came. As before when the block
+    ends.
+    """
+    receiver, sender = socket.socketpair()
+    receiver.setblocking(False)
+    sender.setblocking(False)
+    old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    # What is ignored stays so: `nohup` and a shell's background mean it.
+    heard = [n for n in numbers if n == signal.SIGCHLD or signal.getsignal(n) is not signal.SIG_IGN]
+    old = {number: signal.signal(number, lambda *_: None) for number in heard}
+    try:
+        yield receiver.fileno()
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_fd)
+        receiver.close()
+        sender.close()
+
+
+def read_signals(fd: int) -> bytes:
+    """The numbers of those that came since, one a byte."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(fd, 4096)
+    return b""
+
+
+# The Clock seam, live: the machine's monotone clock. Every process of one host reads the same
+# one.
+
+
+class LiveClock:
+    """Seconds since boot; comparable between processes of a host, never set back."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+EXIT_CONFIG = 2
+"""The model or the configuration cannot work: starting again would not help."""
+EXIT_STUCK = 70
+"""A step took longer than its deadline."""
+EXIT_FATAL = 71
+"""A bug: the leader or an effect raised."""
+
+MAX_DESCRIPTORS = 1 << 16
+RUN_FILE = "run.json"
+LISTEN_FD = "HADAL_LISTEN_FD"
+"""Environment variable: the gateway's listening socket, opened by the supervisor so that it
+outlives the gateway.
+"""
+HAS_SERVED = "--has-served"
+"""Argument of a gateway that follows another: requests wait for what is missing, as they did
+before.
+"""
+API_KEYS = "HADAL_API_KEYS"
+"""Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
+let in.
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the supervisor tells every process, as `run.json` in the run folder."""
+
+    run_id: str
+    deployment: Deployment
+    """Resolved: no field is left to be derived."""
+    log_level: str = "info"
+    log_format: str = TEXT
+    fingerprint: str = ""
+    """What KV depends on besides its text (runtime/resolve); empty where the cache is off."""
+    secret: bytes = field(default=b"", repr=False)
+    """What its processes prove themselves by (core/handshake). It stands in `run.json` alone: in no
+    name, argument, environment, log or recording.
+    """
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write `run.json`, for this user alone: it holds the secret, and the ledger's URL may hold a
+    password.
+    """
+    path = folder / RUN_FILE
+    path.unlink(
+        missing_ok=True
+    )  # Whoever has an older one open, or made it a link, reads nothing of this one.
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
+    ) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(run)))
+
+
+def read_run(folder: Path) -> Run:
+    """Read `run.json`. Raises ConfigError if it is not there or not ours."""
+    path = folder / RUN_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Run)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: not the run folder of a supervisor ({error}).") from error
+
+
+def unit_arguments(description: str | None, *, of_rank: bool = False) -> argparse.Namespace:
+    """The command line of a unit's process: unit, role, folder and, `of_rank`, rank."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--unit", required=True, help="the unit's name on the wire, such as decode-0"
+    )
+    parser.add_argument("--role", required=True, choices=ROLES)
+    if of_rank:
+        parser.add_argument("--rank", required=True, type=int, help="place in the unit, from 0")
+    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    return parser.parse_args()
+
+
+def enter_child(name: str, folder: Path) -> Run:
+    """First call of a child process: read the run, set up its log."""
+    faulthandler.enable()
+    run = read_run(folder)
+    raise_descriptor_limit()
+    start_log(name, run.log_level, run.log_format)
+    return run
+
+
+def raise_descriptor_limit() -> None:
+    """Be allowed MAX_DESCRIPTORS open files, or as many as may be had: a leader holds every segment
+    of the disk cache open, and where the soft limit is the usual 1,024 it would run out at sixteen
+    writers.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,457 @@
+"""The Disk seam, live, of a process with a KV pool: LoadBlocks and StoreBlocks effects, run beside
+the steps.
+
+Loads and stores have threads of their own, so a prompt never waits for what others write. It copies
+and verifies; what is worth keeping and loading, the roles decide. What is on disk, by whomever,
+leaders learn from runtime/store/view.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hadal.core.cache import number_of, split
+from hadal.core.config import PREFILL, Deployment, units_of
+from hadal.core.plans import BlocksLoaded, BlocksStored
+from hadal.core.seams import LoadBlocks, StoreBlocks
+from hadal.kv.blocks import runs
+from hadal.runtime.process.process import Run
+from hadal.runtime.store.own import OwnBlocks
+from hadal.runtime.store.segments import (
+    NAME,
+    SEQUENCE,
+    SUM,
+    Bytes,
+    OwnSegments,
+    Segment,
+    SegmentError,
+    Troubles,
+    Words,
+    make_buffer,
+    sum_of,
+)
+from hadal.runtime.store.writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, Writer
+
+# Reading blocks of the disk cache into a KV pool: each is verified before a byte of it gets there.
+#
+#     disk -> private buffer -> name and sum agree? -> pool
+#
+# A load is cut into pieces that several threads read side by side. A disk may hang: a load that has
+# not moved for a while is answered with what it has. The thread stays where it is, with its own
+# buffer, and what it reads late goes nowhere, so the blocks of the pool are free with the answer.
+# While all threads hang, loads fail at once.
+#
+# Knows no names but those it is given: a block that is not where it is sought is gone.
+
+
+NUM_THREADS = 3
+"""One copies and verifies while the others' reads are with the disk."""
+PIECE_BYTES = 2 * 1024 * 1024
+"""Of a thread's buffer: large reads, and small enough that what was read is verified while it is in
+the cache.
+"""
+LOAD_DEADLINE_S = 10.0
+"""A load that did not move for so long is given up."""
+LOAD_TOTAL_S = 60.0
+"""One that moves, but waits or works longer than this, as well."""
+_MAX_OPEN = 64
+_WAIT_S = 1.0
+
+
+@dataclass
+class _Load:
+    effect: LoadBlocks
+    names: list[bytes]
+    begun_s: float
+    moved_s: float
+    outcomes: list[_Found | None]
+    """By piece; None: not done."""
+    is_running: bool = False
+    num_copying: int = 0
+    """Pieces whose bytes go into the pool right now: it cannot be given up."""
+    is_over: bool = False
+
+    def outcome(self) -> _Found:
+        """What can be told of the whole: up to the first piece that failed or is not done."""
+        num_good = 0
+        for piece in self.outcomes:
+            if piece is None:
+                break
+            num_good += piece.num_good
+            if piece.error is not None:
+                return _Found(num_good, piece.num_damaged, piece.error)
+        return _Found(num_good)
+
+
+@dataclass
+class _Found:
+    """What a run of slots proved to hold: so many good blocks from its first one on, and what ended
+    them.
+    """
+
+    num_good: int
+    num_damaged: int = 0
+    error: str | None = None
+
+
+@dataclass
+class _Piece:
+    """Places begin .. end-1 of a load: adjacent slots of one segment."""
+
+    load: _Load
+    index: int
+    begin: int
+    end: int
+
+
+@dataclass
+class _Thread:
+    buffer: Bytes
+    load: _Load | None = None
+    """That it reads for."""
+    segments: OrderedDict[int, Segment] = field(default_factory=OrderedDict)
+    """Open ones, least recently used first."""
+
+
+class Loader:
+    """Runs LoadBlocks effects in threads. submit, take and stop are called from the host's
+    thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        blocks: Bytes,
+        troubles: Troubles,
+        wake: Callable[[], None],
+        deadline_s: float = LOAD_DEADLINE_S,
+    ) -> None:
+        """`blocks`: the pool, [blocks, block_bytes]."""
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._blocks = blocks
+        self._troubles = troubles
+        self._wake = wake
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._loads: deque[_Load] = deque()
+        """Not answered, in order of arrival."""
+        self._results: list[BlocksLoaded] = []
+        self._broken: BaseException | None = None
+        self._stopping = False
+        self._threads = [
+            _Thread(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
+        ]
+        self._running = [
+            threading.Thread(target=self._run, args=(one,), name=f"disk-load-{index}", daemon=True)
+            for index, one in enumerate(self._threads)
+        ]
+        for thread in self._running:
+            thread.start()
+
+    def submit(self, effect: LoadBlocks) -> None:
+        """Begin a load; its outcome is among `take`'s."""
+        now_s = time.monotonic()
+        pieces = _pieces(effect, len(self._threads[0].buffer))
+        load = _Load(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
+        if not len(load.names) == len(effect.places) == len(effect.into):
+            raise ValueError(
+                f"load {effect.load_id} has {len(load.names)} names, {len(effect.places)} places, "
+                f"{len(effect.into)} blocks"
+            )
+        with self._lock:
+            self._loads.append(load)
+            if not pieces:
+                self._end(load)
+        for index, (begin, end) in enumerate(pieces):
+            self._queue.put(_Piece(load, index, begin, end))
+        if not pieces:
+            self._wake()
+
+    def take(self) -> list[BlocksLoaded]:
+        """The outcomes that are ready; loads that the disk keeps waiting are given up here. Raises
+        a thread's bug.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            do_all_hang = all(one.load is not None and one.load.is_over for one in self._threads)
+            for load in list(self._loads):
+                stood_s = now_s - load.moved_s
+                is_stuck = load.is_running and not load.num_copying and stood_s > self._deadline_s
+                is_late = not load.num_copying and now_s - load.begun_s > LOAD_TOTAL_S
+                if is_stuck or is_late or (do_all_hang and not load.is_running):
+                    text = (
+                        f"the disk has not answered for {stood_s:.0f} s"
+                        if not do_all_hang
+                        else "the disk hangs"
+                    )
+                    self._troubles.note("hang", f"{text}; what is on it is computed instead")
+                    self._end(load, text)
+            done, self._results = self._results, []
+        return done
+
+    def stop(self, deadline_s: float) -> None:
+        """Let the threads end. `deadline_s`: by time.monotonic; one that hangs is left to the
+        process's end.
+        """
+        with self._lock:
+            self._stopping = True  # A block that is being copied is copied to its end.
+        for _ in self._running:
+            self._queue.put(None)
+        for thread in self._running:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    # ---- in the threads ----
+    def _run(self, own: _Thread) -> None:
+        while True:
+            try:
+                piece = self._queue.get(timeout=_WAIT_S)
+            except queue.Empty:
+                continue
+            if piece is None:
+                break
+            try:
+                self._do(own, piece)
+            except BaseException as error:
+                with self._lock:
+                    self._broken = error
+                self._wake()
+        for segment in own.segments.values():
+            segment.close()
+
+    def _do(self, own: _Thread, piece: _Piece) -> None:
+        load = piece.load
+        with self._lock:
+            if load.is_over or self._stopping:
+                return
+            is_wanted = load.outcome().error is None
+            own.load = load
+            if not load.is_running:
+                load.is_running, load.moved_s = True, time.monotonic()
+        found = (
+            self._try_to_read(own, piece)
+            if is_wanted
+            else _Found(0, 0, "a block before it is missing")
+        )
+        if not self._may_copy(own, load):
+            return
+        into = list(load.effect.into[piece.begin : piece.begin + found.num_good])
+        self._blocks[into] = own.buffer[: found.num_good, : self._blocks.shape[1]]
+        with self._lock:
+            load.num_copying -= 1
+            load.moved_s = time.monotonic()
+            load.outcomes[piece.index] = found
+            is_last = None not in load.outcomes
+            if is_last:
+                self._end(load)
+        if is_last:
+            self._wake()
+
+    def _may_copy(self, own: _Thread, load: _Load) -> bool:
+        """Whether the load's blocks are still its own; then they are until the copy is done."""
+        with self._lock:
+            own.load = None
+            if load.is_over or self._stopping:
+                return False
+            load.num_copying += 1
+        return True
+
+    def _try_to_read(self, own: _Thread, piece: _Piece) -> _Found:
+        try:
+            found = self._read(own, piece.load, piece.begin, piece.end)
+        except FileNotFoundError:
+            found = _Found(0, 0, "its segment is gone")
+        except SegmentError as error:
+            found = _Found(0, 1, self._troubles.note_error("read", error))
+        except OSError as error:
+            found = _Found(0, 0, self._troubles.note_error("read", error))
+        if found.error is not None:
+            self._forget(own, piece.load.effect.places[piece.begin].segment)
+        return found
+
+    def _read(self, own: _Thread, load: _Load, begin: int, end: int) -> _Found:
+        """Read places begin .. end-1, which are adjacent, into the buffer, and verify them."""
+        first, count = load.effect.places[begin].slot, end - begin
+        segment = self._open(own, load.effect.places[begin].segment)
+        if not 0 <= first <= first + count <= segment.num_slots:
+            return _Found(0, 0, "there is no such slot")
+        records = segment.table(first, count)
+        segment.read_blocks(first, own.buffer[:count])
+        return self._verify(own, segment, first, records, load.names[begin:end])
+
+    def _verify(
+        self, own: _Thread, segment: Segment, first: int, records: Words, names: list[bytes]
+    ) -> _Found:
+        is_good = segment.is_good(records, first)
+        for index, name in enumerate(names):
+            slot, record = first + index, records[index]
+            if not is_good[index]:
+                # Perhaps it was being written when it was read.
+                again = segment.table(slot, 1)
+                if not again.any() or segment.is_good(again, slot)[0]:
+                    return _Found(index, 0, "it made room for another")
+                return _Found(
+                    index, 1, self._damaged(segment, slot, record, "its record is damaged")
+                )
+            if record[NAME].tobytes() != name:
+                return _Found(index, 0, "it made room for another")
+            if sum_of(own.buffer[index, : segment.block_bytes]) != record[SUM].tobytes():
+                if not np.array_equal(segment.table(slot, 1)[0], record):
+                    return _Found(index, 0, "it made room for another")
+                return _Found(
+                    index, 1, self._damaged(segment, slot, record, "its bytes are damaged")
+                )
+        return _Found(len(names))
+
+    def _damaged(self, segment: Segment, slot: int, record: Words, what: str) -> str:
+        """Nobody shall look there again."""
+        text = f"slot {slot} of {segment.path.name}: {what}"
+        self._troubles.note(
+            "damaged", f"{text}; it is not used, and written anew when it is computed"
+        )
+        try:
+            segment.mark_damaged(slot, int(record[SEQUENCE]))
+        except OSError as error:
+            self._troubles.note_error("mark", error)
+        return what
+
+    def _open(self, own: _Thread, number: int) -> Segment:
+        """Segments stay open: a file is looked up once. One that was removed is let go of, so that
+        its room is free.
+        """
+        known = own.segments.get(number)
+        if known is not None and known.is_whole():
+            own.segments.move_to_end(number)
+            return known
+        self._forget(own, number)
+        segment = Segment.open(self._folder, number)
+        try:
+            segment.require(self._fingerprint, self._blocks.shape[1])
+        except SegmentError:
+            segment.close()
+            raise
+        own.segments[number] = segment
+        if len(own.segments) > _MAX_OPEN:
+            own.segments.popitem(last=False)[1].close()
+        return segment
+
+    def _forget(self, own: _Thread, number: int) -> None:
+        segment = own.segments.pop(number, None)
+        if segment is not None:
+            segment.close()
+
+    def _end(self, load: _Load, error: str | None = None) -> None:
+        """Answer a load, once. Under the lock."""
+        if load.is_over:
+            return
+        load.is_over = True
+        self._loads.remove(load)
+        found = load.outcome()
+        answer = BlocksLoaded(
+            load.effect.load_id, found.num_good, found.num_damaged, found.error or error
+        )
+        self._results.append(answer)
+
+
+def _pieces(effect: LoadBlocks, most: int) -> list[tuple[int, int]]:
+    """Cut the places into stretches of adjacent slots: (first index, end), `most` of them at
+    most.
+    """
+    return [
+        (begin, min(begin + most, at + count))
+        for at, count in runs([number_of(place.segment, place.slot) for place in effect.places])
+        for begin in range(at, at + count, most)
+    ]
+
+
+PREFILL_PART = 0.6
+"""Of the budget, of all prefill ranks together. In DeepSeek's day prompts left 266 of 434 billion
+new tokens behind, generated text the others (608 billion in, of which 56.3 % were hit, and 168
+billion out; the inference overview).
+"""
+
+
+class DiskStore:
+    """Blocks of one pool to and from one folder. All methods are called from the host's thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        blocks: Bytes,
+        share_bytes: int,
+        wake: Callable[[], None],
+        *,
+        total_bytes: int | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+        load_deadline_s: float = LOAD_DEADLINE_S,
+        store_deadline_s: float = STORE_DEADLINE_S,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most that this writer
+        keeps on disk; `total_bytes`: all writers of its deployment.
+        """
+        self.troubles = Troubles(folder)
+        total_bytes = share_bytes if total_bytes is None else total_bytes
+        segments = OwnSegments(
+            folder, fingerprint, blocks.shape[1], share_bytes, total_bytes, self.troubles
+        )
+        own = OwnBlocks(segments, self.troubles)
+        self._writer = Writer(
+            own, blocks, self.troubles, wake, queue_bytes, store_deadline_s, pause_s
+        )
+        self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, load_deadline_s)
+
+    def submit(self, effect: LoadBlocks | StoreBlocks) -> None:
+        """Begin; the outcome is among `take`'s."""
+        if isinstance(effect, LoadBlocks):
+            self._loader.submit(effect)
+        else:
+            self._writer.submit(effect)
+
+    def take(self) -> list[BlocksLoaded | BlocksStored]:
+        """The outcomes that are ready. To be called now and then even if nothing woke the host:
+        deadlines end here.
+        """
+        return [*self._loader.take(), *self._writer.take()]
+
+    def stop(self, timeout_s: float) -> None:
+        """Write what waits, and end; what is not written in time is left out."""
+        deadline_s = time.monotonic() + timeout_s
+        self._writer.stop(deadline_s)
+        self._loader.stop(deadline_s)
+
+
+def make_store(run: Run, role: str, blocks: Bytes, wake: Callable[[], None]) -> DiskStore | None:
+    """The store of a pool of one of the run's units, with its share of the budget; None where
+    nothing is kept.
+    """
+    cache = run.deployment.cache
+    if not cache.folder:
+        return None
+    total_bytes = cache.disk_mb * 1024 * 1024
+    share_bytes = share_of(run.deployment, role)
+    return DiskStore(
+        Path(cache.folder), run.fingerprint, blocks, share_bytes, wake, total_bytes=total_bytes
+    )
+
+
+def share_of(deployment: Deployment, role: str) -> int:
+    """Bytes on disk of one process with a pool, in units of this role."""
+    part = PREFILL_PART if role == PREFILL else 1.0 - PREFILL_PART
+    units = units_of(deployment, role)
+    return int(part * deployment.cache.disk_mb * 1024 * 1024) // (
+        deployment.num_units_max(role) * units.ranks
+    )

@@ -1,0 +1,290 @@
+"""The blocks one writer of the disk cache keeps: kv/disk_slots says which slot,
+runtime/store/segments which file; this puts the bytes there, in the order that survives `kill -9`,
+and reads the records back after it.
+
+Knows nothing of pools, queues or deadlines.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.cache import Place, number_of
+from hadal.kv.blocks import runs
+from hadal.kv.disk_slots import DiskSlots
+from hadal.runtime.store.segments import (
+    POSITION,
+    SEQUENCE,
+    Bytes,
+    OwnSegments,
+    Segment,
+    SegmentError,
+    Troubles,
+    names_of,
+)
+
+GROW_PAUSE_S = 30.0
+"""After there was no room for a segment, none is tried for so long."""
+_SEQUENCE_MAX = 1 << 62
+"""None gets there by counting: a damaged record's may."""
+POLL_S = 2.0
+"""What readers mark in the segments is looked at this often, while blocks are written."""
+
+
+@dataclass
+class Block:
+    """One block on its way to disk: its bytes are in row `row` of a buffer."""
+
+    name: bytes
+    position: int
+    sum: bytes
+    row: int
+    place: Place | None = None
+    """Where it is, once it is written; it may be lost until it is synced as well."""
+    is_new: bool = False
+    """It is to be written; else it was there before."""
+    sequence: int = 0
+    is_durable: bool = False
+
+
+class OwnBlocks:
+    """From the writer's thread alone."""
+
+    def __init__(self, segments: OwnSegments, troubles: Troubles) -> None:
+        self._segments = segments
+        self._troubles = troubles
+        self._slots = DiskSlots()
+        self._sequence = 1
+        self._segment_to_uses: dict[int, NDArray[np.uint32]] = {}
+        self._segment_to_reader_word: dict[int, int] = {}
+        self._grow_at_s = self._poll_at_s = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have a slot."""
+        return len(self._slots)
+
+    def enter(self) -> None:
+        """Adopt what the dead left. Raises OSError."""
+        for segment in self._segments.enter():
+            self._take_up(segment)
+
+    def place(self, blocks: list[Block]) -> bytes:
+        """Give blocks their slots. Returns the names that made room; blocks without a place found
+        none, and those that are somewhere already are not `is_new`. Raises OSError or SegmentError
+        if there are no segments to be had.
+        """
+        if self._segments.make_folder():  # It was deleted, and the segments in it with it.
+            self._troubles.note_gone()
+            self._drop_lost()
+            self._grow_at_s = 0.0
+        self._poll_if_due()
+        self._grow(len(self._new(blocks)))
+        new = self._new(blocks)  # Again: what was taken up from the dead may hold some of them.
+        places, dropped = self._slots.take([one.name for one in new], [one.position for one in new])
+        for block, place in zip(new, places, strict=True):
+            block.place, block.is_new, block.sequence = place, place is not None, self._sequence
+            self._sequence += 1
+        for block in blocks:
+            if block.place is None:
+                block.place = self._slots.find(block.name)
+        return dropped
+
+    def _new(self, blocks: list[Block]) -> list[Block]:
+        return list(
+            {one.name: one for one in blocks if self._slots.find(one.name) is None}.values()
+        )
+
+    def write(self, blocks: list[Block], buffer: Bytes) -> None:
+        """Write new blocks, out of their rows of the buffer, and their records. From any thread,
+        for it touches nothing but files; then `fail` or `sync`, from the writer's. Raises OSError
+        or SegmentError.
+        """
+        for run in _runs([one for one in blocks if one.is_new]):
+            assert run[0].place is not None
+            segment, first = self._segments.segments[run[0].place.segment], run[0].place.slot
+            names, positions, sums = zip(
+                *((one.name, one.position, one.sum) for one in run), strict=True
+            )
+            records = segment.records(first, names, positions, sums, [one.sequence for one in run])
+            segment.clear(first, len(run))
+            segment.write_blocks(first, buffer[run[0].row : run[0].row + len(run)])
+            segment.write_records(first, records)
+
+    def fail(self, blocks: list[Block]) -> None:
+        """The disk did not take these blocks: their slots are free, and their records, if they got
+        there, void.
+        """
+        for block in blocks:
+            if (
+                not block.is_new
+                or block.place is None
+                or self._slots.find(block.name) != block.place
+            ):
+                continue  # What was there before is there still.
+            self._slots.drop([block.name])
+            segment = self._segments.segments.get(block.place.segment)
+            try:
+                if segment is not None:
+                    segment.clear(block.place.slot, 1)
+            except (OSError, SegmentError) as error:
+                self._troubles.note_error(
+                    "clear", error
+                )  # Its sum is of these bytes or it is not used.
+            block.place = None
+
+    def sync(self, blocks: list[Block]) -> None:
+        """Make written blocks durable and let readers know. Raises OSError or SegmentError if some
+        of them are not.
+        """
+        trouble: OSError | SegmentError | None = None
+        number_to_blocks: dict[int, list[Block]] = {}
+        for block in blocks:
+            if block.place is not None and self._slots.find(block.name) == block.place:
+                number_to_blocks.setdefault(block.place.segment, []).append(block)
+        for number, here in number_to_blocks.items():
+            try:
+                self._sync_segment(number)
+            except (OSError, SegmentError) as error:
+                self.fail(here)
+                trouble = error
+                continue
+            self._slots.wrote([one.name for one in here])
+            for block in here:
+                block.is_durable = True
+        if trouble is not None:
+            self._drop_lost()
+            raise trouble
+
+    def sweep(self) -> None:
+        """Delete what is beyond the budget and nobody's. Raises OSError."""
+        self._segments.sweep()
+
+    def close(self) -> None:
+        self._segments.close()
+
+    def _sync_segment(self, number: int) -> None:
+        segment = self._segments.segments.get(number)
+        if segment is None:
+            raise SegmentError("its segment was lost")
+        segment.sync()
+        if not segment.is_whole():
+            raise SegmentError(f"{segment.path.name} was removed or cut off")
+        segment.tell_change()
+
+    def _drop_lost(self) -> None:
+        """Let go of segments that are gone from the folder, or were cut off: nobody finds what is
+        in them.
+        """
+        for number, segment in list(self._segments.segments.items()):
+            try:
+                is_whole = segment.is_whole()
+            except OSError as error:
+                self._troubles.note_error("look at", error)
+                continue
+            if not is_whole:
+                self._slots.remove_segment(number)
+                self._segments.lose(number)
+
+    def _grow(self, num_blocks: int) -> None:
+        """Have room for so many, as far as the share goes: dead writers' segments first, they hold
+        something.
+        """
+        now_s = time.monotonic()
+        while self._slots.num_free < num_blocks and now_s >= self._grow_at_s:
+            try:
+                adopted = self._segments.adopt(1)
+                for segment in adopted:
+                    self._take_up(segment)
+                if not adopted:
+                    created = self._segments.create()
+                    if created is None:
+                        return
+                    self._slots.add_segment(created.number, created.num_slots)
+            except (OSError, SegmentError) as error:
+                self._troubles.note_error("grow", error)
+                self._grow_at_s = now_s + GROW_PAUSE_S
+                if not self._segments.segments:
+                    raise
+
+    def _take_up(self, segment: Segment) -> None:
+        """Go on with an adopted segment. One whose index cannot be read is no reason to do without
+        the others.
+        """
+        try:
+            self._restore(segment)
+        except (OSError, SegmentError) as error:
+            self._troubles.note_error("adopt", error)
+            self._segments.refuse(segment.number)
+
+    def _restore(self, segment: Segment) -> None:
+        """Recovery: the records that are whole are the index."""
+        records, uses, damaged = segment.table(), segment.uses(), segment.damaged()
+        is_whole = segment.is_good(records)
+        (slots,) = np.nonzero(is_whole & (damaged != records[:, SEQUENCE]))
+        good = records[slots]
+        segment.tell_change()  # Its last writer may have died before it could.
+        is_empty = ~records.any(axis=1)
+        num_damaged = len(records) - int(is_empty.sum()) - len(slots)
+        if num_damaged:
+            self._troubles.note(
+                "damaged", f"{segment.path.name}: {num_damaged} records are damaged and left out"
+            )
+        self._slots.add_segment(segment.number, segment.num_slots)
+        self._slots.restore(
+            segment.number,
+            slots.tolist(),
+            names_of(good),
+            good[:, POSITION].tolist(),
+            uses[slots].tolist(),
+        )
+        # Beyond every one that may be known as damaged, or a new record in such a slot would not be
+        # believed.
+        used = *records[is_whole, SEQUENCE].tolist(), *damaged[damaged < _SEQUENCE_MAX].tolist()
+        self._sequence = max(self._sequence, max(used, default=0) + 1)
+        self._segment_to_uses[segment.number] = uses
+
+    def _poll_if_due(self) -> None:
+        """Take in what readers marked: uses, and blocks that proved to be damaged."""
+        now_s = time.monotonic()
+        if now_s < self._poll_at_s:
+            return
+        self._poll_at_s = now_s + POLL_S
+        for number, segment in list(self._segments.segments.items()):
+            try:
+                self._poll(segment)
+            except (OSError, SegmentError) as error:
+                self._troubles.note_error("look at", error)
+                self._drop_lost()
+                self._segment_to_uses.pop(number, None)
+
+    def _poll(self, segment: Segment) -> None:
+        uses = segment.uses()
+        counts = uses - self._segment_to_uses.get(segment.number, np.zeros_like(uses))
+        self._segment_to_uses[segment.number] = uses
+        (slots,) = np.nonzero(counts)
+        if len(slots):
+            self._slots.used(segment.number, slots.tolist(), counts[slots].tolist())
+        _, readers = segment.changes()
+        if readers != self._segment_to_reader_word.get(segment.number, 0):
+            self._segment_to_reader_word[segment.number] = readers
+            records = segment.table()
+            is_damaged = (segment.damaged() == records[:, SEQUENCE]) & (records[:, SEQUENCE] != 0)
+            (slots,) = np.nonzero(is_damaged)
+            self._slots.drop_at(segment.number, slots.tolist())
+
+
+def _runs(blocks: list[Block]) -> list[list[Block]]:
+    """Blocks that lie side by side on disk and in the buffer, to be written at once."""
+    ordered = sorted(blocks, key=_place_number)
+    cut = runs([_place_number(block) for block in ordered], [block.row for block in ordered])
+    return [ordered[at : at + count] for at, count in cut]
+
+
+def _place_number(block: Block) -> int:
+    assert block.place is not None
+    return number_of(block.place.segment, block.place.slot)

@@ -1,0 +1,291 @@
+"""What is on disk, by whomever: looks at the folder now and then and tells a leader what came and
+what went.
+
+A look reads the change words of every segment of this model, and the tables of those that changed.
+Uses that a leader reports are counted in the segments, where their writers find them. Any trouble
+with the folder means that what was in it is gone until it is better; the leader never waits for any
+of this.
+
+Knows nothing of what blocks are for; reads no block.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.cache import Place
+from hadal.core.seams import DiskNews
+from hadal.runtime.background import lower_priority
+from hadal.runtime.store.segments import (
+    NAME,
+    SEQUENCE,
+    OtherModelError,
+    Segment,
+    SegmentError,
+    Troubles,
+    Words,
+    segment_numbers,
+    segment_path,
+)
+
+LOOK_S = 0.2
+NEWS_BLOCKS = 16384
+"""In one DiskNews at most: a leader takes in so many within some milliseconds."""
+FOLDER_S = 60.0
+"""So long a folder that was never there is not missed: writers make it when they are up."""
+MARKS_MAX = 4096
+"""Marks that wait at most; the rest is left out: statistics."""
+
+_Names = NDArray[np.void]
+_NAME = np.dtype("V16")
+
+
+@dataclass
+class _Known:
+    """A segment as it was told of."""
+
+    segment: Segment
+    names: _Names
+    """By slot."""
+    is_there: NDArray[np.bool_]
+    """By slot: whether it holds a block."""
+    changes: tuple[int, int] | None = None
+
+
+class DiskView:
+    """Of one folder, for one leader. take, mark and stop are called from the host's thread."""
+
+    def __init__(
+        self, folder: Path, fingerprint: str, wake: Callable[[], None], look_s: float = LOOK_S
+    ) -> None:
+        self.troubles = Troubles(folder)
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._wake = wake
+        self._look_s = look_s
+        self._lock = threading.Lock()
+        self._news: list[DiskNews] = []
+        self._broken: BaseException | None = None
+        self._marks: queue.Queue[tuple[Place, ...]] = queue.Queue(MARKS_MAX)
+        self._known: dict[int, _Known] = {}
+        self._number_to_stat: dict[int, tuple[int, int]] = {}
+        """Segments that were opened, with size and time of change: one that was damaged is tried
+        when those differ.
+        """
+        self._strangers: set[int] = set()
+        """Segments of other models."""
+        self._has_told = False
+        self._missed_from_s = time.monotonic() + FOLDER_S
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk-view", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks on disk, the same name in two segments twice."""
+        return sum(int(known.is_there.sum()) for known in list(self._known.values()))
+
+    def take(self) -> list[DiskNews]:
+        """What changed since the last call. The first one comes soon after the start, even if there
+        is nothing.
+        """
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            news, self._news = self._news, []
+        return news
+
+    def mark(self, places: tuple[Place, ...]) -> None:
+        """These blocks were used. Counted later, or not at all where too much waits."""
+        try:
+            self._marks.put_nowait(places)
+        except queue.Full:
+            self.troubles.note("marks", "the folder is too slow to count uses in")
+
+    def stop(self, timeout_s: float) -> None:
+        self._stopping.set()
+        self._thread.join(timeout_s)
+
+    # ---- in the thread ----
+    def _run(self) -> None:
+        lower_priority()
+        try:
+            while not self._stopping.is_set():
+                begun_s = time.monotonic()
+                self._look()
+                self._write_marks()
+                self._stopping.wait(
+                    max(self._look_s - (time.monotonic() - begun_s), self._look_s / 4)
+                )
+            for known in self._known.values():
+                known.segment.close()
+        except BaseException as error:
+            with self._lock:
+                self._broken = error
+            self._wake()
+
+    def _look(self) -> None:
+        added: list[tuple[int, NDArray[np.int64], _Names]] = []
+        dropped: list[_Names] = []
+        numbers = self._numbers()
+        for number in self._known.keys() - set(numbers):
+            dropped.append(self._lose(number))
+        for number in numbers:
+            known = self._known.get(number) or self._open(number)
+            if known is None:
+                continue
+            try:
+                slots, gone = self._changes(known)
+            except (OSError, SegmentError) as error:
+                self.troubles.note_error("read the index of", error)
+                dropped.append(self._lose(number))
+                continue
+            if len(slots):
+                added.append((number, slots, known.names[slots]))
+            dropped.append(gone)
+        self._tell(added, np.concatenate(dropped) if dropped else np.empty(0, _NAME))
+
+    def _numbers(self) -> list[int]:
+        try:
+            numbers = segment_numbers(self._folder)
+            self._missed_from_s = 0.0
+            return numbers
+        except FileNotFoundError:
+            if time.monotonic() < self._missed_from_s:
+                return []
+            self.troubles.note_gone()
+        except OSError as error:
+            self.troubles.note_error("read the folder", error)
+        return []
+
+    def _open(self, number: int) -> _Known | None:
+        if number in self._strangers:
+            return None
+        try:
+            found = segment_path(self._folder, number).stat()
+            stat = found.st_size, found.st_mtime_ns
+            if self._number_to_stat.get(number) == stat:
+                return None
+            self._number_to_stat[number] = stat
+            segment = Segment.open(self._folder, number)
+        except FileNotFoundError:
+            return None  # Removed since the folder was read.
+        except SegmentError as error:
+            self.troubles.note_useless(error)
+            return None
+        except OSError as error:
+            self._number_to_stat.pop(
+                number, None
+            )  # The next look may have more luck, with the file as it is.
+            self.troubles.note_error("open", error)
+            return None
+        try:
+            segment.require(self._fingerprint)
+        except OtherModelError:
+            self._strangers.add(number)
+            segment.close()
+            return None
+        known = _Known(
+            segment, np.zeros(segment.num_slots, _NAME), np.zeros(segment.num_slots, np.bool_)
+        )
+        self._known[number] = known
+        return known
+
+    def _lose(self, number: int) -> _Names:
+        known = self._known.pop(number)
+        self._number_to_stat.pop(number, None)
+        known.segment.close()
+        return known.names[known.is_there]
+
+    def _changes(self, known: _Known) -> tuple[NDArray[np.int64], _Names]:
+        """The slots that hold another block than before, and the names that are there no more."""
+        nothing = np.empty(0, np.int64), np.empty(0, _NAME)
+        segment = known.segment
+        if not segment.is_whole():
+            raise SegmentError(f"{segment.path.name} was removed or cut off")
+        changes = segment.changes()
+        if changes == known.changes:
+            return nothing
+        records = segment.table()
+        is_good, names = segment.is_good(records), _names(records)
+        num_bad = int((records.any(axis=1) & ~is_good).sum())
+        is_there = is_good & (segment.damaged() != records[:, SEQUENCE])
+        if num_bad:
+            # Damaged, or being written right now: its writer tells of a change when it is done.
+            self.troubles.note("records", f"{segment.path.name}: {num_bad} records are not whole")
+        is_other = names != known.names
+        gone = known.names[known.is_there & (~is_there | is_other)]
+        (slots,) = np.nonzero(is_there & (~known.is_there | is_other))
+        known.names, known.is_there, known.changes = names, is_there, changes
+        return slots, gone
+
+    def _tell(self, added: list[tuple[int, NDArray[np.int64], _Names]], gone: _Names) -> None:
+        if len(gone):
+            lost = set(gone.tolist())
+            # Another segment, or another slot, may hold the same block.
+            for number, known in self._known.items():
+                slots = np.nonzero(known.is_there & np.isin(_first(known.names), _first(gone)))[0]
+                kept = np.array([name.tobytes() in lost for name in known.names[slots]], np.bool_)
+                lost -= set(known.names[slots[kept]].tolist()) if len(kept) else set()
+                if kept.any():
+                    added.append((number, slots[kept], known.names[slots[kept]]))
+            dropped = b"".join(lost)
+        else:
+            dropped = b""
+        news = list(_news(added, dropped))
+        if not news and self._has_told:
+            return
+        self._has_told = True
+        with self._lock:
+            self._news += news or [DiskNews(b"", ())]
+        self._wake()
+
+    def _write_marks(self) -> None:
+        number_to_slots: dict[int, list[int]] = {}
+        while True:
+            try:
+                places = self._marks.get_nowait()
+            except queue.Empty:
+                break
+            for place in places:
+                number_to_slots.setdefault(place.segment, []).append(place.slot)
+        for number, slots in number_to_slots.items():
+            known = self._known.get(number)
+            if known is None:
+                continue
+            try:
+                known.segment.mark_used(
+                    np.array([slot for slot in slots if slot < known.segment.num_slots], np.int64)
+                )
+            except (OSError, SegmentError) as error:
+                self.troubles.note_error("count uses in", error)
+
+
+def _names(records: Words) -> _Names:
+    return np.ascontiguousarray(records[:, NAME]).view(_NAME)[:, 0]
+
+
+def _first(names: _Names) -> Words:
+    """The first half of each name."""
+    return np.ascontiguousarray(names).view("<u8")[::2]
+
+
+def _news(
+    added: Iterable[tuple[int, NDArray[np.int64], _Names]], dropped: bytes
+) -> Iterable[DiskNews]:
+    """What is gone first, then what is there."""
+    for at in range(0, len(dropped), 16 * NEWS_BLOCKS):
+        yield DiskNews(b"", (), dropped[at : at + 16 * NEWS_BLOCKS])
+    for number, slots, names in added:
+        for at in range(0, len(slots), NEWS_BLOCKS):
+            piece = slice(at, at + NEWS_BLOCKS)
+            places = tuple(Place(number, slot) for slot in slots[piece].tolist())
+            yield DiskNews(names[piece].tobytes(), places)

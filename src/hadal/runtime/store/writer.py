@@ -1,0 +1,356 @@
+"""Writing blocks of a KV pool to the disk cache, behind the steps that made them.
+
+    pool -> private buffer, summed -> slots in own segments, neighbours in one write -> fdatasync ->
+    answer
+
+What waits is bounded: beyond that a store is refused at once, and so is everything for a while
+after the disk failed. A store that stands still is answered too: the pool's blocks were copied
+before anything was written, so a late write takes nothing from them.
+
+Where blocks go, runtime/store/own knows.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hadal.core.cache import Place, split
+from hadal.core.plans import BlocksStored
+from hadal.core.seams import StoreBlocks
+from hadal.runtime.background import lower_priority
+from hadal.runtime.store.own import Block, OwnBlocks
+from hadal.runtime.store.segments import Bytes, SegmentError, Troubles, make_buffer, sum_of
+
+STAGE_BYTES = 16 * 1024 * 1024
+"""Copied, summed and written at a time."""
+BATCH_BYTES = 128 * 1024 * 1024
+"""Made durable at a time, by one fdatasync a segment, if so much is there."""
+QUEUE_BYTES = 256 * 1024 * 1024
+"""More does not wait: the disk is slower than the steps, and blocks in the queue cannot be used for
+others.
+"""
+STORE_DEADLINE_S = 30.0
+"""A store that stood still for so long is answered as if it had failed."""
+PAUSE_S = 5.0
+"""After the disk failed, nothing is tried for so long."""
+SWEEP_S = 60.0
+_WAIT_S = 1.0
+
+
+@dataclass
+class _Store:
+    effect: StoreBlocks
+    names: list[bytes]
+    moved_s: float
+    places: list[Place | None]
+    dropped: bytearray = field(default_factory=bytearray)
+    is_copying: bool = False
+    """Bytes of the pool are read right now: it cannot be given up."""
+    is_over: bool = False
+
+
+@dataclass
+class _Entry:
+    store: _Store
+    index: int
+    """Of the block in its store."""
+    block: Block
+
+
+class _Helper:
+    """Writes one piece at a time while the writer's thread copies the next."""
+
+    def __init__(self, own: OwnBlocks) -> None:
+        self._own = own
+        self._todo: queue.SimpleQueue[tuple[list[Block], Bytes] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._blocks: list[Block] = []
+        self._is_busy = False
+        threading.Thread(target=self._run, name="disk-write", daemon=True).start()
+
+    def begin(self, blocks: list[Block], buffer: Bytes) -> None:
+        self._blocks, self._is_busy = blocks, True
+        self._todo.put((blocks, buffer))
+
+    def end(self) -> tuple[list[Block], BaseException | None]:
+        """Wait for the piece. A disk that hangs hangs the writer's thread here; who waits for it is
+        answered by `Writer.take`.
+        """
+        if not self._is_busy:
+            return [], None
+        self._is_busy = False
+        return self._blocks, self._done.get()
+
+    def stop(self) -> None:
+        self._todo.put(None)
+
+    def _run(self) -> None:
+        lower_priority()
+        while (piece := self._todo.get()) is not None:
+            try:
+                self._own.write(*piece)
+                self._done.put(None)
+            except BaseException as error:
+                self._done.put(error)
+
+
+class Writer:
+    """Runs StoreBlocks effects in a thread. submit, take and stop are called from the host's
+    thread.
+    """
+
+    def __init__(
+        self,
+        own: OwnBlocks,
+        blocks: Bytes,
+        troubles: Troubles,
+        wake: Callable[[], None],
+        queue_bytes: int = QUEUE_BYTES,
+        deadline_s: float = STORE_DEADLINE_S,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        """`blocks`: the pool, [blocks, block_bytes]."""
+        self._own = own
+        self._blocks = blocks
+        self._troubles = troubles
+        self._wake = wake
+        self._queue_bytes = queue_bytes
+        self._deadline_s = deadline_s
+        self._pause_s = pause_s
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()
+        self._stores: deque[_Store] = deque()
+        """Not answered, in order of arrival."""
+        self._num_queued_bytes = 0
+        self._results: list[BlocksStored] = []
+        self._broken: BaseException | None = None
+        self._pause_until_s = 0.0
+        self._pause_reason = ""
+        self._trouble = ""
+        """What the batch at hand met with; the thread's own."""
+        self._has_entered = False
+        self._is_stopping = False
+        self._sweep_at_s = time.monotonic()
+        self._stages = [make_buffer(blocks.shape[1], STAGE_BYTES) for _ in range(2)]
+        self._helper = _Helper(own)
+        self._thread = threading.Thread(target=self._run, name="disk-store", daemon=True)
+        self._thread.start()
+
+    def submit(self, effect: StoreBlocks) -> None:
+        """Queue a store, or refuse it at once; its outcome is among `take`'s."""
+        names, now_s = list(split(effect.names)), time.monotonic()
+        if not len(names) == len(effect.positions) == len(effect.block_ids):
+            raise ValueError(
+                f"store {effect.store_id} has {len(names)} names, {len(effect.positions)}"
+                f" positions, {len(effect.block_ids)} blocks"
+            )
+        store = _Store(effect, names, now_s, [None] * len(names))
+        num_bytes = len(names) * self._blocks.shape[1]
+        with self._lock:
+            self._stores.append(store)
+            self._num_queued_bytes += num_bytes
+            if now_s < self._pause_until_s:
+                self._end(store, self._pause_reason)
+            elif self._num_queued_bytes > max(self._queue_bytes, num_bytes):
+                self._troubles.note(
+                    "behind", "the disk is slower than what is to be written; the rest is left out"
+                )
+                self._end(store, "the disk is behind")
+            else:
+                self._queue.put(store)
+                return
+        self._wake()
+
+    def take(self) -> list[BlocksStored]:
+        """The outcomes that are ready; stores that the disk keeps waiting are given up here. Raises
+        a thread's bug.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            for store in list(self._stores):
+                if not store.is_copying and now_s - store.moved_s > self._deadline_s:
+                    self._troubles.note(
+                        "hang", f"nothing was written for {now_s - store.moved_s:.0f} s"
+                    )
+                    self._end(store, "the disk hangs")
+            done, self._results = self._results, []
+        return done
+
+    def stop(self, deadline_s: float) -> None:
+        """Write what waits and end, by `deadline_s` of time.monotonic; what is not written then is
+        left out.
+        """
+        self._queue.put(None)
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._is_stopping = True
+        with self._lock:
+            for store in list(self._stores):
+                if not store.is_copying:
+                    self._end(store, "stopped")
+
+    # ---- in the thread ----
+    def _run(self) -> None:
+        lower_priority()
+        try:
+            while (batch := self._next_batch()) is not None:
+                self._enter_if_due()
+                if batch:
+                    self._write(batch)
+                    self._wake()
+                self._sweep_if_due()
+            self._helper.stop()
+            self._own.close()
+        except BaseException as error:
+            with self._lock:
+                self._broken = error
+            self._wake()
+
+    def _next_batch(self) -> list[_Store] | None:
+        """Stores that wait, BATCH_BYTES of them or a little more; empty if none came for a while;
+        None: end.
+        """
+        batch: list[_Store] = []
+        num_bytes = 0
+        may_wait = (
+            self._has_entered or self._is_paused()
+        )  # Else what the dead left is adopted first.
+        while num_bytes < BATCH_BYTES:
+            try:
+                store = self._queue.get(block=not batch and may_wait, timeout=_WAIT_S)
+            except queue.Empty:
+                break
+            if store is None:
+                if not batch:
+                    return None
+                self._queue.put(None)
+                break
+            batch.append(store)
+            num_bytes += len(store.names) * self._blocks.shape[1]
+        return batch
+
+    def _write(self, batch: list[_Store]) -> None:
+        """Write the stores' blocks, in pieces, and answer them all. One piece is copied while
+        another is written.
+        """
+        entries = [(store, index) for store in batch for index in range(len(store.names))]
+        self._trouble = self._pause_reason if self._is_paused() else ""
+        written: list[_Entry] = []
+        num_most = max(1, BATCH_BYTES // self._blocks.shape[1])
+        for number, at in enumerate(range(0, len(entries), len(self._stages[0]))):
+            stage = self._stages[number % 2]
+            piece = self._copy(entries[at : at + len(stage)], stage)
+            self._finish_writing()
+            if self._is_stopping or self._is_paused():
+                break
+            if len(written) >= num_most:
+                self._sync(written)
+                written = []
+            written += self._begin_writing(piece, stage)
+        self._finish_writing()
+        self._sync(written)
+        with self._lock:
+            for store in batch:
+                self._end(
+                    store, (self._trouble or "there is no room") if None in store.places else None
+                )
+
+    def _copy(self, entries: list[tuple[_Store, int]], stage: Bytes) -> list[_Entry]:
+        """Copy and sum blocks of stores that were not given up. While that goes on, they cannot
+        be.
+        """
+        with self._lock:
+            wanted = [(store, index) for store, index in entries if not store.is_over]
+            for store, _ in wanted:
+                store.is_copying = True
+        copied, width = [], self._blocks.shape[1]
+        for row, (store, index) in enumerate(wanted):
+            into = stage[row, :width]
+            np.copyto(into, self._blocks[store.effect.block_ids[index]])
+            block = Block(store.names[index], store.effect.positions[index], sum_of(into), row)
+            copied.append(_Entry(store, index, block))
+        with self._lock:
+            for store, _ in wanted:
+                store.is_copying, store.moved_s = False, time.monotonic()
+        return copied
+
+    def _begin_writing(self, entries: list[_Entry], stage: Bytes) -> list[_Entry]:
+        """Give a piece its slots and let the helper write it. Returns what is on its way."""
+        blocks = [one.block for one in entries]
+        try:
+            dropped = self._own.place(blocks)
+        except (OSError, SegmentError) as error:
+            self._pause(self._troubles.note_error("write", error))
+            return []
+        if dropped:
+            with self._lock:
+                entries[0].store.dropped += dropped
+        self._helper.begin(blocks, stage)
+        return entries
+
+    def _finish_writing(self) -> None:
+        """Wait for the piece that the helper has, if it has one."""
+        blocks, error = self._helper.end()
+        if error is not None and not isinstance(error, OSError | SegmentError):
+            raise error
+        if error is not None:
+            self._own.fail(blocks)
+            self._pause(self._troubles.note_error("write", error))
+
+    def _sync(self, entries: list[_Entry]) -> None:
+        try:
+            self._own.sync([one.block for one in entries])
+        except (OSError, SegmentError) as error:
+            self._pause(self._troubles.note_error("sync", error))
+        with self._lock:
+            for one in entries:
+                if one.block.is_durable and not one.store.is_over:
+                    one.store.places[one.index] = one.block.place
+                one.store.moved_s = time.monotonic()
+
+    def _enter_if_due(self) -> None:
+        """Adopt what is there; tried again until it works."""
+        if self._has_entered or self._is_paused():
+            return
+        try:
+            self._own.enter()
+            self._has_entered = True
+        except (OSError, SegmentError) as error:
+            self._pause(self._troubles.note_error("open", error))
+
+    def _sweep_if_due(self) -> None:
+        if not self._has_entered or self._is_paused() or time.monotonic() < self._sweep_at_s:
+            return
+        self._sweep_at_s = time.monotonic() + SWEEP_S
+        try:
+            self._own.sweep()
+        except (OSError, SegmentError) as error:
+            self._troubles.note_error("sweep", error)
+
+    def _is_paused(self) -> bool:
+        return time.monotonic() < self._pause_until_s
+
+    def _pause(self, reason: str) -> None:
+        with self._lock:
+            self._pause_until_s, self._pause_reason = time.monotonic() + self._pause_s, reason
+        self._trouble = reason
+
+    def _end(self, store: _Store, error: str | None) -> None:
+        """Answer a store, once. Under the lock."""
+        if store.is_over:
+            return
+        store.is_over = True
+        self._stores.remove(store)
+        self._num_queued_bytes -= len(store.names) * self._blocks.shape[1]
+        answer = BlocksStored(
+            store.effect.store_id, tuple(store.places), bytes(store.dropped), error
+        )
+        self._results.append(answer)

@@ -1,0 +1,397 @@
+"""The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by
+whichever transport both ends can do.
+
+    shm   the segment is on this host: mapped once and copied from             (runtime/transfer/pool)
+    nixl  both ends have NIXL: one-sided reads over UCX                        (runtime/transfer/nixl)
+    tcp   anything else: the owner's server sends      (runtime/transfer/tcp, runtime/transfer/tcp)
+
+Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
+them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
+transport, by the generations the owner holds. A source that was silent once is not asked for
+SHUN_S, so that what else is due from it fails at once.
+
+Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from hadal.core.balance import AUTO
+from hadal.core.handshake import is_near, key_of
+from hadal.core.messages import KvLease
+from hadal.core.plans import KvPulled
+from hadal.core.seams import Pull
+from hadal.runtime.process.process import Run
+from hadal.runtime.transfer.frames import PURPOSE, SILENCE_S, BadPeer
+from hadal.runtime.transfer.grants import Grants
+from hadal.runtime.transfer.nixl import NixlAgent, NixlError, NixlReader, package, require_nixl
+from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError
+from hadal.runtime.transfer.tcp import KvLink, KvServer
+
+log = logging.getLogger(__name__)
+
+SHUN_S = 2.0
+SHM, NIXL, TCP = "shm", "nixl", "tcp"
+
+
+class KvWire:
+    """Pulls into one own pool, from any other; and serves the own pool to others. `pull` from any
+    thread.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        handover: str = SHM,
+        *,
+        host: str = "127.0.0.1",
+        secret: bytes = b"",
+        grants: Grants | None = None,
+        lease_s: float = 30.0,
+    ) -> None:
+        """`host`: what the server listens on, and others find it at. `lease_s`: no pull takes
+        longer. `secret` and `grants` are needed for anything but shared memory, which the system
+        itself keeps from other users.
+
+        Raises ConfigError if `handover` is "nixl" and it is not installed.
+        """
+        if handover == NIXL:
+            require_nixl()
+        self._pool = pool
+        self._handover = handover
+        self._key = key_of(secret, PURPOSE) if grants is not None else b""
+        self._grants = grants
+        self._lease_s = lease_s
+        has_nixl = handover in (NIXL, AUTO) and package() is not None
+        self._nixl = NixlAgent(f"{pool.name}#{pool.birth}") if has_nixl else None
+        self._server = None
+        self.address = pool.name
+        """Of the pool, as leases name it."""
+        if self._nixl is not None and handover == NIXL:
+            self._nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
+        if handover != SHM:
+            if grants is None:
+                raise ValueError(
+                    f"{handover}: KV leaves the process only with a secret and grants."
+                )
+            self._server = KvServer(pool, host, secret, grants, lease_s=lease_s, nixl=self._nixl)
+            self.address = self._server.address
+        self._lock = threading.Lock()
+        self._sources: dict[str, _Source] = {}
+        """By unit: a restarted unit's pool has another name and takes its predecessor's place."""
+
+    def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
+        """Copy and verify leased blocks. Returns None, or what went wrong."""
+        try:
+            return self._source(lease.source).pull(
+                self._pool, lease, into, time.monotonic() + self._lease_s
+            )
+        except PoolError as error:
+            return str(error)
+
+    def is_near(self, source: str) -> bool:
+        """Whether pulls from there wait for nobody: they are copies in memory. Takes no longer than
+        opening a file.
+        """
+        try:
+            return self._source(source).segment is not None
+        except PoolError:
+            return True  # And fail at once.
+
+    def transport_of(self, source: str) -> str:
+        """Which transport the pulls from there take, as far as is known; "" before the first over a
+        network.
+        """
+        return self._source(source).transport
+
+    def close(self, timeout_s: float = SILENCE_S) -> None:
+        with self._lock:
+            sources = list(self._sources.values())
+            self._sources.clear()
+        for source in sources:
+            source.close()
+        if self._server is not None and not self._server.close(timeout_s):
+            log.warning("leaving in the middle of sending KV")
+
+    def _source(self, text: str) -> _Source:
+        address = PoolAddress.parse(text)
+        with self._lock:
+            known = self._sources.get(address.unit)
+            if known is not None and known.address == address:
+                return known
+            source = _Source(address, self._handover, self._key, self._grants, self._nixl)
+            self._sources[address.unit] = source
+        if known is not None:
+            known.close()
+        return source
+
+
+class _Source:
+    """One pool of another process, and the way to it."""
+
+    def __init__(
+        self,
+        address: PoolAddress,
+        handover: str,
+        key: bytes,
+        grants: Grants | None,
+        nixl: NixlAgent | None,
+    ) -> None:
+        """Raises PoolError if only shared memory may be used and it is not there."""
+        self.address = address
+        self.segment: KvPool | None = None
+        self.transport = ""
+        self._is_nixl_asked = handover == NIXL
+        self._nixl = nixl if handover in (NIXL, AUTO) else None
+        self._reader: NixlReader | None = None
+        self._link: KvLink | None = None
+        self._shunned_until_s = 0.0
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        """Held while something is pulled over a network."""
+        if handover in (SHM, AUTO):
+            self.segment = _open_segment(address, is_asked=handover == SHM)
+        if self.segment is not None:
+            self._take(SHM)
+        elif grants is None:
+            raise PoolError(
+                f"{address.name} is not on this host, and this process has no secret to ask for it"
+            )
+        else:
+            self._link = KvLink(address, key, grants)
+
+    def pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        if self.segment is not None:
+            return own.copy_from(self.segment, lease, into)
+        if not into and not lease.block_ids:
+            return None
+        with self._lock:
+            if time.monotonic() < self._shunned_until_s:
+                return f"{self.address.name} did not answer a moment ago"
+            try:
+                return self._pull(own, lease, into, deadline_s)
+            except TimeoutError as error:
+                self._shunned_until_s = time.monotonic() + SHUN_S
+                self._let_go()
+                return f"{self.address.name} is silent: {error}"
+            except (OSError, BadPeer, PoolError, NixlError) as error:
+                self._let_go()
+                return f"{self.address.name}: {str(error) or type(error).__name__}"
+            finally:
+                if self._closing.is_set():
+                    self._let_go()
+
+    def close(self) -> None:
+        """Nothing is pulled from it any more; a pull under way fails soon, and lets go by
+        itself.
+        """
+        self._closing.set()
+        if self.segment is not None:
+            self.segment.close()
+        if self._link is not None:
+            self._link.interrupt()
+        if self._lock.acquire(blocking=False):
+            self._let_go()
+            self._lock.release()
+
+    def _pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        assert self._link is not None
+        if self._nixl is not None and not self._nixl.is_full:
+            try:
+                return self._pull_nixl(self._nixl, self._link, own, lease, into, deadline_s)
+            except NixlError as error:
+                self._close_reader()
+                if self._is_nixl_asked:
+                    raise
+                # If its owner is gone, TCP fails at once too.
+                log.warning("%s is pulled from over TCP from now on: %s", self.address.name, error)
+                self._nixl = None
+        self._take(TCP)
+        return self._link.pull(own, lease, into, deadline_s)
+
+    def _pull_nixl(
+        self,
+        nixl: NixlAgent,
+        link: KvLink,
+        own: KvPool,
+        lease: KvLease,
+        into: tuple[int, ...],
+        deadline_s: float,
+    ) -> str | None:
+        about = link.about(deadline_s)
+        wrong = own.mismatch(about.name, about.shape, about.dtype, lease, into)
+        if wrong is not None:
+            return wrong
+        if self._reader is None:
+            if not about.has_nixl:
+                raise NixlError("its owner has no NIXL")
+            answer = link.ask_nixl(deadline_s)
+            if answer.error:
+                raise NixlError(f"its owner's NIXL: {answer.error}")
+            self._reader = nixl.reader(answer, own.block_bytes, about.shape[0])
+        self._take(NIXL)
+        return self._reader.pull(own, lease, into, deadline_s)
+
+    def _take(self, transport: str) -> None:
+        if transport != self.transport:
+            log.info("KV of %s comes over %s", self.address.unit, transport)
+        self.transport = transport
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _let_go(self) -> None:
+        self._close_reader()
+        if self._link is not None:
+            self._link.close()
+
+
+def live_wire(pool: KvPool, run: Run, grants: Grants, host: str) -> KvWire:
+    """What a process of a run pulls with, and is pulled from. Raises ConfigError."""
+    deployment = run.deployment
+    handover = deployment.handover
+    if handover == AUTO and is_near(host):
+        handover = SHM  # Whoever pulls is on this host: nothing listens that nobody needs.
+    return KvWire(
+        pool, handover, host=host, secret=run.secret, grants=grants, lease_s=deployment.lease_s
+    )
+
+
+def _open_segment(address: PoolAddress, *, is_asked: bool) -> KvPool | None:
+    """The segment, if it is on this host. Raises PoolError if it is not and nothing else will
+    do.
+    """
+    try:
+        segment = KvPool.open(address.name)
+    except PoolError:
+        if is_asked or not address.port:
+            raise
+        return None
+    if address.birth and segment.birth != address.birth:
+        segment.close()
+        if is_asked:
+            raise PoolError(f"{address.name} on this host is another pool of that name")
+        return None
+    return segment
+
+
+# Pulls of KV: small ones on this host at once, all others in threads, so that no copy delays
+# anybody's tokens.
+#
+# A pull never overtakes an earlier one of its request, and a source is pulled from by one thread at
+# a time: a source that is dead holds up one thread, and pulls from the others go on. Knows leases
+# and own block ids, nothing of requests.
+
+
+INLINE_BYTES = 2 * 1024 * 1024
+"""Up to this a copy takes less than a millisecond: what handing it to a thread and back costs on
+busy cores.
+"""
+NUM_THREADS = 4
+"""They wait for sockets or copy; several sources that die together hold up the others no longer
+than one does.
+"""
+_WAIT_S = 1.0
+
+
+class Copier:
+    """Runs Pull effects. All methods are called from the host's thread."""
+
+    def __init__(self, wire: KvWire, block_bytes: int, wake: Callable[[], None]) -> None:
+        self._wire = wire
+        self._block_bytes = block_bytes
+        self._wake = wake
+        self._results: deque[KvPulled | BaseException] = deque()
+        self._num_pending: Counter[str] = Counter()
+        """By request: submitted and not taken."""
+        self._changed = threading.Condition()
+        self._waiting: deque[Pull] = deque()
+        self._busy: list[Pull] = []
+        self._stopping = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"copy-{i}", daemon=True)
+            for i in range(NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, pull: Pull) -> None:
+        """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one of its
+        request.
+        """
+        is_inline = (
+            not self._num_pending[pull.request_id]
+            and len(pull.into) * self._block_bytes <= INLINE_BYTES
+            and self._wire.is_near(pull.lease.source)
+        )
+        self._num_pending[pull.request_id] += 1
+        if is_inline:
+            self._results.append(self._pulled(pull))
+            return
+        with self._changed:
+            self._waiting.append(pull)
+            self._changed.notify()
+
+    def take(self) -> list[KvPulled]:
+        """Return the outcomes that are ready. Raises what broke a copying thread, if anything
+        did.
+        """
+        done = []
+        while self._results:
+            result = self._results.popleft()
+            if isinstance(result, BaseException):
+                raise result
+            self._num_pending[result.request_id] -= 1
+            if not self._num_pending[result.request_id]:
+                del self._num_pending[result.request_id]
+            done.append(result)
+        return done
+
+    def stop(self, timeout_s: float) -> None:
+        """What waits is not begun any more."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_s / NUM_THREADS)
+
+    def _pulled(self, pull: Pull) -> KvPulled:
+        return KvPulled(pull.request_id, pull.attempt, self._wire.pull(pull.lease, pull.into))
+
+    def _run(self) -> None:
+        while (pull := self._next()) is not None:
+            try:
+                self._results.append(self._pulled(pull))
+            except BaseException as error:
+                self._results.append(error)
+            with self._changed:
+                self._busy.remove(pull)
+                self._changed.notify_all()
+            self._wake()
+
+    def _next(self) -> Pull | None:
+        """The first pull that may begin, once there is one; None: stop."""
+        with self._changed:
+            while not self._stopping:
+                held = {pull.request_id for pull in self._busy} | {
+                    pull.lease.source for pull in self._busy
+                }
+                for index, pull in enumerate(self._waiting):
+                    if held.isdisjoint((pull.request_id, pull.lease.source)):
+                        del self._waiting[index]
+                        self._busy.append(pull)
+                        return pull
+                    held.add(pull.request_id)
+                self._changed.wait(_WAIT_S)
+            return None

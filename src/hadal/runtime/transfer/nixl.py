@@ -1,0 +1,320 @@
+"""Pulls with NIXL (UCX): one-sided reads of the owner's pool, which lies registered in its process.
+
+A read that was given up may still write: over TCP, a frozen owner that goes on sends into the
+reader's memory after its handle was released and its agent removed. So reads land in a buffer of
+the reader's own, from where they are copied into the pool once they are complete; a buffer with an
+unfinished read is never used again. The generations are read from the owner after the data: the
+same as leased, the data is what was leased.
+
+The agents are made when first needed, which takes a while. Their threads sleep in poll(2) up to
+POLL_US; the library's own Python wrapper leaves that at 0, which takes a whole core as long as the
+process lives.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.errors import ConfigError, HadalError
+from hadal.core.messages import KvLease
+from hadal.kv.blocks import runs
+from hadal.runtime.transfer.frames import SILENCE_S, AboutNixl
+from hadal.runtime.transfer.pool import FREED_BEFORE, FREED_DURING, KvPool
+
+log = logging.getLogger(__name__)
+
+POLL_US = 100_000
+"""Of the progress thread, between two looks without an event."""
+HALF_BYTES = 4 << 20
+"""Of a buffer: one half is being read into while the other is copied out. One block at least."""
+MIN_BYTES_PER_S = 10e6
+"""A read may take SILENCE_S and its bytes at this rate."""
+MAX_RETIRED = 16
+"""Buffers that unfinished reads took along, at most; then this process pulls over TCP."""
+_PACKAGES = ("nixl_cu13", "nixl_cu12")
+_SPINS = 50
+_NAP_S, _NAP_MAX_S = 20e-6, 1e-3
+
+INSTALL = (
+    "pip install 'hadal[nixl]' (the package nixl), or set handover to \"tcp\" in the deployment"
+    " file"
+)
+
+
+class NixlError(HadalError):
+    """NIXL cannot do it; TCP may."""
+
+
+def package() -> str | None:
+    """Which build of NIXL is installed; None: none."""
+    return next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
+
+
+def require_nixl() -> None:
+    """Raise ConfigError if NIXL is not installed."""
+    if package() is None:
+        raise ConfigError(f'handover is "nixl", and NIXL is not installed here: {INSTALL}.')
+
+
+class NixlAgent:
+    """This process's NIXL: what others read its pool through, and what it reads theirs with. From
+    any thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: of no other agent that it meets."""
+        self._name = name
+        self._lock = threading.Lock()
+        self._agent: Any = None
+        self._about: AboutNixl | None = None
+        self._pool: KvPool | None = None
+        """Registered: its memory has to stay as long as the agent."""
+        self._retired: list[Buffer] = []
+        self.library: Any = None
+
+    def about(self, pool: KvPool) -> AboutNixl:
+        """The pool registered, and what a reader must know of it."""
+        with self._lock:
+            if self._about is None:
+                self._pool = pool
+                try:
+                    agent = self._open()
+                    self.register(pool.generations.ctypes.data, pool.generations.nbytes)
+                    self.register(pool.blocks.ctypes.data, pool.blocks.nbytes)
+                    # Only now: what is told before memory is registered does not say where it is.
+                    self._about = AboutNixl(
+                        agent.getLocalMD(), pool.blocks.ctypes.data, pool.generations.ctypes.data
+                    )
+                except self.errors() as error:
+                    log.warning("the KV pool cannot be read with NIXL: %s", error)
+                    self._about = AboutNixl(error=str(error) or type(error).__name__)
+            return self._about
+
+    def reader(self, about: AboutNixl, block_bytes: int, num_blocks: int) -> NixlReader:
+        """What reads the pool that `about` describes. Raises NixlError."""
+        with self._lock:
+            agent = self._open()
+            half_bytes = max(HALF_BYTES // block_bytes, 1) * block_bytes
+            buffer = Buffer(2 * half_bytes + 8 * num_blocks, half_bytes)
+            try:
+                self.register(buffer.address, buffer.size)
+            except self.errors() as error:
+                raise NixlError(f"{type(error).__name__}: {error}") from error
+        try:
+            peer = agent.loadRemoteMD(about.agent)
+        except self.errors() as error:
+            self.forget(
+                agent, buffer
+            )  # Memory that goes while it is registered is read into elsewhere later.
+            raise NixlError(f"{type(error).__name__}: {error}") from error
+        return NixlReader(self, agent, peer, about, buffer)
+
+    @property
+    def is_full(self) -> bool:
+        """Too many buffers are set aside: nothing more is to be read."""
+        return len(self._retired) >= MAX_RETIRED
+
+    def retire(self, buffer: Buffer) -> None:
+        """Keep a buffer, registered, that something may still write to."""
+        with self._lock:
+            self._retired.append(buffer)
+        log.warning("a NIXL read did not end; %d buffers are set aside", len(self._retired))
+
+    def forget(self, agent: Any, buffer: Buffer) -> None:
+        """Unregister a buffer that nothing writes to."""
+        try:
+            agent.deregisterMem(_regions(self.library, buffer.address, buffer.size))
+        except self.errors() as error:
+            log.warning("a buffer stays registered: %s", error)
+            with self._lock:
+                self._retired.append(buffer)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self._agent.registerMem(_regions(self.library, address, num_bytes))
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the library raises; its exceptions have no base of their own."""
+        names = [name for name in dir(self.library) if name.endswith("Error")]
+        return (NixlError, *(getattr(self.library, name) for name in names))
+
+    def _open(self) -> Any:
+        if self._agent is None:
+            name = package()
+            if name is None:
+                raise NixlError("it is not installed")
+            try:
+                self.library = library = importlib.import_module(f"{name}._bindings")
+            except ImportError as error:
+                raise NixlError(f"{name} does not load: {error}") from error
+            config = library.nixlAgentConfig()
+            config.useProgThread = True  # Reads over TCP need the owner's process to answer them.
+            config.pthrDelay = POLL_US
+            config.syncMode = library.NIXL_THREAD_SYNC_STRICT
+            try:
+                agent = library.nixlAgent(self._name, config)
+                agent.createBackend("UCX", {})
+            except self.errors() as error:
+                raise NixlError(f"UCX cannot be had: {type(error).__name__} {error}") from error
+            self._agent = agent
+        return self._agent
+
+
+class Buffer:
+    """Memory that reads land in: two halves, and room for the generations of a whole pool."""
+
+    def __init__(self, size: int, half_bytes: int) -> None:
+        self.size = size
+        self.half_bytes = half_bytes
+        self._map = mmap.mmap(-1, size)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+        self.generations: NDArray[np.int64] = self.bytes[2 * half_bytes :].view(np.int64)
+
+
+class NixlReader:
+    """Reads one pool of another process. One thread at a time may use it; after an error it is to
+    be closed.
+    """
+
+    def __init__(
+        self, agent: NixlAgent, handle: Any, peer: Any, about: AboutNixl, buffer: Buffer
+    ) -> None:
+        self._nixl = agent
+        self._agent = handle
+        self._peer = peer
+        self._about = about
+        self._buffer = buffer
+        self._under_way: list[int] = []
+        """Handles of reads that have not been seen to end."""
+        self._is_closed = False
+
+    def pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        """Copy leased blocks and verify their generations. Returns None, or why the copy is void.
+
+        Raises NixlError, TimeoutError: the reader is of no more use.
+        """
+        try:
+            return self._pull(own, lease, into, deadline_s)
+        except TimeoutError:
+            raise
+        except self._nixl.errors() as error:
+            raise NixlError(f"{type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the owner, and of the buffer if nothing can write to it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        is_quiet = not self._under_way
+        for handle in self._under_way:
+            try:
+                self._agent.releaseXferReq(handle)
+            except self._nixl.errors() as error:
+                log.debug("a read cannot be called off: %s", error)
+        self._under_way.clear()
+        try:
+            self._agent.invalidateRemoteMD(self._peer)
+        except self._nixl.errors() as error:
+            log.debug("the other agent was gone already: %s", error)
+        if is_quiet:
+            self._nixl.forget(self._agent, self._buffer)
+        else:
+            self._nixl.retire(self._buffer)
+
+    def _pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        per_half = self._buffer.half_bytes // own.block_bytes
+        is_long = len(into) > per_half
+        if is_long and not self._holds(lease, deadline_s):
+            return FREED_BEFORE
+        before: tuple[int, int, slice] | None = None
+        for number, start in enumerate(range(0, len(into), per_half)):
+            part = slice(start, start + per_half)
+            half = number % 2
+            handle = self._read(self._descriptors(own.block_bytes, lease.block_ids[part], half))
+            if before is not None:
+                self._land(before, own, into, deadline_s)
+            before = (handle, half, part)
+        if before is not None:
+            self._land(before, own, into, deadline_s)
+        return None if self._holds(lease, deadline_s) else FREED_DURING
+
+    def _land(
+        self, read: tuple[int, int, slice], own: KvPool, into: tuple[int, ...], deadline_s: float
+    ) -> None:
+        handle, half, part = read
+        ids = into[part]
+        self._wait(handle, len(ids) * own.block_bytes, deadline_s)
+        start = half * self._buffer.half_bytes
+        for view in own.views(ids):
+            np.copyto(
+                np.frombuffer(view, np.uint8), self._buffer.bytes[start : start + view.nbytes]
+            )
+            start += view.nbytes
+
+    def _holds(self, lease: KvLease, deadline_s: float) -> bool:
+        """Whether the owner freed none of the blocks, as its memory says now."""
+        first, last = min(lease.block_ids), max(lease.block_ids)
+        count = last - first + 1
+        there = (self._about.generations + 8 * first, 8 * count)
+        here = (int(self._buffer.generations.ctypes.data), 8 * count)
+        self._wait(self._read(([here], [there])), 8 * count, deadline_s)
+        ids = np.array(lease.block_ids, np.int64) - first
+        return np.array_equal(self._buffer.generations[ids], np.array(lease.generations, np.int64))
+
+    def _descriptors(
+        self, block_bytes: int, ids: Sequence[int], half: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(address, bytes) of where blocks are read to and from; neighbours in one piece."""
+        begin = self._buffer.address + half * self._buffer.half_bytes
+        here, there = [], []
+        for at, count in runs(ids):
+            here.append((begin + at * block_bytes, count * block_bytes))
+            there.append((self._about.cache + ids[at] * block_bytes, count * block_bytes))
+        return here, there
+
+    def _read(self, pieces: tuple[list[tuple[int, int]], list[tuple[int, int]]]) -> int:
+        library = self._nixl.library
+        here, there = (
+            library.nixlXferDList(
+                library.DRAM_SEG, [(address, num_bytes, 0) for address, num_bytes in side]
+            )
+            for side in pieces
+        )
+        handle = int(self._agent.createXferReq(library.NIXL_READ, here, there, self._peer, b"", []))
+        self._under_way.append(handle)
+        self._agent.postXferReq(handle, b"")
+        return handle
+
+    def _wait(self, handle: int, num_bytes: int, deadline_s: float) -> None:
+        library, nap_s = self._nixl.library, _NAP_S
+        deadline_s = min(deadline_s, time.monotonic() + SILENCE_S + num_bytes / MIN_BYTES_PER_S)
+        num_looks = 0
+        while (status := self._agent.getXferStatus(handle)) == library.NIXL_IN_PROG:
+            num_looks += 1
+            if num_looks > _SPINS:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError("a NIXL read does not end")
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _NAP_MAX_S)
+        if status != library.NIXL_SUCCESS:
+            raise NixlError(f"a read ended with {status}")
+        self._under_way.remove(handle)
+        self._agent.releaseXferReq(handle)
+
+
+def _regions(library: Any, address: int, num_bytes: int) -> Any:
+    return library.nixlRegDList(library.DRAM_SEG, [(address, num_bytes, 0, "")])

@@ -1,0 +1,324 @@
+"""A rank's KV pool in POSIX shared memory: its segment, its generations, and the copy out of one
+that is on this host.
+
+A segment is a file in /dev/shm:
+
+    header (one page)  magic, lengths, dtype, shape [P, L, S, D], a number drawn at its birth
+    generations        int64 [P], raised by the owner whenever a block is freed
+    cache              [P, L, S, D], page-aligned; a block's layers lie together, so a block is one copy
+
+The owner holds a lock on the file while it lives, so a segment nobody locks is a dead process's and
+may be unlinked by anyone. A puller reads the generations before and after the copy: a block that
+was freed meanwhile makes the copy void. (Loads are ordered by the interpreter's own locks, taken
+between the copy and the second look.)
+
+Knows nothing of which block holds what, and of no other host (runtime/transfer/kv). P blocks, L
+layers, S tokens of a block, D latent.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.errors import ConfigError, HadalError
+from hadal.core.messages import BLOCK_TOKENS, KvLease
+from hadal.kv.blocks import runs
+
+SHM_FOLDER = Path("/dev/shm")
+PREFIX = "hadal-"
+Shape = tuple[int, int, int, int]
+
+_MAGIC = b"HADALKV2"
+_HEADER = struct.Struct("<8sQQ16s4Q8s")
+"""magic, offset of the cache, bytes of a block, dtype, shape, birth"""
+POOL_DTYPE = "float32"
+"""Of the pools that are served from."""
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KvPool:
+    """One segment, created by its owner or opened by a puller. `cache` is its blocks' bytes, where
+    a KvCache lies.
+    """
+
+    def __init__(self, name: str, fd: int, *, is_owner: bool) -> None:
+        self.name = name
+        self._fd = fd
+        self._is_owner = is_owner
+        if is_owner:
+            # Page tables filled in now: a first touch costs a microsecond a page, in the middle of
+            # a step.
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | populate)
+        else:
+            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        _, offset, self.block_bytes, dtype, *shape, birth = _HEADER.unpack_from(self._map)
+        self.birth: str = birth.hex()
+        """Tells it from any other segment, of the same name on another host as well."""
+        self.dtype = dtype.rstrip(b"\0").decode("ascii")
+        self.num_blocks, num_layers, block_tokens, latent = shape
+        self.shape: Shape = (self.num_blocks, num_layers, block_tokens, latent)
+        self.generations: NDArray[np.int64] = np.frombuffer(
+            self._map, dtype=np.int64, count=self.num_blocks, offset=mmap.PAGESIZE
+        )
+        self.cache = memoryview(self._map)[offset : offset + self.num_blocks * self.block_bytes]
+        self.blocks: NDArray[np.uint8] = np.frombuffer(self.cache, dtype=np.uint8).reshape(
+            self.num_blocks, self.block_bytes
+        )
+        """[P, bytes of a block]"""
+
+    @classmethod
+    def create(cls, name: str, shape: Shape, dtype: str = POOL_DTYPE) -> KvPool:
+        """Make and lock a zeroed segment with all of its memory reserved.
+
+        Raises ConfigError, saying what to do, if shared memory has no room for it.
+        """
+        if dtype not in _DTYPES or min(shape) < 1 or shape[2] != BLOCK_TOKENS:
+            raise ValueError(f"a pool of {dtype} {shape} cannot be")
+        block_bytes = shape[1] * shape[2] * shape[3] * _DTYPES[dtype]
+        offset = mmap.PAGESIZE * (1 + -(-shape[0] * 8 // mmap.PAGESIZE))
+        size = offset + shape[0] * block_bytes
+        # Nameless until it is whole and locked: nobody sees half a pool, and a crash in here leaves
+        # nothing.
+        fd = os.open(SHM_FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            # Without the reservation a full /dev/shm would be a SIGBUS in the middle of a step.
+            os.posix_fallocate(fd, 0, size)
+            os.pwrite(
+                fd,
+                _HEADER.pack(
+                    _MAGIC, offset, block_bytes, dtype.encode(), *shape, secrets.token_bytes(8)
+                ),
+                0,
+            )
+            _name_it(fd, name)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise ConfigError(no_room(size)) from error
+            raise
+        return cls(name, fd, is_owner=True)
+
+    @classmethod
+    def open(cls, name: str) -> KvPool:
+        """Map another process's segment, to be read. Raises PoolError if it is not there or not a
+        pool.
+        """
+        if "/" in name or not name.startswith(PREFIX):
+            raise PoolError(f"{name!r} is not the name of a KV pool")
+        try:
+            fd = os.open(SHM_FOLDER / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PoolError(f"KV pool {name} cannot be opened ({error.strerror})") from error
+        try:
+            _check_header(os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, name)
+            return cls(name, fd, is_owner=False)
+        except (HadalError, OSError):
+            os.close(fd)
+            raise
+
+    def free(self, block_ids: tuple[int, ...]) -> None:
+        """Raise the blocks' generations: copies of them that are under way are void. Owner only."""
+        np.add.at(self.generations, list(block_ids), 1)
+
+    def copy_from(self, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
+        """Copy the leased blocks of `source` into own blocks. Returns None, or why the copy is
+        void.
+        """
+        wrong = self.mismatch(source.name, source.shape, source.dtype, lease, into)
+        if wrong is not None:
+            return wrong
+        if not source.holds(lease.block_ids, lease.generations):
+            return FREED_BEFORE
+        for at, count in runs(lease.block_ids, into):
+            theirs, ours = lease.block_ids[at], into[at]
+            # numpy lets go of the interpreter's lock while it copies.
+            np.copyto(self.blocks[ours : ours + count], source.blocks[theirs : theirs + count])
+        if not source.holds(lease.block_ids, lease.generations):
+            return FREED_DURING
+        return None
+
+    def holds(self, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether none of the blocks was freed since it had this generation."""
+        return np.array_equal(
+            self.generations[np.array(block_ids, np.int64)], np.array(generations, np.int64)
+        )
+
+    def views(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """The blocks' bytes in order, shared with the pool; neighbours in one piece."""
+        return [
+            self.cache[
+                block_ids[at] * self.block_bytes : (block_ids[at] + count) * self.block_bytes
+            ]
+            for at, count in runs(block_ids)
+        ]
+
+    def mismatch(
+        self, name: str, shape: Shape, dtype: str, lease: KvLease, into: tuple[int, ...]
+    ) -> str | None:
+        """Why the leased blocks of pool `name` cannot be copied into own blocks; None if they
+        can.
+        """
+        ids = lease.block_ids
+        if self.shape[1:] != shape[1:] or self.dtype != dtype:
+            return f"{name} holds blocks of {dtype} {shape[1:]}, not {self.dtype} {self.shape[1:]}"
+        if not len(ids) == len(into) == len(lease.generations):
+            return (
+                f"a lease of {len(ids)} blocks and {len(lease.generations)} generations for"
+                f" {len(into)} own blocks"
+            )
+        if any(not 0 <= i < shape[0] for i in ids) or any(
+            not 0 <= i < self.num_blocks for i in into
+        ):
+            return "a block id is outside its pool"
+        return None
+
+    def close(self) -> None:
+        """Owner: remove the segment. The memory itself goes with the last array that looks at
+        it.
+        """
+        if self._fd < 0:
+            return
+        if self._is_owner:
+            (SHM_FOLDER / self.name).unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+
+FREED_BEFORE = "the leased blocks were freed before the copy"
+FREED_DURING = "the leased blocks were freed during the copy"
+
+
+class PoolError(HadalError):
+    """A pool is gone or is not one. The pull has failed; its request is retried."""
+
+
+@dataclass(frozen=True)
+class PoolAddress:
+    """Where a pool is, as leases name it: NAME of the segment, or NAME#BIRTH@HOST:PORT of one that
+    is served.
+    """
+
+    name: str
+    birth: str = ""
+    """Empty: whichever segment has the name on this host."""
+    host: str = ""
+    port: int = 0
+    """0: it can be had on its own host alone."""
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.birth}@{self.host}:{self.port}" if self.port else self.name
+
+    @property
+    def unit(self) -> str:
+        """What its successor's address shares with it (see `pool_name`)."""
+        return self.name.rpartition(".")[0]
+
+    @classmethod
+    def parse(cls, text: str) -> PoolAddress:
+        """Raises PoolError."""
+        name, has_more, more = text.partition("#")
+        birth, _, where = more.partition("@")
+        host, _, port = where.rpartition(":")
+        if (
+            "/" in name
+            or not name.startswith(PREFIX)
+            or (has_more and not (birth and host and port.isdecimal()))
+        ):
+            raise PoolError(f"{text!r} is not the address of a KV pool")
+        return cls(name, birth, host, int(port)) if has_more else cls(name)
+
+
+def pool_name(run_id: str, unit: str, epoch: str) -> str:
+    """Name of a unit's segment, new at every start. Run and unit come first, so that what a dead
+    one left is found.
+    """
+    return f"{PREFIX}{run_id}.{unit}.{epoch}"
+
+
+def remove_segments(run_id: str, unit: str | None = None) -> list[str]:
+    """Unlink what a dead unit (None: any unit) of this run left. Call only when its process is
+    known to be gone.
+    """
+    prefix = f"{PREFIX}{run_id}." + (f"{unit}." if unit else "")
+    names = [name for name in _segments() if name.startswith(prefix)]
+    for name in names:
+        (SHM_FOLDER / name).unlink(missing_ok=True)
+    return names
+
+
+def remove_stale_segments() -> list[str]:
+    """Unlink the segments of any run whose owner no longer lives: nobody holds their lock."""
+    removed = []
+    for name in _segments():
+        try:
+            fd = os.open(SHM_FOLDER / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # Gone, or another user's.
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (SHM_FOLDER / name).unlink(missing_ok=True)
+            removed.append(name)
+        except OSError:
+            continue  # Its owner lives.
+        finally:
+            os.close(fd)
+    return removed
+
+
+def no_room(size: int) -> str:
+    """What to tell someone whose /dev/shm cannot hold `size` more bytes."""
+    found = os.statvfs(SHM_FOLDER)
+    free_mb = found.f_bavail * found.f_frsize >> 20
+    return (
+        f"/dev/shm has {free_mb} MiB free; the KV needs {size >> 20} MiB more. Give the container"
+        " more (--shm-size), or lower kv_memory_mb under [prefill] and [decode] in the deployment"
+        " file."
+    )
+
+
+def _name_it(fd: int, name: str) -> None:
+    folder = os.open(SHM_FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # With a folder given, Python follows the link in /proc to the file itself (linkat(2),
+        # AT_SYMLINK_FOLLOW).
+        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _segments() -> list[str]:
+    return (
+        [name for name in os.listdir(SHM_FOLDER) if name.startswith(PREFIX)]
+        if SHM_FOLDER.is_dir()
+        else []
+    )
+
+
+def _check_header(header: bytes, size: int, name: str) -> None:
+    if len(header) < _HEADER.size:
+        raise PoolError(f"{name} is too short to be a KV pool")
+    magic, offset, block_bytes, dtype, *shape, _ = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise PoolError(f"{name} is not a KV pool of this version (it starts with {magic!r})")
+    item = _DTYPES.get(dtype.rstrip(b"\0").decode("ascii", "replace"))
+    num_blocks, *rest = shape
+    whole = item is not None and block_bytes == rest[0] * rest[1] * rest[2] * item
+    if (
+        not whole
+        or offset < mmap.PAGESIZE + 8 * num_blocks
+        or size < offset + num_blocks * block_bytes
+    ):
+        raise PoolError(f"{name}: its header does not fit its {size} bytes")

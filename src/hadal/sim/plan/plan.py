@@ -1,0 +1,362 @@
+"""The cheapest deployment that keeps a promise on latency: every pair of units, over a day of the
+traffic, priced.
+
+    units of each role within the promise (plan_units)  ->  their number over the day (plan_day)  ->  dollars a day
+
+Both roles run on one kind of hardware. Roles grow by themselves, so a pair costs what its parts
+cost, and all pairs of a hardware are one outer sum. Knows no files and simulates nothing:
+sim/plan/verify does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from hadal.perf.hardware import Hardware, Rent
+from hadal.perf.roofline import FP8
+from hadal.policy.capacity import USE_MAX, Slo, units_needed
+from hadal.policy.demand import DAY_S, DayShape
+from hadal.policy.scaling import RoleRules, ScalingRules
+from hadal.roles.fleet import Fleet
+from hadal.sim.day.clock import HOUR_S, Floats, Ints
+from hadal.sim.day.fluid import Day, Faults, FluidDay, UnitModel
+from hadal.sim.plan.traffic import Traffic
+from hadal.sim.plan.units import SPARE_SIGMAS, DecodeUnit, PrefillUnit, Pricing, Rejected
+
+# How many units of a role a day takes, and their GPU-hours: what the fleet's policy comes to,
+# without running it.
+#
+#     units(t) = whole units for the most that is needed between t - hold and t + start-up + hold, 1
+#     at least
+#
+# which is when policy/scaling gives a unit up; it starts one later than that, so this is a little
+# more. `fluid_day` runs the role itself.
+
+
+STEP_S = 300.0
+_EPSILON = 1e-9
+_WARM_STEPS = 360
+"""Minutes before the fluid day: it begins with nothing and a queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class DayRules:
+    """How units come and go. `is_static`: as many as the peak needs, all day."""
+
+    is_static: bool = False
+    start_s: float = 600.0
+    """Until a unit works: nodes are freed by other work, weights are read."""
+    hold_s: float = 1800.0
+
+    def level(self, shape: DayShape) -> Floats:
+        """What units are kept for, over the day's mean, [steps of a day]."""
+        times = np.arange(0.0, DAY_S, STEP_S)
+        rates = shape.at(times)
+        if self.is_static:
+            return np.full(len(times), rates.max())
+        back, ahead = int(self.hold_s // STEP_S), int(-(-(self.start_s + self.hold_s) // STEP_S))
+        return np.asarray(
+            np.max([np.roll(rates, shift) for shift in range(-ahead, back + 1)], axis=0)
+        )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one role's candidates, [candidates]: units at the peak, the least over the day, and
+    GPU-hours of it.
+    """
+
+    peak: Floats
+    """Not rounded."""
+    num_peak: Ints
+    num_least: Ints
+    gpu_hours: Floats
+
+
+def needs_of(mean: Floats, num_ranks: Ints, level: Floats) -> Needs:
+    """`mean`: units needed at the day's mean rate, not rounded [candidates]; `level` as DayRules
+    says.
+    """
+    units = np.maximum(1, np.ceil(mean[:, None] * level[None, :] - _EPSILON)).astype(np.int64)
+    hours = units.mean(axis=1) * num_ranks * DAY_S / HOUR_S
+    return Needs(mean * level.max(), units.max(axis=1), units.min(axis=1), hours)
+
+
+def bundled_hours(
+    means: Sequence[float], num_ranks: Sequence[int], sizes: Sequence[int], level: Floats
+) -> float:
+    """GPU-hours if roles grow together: `means`, `num_ranks` and units of a bundle, `sizes`, by
+    role.
+    """
+    each = [
+        np.ceil(mean * level / size - _EPSILON) for mean, size in zip(means, sizes, strict=True)
+    ]
+    bundles = np.maximum(1, np.max(each, axis=0))
+    per_bundle = sum(ranks * size for ranks, size in zip(num_ranks, sizes, strict=True))
+    return float(bundles.mean()) * per_bundle * DAY_S / HOUR_S
+
+
+def fluid_day(
+    traffic: Traffic,
+    rules: DayRules,
+    model: UnitModel,
+    prefill: RoleRules,
+    decode: RoleRules,
+    decode_tokens_per_s: float,
+    rng: np.random.Generator,
+) -> Day:
+    """The traffic's day under the real fleet role, as a liquid."""
+    nodes = prefill.num_max * prefill.unit_nodes + decode.num_max * decode.unit_nodes
+    scaling = ScalingRules(prefill, decode, nodes, start_s=rules.start_s, hold_s=rules.hold_s)
+    fleet = Fleet(
+        scaling,
+        prefill_tokens_per_s=model.prefill_tokens_per_s,
+        decode_tokens_per_s=decode_tokens_per_s,
+        shape=traffic.shape,
+    )
+    fluid = FluidDay(
+        fleet, traffic.curve(), model, Faults(start_s=rules.start_s), rng, start=-60.0 * _WARM_STEPS
+    )
+    fluid.run(_WARM_STEPS)
+    return fluid.run_day()
+
+
+_Unit = TypeVar("_Unit", PrefillUnit, DecodeUnit)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may vary besides widths, redundancy, batches and sizes of steps."""
+
+    mtp_tokens: tuple[int, ...] = (0,)
+    dtypes: tuple[str, ...] = (FP8,)
+    """Of routed experts."""
+    rules: DayRules = field(default_factory=DayRules)
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Units of one role over the day."""
+
+    unit_tokens_per_s: float
+    """What a unit does: prompt tokens with cached ones, or output tokens."""
+    use: float
+    """How busy it may be on average."""
+    need_mean: float
+    """Units at the day's mean rate, not rounded."""
+    need_peak: float
+    num_peak: int
+    num_least: int
+    gpu_hours: float
+    """Of a day."""
+    num_ranks: int
+    gpus_per_node: int
+
+    @property
+    def unit_nodes(self) -> float:
+        """A unit smaller than a node takes a part of one."""
+        return self.num_ranks / self.gpus_per_node
+
+    @property
+    def rounded_share(self) -> float:
+        """GPU-hours that come of whole units, over those of the need without any fleet: 1 is
+        none.
+        """
+        return self.gpu_hours / (24.0 * self.need_mean * self.num_ranks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One deployment and what a day of it costs."""
+
+    hardware: Hardware
+    rent: Rent
+    traffic: Traffic = field(repr=False)
+    slo: Slo
+    prefill_unit: PrefillUnit
+    decode_unit: DecodeUnit
+    prefill: RolePlan
+    decode: RolePlan
+    rules: DayRules
+    mtp_accept: float
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.prefill.gpu_hours + self.decode.gpu_hours
+
+    @property
+    def cost_usd(self) -> float:
+        """Of a day."""
+        return self.rent.usd * self.gpu_hours
+
+    @property
+    def nodes_mean(self) -> float:
+        return self.gpu_hours / 24.0 / self.hardware.gpus_per_node
+
+    @property
+    def nodes_peak(self) -> float:
+        """If both roles have their most at once."""
+        return (
+            self.prefill.num_peak * self.prefill.unit_nodes
+            + self.decode.num_peak * self.decode.unit_nodes
+        )
+
+    @property
+    def usd_per_million_out(self) -> float:
+        """Cost over output tokens, prefill's share in."""
+        return (
+            self.cost_usd / (self.traffic.requests_per_s * self.traffic.tokens_out * 86_400.0) * 1e6
+        )
+
+    @property
+    def extrapolated(self) -> tuple[str, ...]:
+        """What of it lies outside of what the step model was fitted to."""
+        return tuple(
+            dict.fromkeys(
+                (*self.prefill_unit.price.extrapolated, *self.decode_unit.price.extrapolated)
+            )
+        )
+
+    def __str__(self) -> str:
+        return f"{self.hardware.name}: prefill {self.prefill_unit}; decode {self.decode_unit}"
+
+
+@dataclass(frozen=True)
+class HardwarePlans:
+    """All pairs of one hardware. Costs are [prefill units, decode units], dollars a day."""
+
+    pricing: Pricing
+    rent: Rent
+    choice: Options
+    prefill: tuple[PrefillUnit, ...]
+    decode: tuple[DecodeUnit, ...]
+    prefill_plans: tuple[RolePlan, ...]
+    decode_plans: tuple[RolePlan, ...]
+    rejected: tuple[Rejected, ...]
+    num_tried: int
+    """Pairs, those with a rejected unit among them."""
+
+    @property
+    def cost_PD(self) -> Floats:
+        hours = [
+            np.array([plan.gpu_hours for plan in plans])
+            for plans in (self.prefill_plans, self.decode_plans)
+        ]
+        return np.asarray(self.rent.usd * (hours[0][:, None] + hours[1][None, :]))
+
+    def pair(self, prefill: int, decode: int) -> Plan:
+        """The pair of these two."""
+        pricing = self.pricing
+        return Plan(
+            pricing.hardware,
+            self.rent,
+            pricing.traffic,
+            pricing.slo,
+            self.prefill[prefill],
+            self.decode[decode],
+            self.prefill_plans[prefill],
+            self.decode_plans[decode],
+            self.choice.rules,
+            pricing.mtp_accept,
+        )
+
+    def ranked(self) -> list[Plan]:
+        """The cheapest pair of each two widths, cheapest first. Ties go to what was tried first:
+        the smaller one.
+        """
+        found: dict[tuple[int, int], Plan] = {}
+        costs = self.cost_PD
+        for flat in np.argsort(costs, axis=None, kind="stable"):
+            prefill, decode = divmod(int(flat), costs.shape[1])
+            key = self.prefill[prefill].model.num_ranks, self.decode[decode].model.num_ranks
+            if key not in found:
+                found[key] = self.pair(prefill, decode)
+        return list(found.values())
+
+
+def price_hardware(pricing: Pricing, rent: Rent, choice: Options) -> HardwarePlans:
+    """Price all pairs of one hardware."""
+    prefill, no_prefill = _sorted(pricing.prefill_units(choice.dtypes))
+    decode, no_decode = _sorted(
+        unit for drafts in choice.mtp_tokens for unit in pricing.decode_units(drafts, choice.dtypes)
+    )
+    num_tried = (len(prefill) + len(no_prefill)) * (len(decode) + len(no_decode))
+    return HardwarePlans(
+        pricing,
+        rent,
+        choice,
+        tuple(prefill),
+        tuple(decode),
+        tuple(role_plans(pricing, prefill, choice.rules)),
+        tuple(role_plans(pricing, decode, choice.rules)),
+        (*no_prefill, *no_decode),
+        num_tried,
+    )
+
+
+def role_plans(
+    pricing: Pricing, units: Sequence[PrefillUnit | DecodeUnit], rules: DayRules
+) -> list[RolePlan]:
+    """Each of these units as the only ones of its role."""
+    if not units:
+        return []
+    traffic = pricing.traffic
+    uses = [use_of(unit, traffic) for unit in units]
+    means = [
+        units_needed(_tokens_per_s(unit, traffic), unit.tokens_per_s, use)
+        for unit, use in zip(units, uses, strict=True)
+    ]
+    ranks = np.array([unit.model.num_ranks for unit in units])
+    needs = needs_of(np.array(means), ranks, rules.level(traffic.shape))
+    return [
+        RolePlan(
+            unit.tokens_per_s,
+            uses[i],
+            means[i],
+            float(needs.peak[i]),
+            int(needs.num_peak[i]),
+            int(needs.num_least[i]),
+            float(needs.gpu_hours[i]),
+            unit.model.num_ranks,
+            pricing.hardware.gpus_per_node,
+        )
+        for i, unit in enumerate(units)
+    ]
+
+
+def use_of(unit: PrefillUnit | DecodeUnit, traffic: Traffic) -> float:
+    """How busy units may be on average at the peak, so that what comes unevenly still has room.
+
+    Of N requests at once (Little's law), N + 2 sqrt(N) are to fit: their number is Poisson's, and
+    in prefill the work of each varies as well.
+    """
+    per_s = traffic.requests_per_s * traffic.peak
+    if isinstance(unit, DecodeUnit):
+        return _with_room(per_s * traffic.tokens_out * unit.tpot_s, 0.0)
+    return min(USE_MAX, unit.use * _with_room(per_s * unit.ttft_s, traffic.variation_in))
+
+
+def _with_room(num_requests: float, variation: float) -> float:
+    return 1.0 / (1.0 + SPARE_SIGMAS * math.sqrt((1.0 + variation**2) / num_requests))
+
+
+def _tokens_per_s(unit: PrefillUnit | DecodeUnit, traffic: Traffic) -> float:
+    return traffic.requests_per_s * (
+        traffic.tokens_out if isinstance(unit, DecodeUnit) else traffic.tokens_in
+    )
+
+
+def _sorted(found: Iterable[_Unit | Rejected]) -> tuple[list[_Unit], list[Rejected]]:
+    units: list[_Unit] = []
+    rejected: list[Rejected] = []
+    for one in found:
+        if isinstance(one, Rejected):
+            rejected.append(one)
+        else:
+            units.append(one)
+    return units, rejected

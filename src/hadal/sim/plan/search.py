@@ -1,0 +1,315 @@
+"""The search as a whole: every hardware priced, the best simulated, and what missed its promise
+planned anew.
+
+price all  ->  cheapest  ->  simulate  -- keeps it -->  a plan
+                  ^             | misses it by r: of this hardware, less is believed of that role
+                  |_____________|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.random import Generator
+
+from hadal.perf.roofline import FP4, FP8
+from hadal.sim.plan.plan import HardwarePlans, Options, Plan, bundled_hours, price_hardware
+from hadal.sim.plan.units import DecodeUnit, PrefillUnit, Rejected
+from hadal.sim.plan.verify import Measured, measure
+
+# What was tried beside the best plan, and in a sentence why it loses.
+
+
+_SMALL = 0.003
+"""Differences of less are not spoken of."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of what was tried."""
+
+    dimension: str
+    """What is not as in the best plan."""
+    value: str
+    plan: Plan | None
+    """None: there is none."""
+    cost_usd: float | None
+    """Of a day."""
+    why: str
+    """It loses; or, of what could not be chosen, what it would bring."""
+
+
+def why(plan: Plan, best: Plan) -> str:
+    """Why `plan` costs more than `best`, as a sentence without its full stop."""
+    reasons = []
+    if plan.hardware != best.hardware:
+        if plan.rent.usd != best.rent.usd:
+            reasons.append(f"${plan.rent.usd:g} instead of ${best.rent.usd:g} a GPU-hour")
+        reasons.append(
+            f"{plan.gpu_hours / 24:,.0f} GPUs on average instead of {best.gpu_hours / 24:,.0f}"
+        )
+    is_same = plan.hardware == best.hardware
+    if not is_same or plan.decode_unit != best.decode_unit:
+        reasons += _decode(plan.decode_unit, best.decode_unit)
+    if not is_same or plan.prefill_unit != best.prefill_unit:
+        reasons += _prefill(plan.prefill_unit, best.prefill_unit)
+    if is_same:
+        for name, role, other in (
+            ("prefill", plan.prefill, best.prefill),
+            ("decode", plan.decode, best.decode),
+        ):
+            if role.rounded_share / other.rounded_share > 1.0 + _SMALL:
+                reasons.append(
+                    f"in {name} units of {role.num_ranks} GPUs the day takes"
+                    f" {role.rounded_share - 1.0:.0%} more than is needed, in units of"
+                    f" {other.num_ranks} {other.rounded_share - 1.0:.0%}"
+                )
+    more = plan.cost_usd / best.cost_usd - 1.0
+    if abs(more) < 5e-4 and not reasons:
+        return "costs the same; the smaller one is taken"
+    return f"{more:+.1%}" + (f": {'; '.join(reasons)}" if reasons else "")
+
+
+def _decode(unit: DecodeUnit, best: DecodeUnit) -> list[str]:
+    ratio = unit.tokens_per_s_gpu / best.tokens_per_s_gpu
+    if abs(ratio - 1.0) < _SMALL:
+        return []
+    limit = ", for no more fit in memory," if unit.is_memory_bound else ""
+    return [
+        f"decode {unit} holds {unit.batch} requests a GPU at {unit.tpot_s * 1e3:.0f} ms{limit}"
+        f" instead of {best.batch}"
+        + (
+            f" at {best.tpot_s * 1e3:.0f} ms"
+            if best.is_memory_bound or unit.is_memory_bound
+            else ""
+        )
+    ]
+
+
+def _prefill(unit: PrefillUnit, best: PrefillUnit) -> list[str]:
+    if abs(unit.tokens_per_s_gpu / best.tokens_per_s_gpu - 1.0) < _SMALL:
+        return []
+    return [
+        f"prefill {unit} takes {unit.tokens_per_s_gpu:,.0f} prompt tokens/s a GPU within the TTFT"
+        f" instead of {best.tokens_per_s_gpu:,.0f}"
+    ]
+
+
+def dimension_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
+    """For each dimension of the best plan the next best value, and what of the narrowest units
+    cannot be.
+    """
+    prefill, decode = best.prefill_unit, best.decode_unit
+    dimensions: tuple[tuple[str, Callable[[PrefillUnit, DecodeUnit], bool]], ...] = (
+        ("decode width", lambda p, d: d.model.num_ranks != decode.model.num_ranks),
+        (
+            "decode redundancy",
+            lambda p, d: (
+                d.model.num_ranks == decode.model.num_ranks
+                and d.model.num_redundant != decode.model.num_redundant
+            ),
+        ),
+        ("prefill width", lambda p, d: p.model.num_ranks != prefill.model.num_ranks),
+        (
+            "prefill redundancy",
+            lambda p, d: (
+                p.model.num_ranks == prefill.model.num_ranks
+                and p.model.num_redundant != prefill.model.num_redundant
+            ),
+        ),
+        (
+            "prefill step",
+            lambda p, d: p.model == prefill.model and p.chunk_tokens != prefill.chunk_tokens,
+        ),
+    )
+    costs = found.cost_PD
+    for name, is_other in dimensions:
+        fits = np.array([[is_other(p, d) for d in found.decode] for p in found.prefill])
+        if fits.any():
+            flat = int(np.argmin(np.where(fits, costs, np.inf)))
+            plan = found.pair(*divmod(flat, costs.shape[1]))
+            unit = plan.decode_unit if name.startswith("decode") else plan.prefill_unit
+            yield Row(name, str(unit), plan, plan.cost_usd, why(plan, best))
+    yield from rejected_rows(found.rejected)
+
+
+def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
+    """Of each role and width that cannot be at all or that some variant of cannot be, the one that
+    came nearest.
+    """
+    nearest: dict[tuple[str, int], Rejected] = {}
+    for one in rejected:
+        key = one.role, one.num_ranks
+        if key not in nearest or one.shortfall < nearest[key].shortfall:
+            nearest[key] = one
+    for one in nearest.values():
+        yield Row(f"{one.role} width", one.what, None, None, one.why)
+
+
+def what_if_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
+    """The same traffic with what was not to be chosen: a static fleet, bundles, drafts, FP4."""
+    pricing, choice = found.pricing, found.choice
+
+    def row(name: str, value: str, changed: Options, note: str) -> Iterator[Row]:
+        plans = price_hardware(pricing, found.rent, changed).ranked()
+        if plans:
+            plan, text = plans[0], f"{plans[0].cost_usd / best.cost_usd - 1.0:+.1%} with {plans[0]}"
+            yield Row(name, value, plan, plan.cost_usd, f"{text}; {note}" if note else text)
+
+    if not choice.rules.is_static:
+        static = replace(choice, rules=replace(choice.rules, is_static=True))
+        yield from row("fleet", "the peak's units all day", static, "")
+        yield _bundles(best)
+    if 1 not in choice.mtp_tokens:
+        yield from row(
+            "MTP",
+            "1 draft",
+            replace(choice, mtp_tokens=(1,)),
+            f"{pricing.mtp_accept:.0%} of drafts accepted; `hadal serve` makes none yet",
+        )
+    if FP4 not in choice.dtypes and pricing.hardware.fp4_flops:
+        yield from row(
+            "experts", "FP4", replace(choice, dtypes=(FP8, FP4)), "`hadal serve` loads none yet"
+        )
+
+
+def _bundles(best: Plan) -> Row:
+    roles = (best.prefill, best.decode)
+    ratio = best.prefill.need_peak / best.decode.need_peak
+    sizes = (max(1, round(ratio)), 1) if ratio >= 1.0 else (1, max(1, round(1.0 / ratio)))
+    hours = bundled_hours(
+        [role.need_mean for role in roles],
+        [role.num_ranks for role in roles],
+        sizes,
+        best.rules.level(best.traffic.shape),
+    )
+    cost = best.rent.usd * hours
+    text = (
+        f"{cost / best.cost_usd - 1.0:+.1%}: the scarcer role makes both grow, and units come in"
+        " lots"
+    )
+    return Row("fleet", f"bundles of {sizes[0]} prefill + {sizes[1]} decode", None, cost, text)
+
+
+TRIES = 4
+"""Plans of one search that are simulated for each that is to be verified, at most."""
+NODES_MAX = 10_000
+"""At the peak: more is a mistake in a file, and a fleet of equal parts costs what its parts
+cost.
+"""
+_SAFETY = 0.98
+"""Of what would just have kept the promise, so that a re-plan does not miss it by a hair again."""
+_SHARE_MIN = 0.3
+"""A promise is never planned for with less than this of it."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A plan that the simulator refuted."""
+
+    plan: Plan
+    measured: Measured
+    why: str
+
+
+@dataclass
+class Search:
+    """The hardware's pairs and what was simulated of them."""
+
+    found: list[HardwarePlans]
+    verified: list[tuple[Plan, Measured]] = field(default_factory=list)
+    """Plans that kept their promise in the simulator, cheapest first."""
+    refuted: list[Rejection] = field(default_factory=list)
+
+    def ranked(self) -> list[Plan]:
+        """The cheapest pair of each two widths of each hardware, cheapest first."""
+        return sorted(
+            (plan for found in self.found for plan in found.ranked()),
+            key=lambda plan: plan.cost_usd,
+        )
+
+    def of(self, plan: Plan) -> HardwarePlans:
+        """The pairs of this plan's hardware."""
+        return next(found for found in self.found if found.pricing.hardware == plan.hardware)
+
+    def is_verified(self, plan: Plan) -> bool:
+        return any(_key(plan) == _key(other) for other, _ in self.verified)
+
+    def verify(self, num: int, rng: Generator, progress: Callable[[Plan, float], None]) -> None:
+        """Simulate the cheapest plans until `num` of them, the very cheapest among them, keep their
+        promise.
+
+        What misses it changes what is believed of its hardware, and so the order. After TRIES x
+        `num` it is left at what there is.
+        """
+        seen: dict[tuple[object, ...], Measured] = {}
+        for _ in range(TRIES * num):
+            self.verified = [
+                (plan, seen[_key(plan)]) for plan in self.ranked()[:num] if _key(plan) in seen
+            ]
+            plan = next((plan for plan in self.ranked()[:num] if _key(plan) not in seen), None)
+            if plan is None:
+                return
+            measured = measure(plan, rng, lambda share, plan=plan: progress(plan, share))  # type: ignore[misc]
+            problem = measured.problem(plan)
+            if not problem:
+                seen[_key(plan)] = measured
+                continue
+            self.refuted.append(Rejection(plan, measured, problem))
+            self._believe_less(plan, measured)
+        self.verified = [
+            (plan, seen[_key(plan)]) for plan in self.ranked()[:num] if _key(plan) in seen
+        ]
+
+    def _believe_less(self, plan: Plan, measured: Measured) -> None:
+        found = self.of(plan)
+        pricing, slo = found.pricing, plan.slo
+        ttft, tpot = slo.ttft_s / measured.promised_ttft_s, slo.tpot_s / measured.promised_tpot_s
+        if measured.num_failed and min(ttft, tpot) > 1.0:
+            ttft = tpot = 0.9
+        changed = replace(
+            pricing,
+            prefill_share=pricing.prefill_share
+            * (max(_SHARE_MIN, ttft) * _SAFETY if ttft < 1.0 else 1.0),
+            decode_share=pricing.decode_share
+            * (max(_SHARE_MIN, tpot) * _SAFETY if tpot < 1.0 else 1.0),
+        )
+        self.found[self.found.index(found)] = price_hardware(changed, found.rent, found.choice)
+
+
+def too_large(plan: Plan) -> str:
+    """Why nobody plans for so many nodes; empty if one does."""
+    if plan.nodes_peak <= NODES_MAX:
+        return ""
+    return (
+        f"{plan} takes {plan.nodes_peak:,.0f} nodes at the peak, and at most {NODES_MAX:,} are"
+        f" planned: plan one of {math.ceil(plan.nodes_peak / NODES_MAX):,} equal parts of the"
+        " traffic, with so much less of requests_per_s."
+    )
+
+
+def impossible(found: Sequence[HardwarePlans]) -> str:
+    """Why no plan came out of any hardware: what came nearest, role by role."""
+    lines = []
+    for one in found:
+        for role, units in (("prefill", one.prefill), ("decode", one.decode)):
+            if not units:
+                rejected = [reject for reject in one.rejected if reject.role == role]
+                if not rejected:
+                    lines.append(f"{one.pricing.hardware.name} cannot have any {role} unit.")
+                    continue
+                nearest = min(rejected, key=lambda reject: reject.shortfall)
+                lines.append(
+                    f"{one.pricing.hardware.name} has no {role} unit for it; the nearest is"
+                    f" {nearest.what}: {nearest.why}."
+                )
+    return " ".join(lines)
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    """What tells plans apart: a re-plan with another batch or use is another plan."""
+    prefill, decode = plan.prefill_unit, plan.decode_unit
+    return str(plan), decode.batch, round(plan.prefill.use, 6), prefill.chunk_tokens

@@ -1,0 +1,401 @@
+"""What a simulated world saw, and what that comes to between two points in time.
+
+Everything is kept as it happened and added up afterwards, so that any interval can be read: a step
+counts for the part of it that lies inside. Values are plain arrays and can be pickled. Knows
+neither roles nor clocks.
+
+Shapes: N requests, K steps, R ranks of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.cache import NAME_BYTES
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.plans import Sampling
+from hadal.sim.runners import STOP_ID, StepWork
+
+# What users ask of a simulated world, and how their blocks are named: by request and place, as
+# there is no text.
+#
+#     name of block i of request n = n and i in 8 bytes, n in 8 more
+#
+# The names of live serving are hashes of text (kv/names); nothing in the roles looks into one. So a
+# disk can be asked for a block of a request (sim/world/units) without a table of all blocks there
+# are: the published fleet's has billions.
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_INDEX_BITS = 24
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What users ask for, in the order of arrival."""
+
+    arrival_s: Floats
+    tokens_in: Ints
+    tokens_out: Ints
+    """At which length the model draws its stop id."""
+    tokens_cached: Ints = field(default_factory=lambda: _NONE)
+    """First tokens of the prompt that are on disk when it comes: full blocks. Left out: none of
+    any. Those that run at the start have all of theirs there.
+    """
+    tokens_done: Ints = field(default_factory=lambda: _NONE)
+    """Output tokens made before the start: more than 0 for those that run then. Left out: none
+    does.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_cached", "tokens_done"):
+            if not len(getattr(self, name)):
+                object.__setattr__(self, name, np.zeros(len(self.arrival_s), np.int64))
+        lengths = (self.tokens_in, self.tokens_out, self.tokens_cached, self.tokens_done)
+        if any(len(self.arrival_s) != len(column) for column in lengths):
+            raise ValueError("requests need as many arrivals as lengths.")
+        if (np.diff(self.arrival_s) < 0).any() or (
+            np.concatenate([self.tokens_in, self.tokens_out]) < 1
+        ).any():
+            raise ValueError(
+                "requests must come in the order of arrival, with at least one token in and out."
+            )
+        cached = self.tokens_cached
+        if ((cached % BLOCK_TOKENS != 0) | (cached < 0) | (cached > self.tokens_in)).any():
+            raise ValueError("tokens_cached must be full blocks of the prompt.")
+        if ((self.tokens_done < 0) | (self.tokens_done >= self.tokens_out)).any():
+            raise ValueError("tokens_done must leave at least one token to make.")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def is_running(self) -> NDArray[np.bool_]:
+        """By request: whether it runs at the start."""
+        return self.tokens_done > 0
+
+    @property
+    def blocks_cached(self) -> Ints:
+        """By request: blocks that are on disk at the start; of one that runs then, all that are
+        full.
+        """
+        full = (self.tokens_in + self.tokens_done) // BLOCK_TOKENS
+        return np.where(self.is_running, full, self.tokens_cached // BLOCK_TOKENS)
+
+    def generation(self, number: int, max_context: int, num_named: int) -> Generation:
+        """A request as the front takes it. `num_named`: blocks of its text that have a name."""
+        num_in, num_done = int(self.tokens_in[number]), int(self.tokens_done[number])
+        prompt, output = (cast("tuple[int, ...]", range(size)) for size in (num_in, num_done))
+        return Generation(
+            str(number),
+            prompt,
+            output,
+            max(max_context - num_in, 1),
+            (STOP_ID,),
+            0,
+            Sampling(seed=number),
+            0,
+            chain=chain_of(number, num_named),
+        )
+
+
+def chain_of(number: int, num_blocks: int) -> bytes:
+    """Names of a request's first blocks. The front's summary keeps 8 bytes of each: they differ,
+    too.
+    """
+    if not num_blocks:
+        return b""
+    names = np.empty((num_blocks, 2), np.int64)
+    names[:, 0] = (number << _INDEX_BITS) + np.arange(num_blocks)
+    names[:, 1] = number
+    return names.tobytes()
+
+
+def block_of(name: bytes) -> tuple[int, int] | None:
+    """(request, which of its blocks) that a name is of; None if it is another's, as a hash of text
+    is.
+    """
+    first = int.from_bytes(name[:8], "little")
+    number = first >> _INDEX_BITS
+    if len(name) != NAME_BYTES or number != int.from_bytes(name[8:], "little"):
+        return None
+    return number, first & ((1 << _INDEX_BITS) - 1)
+
+
+TPOT_TOKENS = 20
+"""Fewer say little about a pace."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of the requests, by request; NaN: it did not come to that."""
+
+    first_token_s: Floats
+    """Of those that ran at the start: the first in this world."""
+    end_s: Floats
+    is_failed: NDArray[np.bool_]
+    tokens_hit: Ints
+    """Of its prompt, tokens that its first token cost no work for."""
+
+
+def nothing_seen(size: int) -> Seen:
+    """Of `size` requests, before anything happened."""
+    return Seen(
+        np.full(size, np.nan),
+        np.full(size, np.nan),
+        np.zeros(size, np.bool_),
+        np.zeros(size, np.int64),
+    )
+
+
+@dataclass
+class WorldLog:
+    """Written while a world runs."""
+
+    steps: dict[str, list[tuple[str, float, float, StepWork]]] = field(
+        default_factory=lambda: {PREFILL: [], DECODE: []}
+    )
+    """By role: (unit, begin, seconds, work), as steps began."""
+    prefill_ranks: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
+    """Of each of prefill's steps, as they are in `steps`: tokens and (token, position) pairs of
+    each rank [R].
+    """
+    reads: list[tuple[float, float, float, int, int]] = field(default_factory=list)
+    """Of the disk: (asked, begin, end, tokens wanted, tokens that came), in the order of asking."""
+    writes: list[tuple[float, float, int]] = field(default_factory=list)
+    """To the disk: (asked, end, tokens)."""
+    ranks: list[tuple[float, str, Floats, Floats]] = field(default_factory=list)
+    """Samples: (time, decode unit, part of each rank's blocks that is used [R], requests of each
+    rank [R]).
+    """
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """Steps of one role's units. Imbalances are maximum over mean of a unit's ranks, means over
+    time at work.
+    """
+
+    num_steps: float
+    tokens: float
+    """Prefill: computed. Decode: made, first tokens aside."""
+    positions: float
+    """Prefill: (token, position) pairs. Decode: KV positions read, summed over tokens."""
+    busy_share: float
+    """Of the units' time."""
+    step_s: float
+    """Mean of steps. With drafts, of a step of the leader: a token each."""
+    token_s: float
+    """Decode: mean time from token to token, as users of the step have it."""
+    requests_per_rank: float
+    """Decode: mean over time at work. Prefill: texts of a step by ranks."""
+    tokens_imbalance: float
+    """Decode: of requests."""
+    positions_imbalance: float
+    expert_imbalance: float
+    two_micro_batches_share: float
+    """Of the time at work."""
+    seconds_K: Floats
+    """Of each step that has a part in the interval, with"""
+    tokens_K: Floats
+    """the tokens of that part: what a distribution over tokens is made of."""
+
+    @property
+    def positions_per_token(self) -> float:
+        """Decode: mean KV length per output token."""
+        return self.positions / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What happened in [begin_s, end_s)."""
+
+    begin_s: float
+    end_s: float
+    prefill: StepReading
+    decode: StepReading
+    num_arrived: int
+    tokens_arrived: int
+    """Tokens of the prompts of those that arrived."""
+    num_ended: int
+    num_failed: int
+    ttft_s: Floats
+    """Of requests whose first token came; those that ran at the start are not among them."""
+    tpot_s: Floats
+    """Of requests that ended: mean time from token to token, of those that had at least TPOT_TOKENS
+    to make here.
+    """
+    tokens_in: int
+    """Of the prompts of those whose first token came,"""
+    tokens_hit: int
+    """and what of them was not computed."""
+    disk_tokens: int
+    """Read, by the end of the read; not for what ran at the start."""
+    disk_wait_s: float
+    """Mean time a read stood behind others."""
+    disk_read_s: float
+    """Mean time from asking to having."""
+    disk_tokens_written: int
+    kv_share: Mapping[str, Floats]
+    """Decode unit -> part of each rank's blocks that was used, mean of the samples [R]."""
+    requests: Mapping[str, Floats]
+    """Decode unit -> requests of each rank, mean of the samples [R]."""
+    prefill_tokens: Mapping[str, Floats]
+    """Prefill unit -> tokens that each rank computed [R],"""
+    prefill_pairs: Mapping[str, Floats]
+    """and the (token, position) pairs of its core attention [R]."""
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens that prefill drew: output too, and not among `decode.tokens`."""
+        return len(self.ttft_s)
+
+
+def read(
+    begin_s: float,
+    end_s: float,
+    log: WorldLog,
+    seen: Seen,
+    requests: Requests,
+    num_units: Mapping[str, int],
+    num_ranks: Mapping[str, int],
+) -> Reading:
+    """Add up [begin_s, end_s). Raises ValueError if it is empty."""
+    if not begin_s < end_s:
+        raise ValueError(f"[{begin_s}, {end_s}) is empty.")
+
+    def inside(time_s: Floats) -> NDArray[np.bool_]:
+        return (time_s >= begin_s) & (time_s < end_s)
+
+    is_running, arrival_s = requests.is_running, requests.arrival_s
+    first = inside(seen.first_token_s) & ~is_running
+    arrived, ended = inside(arrival_s) & ~is_running, inside(seen.end_s)
+    tokens_left = requests.tokens_out - requests.tokens_done
+    paced = ended & ~seen.is_failed & (tokens_left >= TPOT_TOKENS)
+    steps = {
+        role: _read_steps(log.steps[role], begin_s, end_s, num_units[role], num_ranks[role])
+        for role in (PREFILL, DECODE)
+    }
+    samples = [one for one in log.ranks if begin_s <= one[0] < end_s]
+    prefill_tokens, prefill_pairs = _rank_sums(log, begin_s, end_s)
+    reads = [one for one in log.reads if begin_s <= one[2] < end_s]
+    return Reading(
+        begin_s,
+        end_s,
+        steps[PREFILL],
+        steps[DECODE],
+        num_arrived=int(arrived.sum()),
+        tokens_arrived=int(requests.tokens_in[arrived].sum()),
+        num_ended=int(ended.sum()),
+        num_failed=int((ended & seen.is_failed).sum()),
+        ttft_s=(seen.first_token_s - arrival_s)[first],
+        tpot_s=(seen.end_s - seen.first_token_s)[paced] / (tokens_left[paced] - 1),
+        tokens_in=int(requests.tokens_in[first].sum()),
+        tokens_hit=int(seen.tokens_hit[first].sum()),
+        disk_tokens=sum(one[4] for one in reads),
+        disk_wait_s=float(np.mean([one[1] - one[0] for one in reads])) if reads else 0.0,
+        disk_read_s=float(np.mean([one[2] - one[0] for one in reads])) if reads else 0.0,
+        disk_tokens_written=sum(
+            tokens for _, at_s, tokens in log.writes if begin_s <= at_s < end_s
+        ),
+        kv_share=_means([one[1:3] for one in samples]),
+        requests=_means([(one[1], one[3]) for one in samples]),
+        prefill_tokens=prefill_tokens,
+        prefill_pairs=prefill_pairs,
+    )
+
+
+def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
+    by_unit: dict[str, list[Floats]] = {}
+    for unit, of_ranks in samples:
+        by_unit.setdefault(unit, []).append(of_ranks)
+    return {unit: np.mean(some, axis=0) for unit, some in sorted(by_unit.items())}
+
+
+def part_inside(
+    at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float
+) -> Floats:
+    """Of steps that begin at `at_s` and take `seconds`: the part of each that lies in [begin_s,
+    end_s).
+    """
+    inside_s = np.minimum(np.add(at_s, seconds), end_s) - np.maximum(at_s, begin_s)
+    return np.asarray(np.maximum(inside_s, 0.0) / seconds)
+
+
+def _rank_sums(
+    log: WorldLog, begin_s: float, end_s: float
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Prefill unit -> [R], tokens and pairs: of a step that lies partly inside, that part."""
+    tokens: dict[str, Floats] = {}
+    pairs: dict[str, Floats] = {}
+    for (unit, at_s, seconds, _), of_ranks in zip(
+        log.steps[PREFILL], log.prefill_ranks, strict=True
+    ):
+        part = float(part_inside(at_s, seconds, begin_s, end_s))
+        if part > 0.0:
+            for found, amounts in zip((tokens, pairs), of_ranks, strict=True):
+                found[unit] = found.get(unit, 0.0) + part * np.asarray(amounts, np.float64)
+    return dict(sorted(tokens.items())), dict(sorted(pairs.items()))
+
+
+def _read_steps(
+    steps: Sequence[tuple[str, float, float, StepWork]],
+    begin_s: float,
+    end_s: float,
+    num_units: int,
+    num_ranks: int,
+) -> StepReading:
+    inside = [one for one in steps if one[1] < end_s and one[1] + one[2] > begin_s]
+    if not inside:
+        return StepReading(*(0.0,) * 7, 1.0, 1.0, 1.0, 0.0, np.zeros(0), np.zeros(0))
+    at_s, seconds = (np.array([one[column] for one in inside]) for column in (1, 2))
+    work = np.array([one[3] for one in inside], np.float64)
+    tokens, positions, texts, most_tokens, most_positions, imbalance, num_micro_batches, _ = work.T
+    part = part_inside(at_s, seconds, begin_s, end_s)
+    part_s = part * seconds
+    made = tokens * part
+
+    def over_mean(most: Floats, amount: Floats) -> float:
+        has = amount > 0.0
+        return (
+            float(np.average(most[has] * num_ranks / amount[has], weights=part_s[has]))
+            if has.any()
+            else 1.0
+        )
+
+    return StepReading(
+        num_steps=float(part.sum()),
+        tokens=float(made.sum()),
+        positions=float((positions * part).sum()),
+        busy_share=float(part_s.sum()) / ((end_s - begin_s) * num_units),
+        step_s=float(part_s.sum() / part.sum()),
+        token_s=float(np.average(seconds, weights=made)) if made.any() else 0.0,
+        requests_per_rank=float(np.average(texts, weights=part_s)) / num_ranks,
+        tokens_imbalance=over_mean(most_tokens, tokens),
+        positions_imbalance=over_mean(most_positions, positions),
+        expert_imbalance=float(np.average(imbalance, weights=part_s)),
+        two_micro_batches_share=float(np.average(num_micro_batches > 1, weights=part_s)),
+        seconds_K=seconds,
+        tokens_K=made,
+    )
+
+
+def quantiles(values: Floats, at: Sequence[float], weights: Floats | None = None) -> list[float]:
+    """Those of the values, each counted as often as its weight says. Raises ValueError if there are
+    none.
+    """
+    if not len(values):
+        raise ValueError("nothing has no quantiles.")
+    order = np.argsort(values)
+    below = np.cumsum(np.ones(len(values)) if weights is None else weights[order])
+    rows = np.minimum(np.searchsorted(below, np.asarray(at) * below[-1]), len(order) - 1)
+    return [float(value) for value in values[order[rows]]]

@@ -1,0 +1,408 @@
+"""The units of a simulated world: a leader of the class that serves, and a Runner that prices its
+steps.
+
+What a deployment says of a unit is said to its leader here, as runtime/leader does live. Knows
+neither wires nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.balance import OFF
+from hadal.core.cache import NAME_BYTES, Place, num_names, split
+from hadal.core.config import PREFILL, Deployment, units_of
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import BlocksLoaded, BlocksStored, StepDone
+from hadal.core.seams import LoadBlocks, RankReset, StoreBlocks
+from hadal.kv.disk_index import DiskIndex
+from hadal.perf.shapes import kv_bytes_per_token
+from hadal.perf.step import StepModel
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.prefill.leader import PrefillLeader
+from hadal.sim.runners import DecodeRunner, OutputTokens, PrefillRunner
+from hadal.sim.world.process import Process, SimClock
+from hadal.sim.world.seen import WorldLog, block_of, chain_of
+
+# The disk cache of a simulated world: which blocks it has, and what reading and writing them
+# takes.
+#
+#     leader: find (View) -> LoadBlocks --> queue of the rank's node --> BlocksLoaded
+#                            StoreBlocks -> queue of the rank's node --> BlocksStored, found from
+#                            then on
+#
+# What there is is a number for each request: so many first blocks of it. A node's ranks share its
+# storage NIC, one read behind the other, and writes beside the reads, for a link carries both ways
+# at once. Nothing is read or written: a block's text is its name.
+
+
+Ints = NDArray[np.int64]
+
+GIB = 2**30
+_HERE = Place(0, 0)
+"""Of every block: nobody looks there."""
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Of the storage network, by node. Raises ValueError for a speed that is none."""
+
+    read_bytes_per_s: float = 40.0 * GIB
+    """Peak of the KV cache's clients (3FS README), of a NIC of 400 Gb/s that only storage uses
+    (arXiv 2505.09343).
+    """
+    write_bytes_per_s: float = 40.0 * GIB
+    """Taken to be the same: the NIC's other direction."""
+    latency_s: float = 0.0
+    """Of a read or write, beside its bytes; none was published."""
+    node_ranks: int = 8
+    """That share a NIC."""
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.read_bytes_per_s, self.write_bytes_per_s) <= 0.0
+            or self.latency_s < 0.0
+            or self.node_ranks < 1
+        ):
+            raise ValueError(
+                f"{self}: bytes/s and ranks of a node must be above 0, the latency not below."
+            )
+
+
+class View:
+    """What a leader takes for what is on disk: has the methods of kv/disk_index.
+
+    `num_blocks`: by request, shared by all views. What a read did not find is not looked for again
+    by this leader.
+    """
+
+    def __init__(self, num_blocks: Ints) -> None:
+        self._num_blocks = num_blocks
+        self._dropped: dict[int, int] = {}
+        """Request -> its first block that is gone."""
+
+    def __len__(self) -> int:
+        return 0  # Nobody counts them.
+
+    def __contains__(self, name: bytes) -> bool:
+        return self.find(name) is not None
+
+    def put(self, names: bytes, places: Sequence[Place | None]) -> None:
+        """These are on disk, where the blocks before them are, too: there is no telling that some
+        in between are not.
+        """
+        for name, place in zip(split(names), places, strict=True):
+            known = self._known(name)
+            if place is None or known is None:
+                continue
+            number, index = known
+            if self._dropped.get(number) == index:
+                del self._dropped[number]
+            if self._num_blocks[number] == index:
+                self._num_blocks[number] = index + 1
+
+    def drop(self, names: bytes) -> None:
+        """These cannot be found any more."""
+        for name in split(names):
+            known = self._known(name)
+            if known is not None:
+                self._dropped[known[0]] = min(known[1], self._dropped.get(known[0], known[1]))
+
+    def find(self, name: bytes) -> Place | None:
+        """Where a block is."""
+        known = self._known(name)
+        return _HERE if known is not None and known[1] < self._end_of(known[0]) else None
+
+    def found(self, names: bytes) -> tuple[Place, ...]:
+        """Where those of these blocks are that are here."""
+        known = self._known(names[:NAME_BYTES]) if names else None
+        end = num_names(names)
+        if (
+            known is not None
+            and names == chain_of(known[0], known[1] + end)[known[1] * NAME_BYTES :]
+        ):
+            return (_HERE,) * min(
+                end, max(0, self._end_of(known[0]) - known[1])
+            )  # As always: a part of one text.
+        return tuple(place for name in split(names) if (place := self.find(name)) is not None)
+
+    def num_found(self, chain: bytes) -> int:
+        """How many of the chain's first blocks are here, up to one that is not."""
+        known = self._known(chain[:NAME_BYTES]) if chain else None
+        return (
+            0 if known is None else min(num_names(chain), max(0, self._end_of(known[0]) - known[1]))
+        )
+
+    def lookup(self, chain: bytes) -> tuple[Place, ...]:
+        """The places of the longest prefix of the chain that is here."""
+        return (_HERE,) * self.num_found(chain)
+
+    def _known(self, name: bytes) -> tuple[int, int] | None:
+        found = block_of(name)
+        return found if found is not None and found[0] < len(self._num_blocks) else None
+
+    def _end_of(self, number: int) -> int:
+        """So many first blocks of a request are here."""
+        num = int(self._num_blocks[number])
+        return min(num, self._dropped.get(number, num)) if self._dropped else num
+
+
+class NodeQueues:
+    """When the NICs of nodes are done with what they were asked for."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._free_s: dict[tuple[str, int], float] = {}
+
+    def ask(self, now_s: float, node: tuple[str, int], num_bytes: float) -> tuple[float, float]:
+        """When so many bytes begin to move, and when they are there."""
+        begin_s = max(now_s, self._free_s.get(node, 0.0))
+        self._free_s[node] = begin_s + num_bytes / self._bytes_per_s
+        return begin_s, self._free_s[node] + self._latency_s
+
+
+class WorldDisk:
+    """Reads and writes of all units. `block_bytes`: of all layers.
+
+    `loads`: asked for every read, how many of its blocks come: (now, unit, effect) -> blocks.
+    """
+
+    def __init__(
+        self,
+        num_blocks: Ints,
+        block_bytes: float,
+        speed: DiskSpeed,
+        loads: Callable[[float, str, LoadBlocks], int] = lambda now_s, unit, effect: len(
+            effect.into
+        ),
+    ) -> None:
+        self.num_blocks = num_blocks
+        """By request."""
+        self._block_bytes = block_bytes
+        self._node_ranks = speed.node_ranks
+        self._reads = NodeQueues(speed.read_bytes_per_s, speed.latency_s)
+        self._writes = NodeQueues(speed.write_bytes_per_s, speed.latency_s)
+        self._loads = loads
+
+    def view(self) -> View:
+        """Of one more leader."""
+        return View(self.num_blocks)
+
+    def load(
+        self, now_s: float, unit: str, effect: LoadBlocks
+    ) -> tuple[float, float, BlocksLoaded]:
+        """When a read begins and ends, and what comes of it. One that fails does so at its first
+        missing block.
+        """
+        num = self._loads(now_s, unit, effect)
+        node = unit, effect.rank // self._node_ranks
+        begin_s, end_s = self._reads.ask(now_s, node, num * self._block_bytes)
+        error = None if num == len(effect.into) else "input/output error"
+        return begin_s, end_s, BlocksLoaded(effect.load_id, num, 0, error)
+
+    def store(self, now_s: float, unit: str, effect: StoreBlocks) -> tuple[float, BlocksStored]:
+        """When a write ends, and what comes of it."""
+        num = len(effect.block_ids)
+        _, end_s = self._writes.ask(
+            now_s, (unit, effect.rank // self._node_ranks), num * self._block_bytes
+        )
+        return end_s, BlocksStored(effect.store_id, (_HERE,) * num)
+
+
+Runner = PrefillRunner | DecodeRunner
+
+HBM_SHARE = 0.9
+"""Of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
+FINGERPRINT = "simulated"
+"""Of what decode names, where it writes to disk."""
+
+
+def kv_blocks(model: StepModel) -> int:
+    """Blocks of a rank's KV pool: what its memory has beside the weights. Raises ValueError if that
+    is nothing.
+    """
+    free_bytes = HBM_SHARE * model.hardware.hbm_bytes - model.hbm_bytes(0)
+    num_blocks = int(free_bytes // (BLOCK_TOKENS * kv_bytes_per_token(model.model)))
+    if num_blocks < 2:
+        raise ValueError(
+            f"{model.hardware.name} has no memory left for KV with {model.num_slots} experts on a"
+            " rank: units of more ranks have fewer."
+        )
+    return num_blocks
+
+
+def prefill_leader(
+    name: str, epoch: str, config: Deployment, model: StepModel, view: View, *, stores: bool
+) -> PrefillLeader:
+    """`view`: of the disk; `stores`: what is computed is written there."""
+    units = units_of(config, PREFILL)
+    leader = PrefillLeader(
+        name,
+        epoch,
+        "",
+        kv_blocks(model),
+        chunk_tokens=config.chunk_tokens,
+        num_requests_max=units.max_requests,
+        num_waiting_max=units.max_waiting,
+        lease_s=config.lease_s,
+        heartbeat_s=config.heartbeat_s,
+        num_ranks=units.ranks,
+        overlap=units.overlap,
+        min_split_tokens=units.min_split_tokens,
+        num_layers=model.model.num_hidden_layers,
+        num_moe_layers=model.num_moe_layers,
+        request_balance=units.request_balance,
+        keeps_blocks=config.cache.memory != OFF,
+        has_disk=stores,
+        recompute=config.cache.recompute,
+        early_pull=config.early_pull,
+    )
+    leader.cache.stores.index = cast(DiskIndex, view)
+    return leader
+
+
+def decode_leader(
+    name: str, epoch: str, config: Deployment, model: StepModel, max_context: int, *, stores: bool
+) -> DecodeLeader:
+    """`stores`: blocks that generated text fills are written to disk."""
+    units = config.decode
+    return DecodeLeader(
+        name,
+        epoch,
+        kv_blocks(model),
+        num_slots=units.max_requests,
+        num_waiting_max=units.max_waiting,
+        max_context=max_context,
+        heartbeat_s=config.heartbeat_s,
+        num_ranks=units.ranks,
+        overlap=units.overlap,
+        min_split_tokens=units.min_split_tokens,
+        num_layers=model.model.num_hidden_layers,
+        num_moe_layers=model.num_moe_layers,
+        request_balance=units.request_balance,
+        lease_s=config.lease_s,
+        fingerprint=FINGERPRINT if stores else "",
+    )
+
+
+class SimUnit:
+    """One life of a unit: which of its ranks live, and what its leader is told of that.
+
+    `pools`: names of all pools there are, shared with the other units; `number`: new for each life
+    of any unit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        process: Process,
+        runner: Runner,
+        num_ranks: int,
+        pools: set[str],
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.runner = runner
+        self.is_alive = True
+        self._number = number
+        self._pools = pools
+        self._rank_to_pool = [""] * num_ranks
+        """"": dead."""
+        self._lost: set[int] = set()
+        """Dead, and the leader does not know."""
+        self._num_pools = 0
+        self._generation = 0
+
+    @property
+    def num_living(self) -> int:
+        return sum(map(bool, self._rank_to_pool))
+
+    def begin(self) -> None:
+        """All ranks are there."""
+        self.come(range(len(self._rank_to_pool)))
+
+    def lose(self, ranks: Iterable[int]) -> bool:
+        """These die, and no step is done until `form`. Returns whether one of them lived."""
+        dying = [rank for rank in ranks if self._rank_to_pool[rank]]
+        if not dying or not self.is_alive:
+            return False
+        for rank in dying:
+            self._pools.discard(self._rank_to_pool[rank])
+            self._rank_to_pool[rank] = ""
+        self._lost.update(dying)
+        self.process.break_off(dying)
+        return True
+
+    def form(self) -> None:
+        """Go on without those who died."""
+        if self.is_alive and self._lost:
+            self._form(())
+
+    def come(self, ranks: Iterable[int]) -> None:
+        """Ranks that are dead are back, with empty pools; what steps were in flight is done
+        again.
+        """
+        fresh = tuple(rank for rank in ranks if not self._rank_to_pool[rank])
+        if not fresh or not self.is_alive:
+            return
+        for rank in fresh:
+            self._num_pools += 1
+            self._rank_to_pool[rank] = f"{self.name}.{rank}.{self._number}.{self._num_pools}"
+            self._pools.add(self._rank_to_pool[rank])
+        self.process.break_off(())
+        self._form(fresh)
+
+    def end(self) -> None:
+        """The leader dies, and its ranks with it."""
+        self.is_alive = False
+        self.process.end()
+        self._pools.difference_update(self._rank_to_pool)
+
+    def _form(self, fresh: tuple[int, ...]) -> None:
+        self._generation += 1
+        lost, self._lost = tuple(sorted(self._lost)), set()
+        self.runner.formed(self.num_living)
+        self.process.form(RankReset(lost, fresh, tuple(self._rank_to_pool), self._generation))
+
+
+class LoggedRunner:
+    """A unit's Runner, and a line in the log for every step."""
+
+    def __init__(
+        self, unit: str, role: str, runner: Runner, clock: SimClock, log: WorldLog
+    ) -> None:
+        self.runner = runner
+        self._unit = unit
+        self._clock = clock
+        self._steps = log.steps[role]
+        self._prefill_ranks = log.prefill_ranks
+
+    def run(self, plans: Sequence[Any]) -> StepDone:
+        """As the Runner does."""
+        done = self.runner.run(plans)
+        self._steps.append((self._unit, self._clock.now(), done.elapsed_s, self.runner.work))
+        if isinstance(self.runner, PrefillRunner):
+            self._prefill_ranks.append(self.runner.ranks)
+        return done
+
+
+def runner_of(
+    role: str,
+    model: StepModel,
+    config: Deployment,
+    output_tokens: OutputTokens,
+    drafts: tuple[int, float],
+) -> Runner:
+    """`drafts`: how many in a step, and how often one is accepted (decode)."""
+    if role == PREFILL:
+        return PrefillRunner(model, output_tokens)
+    return DecodeRunner(
+        model, config.decode.max_requests, output_tokens, mtp_tokens=drafts[0], mtp_accept=drafts[1]
+    )

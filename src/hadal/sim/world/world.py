@@ -1,0 +1,607 @@
+"""A fleet at work in simulated time: one front, units of many ranks, all of them the roles that
+serve, priced steps.
+
+    requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
+                             |  ^
+                             v  |  disk (sim/world/units): what it has of each prompt is told beforehand
+
+The same requests, deployment and models make the same run. What is simulated is what costs time:
+steps (sim/runners), messages, KV on its way, reads and writes of the disk. Text is not: a prompt is
+a range of its length, a block is named by its place (sim/world/seen), and tokens are counted where
+they would be delivered. Requests that ran before are placed at the start (sim/world/world), so that
+seconds of an hour can be looked at without the hour before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.random import Generator
+
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    FrontUp,
+    Generation,
+    KvLease,
+    Prefill,
+    PrefillDone,
+    Release,
+    Submit,
+    Token,
+    UnitDown,
+    UnitUp,
+)
+from hadal.core.plans import BlocksLoaded, BlocksStored
+from hadal.core.seams import Deliver, Effect, Event, LoadBlocks, Pull, Send, StoreBlocks, Tick
+from hadal.core.wire import AnyMessage
+from hadal.kv.blocks import blocks_for
+from hadal.perf.explain import StepPrice
+from hadal.perf.shapes import kv_bytes_per_token
+from hadal.perf.step import StepModel
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.front.front import Front
+from hadal.roles.prefill.leader import PrefillLeader
+from hadal.roles.unit.unit import finish_of
+from hadal.sim.runners import STOP_ID, WORD_ID, DecodeRunner
+from hadal.sim.world.process import Process, Role, SimClock
+from hadal.sim.world.seen import Reading, Requests, WorldLog, nothing_seen, read
+from hadal.sim.world.units import (
+    DiskSpeed,
+    LoggedRunner,
+    SimUnit,
+    WorldDisk,
+    decode_leader,
+    prefill_leader,
+    runner_of,
+)
+
+# What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow,
+# disks that fail, units that die or start late.
+#
+# Values only; sim/world plays them. Units are named as they are on the wire ("decode-0"), times are
+# the world's.
+
+
+NODE_RANKS = 8
+
+
+@dataclass(frozen=True)
+class RanksDie:
+    """One rank, or all of a node: the unit forms without them, and again when they are back."""
+
+    at_s: float
+    unit: str
+    ranks: tuple[int, ...]
+    form_s: float = 2.0
+    """Until the unit works without them."""
+    back_s: float = 60.0
+    """Until they are back with empty pools, counted from their death; it is later than the
+    forming.
+    """
+
+
+@dataclass(frozen=True)
+class RankSlow:
+    """A rank's part of each step takes `factor` times as long."""
+
+    begin_s: float
+    end_s: float
+    unit: str
+    rank: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class DiskLost:
+    """Reads of a node fail at once."""
+
+    begin_s: float
+    end_s: float
+    unit: str
+    node: int | None = None
+    """Its first rank divided by the ranks of a node; None: all of the unit."""
+
+
+@dataclass(frozen=True)
+class UnitDies:
+    """Its leader with all ranks: the front hears of it, and it starts again."""
+
+    at_s: float
+    unit: str
+    notice_s: float = 0.1
+    """Until the front hears of it."""
+    start_s: float = 60.0
+    """Until it is up again, counted from its death."""
+
+
+@dataclass(frozen=True)
+class UnitLate:
+    """Is not up before `start_s`."""
+
+    unit: str
+    start_s: float
+
+
+@dataclass(frozen=True)
+class WorldFaults:
+    """All of one world. Raises ValueError for what cannot be."""
+
+    ranks: tuple[RanksDie, ...] = ()
+    slow: tuple[RankSlow, ...] = ()
+    disks: tuple[DiskLost, ...] = ()
+    units: tuple[UnitDies, ...] = ()
+    late: tuple[UnitLate, ...] = ()
+
+    def __post_init__(self) -> None:
+        for one in self.ranks:
+            if not one.ranks or not 0.0 <= one.form_s < one.back_s:
+                raise ValueError(
+                    f"{one}: somebody has to die, and come back after the unit has formed."
+                )
+        for slow in self.slow:
+            if slow.factor < 1.0 or slow.end_s <= slow.begin_s:
+                raise ValueError(f"{slow}: a slow rank takes longer, for some time.")
+        for dies in self.units:
+            if not 0.0 <= dies.notice_s < dies.start_s:
+                raise ValueError(f"{dies}: the front hears of a death before the unit is up again.")
+
+    def check(self, unit_to_ranks: Mapping[str, int]) -> None:
+        """Raises ValueError if one is of a unit or rank that there is not."""
+        named: list[tuple[str, Iterable[int]]] = [(one.unit, one.ranks) for one in self.ranks]
+        named += [(one.unit, (one.rank,)) for one in self.slow]
+        named += [(one.unit, ()) for some in (self.disks, self.units, self.late) for one in some]
+        for unit, ranks in named:
+            if unit not in unit_to_ranks or any(
+                not 0 <= rank < unit_to_ranks[unit] for rank in ranks
+            ):
+                raise ValueError(
+                    f"a fault is of {unit}, ranks {tuple(ranks)}; there are {dict(unit_to_ranks)}."
+                )
+
+    def start_s(self, unit: str) -> float:
+        """When a unit may be up first."""
+        return max((one.start_s for one in self.late if one.unit == unit), default=0.0)
+
+    def is_disk_lost(self, now_s: float, unit: str, node: int) -> bool:
+        """Whether reads of a unit's node fail now."""
+        return any(
+            one.unit == unit and one.node in (None, node) and one.begin_s <= now_s < one.end_s
+            for one in self.disks
+        )
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Mean time between faults of a kind, in the whole world; 0: never."""
+
+    rank_every_s: float = 0.0
+    node_every_s: float = 0.0
+    slow_every_s: float = 0.0
+    disk_every_s: float = 0.0
+    unit_every_s: float = 0.0
+    lasts_s: float = 10.0
+    """Mean of slowness, of failing disks, and until ranks and units are back."""
+    form_s: float = 1.0
+    slow_factor: float = 3.0
+    """The most that a slow rank is slow."""
+
+
+def draw_faults(
+    rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: float, rng: Generator
+) -> WorldFaults:
+    """Faults at random times before `until_s`, each on any unit."""
+    units = sorted(unit_to_ranks)
+
+    def times(every_s: float) -> list[float]:
+        count = int(rng.poisson(until_s / every_s)) if every_s else 0
+        return sorted(float(at_s) for at_s in rng.uniform(0.0, until_s, count))
+
+    def unit() -> str:
+        return units[int(rng.integers(len(units)))]
+
+    def lasts_s() -> float:
+        return float(rng.exponential(rates.lasts_s)) + 0.1
+
+    def ranks(at_s: float, size: int) -> RanksDie:
+        name = unit()
+        num_ranks = unit_to_ranks[name]
+        first = int(rng.integers(num_ranks)) // size * size
+        some = tuple(range(first, min(first + size, num_ranks)))
+        return RanksDie(at_s, name, some, rates.form_s, rates.form_s + lasts_s())
+
+    def slow(at_s: float) -> RankSlow:
+        name = unit()
+        rank = int(rng.integers(unit_to_ranks[name]))
+        return RankSlow(
+            at_s, at_s + lasts_s(), name, rank, float(rng.uniform(1.0, rates.slow_factor))
+        )
+
+    return WorldFaults(
+        ranks=tuple(ranks(at_s, 1) for at_s in times(rates.rank_every_s))
+        + tuple(ranks(at_s, NODE_RANKS) for at_s in times(rates.node_every_s)),
+        slow=tuple(slow(at_s) for at_s in times(rates.slow_every_s)),
+        disks=tuple(DiskLost(at_s, at_s + lasts_s(), unit()) for at_s in times(rates.disk_every_s)),
+        units=tuple(
+            UnitDies(at_s, unit(), 0.05, 0.05 + lasts_s()) for at_s in times(rates.unit_every_s)
+        ),
+    )
+
+
+# How requests that ran before a simulated world began come to run in it: a unit that has prefilled
+# them all.
+#
+#     0 hops         decode units up, and this one instead of those of prefill
+#     SUBMIT_HOPS    all of them enter through the front, which chooses their decode units
+#                    this one answers at once: the next token, and a lease on KV that takes no time
+#                    to pull
+#     PLACED_HOPS    later this one is down, and prefill's units are up; who comes from now on is prefilled by them
+#
+# So front and decode leaders place them as they would place any others, together, and no step has
+# only some of them. The KV of each was there before; its prefill cost nobody anything. Knows the
+# messages of a prefill leader and no ranks.
+
+
+WARM = "prefill-warm"
+"""The unit's name, and that of its pool."""
+SUBMIT_HOPS = 2
+"""A hop: what a message takes until somebody looks at it. This unit's word that it is up has one to
+go.
+"""
+PLACED_HOPS = 6
+"""To this unit, to the front, to decode, a pull, and to the front again."""
+_ENDLESS = 1 << 40
+
+
+class WarmUnit:
+    """`output_tokens`: request number -> length of its output."""
+
+    def __init__(self, output_tokens: Callable[[int], int]) -> None:
+        self._output_tokens = output_tokens
+
+    def start(self, now_s: float) -> list[Effect]:
+        """Be up."""
+        return [Send("front", UnitUp(WARM, PREFILL, WARM, _ENDLESS, _ENDLESS))]
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """Answer prompts; nothing is held, so nothing need be released."""
+        out: list[Effect] = []
+        for event in events:
+            match event:
+                case Prefill(generation):
+                    out.append(Send("front", self._done(generation)))
+                case FrontUp():
+                    out += self.start(now_s)
+                case Release() | Tick():
+                    pass
+                case _:
+                    raise InvariantError(f"{WARM} cannot take {type(event).__name__}")
+        return out
+
+    def _done(self, generation: Generation) -> PrefillDone:
+        index = len(generation.output)
+        num_tokens = len(generation.prompt) + index
+        is_last = index + 1 >= self._output_tokens(generation.sampling.seed)
+        value = STOP_ID if is_last else WORD_ID
+        finish = finish_of(generation, index, value)
+        blocks = (0,) * blocks_for(num_tokens)
+        lease = None if finish is not None else KvLease(WARM, blocks, blocks, num_tokens)
+        token = Token(generation.request_id, generation.attempt, index, value, finish)
+        return PrefillDone(WARM, token, lease, num_tokens)
+
+
+class FleetWorld:
+    """One run. `models`: by role, whose ranks must be the deployment's. `max_context`: longest
+    prompt and output.
+
+    `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`,
+    `mtp_accept`: drafts in decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached`
+    tells of; `stores`: what is computed and generated is written to it, else it is not. `sample_s`:
+    how often KV use is looked at; 0: never. `faults`: what goes wrong (sim/world/world); a unit
+    that dies is started again, as by a supervisor.
+    """
+
+    def __init__(
+        self,
+        config: Deployment,
+        models: Mapping[str, StepModel],
+        requests: Requests,
+        *,
+        max_context: int = 65_536,
+        wire_s: float = 0.0005,
+        look_s: float = 0.005,
+        mtp_tokens: int = 0,
+        mtp_accept: float = 0.0,
+        disk: DiskSpeed | None = None,
+        stores: bool = False,
+        sample_s: float = 0.0,
+        faults: WorldFaults | None = None,
+    ) -> None:
+        for role in ROLES:
+            if models[role].num_ranks != units_of(config, role).ranks:
+                raise ValueError(
+                    f"the {role} model has {models[role].num_ranks} ranks, the deployment another"
+                    " number."
+                )
+        self.clock = SimClock()
+        self.requests = requests
+        self.processes: dict[str, Process] = {}
+        self.seen = nothing_seen(len(requests))
+        self.log = WorldLog()
+        self._config = config
+        self._models = models
+        self._max_context = max_context
+        self._wire_s = wire_s
+        self._look_s = look_s
+        self._drafts = mtp_tokens, mtp_accept
+        self._stores = stores
+        self._sample_s = sample_s
+        self._faults = faults or WorldFaults()
+        self._faults.check(self._unit_to_ranks)
+        self._node_ranks = (disk or DiskSpeed()).node_ranks
+        self._units: dict[str, SimUnit] = {}
+        self._pools = {WARM}
+        """Names of all that KV can be pulled from."""
+        self._num_lives = 0
+        self._token_bytes = kv_bytes_per_token(models[DECODE].model)
+        self.disk = WorldDisk(
+            requests.blocks_cached,
+            BLOCK_TOKENS * self._token_bytes,
+            disk or DiskSpeed(),
+            self._num_loaded,
+        )
+        self._nic_free_s: dict[tuple[str, int], float] = {}
+        """When a rank's NIC is done with what it pulls."""
+        self._is_running = requests.is_running
+        self._arriving = np.flatnonzero(~self._is_running)
+        """Requests that come, in their order."""
+        self._next = 0
+        """Which of those is next."""
+        self.front = Front(config, epoch="front-0", max_context=max_context, keeps_text=False)
+        self._start("front", self.front)
+        self._start_units(DECODE)
+        if self._is_running.any():
+            self._start(WARM, WarmUnit(self._output_tokens))
+            self._submit_running()
+        else:
+            self._begin()
+        if sample_s:
+            self.clock.after(sample_s, self._sample)
+        self._set_faults()
+
+    def run(self, until_s: float) -> None:
+        """Let time pass."""
+        self.clock.run(until_s)
+
+    def read(self, begin_s: float, end_s: float) -> Reading:
+        """What happened in [begin_s, end_s), of what has happened so far."""
+        config = self._config
+        return read(
+            begin_s,
+            end_s,
+            self.log,
+            self.seen,
+            self.requests,
+            {role: units_of(config, role).units for role in ROLES},
+            {role: units_of(config, role).ranks for role in ROLES},
+        )
+
+    def check(self) -> list[str]:
+        """Problems of all ledgers; empty when everything adds up."""
+        problems = self.front.check()
+        for name, process in self.processes.items():
+            if isinstance(process.role, PrefillLeader | DecodeLeader):
+                problems += [f"{name}: {problem}" for problem in process.role.audit()]
+        return problems
+
+    def last_steps(self) -> dict[str, tuple[str, StepPrice]]:
+        """By role: the first of its units that has worked, and what its last step cost."""
+        found: dict[str, tuple[str, StepPrice]] = {}
+        for name, unit in sorted(self._units.items()):
+            if unit.runner.price is not None:
+                found.setdefault(name.split("-")[0], (name, unit.runner.price))
+        return found
+
+    # ---- processes ----
+    def _start(self, name: str, role: Role, runner: LoggedRunner | None = None) -> Process:
+        process = self.processes[name] = Process(
+            name,
+            role,
+            self.clock,
+            self._send,
+            look_s=self._look_s,
+            runner=runner,
+            deliver=self._deliver,
+            pull_s=lambda effect: self._pull_s(name, effect),
+            disk=lambda effect: self._disk(name, effect),
+            pull_error=self._pull_error,
+        )
+        process.start()
+        return process
+
+    def _begin(self) -> None:
+        """From now on requests come, and prefill's units take them."""
+        if WARM in self.processes:
+            del self.processes[WARM]
+            # At once, or who comes meanwhile is sent there.
+            self.processes["front"].handle(UnitDown(WARM, "it was only there to begin with"))
+        self._start_units(PREFILL)
+        if self._arriving.size:
+            # Or all that wait would go to the unit whose word that it is up comes first.
+            up_s = self.clock.now() + SUBMIT_HOPS * (self._wire_s + self._look_s)
+            self.clock.at(
+                max(up_s, float(self.requests.arrival_s[self._arriving[0]])), self._submit
+            )
+
+    def _start_units(self, role: str) -> None:
+        for index in range(units_of(self._config, role).units):
+            name = f"{role}-{index}"
+            if (start_s := self._faults.start_s(name)) > self.clock.now():
+                self.clock.at(start_s, lambda name=name: self._start_unit(name))  # type: ignore[misc]
+            else:
+                self._start_unit(name)
+
+    def _start_unit(self, name: str) -> None:
+        role = name.partition("-")[0]
+        config, model = self._config, self._models[role]
+        self._num_lives += 1
+        epoch = f"{name}-{self._num_lives}"
+        leader: PrefillLeader | DecodeLeader
+        if role == PREFILL:
+            leader = prefill_leader(
+                name, epoch, config, model, self.disk.view(), stores=self._stores
+            )
+        else:
+            leader = decode_leader(
+                name, epoch, config, model, self._max_context, stores=self._stores
+            )
+        runner = runner_of(role, model, config, self._output_tokens, self._drafts)
+        process = self._start(name, leader, LoggedRunner(name, role, runner, self.clock, self.log))
+        unit = SimUnit(
+            name, self._num_lives, process, runner, self._unit_to_ranks[name], self._pools
+        )
+        self._units[name] = unit
+        unit.begin()
+
+    @property
+    def _unit_to_ranks(self) -> dict[str, int]:
+        return {
+            f"{role}-{index}": units.ranks
+            for role in ROLES
+            for units in (units_of(self._config, role),)
+            for index in range(units.units)
+        }
+
+    # ---- faults ----
+    def _set_faults(self) -> None:
+        at, faults = self.clock.at, self._faults
+        for ranks in faults.ranks:
+            at(ranks.at_s, partial(self._ranks_die, ranks))
+        for dies in faults.units:
+            at(dies.at_s, partial(self._unit_dies, dies))
+        for slow in faults.slow:
+            at(slow.begin_s, partial(self._set_slow, slow, slow.factor))
+            at(slow.end_s, partial(self._set_slow, slow, None))
+
+    def _ranks_die(self, fault: RanksDie) -> None:
+        unit = self._units.get(fault.unit)
+        if unit is not None and unit.lose(fault.ranks):
+            self.clock.after(fault.form_s, unit.form)
+            self.clock.after(fault.back_s, partial(unit.come, fault.ranks))
+
+    def _unit_dies(self, fault: UnitDies) -> None:
+        unit = self._units.pop(fault.unit, None)
+        if unit is None:
+            return  # It is down already.
+        unit.end()
+        del self.processes[fault.unit]
+        down = UnitDown(fault.unit, "its process ended")
+        self.clock.after(fault.notice_s, lambda: self.processes["front"].handle(down))
+        self.clock.after(fault.start_s, partial(self._start_unit, fault.unit))
+
+    def _set_slow(self, fault: RankSlow, factor: float | None) -> None:
+        unit = self._units.get(fault.unit)
+        if unit is not None and factor is not None:
+            unit.runner.slow[fault.rank] = factor
+        elif unit is not None:
+            unit.runner.slow.pop(fault.rank, None)
+
+    def _num_loaded(self, now_s: float, unit: str, effect: LoadBlocks) -> int:
+        """How many of the blocks of a read come."""
+        is_lost = self._faults.is_disk_lost(now_s, unit, effect.rank // self._node_ranks)
+        return 0 if is_lost else len(effect.into)
+
+    def _pull_error(self, effect: Pull) -> str | None:
+        return None if effect.lease.source in self._pools else "its source is gone"
+
+    def _sample(self) -> None:
+        """Note what the ranks of decode units hold."""
+        for name, unit in self._units.items():
+            leader, runner = unit.process.role, unit.runner
+            if isinstance(leader, DecodeLeader) and isinstance(runner, DecodeRunner):
+                share_R = leader.blocks.num_used_R / leader.blocks.num_blocks_rank
+                self.log.ranks.append(
+                    (self.clock.now(), name, share_R, runner.requests_R.astype(np.float64))
+                )
+        self.clock.after(self._sample_s, self._sample)
+
+    # ---- wires ----
+    def _send(self, to: str, message: AnyMessage) -> None:
+        process = self.processes.get(to)
+        if process is not None:  # There is no supervisor.
+            self.clock.after(self._wire_s, lambda: process.post(message))
+
+    def _pull_s(self, name: str, effect: Pull) -> float:
+        """Until a copy has arrived: one behind the other over the NIC of the rank that pulls."""
+        num_bytes = effect.lease.num_tokens * self._token_bytes
+        now_s, key = self.clock.now(), (name, effect.rank)
+        if effect.lease.source == WARM:
+            return self._wire_s  # It was there before.
+        free_s = (
+            max(self._nic_free_s.get(key, 0.0), now_s)
+            + num_bytes / self._models[DECODE].hardware.nic_bytes_per_s
+        )
+        self._nic_free_s[key] = free_s
+        return free_s - now_s + self._wire_s
+
+    def _disk(
+        self, unit: str, effect: LoadBlocks | StoreBlocks
+    ) -> tuple[float, BlocksLoaded | BlocksStored]:
+        """Until a read or write of a unit's rank is done, and what comes of it."""
+        now_s = self.clock.now()
+        if isinstance(effect, StoreBlocks):
+            end_s, stored = self.disk.store(now_s, unit, effect)
+            self.log.writes.append((now_s, end_s, len(effect.block_ids) * BLOCK_TOKENS))
+            return end_s - now_s, stored
+        begin_s, end_s, loaded = self.disk.load(now_s, unit, effect)
+        num_tokens = len(effect.into) * BLOCK_TOKENS
+        self.log.reads.append((now_s, begin_s, end_s, num_tokens, loaded.num_loaded * BLOCK_TOKENS))
+        return end_s - now_s, loaded
+
+    # ---- requests ----
+    def _output_tokens(self, number: int) -> int:
+        return int(self.requests.tokens_out[number])
+
+    def _submitted(self, number: int) -> Submit:
+        requests = self.requests
+        num_blocks = int(self.disk.num_blocks[number])
+        if self._stores:  # Names of what can be written, too.
+            num_blocks = max(num_blocks, int(requests.tokens_in[number]) // BLOCK_TOKENS)
+        return Submit(requests.generation(number, self._max_context, num_blocks))
+
+    def _submit(self) -> None:
+        number = int(self._arriving[self._next])
+        self._next += 1
+        self.processes["front"].handle(self._submitted(number))
+        if self._next < self._arriving.size:
+            self.clock.at(float(self.requests.arrival_s[self._arriving[self._next]]), self._submit)
+
+    def _submit_running(self) -> None:
+        """Those that run at the start: together, for the queue behind each is then looked at once
+        and not for each, but no more at once than decode lets wait.
+        """
+        numbers = np.flatnonzero(self._is_running).tolist()
+        most = max(1, self._config.decode.max_waiting * self._config.decode.units // 2)
+        hop_s, at_s = self._wire_s + self._look_s, 0.0
+        for batch, first in enumerate(range(0, len(numbers), most)):
+            at_s = (SUBMIT_HOPS + batch) * hop_s
+            self.clock.at(
+                at_s,
+                lambda some=numbers[first : first + most]: self.processes["front"].handle(  # type: ignore[misc]
+                    *(self._submitted(number) for number in some)
+                ),
+            )
+        self.clock.at(at_s + PLACED_HOPS * hop_s, self._begin)
+
+    def _deliver(self, deliver: Deliver) -> None:
+        number, now_s = int(deliver.request_id), self.clock.now()
+        if deliver.tokens and np.isnan(self.seen.first_token_s[number]):
+            self.seen.first_token_s[number] = now_s
+            self.seen.tokens_hit[number] = deliver.num_cached
+        if deliver.final:
+            self.seen.end_s[number] = now_s
+            self.seen.is_failed[number] = deliver.error is not None
