@@ -13,7 +13,7 @@ from hadal.runtime.process import entry
 
 STARTS = """
 import os, sys, time
-from hadal.runtime.child import Child
+from hadal.runtime.process.child import Child
 child = Child("decode-0", "decode", ["slow_to_import"], None)
 child.start(0.0, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 time.sleep(60)

@@ -173,7 +173,7 @@ def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
 _PEER = f"""
 import torch, sys, time
 torch.set_num_threads(1)
-from hadal.runtime.expert_wire import ExpertServer
+from hadal.runtime.transfer.experts import ExpertServer
 held = torch.full((4096, 2048), 3.0), torch.full((2048, 2048), 4.0)
 server = ExpertServer({HOST!r}, {KEY!r}, lambda layer, expert: held)
 print(server.port, flush=True)

@@ -429,9 +429,9 @@ import time
 from pathlib import Path
 from hadal.core.plans import PrefillPlan
 from hadal.core.seams import Execute
-from hadal.runtime.clock import LiveClock
+from hadal.runtime.process.process import LiveClock
 from hadal.runtime.host import UnitHost
-from hadal.runtime.kv_pool import KvPool, pool_name
+from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
 
 class Stuck:

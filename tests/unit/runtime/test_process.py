@@ -7,7 +7,7 @@ LIMITED = """
 import resource
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-from hadal.runtime.process import MAX_DESCRIPTORS, raise_descriptor_limit
+from hadal.runtime.process.process import MAX_DESCRIPTORS, raise_descriptor_limit
 raise_descriptor_limit()
 wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
