@@ -38,10 +38,10 @@ eval: setup  ## how well a running server answers the tasks its model was taught
 	@$(BIN)/hadal eval $(ARGS)
 
 test: setup  ## the test suite
-	@$(BIN)/python -m pytest -m "not full" $(ARGS)
+	@$(BIN)/python -m tests.suite -m "not full" $(ARGS)
 
-test-all: setup  ## the test suite at full sizes (tens of minutes)
-	@HADAL_FULL=1 $(BIN)/python -m pytest $(ARGS)
+test-all: setup  ## the test suite at full sizes (hours)
+	@HADAL_FULL=1 $(BIN)/python -m tests.suite $(ARGS)
 
 swarm: setup  ## ten thousand small worlds with random faults; ARGS="--seed 7" repeats one
 	@$(BIN)/python -m tests.sim.swarm $(ARGS)

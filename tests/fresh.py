@@ -15,6 +15,9 @@ from random import Random, SystemRandom
 
 VARIABLE = "HADAL_FRESH"
 RUN = os.environ.get(VARIABLE) or str(SystemRandom().randrange(2**48))
+os.environ[VARIABLE] = (
+    RUN  # For the other processes of this run (pytest-xdist): they draw the same.
+)
 _num_drawn: Counter[str] = Counter()
 
 
