@@ -2,6 +2,7 @@
 nothing left behind.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -163,6 +164,22 @@ def test_a_silent_unit_is_killed_and_its_requests_go_on(start_server: StartServe
     assert not is_alive(old_pid)
 
 
+def fork_servers(server: Server) -> list[int]:
+    """The process that its units were forked from, by its parent."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_one = b"hadal.runtime.process.forks" in (path / "cmdline").read_bytes()
+            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            if (
+                is_one
+                and int(parent) == server.process.pid
+                and int(path.name) not in server.pids().values()
+            ):
+                found.append(int(path.name))
+    return found
+
+
 def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
     server = start_server()
     pids = list(server.pids().values())
@@ -171,8 +188,24 @@ def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> N
     server.process.kill()
     server.process.wait(5)
     wait_until(lambda: not any(is_alive(pid) for pid in pids), 2.0, "every child is gone")
-    # The memory it could not give back goes at the next start. A killed process counts as gone when
-    # its first thread is; the others may hold its lock a moment longer.
+    # What it could not remove itself its fork server does, when the socket between them ends.
+    wait_until(lambda: not server.segments(), 3.0, "its shared memory is gone")
+
+
+def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartServer) -> None:
+    server = start_server()
+    segments = server.segments()
+    assert len(segments) == 2
+    pids = [*server.pids().values(), *fork_servers(server)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    server.process.kill()
+    server.process.wait(5)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    # A killed process counts as gone when its first thread is; the others may hold its lock a
+    # moment longer.
     swept: set[str] = set()
 
     def all_swept() -> bool:

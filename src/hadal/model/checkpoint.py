@@ -55,6 +55,7 @@ class Checkpoint:
         self._names: dict[str, frozenset[str]] = {}
         self._stack = ExitStack()
         self._file_of_name = self._read_index()
+        self._shard_to_path = {shard: folder / shard for shard in self._file_of_name.values()}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -159,7 +160,7 @@ class Checkpoint:
         return tensor
 
     def _path(self, name: str) -> Path:
-        return self._folder / self._file_of_name[name]
+        return self._shard_to_path[self._file_of_name[name]]
 
     def _open(self, path: Path) -> Any:
         if path.name not in self._files:

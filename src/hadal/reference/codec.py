@@ -29,13 +29,20 @@ E4M3_MAX = 448.0
 
 
 def e4m3_to_f32(codes: Tensor) -> Tensor:
-    """Exact for the 254 finite codes, several times faster than the cast: the bits are an FP16's,
-    2^8 too small.
+    """The values of E4M3 codes, exactly, looked up: in half the time of the cast.
 
     The two NaN codes give +-480; a checkpoint has none, its quantiser saturates.
     """
-    bits = codes.view(torch.uint8).to(torch.int16)
+    return _VALUES.index_select(0, codes.view(torch.uint8).int().flatten()).view(codes.shape)
+
+
+def _values() -> Tensor:
+    """FP32 value by code: its bits are those of an FP16 number that is 2^8 too small."""
+    bits = torch.arange(256, dtype=torch.int16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float() * 256.0
+
+
+_VALUES = _values()
 
 
 def num_scales(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

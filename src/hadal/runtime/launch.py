@@ -46,6 +46,7 @@ from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.process.child import Child, Phase, Starting, Status, write_status
+from hadal.runtime.process.forks import Forks, reap_others
 from hadal.runtime.process.logs import TEXT, about
 from hadal.runtime.process.private import make_private, read_private
 from hadal.runtime.process.process import (
@@ -82,6 +83,8 @@ TAKEOVERS_MAX = 2
 hold.
 """
 _MAX_WAIT_S = 0.5
+_WARMING_S = 0.02
+"""How often it is looked whether units can be forked yet."""
 _STOP_S = 4.0
 _HUNG_S = 8 * GATEWAY_BEAT_S
 """A gateway that says nothing for so long is killed: its connections wait for the next one in the
@@ -155,6 +158,7 @@ class Supervisor:
         self._run_id = secrets.token_hex(4)
         self._url = url_of(listener, resolved.deployment.host)
         self._started_s = time.monotonic()
+        self._was_started = False
         self._was_ready = False
         self._has_served = False
         """Requests could be answered once: from then on they wait for what is missing, and nothing
@@ -174,6 +178,7 @@ class Supervisor:
         write_run(folder, run)
         self._environment = _environment()
         self._api_keys = ",".join(options.api_keys)
+        self._forks = Forks(self._environment, None if options.run_folder else folder, self._run_id)
         self._wire = ZmqWire(SUPERVISOR, folder)
         self._children = {
             child.name: child for child in _children(resolved.deployment, folder, options)
@@ -186,7 +191,6 @@ class Supervisor:
         """Supervise until stopped or given up. Returns the exit code."""
         self._wire.wake_on(signals_fd)
         self._start_due()
-        self._announce(self.status())
         while self._exit_code is None:
             messages = self._wire.receive(self._wait_s())
             for number in read_signals(signals_fd):
@@ -226,6 +230,7 @@ class Supervisor:
             if not child.wait(deadline_s - time.monotonic()):
                 child.signal(signal.SIGKILL)
                 child.wait(_STOP_S)
+        self._forks.close()
         self._wire.close()
         remove_segments(self._run_id)
         self._write_status()
@@ -276,16 +281,25 @@ class Supervisor:
         due = [
             c for c in self._children.values() if c.phase is Phase.WAITING and c.start_at_s <= now_s
         ]
+        if self._forks.is_warming:  # Gateways import other things, and need not wait for torch.
+            due = [child for child in due if child.role == GATEWAY]
         for child in due:
             if child.role == GATEWAY:
                 fd = self._listener.fileno()
                 environment = {**self._environment, LISTEN_FD: str(fd), API_KEYS: self._api_keys}
-                child.start(now_s, environment, (fd,), (HAS_SERVED,) if self._has_served else ())
+                more = (HAS_SERVED,) if self._has_served else ()
+                child.start(now_s, environment, (fd,), more, self._forks)
             else:
                 threads = units_of(self._deployment, child.role).threads
-                child.start(now_s, {**self._environment, "OMP_NUM_THREADS": str(threads)})
+                environment = {**self._environment, "OMP_NUM_THREADS": str(threads)}
+                child.start(now_s, environment, forks=self._forks)
         if due:
             self._write_status()
+        if not self._was_started and all(
+            child.phase is not Phase.WAITING for child in self._children.values()
+        ):
+            self._was_started = True
+            self._announce(self.status())
 
     def _ready(self, name: str) -> None:
         child = self._children.get(name)
@@ -305,6 +319,7 @@ class Supervisor:
         self._write_status()
 
     def _reap(self) -> None:
+        reap_others({self._forks.pid, *(child.pid for child in self._children.values())})
         for child in self._children.values():
             now_s = time.monotonic()
             code = child.poll(now_s)
@@ -556,6 +571,8 @@ class Supervisor:
             self._exit_code = 0
 
     def _wait_s(self) -> float:
+        if self._forks.is_warming:
+            return _WARMING_S
         waits = [c.start_at_s for c in self._children.values() if c.phase is Phase.WAITING]
         if self._drain_until_s is not None:
             waits.append(self._drain_until_s)
@@ -613,6 +630,8 @@ def _environment() -> dict[str, str]:
         # Units share the cores: a thread that spins for work takes them from the unit that has
         # some.
         "OMP_WAIT_POLICY": "PASSIVE",
+        # Deciding code multiplies nothing large, and a process with threads cannot be forked.
+        "OPENBLAS_NUM_THREADS": "1",
     }
 
 

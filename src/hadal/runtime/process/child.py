@@ -25,6 +25,7 @@ from typing import IO
 import msgspec
 
 from hadal.progress import PERIOD_S, Bar
+from hadal.runtime.process.forks import Forked, Forks
 from hadal.runtime.process.logs import TEXT, Doing, as_line, doing_of, write_line, written_by
 from hadal.runtime.process.private import append_private
 
@@ -139,7 +140,7 @@ class Child:
         self._arguments = tuple(arguments)
         self._log_path = log_path
         self._log_format = log_format
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
         self._failed_starts = 0
         self._backoff = 0
@@ -155,12 +156,15 @@ class Child:
         environment: dict[str, str],
         pass_fds: tuple[int, ...] = (),
         more: tuple[str, ...] = (),
+        forks: Forks | None = None,
     ) -> None:
         """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone.
-        `more`: arguments of this start only.
+        `more`: arguments of this start only. `forks`: what it may be forked from.
         """
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", _ENTRY, str(os.getpid()), *self._arguments, *more],
+        arguments = [*self._arguments, *more]
+        forked = forks.fork(self.name, arguments, environment, pass_fds) if forks else None
+        self._process = forked or subprocess.Popen(
+            [sys.executable, "-P", _ENTRY, str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

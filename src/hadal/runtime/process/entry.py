@@ -16,7 +16,7 @@ import runpy
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with(parent_pid: int) -> None:
@@ -24,7 +24,7 @@ def die_with(parent_pid: int) -> None:
     the check is made.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # It ended before the call above.
         sys.exit(f"process {parent_pid}, which started this one, is gone.")
 

@@ -1,0 +1,295 @@
+"""The process that units are forked from: it has imported torch and all that they need, and has
+started no thread.
+
+An import of torch takes a second or two of a core; a fork of a process that has it takes some
+milliseconds and shares its pages. The supervisor starts this process first, and then asks it for
+others over a socket. Where none can be had (no Linux, a library that starts threads when it is
+imported, this process killed), the supervisor starts processes the plain way (`entry.py`).
+
+    supervisor                     fork server              forked process
+        |-- Job, its output, fds ------>|-- fork, fork ---------->|   twice: its parent shall be the
+        |                               |                         |   supervisor, a subreaper
+        |<----------------------- its pid ------------------------|
+        |------------------------- go --------------------------->|   becomes the module
+        X                               |   the supervisor was killed: its folder and shared memory
+                                        |   are removed
+
+Nothing runs in the forked process before `go`, so one that the supervisor gave up waiting for ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hadal.runtime.process.entry import PR_SET_PDEATHSIG
+from hadal.runtime.transfer.pool import remove_segments
+
+MODULES = (
+    "hadal.runtime.worker",
+    "hadal.runtime.rank",
+    "hadal.runtime.leader",
+    "hadal.gateway.process",
+)
+"""What may be forked, in the order in which it is imported."""
+PATIENCE_S = 30.0
+"""How long a fork may take, before processes are started the plain way from then on."""
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_GO = b"g"
+_READY = b"r"
+_MAX_BYTES = 1 << 18
+_MAX_FDS = 8
+_MAX_PID_BYTES = 32
+_QUIET_S = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Job(msgspec.Struct):
+    """What a forked process shall be. `fds`: numbers under which it finds the descriptors that come
+    with the job, after its output and its line to the supervisor.
+    """
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+    fds: list[int]
+
+
+class Forked:
+    """A forked process, with as much of `subprocess.Popen` as a Child asks for."""
+
+    def __init__(self, pid: int, output_fd: int) -> None:
+        self.pid = pid
+        self.stdout = os.fdopen(output_fd, "rb")
+        self._pidfd = os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code (negative: by that signal), None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+                os.close(self._pidfd)
+        return self._code
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        if self.poll() is None:
+            select.select([self._pidfd], [], [], timeout_s)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forks:
+    """The supervisor's side. Waits for the other process in `fork` alone, and there not for long."""
+
+    def __init__(self, environment: Mapping[str, str], clear: Path | None, run_id: str) -> None:
+        """Start the fork server. `clear`: a folder to remove should the supervisor be killed, with
+        the run's shared memory.
+        """
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+        if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
+            return
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        more = ["--clear", str(clear)] if clear else []
+        number = str(theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, "--fd", number, "--run-id", run_id, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+                env=dict(environment),
+            )
+
+    @property
+    def fd(self) -> int | None:
+        """Readable when the server is ready, or gone."""
+        return None if self._socket is None else self._socket.fileno()
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether it will be able to fork, and is not yet."""
+        if self._socket is None or self._is_ready:
+            return False
+        if select.select([self._socket], [], [], 0.0)[0]:
+            if self._socket.recv(1) == _READY:
+                self._is_ready = True
+            else:
+                self.close()
+        return self._socket is not None and not self._is_ready
+
+    @property
+    def pid(self) -> int:
+        """The server's; 0: there is none."""
+        return self._process.pid if self._process else 0
+
+    def fork(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        fds: Sequence[int] = (),
+    ) -> Forked | None:
+        """A new process; None where it has to be started the plain way."""
+        if self._socket is None or not self._is_ready:
+            return None
+        job = Job(name, list(arguments), dict(environment), list(fds))
+        output, its_output = os.pipe()
+        line, its_line = socket.socketpair()
+        with line:
+            try:
+                with its_line:
+                    passed = [its_output, its_line.fileno(), *fds]
+                    self._socket.settimeout(PATIENCE_S)
+                    socket.send_fds(self._socket, [msgspec.json.encode(job)], passed)
+                line.settimeout(PATIENCE_S)
+                forked = Forked(int(line.recv(_MAX_PID_BYTES)), output)
+                line.sendall(_GO)
+                return forked
+            except (OSError, ValueError) as error:
+                log.warning("processes are started without the fork server: %s", error)
+                os.close(output)
+                self.close()
+                return None
+            finally:
+                os.close(its_output)
+
+    def close(self) -> None:
+        """No process is to be forked any more, and nothing need be cleared. Idempotent."""
+        if self._socket is None or self._process is None:
+            return
+        self._socket.close()
+        self._socket = None
+        self._process.kill()
+        self._process.wait()
+
+
+def reap_others(own: Collection[int]) -> None:
+    """Take note of the ends of processes that a child left to this one, a subreaper; not of `own`,
+    whose exit codes somebody asks for.
+    """
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid in own:
+            return
+        os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def main() -> int:
+    """Import everything, then fork what is asked for until the supervisor is gone. Returns the exit
+    code; in a forked process, that of its module.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="socket to the supervisor")
+    parser.add_argument("--run-id", required=True, help="of the run, whose shared memory it is")
+    parser.add_argument("--clear", type=Path, help="folder to remove if the supervisor is killed")
+    asked = parser.parse_args()
+    supervisor_pid = os.getppid()
+    line = socket.socket(fileno=asked.fd)
+    waiting = list(MODULES)
+    for module in waiting[:-1]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # The pages of what is there now stay shared.
+    if len(os.listdir("/proc/self/task")) > 1:
+        return 1  # A thread that holds a lock would hold it for ever in a forked process.
+    line.send(_READY)
+    del waiting[:-1]
+    while True:
+        if waiting and not select.select([line], [], [], _QUIET_S)[0]:
+            importlib.import_module(waiting.pop())  # Nobody waits: for the gateway's next life.
+            continue
+        data, fds, _, _ = socket.recv_fds(line, _MAX_BYTES, _MAX_FDS)
+        if not data:
+            _clear(asked.clear, asked.run_id)
+            return 0
+        job = msgspec.json.decode(data, type=Job)
+        pid = os.fork()
+        if pid:
+            for fd in fds:
+                os.close(fd)
+            os.waitpid(pid, 0)
+            continue
+        if os.fork():
+            os._exit(0)
+        line.close()
+        return _become(job, fds, supervisor_pid)
+
+
+def _become(job: Job, fds: list[int], supervisor_pid: int) -> int:
+    """Be the module, in a session of its own. Returns its exit code."""
+    output, its_line = fds[0], socket.socket(fileno=fds[1])
+    until_s = time.monotonic() + PATIENCE_S
+    while os.getppid() != supervisor_pid and time.monotonic() < until_s:
+        time.sleep(0.0005)  # The process between has not ended yet.
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != supervisor_pid:
+        os._exit(1)
+    os.setsid()
+    libc.prctl(_PR_SET_NAME, job.name.encode(), 0, 0, 0)
+    its_line.sendall(str(os.getpid()).encode())
+    if its_line.recv(1) != _GO:
+        os._exit(1)
+    its_line.close()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    taken = [os.dup(fd) for fd in fds[2:]]  # None lies where another has to be.
+    for fd in fds[2:]:
+        os.close(fd)
+    for fd, number in zip(taken, job.fds, strict=True):
+        os.dup2(fd, number)
+        os.set_inheritable(number, True)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    sys.argv = list(job.arguments)
+    code = importlib.import_module(job.arguments[0]).main()
+    return int(code)
+
+
+def _clear(folder: Path | None, run_id: str) -> None:
+    """Remove what a supervisor that was killed leaves. Its processes die with it."""
+    remove_segments(run_id)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Processes forked from one that is warm: what they are given, how they end, whom they end with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hadal.runtime.process.forks import Forked, Forks, reap_others
+
+DEADLINE_S = 60.0
+
+CODE = """
+import os, sys, time
+def main():
+    print(sys.argv[1:], os.environ.get("MARK"), os.environ.get("OTHER"), os.getpid() == os.getsid(0))
+    if "read" in sys.argv:
+        os.write(1, os.read(int(sys.argv[-1]), 9))
+    if "sleep" in sys.argv:
+        time.sleep(600)
+    return 7
+"""
+
+
+def wait(forks: Forks) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while forks.is_warming:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of the fork server: it finds a module of ours, and imports no thread."""
+    (tmp_path / "jobcode.py").write_text(CODE)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OTHER": "left out"}
+
+
+@pytest.fixture
+def forks(environment: dict[str, str]) -> Iterator[Forks]:
+    made = Forks(environment, None, "unit-test-of-forks")
+    wait(made)
+    yield made
+    made.close()
+
+
+def forked(forks: Forks, *arguments: str, fds: tuple[int, ...] = ()) -> Forked:
+    found = forks.fork("decode-0", ["jobcode", *arguments], {"MARK": "its own"}, fds)
+    assert found is not None
+    return found
+
+
+def test_it_is_the_module_with_its_own_arguments_and_environment(forks: Forks) -> None:
+    process = forked(forks, "--unit", "x")
+    with process.stdout:
+        assert process.stdout.read() == b"['--unit', 'x'] its own None True\n"
+    assert process.wait(DEADLINE_S) == 7
+    assert process.poll() == 7
+
+
+def test_it_finds_descriptors_under_their_numbers(forks: Forks) -> None:
+    reader, writer = os.pipe()
+    process = forked(forks, "read", str(reader), fds=(reader,))
+    os.write(writer, b"a message")
+    os.close(writer)
+    os.close(reader)
+    with process.stdout:
+        assert process.stdout.read().endswith(b"a message")
+    assert process.wait(DEADLINE_S) == 7
+
+
+def test_it_is_this_processes_child_and_ends_by_signals(forks: Forks) -> None:
+    process = forked(forks, "sleep")
+    with process.stdout:
+        assert process.stdout.readline()
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    assert f"\nPPid:\t{os.getpid()}\n" in status
+    assert "Name:\tdecode-0\n" in status
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == -signal.SIGTERM
+    process.kill()  # One that is gone is left alone.
+
+
+def test_without_its_server_processes_start_the_plain_way(forks: Forks) -> None:
+    first = forked(forks, "sleep")
+    assert forks._process is not None
+    forks._process.kill()
+    forks._process.wait()
+    assert forks.fork("decode-0", ["jobcode"], {}) is None
+    assert forks.fork("decode-0", ["jobcode"], {}) is None
+    assert first.poll() is None, "what it forked lives on"
+    first.stdout.close()
+    first.kill()
+    assert first.wait(DEADLINE_S) == -signal.SIGKILL
+
+
+def test_processes_that_nobody_else_reaps_leave_no_zombie(forks: Forks) -> None:
+    """The supervisor is the parent of whatever its children leave behind."""
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3).pid)"
+    left = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    process = forked(forks, "sleep")
+    process.stdout.close()
+    os.kill(left, signal.SIGKILL)
+    process.kill()
+    until_s = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{left}").exists():
+        assert time.monotonic() < until_s
+        reap_others((process.pid,))
+        process.poll()
+        time.sleep(0.01)
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+
+
+def test_a_library_that_starts_threads_is_not_forked(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    forks = Forks(environment, None, "unit-test-of-forks")
+    wait(forks)
+    assert forks.fork("decode-0", ["jobcode"], {}) is None
+    forks.close()
+
+
+def test_what_a_killed_supervisor_leaves_is_removed_and_its_processes_end(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    segment = Path("/dev/shm/hadal-forks-test.decode-0.1")
+    segment.touch()
+    code = (
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "from hadal.runtime.process.forks import Forks\n"
+        f"forks = Forks(dict(os.environ), Path({str(folder)!r}), 'forks-test')\n"
+        "while forks.is_warming: time.sleep(0.01)\n"
+        "print(forks.fork('decode-0', ['jobcode', 'sleep'], {}).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE
+    )
+    assert supervisor.stdout is not None
+    with supervisor.stdout:
+        pid = int(supervisor.stdout.readline())
+    os.kill(pid, 0)
+    supervisor.kill()
+    supervisor.wait()
+    until_s = time.monotonic() + DEADLINE_S
+    while folder.exists() or segment.exists() or is_alive(pid):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    reap_others(())
+
+
+def is_alive(pid: int) -> bool:
+    """Not a zombie: this process may have become its parent, as the first of these tests made it a
+    subreaper.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
