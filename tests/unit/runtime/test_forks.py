@@ -66,14 +66,23 @@ def test_it_is_the_module_with_its_own_arguments_and_environment(forks: Forks) -
 
 
 def test_it_finds_descriptors_under_their_numbers(forks: Forks) -> None:
+    """Whatever the numbers are in the process that it is forked from, taken there or free."""
     reader, writer = os.pipe()
-    process = forked(forks, "read", str(reader), fds=(reader,))
-    os.write(writer, b"a message")
-    os.close(writer)
+    for number in range(3, 40):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(reader, number)
+        else:
+            continue
+        process = forked(forks, "read", str(number), fds=(number,))
+        os.write(writer, b"a message")
+        os.close(number)
+        with process.stdout:
+            assert process.stdout.read().endswith(b"a message")
+        assert process.wait(DEADLINE_S) == 7
     os.close(reader)
-    with process.stdout:
-        assert process.stdout.read().endswith(b"a message")
-    assert process.wait(DEADLINE_S) == 7
+    os.close(writer)
 
 
 def test_it_is_this_processes_child_and_ends_by_signals(forks: Forks) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import gc
 import importlib
 import logging
@@ -270,12 +271,12 @@ def _become(job: Job, fds: list[int], supervisor_pid: int) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    taken = [os.dup(fd) for fd in fds[2:]]  # None lies where another has to be.
+    above = max(job.fds, default=0) + 1  # None of the copies lies where another has to be.
+    taken = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds[2:]]
     for fd in fds[2:]:
         os.close(fd)
     for fd, number in zip(taken, job.fds, strict=True):
         os.dup2(fd, number)
-        os.set_inheritable(number, True)
         os.close(fd)
     os.environ.clear()
     os.environ.update(job.environment)
