@@ -203,6 +203,9 @@ def serve(
     }
     if dry_run:
         sys.exit(_dry_run(config, overrides, tables))
+    from hadal.runtime.process.forks import Forks, environment
+
+    forks = Forks(environment())  # It takes longest: everything else happens meanwhile.
     from hadal.runtime.banner import Banner, log_status
     from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
@@ -217,13 +220,15 @@ def serve(
         has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
         options = Options(run_folder, log_dir, level, log_format, keys, has_bar, secret_file)
         announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
-        code = run(resolved, options, (lambda status: None) if quiet else announce)
+        code = run(resolved, options, (lambda status: None) if quiet else announce, forks)
     except ConfigError as error:
         if log_format == JSON:
             logging.getLogger("hadal").critical("%s", error)
         else:
             typer.echo(f"hadal serve: {error}", err=True)
         code = EXIT_CONFIG
+    finally:
+        forks.close()
     sys.exit(code)
 
 

@@ -38,8 +38,8 @@ from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront
 from hadal.runtime.ledger.store import Store, ledger_url, shown, spool_place
 from hadal.runtime.ledger.writer import LedgerWriter, Spool
+from hadal.runtime.process.forks import API_KEYS
 from hadal.runtime.process.process import (
-    API_KEYS,
     EXIT_CONFIG,
     EXIT_FATAL,
     HAS_SERVED,

@@ -39,6 +39,9 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_NAME_CHARS = 200
 _MAX_LAYER_DIGITS = 6
+_EXPERTS_AT_ONCE = 32
+_MAX_AT_ONCE = 4 << 20
+"""Values that are converted together: what is needed besides is ten bytes for each."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,22 +93,50 @@ class Checkpoint:
         """Fill `into` with the tensor, converted. Raises CheckpointError: absent, damaged or of
         another shape.
         """
-        tensor, path = self._tensor(name), self._path(name)
-        if tensor.shape != into.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(tensor.shape)}; config.json asks for"
-                f" {list(into.shape)}."
-            )
-        if tensor.dtype in _PLAIN:
-            into.copy_(tensor)
-        elif tensor.dtype == torch.float8_e4m3fn:
-            self._read_fp8(name, tensor, into)
-        else:
-            raise CheckpointError(
-                f"{path}: {name} is {_dtype(tensor)}; FP32, BF16, FP16 or FP8 E4M3 can be read."
-            )
+        self.read_each([name], into[None])
 
-    def _read_fp8(self, name: str, codes: Tensor, into: Tensor) -> None:
+    def read_each(self, names: Sequence[str], into: Tensor) -> None:
+        """Fill `into` [N, ...] with N tensors of one shape and kind. Together, because the experts
+        of a small model are thousands, and each call of torch takes as long as such a matrix.
+        """
+        at_once = max(1, _MAX_AT_ONCE // max(1, into[0].numel()))
+        for first in range(0, len(names), at_once):
+            part = names[first : first + at_once]
+            tensors = [self._shaped(name, into.shape[1:]) for name in part]
+            if tensors[0].dtype != torch.float8_e4m3fn or len({t.dtype for t in tensors}) > 1:
+                for index, (name, tensor) in enumerate(zip(part, tensors, strict=True), first):
+                    if tensor.dtype == torch.float8_e4m3fn:
+                        self._read_fp8([name], [tensor], into[index : index + 1])
+                    else:
+                        into[index].copy_(tensor)
+            else:
+                self._read_fp8(part, tensors, into[first : first + len(part)])
+
+    def _shaped(self, name: str, shape: torch.Size) -> Tensor:
+        """The tensor as it is stored, which must have this shape and a type that can be read."""
+        tensor = self._tensor(name)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{self._path(name)}: {name} has shape {list(tensor.shape)}; config.json asks for"
+                f" {list(shape)}."
+            )
+        if tensor.dtype not in _PLAIN and tensor.dtype != torch.float8_e4m3fn:
+            raise CheckpointError(
+                f"{self._path(name)}: {name} is {_dtype(tensor)}; FP32, BF16, FP16 or FP8 E4M3 can"
+                " be read."
+            )
+        return tensor
+
+    def _read_fp8(self, names: Sequence[str], codes: list[Tensor], into: Tensor) -> None:
+        """Fill `into` [N, rows, columns]."""
+        assert codes, "a model without a tensor was refused before"
+        scales = [self._scales(name, each) for name, each in zip(names, codes, strict=True)]
+        assert self._block_size is not None, "its scales were asked for with it"
+        stacked = torch.stack([each.view(torch.uint8) for each in codes])
+        dequantise(stacked.view(torch.float8_e4m3fn), torch.stack(scales), self._block_size, into)
+
+    def _scales(self, name: str, codes: Tensor) -> Tensor:
+        """The scales of an FP8 matrix, in FP32."""
         path = self._path(name)
         if self._block_size is None:
             raise CheckpointError(
@@ -133,7 +164,7 @@ class Checkpoint:
             )
         if not bool(torch.isfinite(scale_inv).all()):
             raise CheckpointError(f"{scale_path}: {scale_name} holds values that are not finite.")
-        dequantise(codes, scale_inv, self._block_size, into)
+        return scale_inv.float()
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self:
@@ -248,23 +279,40 @@ def load_weights(
         )
 
 
-def read_expert(
-    checkpoint: Checkpoint, layer_index: int, expert: int, gate_up: Tensor, down: Tensor
+def read_experts(
+    checkpoint: Checkpoint, layer_index: int, experts: Sequence[int], gate_up: Tensor, down: Tensor
 ) -> None:
-    """Fill gate_up [2I, D] and down [D, I] with a routed expert of a layer (index among all
+    """Fill gate_up [N, 2I, D] and down [N, D, I] with routed experts of a layer (index among all
     layers).
     """
-    read_mlp(checkpoint, f"model.layers.{layer_index}.mlp.experts.{expert}.", gate_up, down)
+    prefixes = [f"model.layers.{layer_index}.mlp.experts.{expert}." for expert in experts]
+    read_mlps(checkpoint, prefixes, gate_up, down)
 
 
-def read_mlp(checkpoint: Checkpoint, prefix: str, gate_up: Tensor, down: Tensor) -> None:
-    """Fill gate_up [2F, D] and down [D, F] with the network whose tensors' names begin with
-    `prefix`.
+def read_mlps(
+    checkpoint: Checkpoint, prefixes: Sequence[str], gate_up: Tensor, down: Tensor
+) -> None:
+    """Fill gate_up [N, 2F, D] and down [N, D, F] with the networks whose tensors' names begin with
+    the prefixes.
     """
-    width = down.shape[1]
-    checkpoint.read(f"{prefix}gate_proj.weight", gate_up[:width])
-    checkpoint.read(f"{prefix}up_proj.weight", gate_up[width:])
-    checkpoint.read(f"{prefix}down_proj.weight", down)
+    width = down.shape[2]
+    for name, into in (
+        ("gate_proj", gate_up[:, :width]),
+        ("up_proj", gate_up[:, width:]),
+        ("down_proj", down),
+    ):
+        checkpoint.read_each([f"{prefix}{name}.weight" for prefix in prefixes], into)
+
+
+def _runs(held: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """(slot, expert) pairs, cut where a slot between is empty."""
+    runs: list[list[tuple[int, int]]] = []
+    for pair in held:
+        if runs and runs[-1][-1][0] == pair[0] - 1:
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    return runs
 
 
 class _Loader:
@@ -343,7 +391,7 @@ class _Loader:
             self._empty(2 * width, self._config.hidden_size),
             self._empty(self._config.hidden_size, width),
         )
-        read_mlp(self._checkpoint, prefix, mlp.gate_up, mlp.down)
+        read_mlps(self._checkpoint, [prefix], mlp.gate_up[None], mlp.down[None])
         return mlp
 
     def _moe(self, index: int, prefix: str) -> MoeWeights:
@@ -365,10 +413,17 @@ class _Loader:
                 f"{prefix}shared_experts.", c.n_shared_experts * c.moe_intermediate_size
             ),
         )
-        for slot, expert in enumerate(slots):
-            self._advance(index + slot / len(slots), c.num_hidden_layers)
-            if expert != EMPTY:
-                read_expert(self._checkpoint, index, expert, moe.gate_up_E[slot], moe.down_E[slot])
+        held = [(slot, expert) for slot, expert in enumerate(slots) if expert != EMPTY]
+        for first in range(0, len(held), _EXPERTS_AT_ONCE):
+            self._advance(index + first / len(held), c.num_hidden_layers)
+            part = held[first : first + _EXPERTS_AT_ONCE]
+            # Slots that are filled follow each other, all but a few.
+            for run in _runs(part):
+                where = slice(run[0][0], run[-1][0] + 1)
+                experts = [expert for _, expert in run]
+                read_experts(
+                    self._checkpoint, index, experts, moe.gate_up_E[where], moe.down_E[where]
+                )
         return moe
 
     def _mtp(self) -> MtpWeights:

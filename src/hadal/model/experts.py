@@ -37,7 +37,7 @@ from hadal.core.errors import HadalError, InvariantError
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import EMPTY, Placement, flip_arrays
 from hadal.core.plans import Formed, FormPlan, LayerFlip, Source, Staged, StagePlan
-from hadal.model.checkpoint import Checkpoint, read_expert
+from hadal.model.checkpoint import Checkpoint, read_experts
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference.params import ModelWeights
 
@@ -318,9 +318,8 @@ class _Reader:
                 self._checkpoint = self._stack.enter_context(
                     Checkpoint(self._folder, self._config.weight_block_size)
                 )
-            read_expert(
-                self._checkpoint, self._config.first_k_dense_replace + layer, expert, gate_up, down
-            )
+            index = self._config.first_k_dense_replace + layer
+            read_experts(self._checkpoint, index, [expert], gate_up[None], down[None])
             self.num_read += 1
 
         return read

@@ -51,14 +51,14 @@ def num_scales(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int
 
 
 def dequantise(codes: Tensor, scale_inv: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """Fill `out` [rows, columns] with codes * scale_inv; a band of blocks at a time, so that no
-    copy is made.
+    """Fill `out` [..., rows, columns] with codes * scale_inv [..., bands, stripes]; a band of blocks
+    at a time, so that no copy of all is made.
     """
-    rows, columns = codes.shape
-    for band in range(scale_inv.shape[0]):
+    rows, columns = codes.shape[-2:]
+    for band in range(scale_inv.shape[-2]):
         part = slice(band * block[0], min((band + 1) * block[0], rows))
-        scale_row = scale_inv[band].float().repeat_interleave(block[1])[:columns]
-        out[part].copy_(e4m3_to_f32(codes[part]) * scale_row)
+        scales = scale_inv[..., band, None, :].float().repeat_interleave(block[1], dim=-1)
+        out[..., part, :].copy_(e4m3_to_f32(codes[..., part, :]) * scales[..., :columns])
 
 
 def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -46,11 +46,10 @@ from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.process.child import Child, Phase, Starting, Status, write_status
-from hadal.runtime.process.forks import Forks, reap_others
+from hadal.runtime.process.forks import API_KEYS, Forks, Left, environment, reap_others
 from hadal.runtime.process.logs import TEXT, about
 from hadal.runtime.process.private import make_private, read_private
 from hadal.runtime.process.process import (
-    API_KEYS,
     EXIT_CONFIG,
     HAS_SERVED,
     LISTEN_FD,
@@ -72,7 +71,7 @@ from hadal.runtime.topology import (
     unit_of,
     url_of,
 )
-from hadal.runtime.transfer.pool import remove_segments, remove_stale_segments
+from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER, remove_segments, remove_stale_segments
 from hadal.runtime.wire import ZmqWire, socket_path
 
 log = logging.getLogger(__name__)
@@ -122,8 +121,11 @@ Announce = Callable[[Status], None]
 """Called once when everything was started and once when everything is ready."""
 
 
-def serve(resolved: Resolved, options: Options, announce: Announce) -> int:
-    """Run until told to stop. Returns the exit code. Raises ConfigError if it cannot even start."""
+def serve(resolved: Resolved, options: Options, announce: Announce, forks: Forks) -> int:
+    """Run until told to stop. Returns the exit code. Raises ConfigError if it cannot even start.
+
+    `forks` was started before, so that it imports torch while the deployment is read.
+    """
     for name in remove_stale_segments():
         log.info("removed %s, left by a run that is gone", name)
     _remove_stale_folders()
@@ -133,7 +135,7 @@ def serve(resolved: Resolved, options: Options, announce: Announce) -> int:
         _run_folder(options.run_folder) as folder,
         signal_pipe(_SIGNALS) as fd,
     ):
-        supervisor = Supervisor(resolved, options, folder, listener, announce)
+        supervisor = Supervisor(resolved, options, folder, listener, announce, forks)
         try:
             return supervisor.run(fd)
         finally:
@@ -150,6 +152,7 @@ class Supervisor:
         folder: Path,
         listener: socket.socket,
         announce: Announce,
+        forks: Forks,
     ) -> None:
         self._deployment = resolved.deployment
         self._folder = folder
@@ -176,9 +179,11 @@ class Supervisor:
             _secret(options.secret_file),
         )
         write_run(folder, run)
-        self._environment = _environment()
+        self._environment = environment()
         self._api_keys = ",".join(options.api_keys)
-        self._forks = Forks(self._environment, None if options.run_folder else folder, self._run_id)
+        self._forks = forks
+        patterns = [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
+        forks.clear_after(Left(patterns, [] if options.run_folder else [str(folder)]))
         self._wire = ZmqWire(SUPERVISOR, folder)
         self._children = {
             child.name: child for child in _children(resolved.deployment, folder, options)
@@ -617,22 +622,6 @@ def _children(deployment: Deployment, folder: Path, options: Options) -> Iterato
             yield child(name, role, "hadal.runtime.worker", "--unit", unit, "--role", role)
     for name in gateway_names(deployment):
         yield child(name, GATEWAY, "hadal.gateway.process", "--name", name)
-
-
-def _environment() -> dict[str, str]:
-    """Of every child. The API keys are not in it: the gateway alone needs them."""
-    source = str(Path(__file__).resolve().parents[2])
-    inherited = {name: value for name, value in os.environ.items() if name != API_KEYS}
-    return {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),
-        "PYTHONUNBUFFERED": "1",
-        # Units share the cores: a thread that spins for work takes them from the unit that has
-        # some.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        # Deciding code multiplies nothing large, and a process with threads cannot be forked.
-        "OPENBLAS_NUM_THREADS": "1",
-    }
 
 
 def _secret(path: Path | None) -> bytes:

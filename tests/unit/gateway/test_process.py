@@ -23,7 +23,8 @@ from hadal.gateway.errors import ApiError
 from hadal.gateway.process import listener_of, make_gateway, serve
 from hadal.gateway.service import ServedModel
 from hadal.kv.names import extend, root_of
-from hadal.runtime.process.process import API_KEYS, EXIT_FATAL, LISTEN_FD
+from hadal.runtime.process.forks import API_KEYS
+from hadal.runtime.process.process import EXIT_FATAL, LISTEN_FD
 
 from .fake_units import FakeUnits
 from .world import gateway_of, spell

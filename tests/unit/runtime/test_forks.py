@@ -45,7 +45,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    made = Forks(environment, None, "unit-test-of-forks")
+    made = Forks(environment)
     wait(made)
     yield made
     made.close()
@@ -136,7 +136,7 @@ def test_a_library_that_starts_threads_is_not_forked(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
-    forks = Forks(environment, None, "unit-test-of-forks")
+    forks = Forks(environment)
     wait(forks)
     assert forks.fork("decode-0", ["jobcode"], {}) is None
     forks.close()
@@ -151,9 +151,9 @@ def test_what_a_killed_supervisor_leaves_is_removed_and_its_processes_end(
     segment.touch()
     code = (
         "import os, time\n"
-        "from pathlib import Path\n"
-        "from hadal.runtime.process.forks import Forks\n"
-        f"forks = Forks(dict(os.environ), Path({str(folder)!r}), 'forks-test')\n"
+        "from hadal.runtime.process.forks import Forks, Left\n"
+        "forks = Forks(dict(os.environ))\n"
+        f"forks.clear_after(Left(['/dev/shm/hadal-forks-test.*'], [{str(folder)!r}]))\n"
         "while forks.is_warming: time.sleep(0.01)\n"
         "print(forks.fork('decode-0', ['jobcode', 'sleep'], {}).pid, flush=True)\n"
         "time.sleep(600)\n"

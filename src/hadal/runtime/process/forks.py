@@ -19,10 +19,10 @@ Nothing runs in the forked process before `go`, so one that the supervisor gave 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import fcntl
 import gc
+import glob
 import importlib
 import logging
 import os
@@ -39,7 +39,6 @@ from pathlib import Path
 import msgspec
 
 from hadal.runtime.process.entry import PR_SET_PDEATHSIG
-from hadal.runtime.transfer.pool import remove_segments
 
 MODULES = (
     "hadal.runtime.worker",
@@ -48,6 +47,10 @@ MODULES = (
     "hadal.gateway.process",
 )
 """What may be forked, in the order in which it is imported."""
+API_KEYS = "HADAL_API_KEYS"
+"""Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
+let in.
+"""
 PATIENCE_S = 30.0
 """How long a fork may take, before processes are started the plain way from then on."""
 _PR_SET_NAME = 15
@@ -62,7 +65,14 @@ _QUIET_S = 3.0
 log = logging.getLogger(__name__)
 
 
-class Job(msgspec.Struct):
+class Left(msgspec.Struct, tag=True):
+    """What to remove should the supervisor be killed: files by patterns, then folders."""
+
+    patterns: list[str]
+    folders: list[str]
+
+
+class Job(msgspec.Struct, tag=True):
     """What a forked process shall be. `fds`: numbers under which it finds the descriptors that come
     with the job, after its output and its line to the supervisor.
     """
@@ -71,6 +81,24 @@ class Job(msgspec.Struct):
     arguments: list[str]
     environment: dict[str, str]
     fds: list[int]
+
+
+def environment() -> dict[str, str]:
+    """Of the fork server and of every process. The API keys are not in it: gateways alone need
+    them.
+    """
+    source = str(Path(__file__).resolve().parents[3])
+    inherited = {name: value for name, value in os.environ.items() if name != API_KEYS}
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),
+        "PYTHONUNBUFFERED": "1",
+        # Units share the cores: a thread that spins for work takes them from the unit that has
+        # some.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # Deciding code multiplies nothing large, and a process with threads cannot be forked.
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 class Forked:
@@ -111,10 +139,8 @@ class Forked:
 class Forks:
     """The supervisor's side. Waits for the other process in `fork` alone, and there not for long."""
 
-    def __init__(self, environment: Mapping[str, str], clear: Path | None, run_id: str) -> None:
-        """Start the fork server. `clear`: a folder to remove should the supervisor be killed, with
-        the run's shared memory.
-        """
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start the fork server, which is not waited for."""
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
@@ -122,11 +148,9 @@ class Forks:
             return
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        more = ["--clear", str(clear)] if clear else []
-        number = str(theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, "--fd", number, "--run-id", run_id, *more],
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -134,10 +158,10 @@ class Forks:
                 env=dict(environment),
             )
 
-    @property
-    def fd(self) -> int | None:
-        """Readable when the server is ready, or gone."""
-        return None if self._socket is None else self._socket.fileno()
+    def clear_after(self, left: Left) -> None:
+        """Have this removed if this process is killed."""
+        if self._socket is not None:
+            self._socket.send(msgspec.json.encode(left))
 
     @property
     def is_warming(self) -> bool:
@@ -215,13 +239,9 @@ def main() -> int:
     """Import everything, then fork what is asked for until the supervisor is gone. Returns the exit
     code; in a forked process, that of its module.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="socket to the supervisor")
-    parser.add_argument("--run-id", required=True, help="of the run, whose shared memory it is")
-    parser.add_argument("--clear", type=Path, help="folder to remove if the supervisor is killed")
-    asked = parser.parse_args()
     supervisor_pid = os.getppid()
-    line = socket.socket(fileno=asked.fd)
+    line = socket.socket(fileno=int(sys.argv[1]))
+    left = Left([], [])
     waiting = list(MODULES)
     for module in waiting[:-1]:
         importlib.import_module(module)
@@ -237,9 +257,12 @@ def main() -> int:
             continue
         data, fds, _, _ = socket.recv_fds(line, _MAX_BYTES, _MAX_FDS)
         if not data:
-            _clear(asked.clear, asked.run_id)
+            _clear(left)
             return 0
-        job = msgspec.json.decode(data, type=Job)
+        job: Job | Left = msgspec.json.decode(data, type=Job | Left)
+        if isinstance(job, Left):
+            left = job
+            continue
         pid = os.fork()
         if pid:
             for fd in fds:
@@ -285,10 +308,12 @@ def _become(job: Job, fds: list[int], supervisor_pid: int) -> int:
     return int(code)
 
 
-def _clear(folder: Path | None, run_id: str) -> None:
+def _clear(left: Left) -> None:
     """Remove what a supervisor that was killed leaves. Its processes die with it."""
-    remove_segments(run_id)
-    if folder is not None:
+    for pattern in left.patterns:
+        for name in glob.glob(pattern):
+            Path(name).unlink(missing_ok=True)
+    for folder in left.folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 

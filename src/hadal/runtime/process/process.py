@@ -84,10 +84,6 @@ HAS_SERVED = "--has-served"
 """Argument of a gateway that follows another: requests wait for what is missing, as they did
 before.
 """
-API_KEYS = "HADAL_API_KEYS"
-"""Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
-let in.
-"""
 
 
 @dataclass(frozen=True)
