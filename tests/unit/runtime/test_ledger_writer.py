@@ -345,8 +345,11 @@ def test_tables_that_are_gone_are_made_again(store: FakeStore) -> None:
     store.close()
 
 
-def test_a_fact_that_no_file_takes_ends_nothing(store: FakeStore) -> None:
+def test_a_fact_that_no_file_takes_ends_nothing(
+    store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
     """Half a surrogate, as in the name of a folder that is no UTF-8."""
+    caplog.set_level(logging.CRITICAL)  # pytest-xdist cannot send a log with such a name.
     kept = Kept()
     writer = writer_of(store, kept)
     store.is_down = True
