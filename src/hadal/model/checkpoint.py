@@ -130,10 +130,18 @@ class Checkpoint:
     def _read_fp8(self, names: Sequence[str], codes: list[Tensor], into: Tensor) -> None:
         """Fill `into` [N, rows, columns]."""
         assert codes, "a model without a tensor was refused before"
-        scales = [self._scales(name, each) for name, each in zip(names, codes, strict=True)]
+        scales = torch.stack(
+            [self._scales(name, each) for name, each in zip(names, codes, strict=True)]
+        )
         assert self._block_size is not None, "its scales were asked for with it"
+        if not bool(torch.isfinite(scales).all()):
+            index = int((~torch.isfinite(scales)).flatten(1).any(1).nonzero()[0])
+            scale_name = f"{names[index]}_scale_inv"
+            raise CheckpointError(
+                f"{self._path(scale_name)}: {scale_name} holds values that are not finite."
+            )
         stacked = torch.stack([each.view(torch.uint8) for each in codes])
-        dequantise(stacked.view(torch.float8_e4m3fn), torch.stack(scales), self._block_size, into)
+        dequantise(stacked.view(torch.float8_e4m3fn), scales, self._block_size, into)
 
     def _scales(self, name: str, codes: Tensor) -> Tensor:
         """The scales of an FP8 matrix, in FP32."""
@@ -162,8 +170,6 @@ class Checkpoint:
             raise CheckpointError(
                 f"{scale_path}: {scale_name} is {_dtype(scale_inv)}; FP32 is needed."
             )
-        if not bool(torch.isfinite(scale_inv).all()):
-            raise CheckpointError(f"{scale_path}: {scale_name} holds values that are not finite.")
         return scale_inv.float()
 
     def _tensor(self, name: str) -> Tensor:
@@ -224,12 +230,16 @@ class Checkpoint:
             raise CheckpointError(
                 f"{index}: weight_map is {shown(weight_map)}; an object is needed."
             )
+        seen: set[str] = set()
         for name, file in weight_map.items():
+            if isinstance(file, str) and file in seen:
+                continue
             if not _is_file_name(file):
                 raise CheckpointError(
                     f"{index}: weight_map says that {shown(name)} is in {shown(file)}; a file name"
                     " in this folder is needed."
                 )
+            seen.add(file)
         return weight_map
 
 
