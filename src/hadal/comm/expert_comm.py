@@ -557,7 +557,7 @@ class Handle:
         self._outputs: Tensor | None = None
         """Kept while they are sent: FP32 rows leave from where they lie."""
         self.dispatch_interval: Interval | None = None
-        """On the link; None if there is nobody to talk to."""
+        """When it was on the link; None if there is nobody to talk to."""
         self.combine_interval: Interval | None = None
 
     def _send(self) -> None:

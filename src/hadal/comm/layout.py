@@ -21,9 +21,9 @@ from hadal.core.plans import row_bytes
 HEAD_BYTES = 16
 """int32: rows, pairs, layer, kind of message."""
 PAIR_BYTES = 8
-"""Of a normal message: which row, which slot."""
+"""Bytes of a pair in a normal message: which row, which slot."""
 MESSAGE_HEAD_BYTES = 16
-"""Of a low-latency message; the same as DeepEP's."""
+"""Bytes of a low-latency message's head; the same as DeepEP's."""
 
 WIRES = ("fp32", "fp8", "fp8_pow2")
 MODES = ("normal", "low_latency")
@@ -47,29 +47,29 @@ class WireLayout:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a dispatched row."""
+        """Bytes of a dispatched row."""
         return row_bytes(self.hidden_size, self.wire)
 
     @cached_property
     def message_bytes(self) -> int:
-        """Of a low-latency message: 7,408 for FP8 at hidden size 7168."""
+        """Bytes of a low-latency message: 7,408 for FP8 at hidden size 7168."""
         return MESSAGE_HEAD_BYTES + self.row_bytes
 
     @cached_property
     def back_bytes(self) -> int:
-        """Of a returned row: 14,336 for BF16 at hidden size 7168."""
+        """Bytes of a returned row: 14,336 for BF16 at hidden size 7168."""
         return row_bytes(self.hidden_size, self.back_format)
 
     def dispatch_bytes(self, mode: str, num_rows: int, num_pairs: int) -> int:
-        """Of the message to one peer: `num_rows` distinct tokens in `num_pairs` (token, expert)
-        pairs.
+        """Return the bytes of the message to one peer: `num_rows` distinct tokens in `num_pairs`
+        (token, expert) pairs.
         """
         if mode == "low_latency":
             return HEAD_BYTES + num_pairs * self.message_bytes
         return HEAD_BYTES + num_pairs * PAIR_BYTES + num_rows * self.row_bytes
 
     def combine_bytes(self, num_pairs: int) -> int:
-        """Of the message back from one peer."""
+        """Return the bytes of the message back from one peer."""
         return num_pairs * self.back_bytes
 
     def expected_bytes(

@@ -102,7 +102,7 @@ class BlockAllocator:
         self._free = list(_all_blocks(num_blocks))
         self._generation = array("i", bytes(4 * num_blocks))
         self._owners: list[Hashable | _Owners] = [None] * num_blocks
-        """By block; None: nobody. Nearly all have one."""
+        """Each block's owners; None: nobody. Nearly all have one."""
         self._num_owned = 0
         self._name_to_block: dict[bytes, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}

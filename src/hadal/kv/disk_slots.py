@@ -33,7 +33,7 @@ class FreeRuns:
     def __init__(self) -> None:
         self._first_to_count: dict[int, int] = {}
         self._end_to_first: dict[int, int] = {}
-        """By the number behind a run's last."""
+        """First slot of a run, by the number behind its last."""
         self._count_to_firsts: dict[int, dict[int, None]] = {}
         self._num = 0
 
@@ -112,7 +112,7 @@ class FreeRuns:
 
 
 MAX_SLOTS = 1 << 31
-"""Of a segment: so few that the numbers of two segments' slots never touch."""
+"""Most slots of a segment: so few that the numbers of two segments' slots never touch."""
 
 
 class DiskSlots:
@@ -120,7 +120,7 @@ class DiskSlots:
 
     def __init__(self, eviction: type[Arc | Lru] = Arc) -> None:
         self._segment_to_names: dict[int, list[bytes | None]] = {}
-        """By slot."""
+        """Names of a segment's blocks, by slot."""
         self._name_to_number: dict[bytes, int] = {}
         self._free = FreeRuns()
         self._writing: set[bytes] = set()

@@ -83,8 +83,8 @@ class LeaseBook:
         return ended
 
     def owners(self, rank: int = 0) -> list[tuple[Key, tuple[int, ...]]]:
-        """By attempt, what is leased of a rank. A block may be under several leases: they only read
-        it.
+        """Return what is leased of a rank, by attempt. A block may be under several leases: they
+        only read it.
         """
         return [(key, lease.block_ids) for key, lease in self._leases.items() if lease.rank == rank]
 

@@ -32,7 +32,7 @@ from hadal.overlap.plan import SEQUENTIAL, Schedule
 from hadal.reference.params import ModelWeights
 
 Rows = tuple[Tensor, Tensor, Tensor]
-"""Of a decode micro-batch: tokens_B and positions_B (int64), block_table_BM (int32)."""
+"""Rows of a decode micro-batch: tokens_B and positions_B (int64), block_table_BM (int32)."""
 
 
 class DeepseekV3:
@@ -41,8 +41,8 @@ class DeepseekV3:
     def __init__(
         self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None = None
     ) -> None:
-        """With a `comm`, `weights` hold the experts of this rank's slots alone; see
-        model/experts.
+        """Make the model of `weights`. With a `comm` they hold the experts of this rank's slots
+        alone; see model/experts.
         """
         self.weights = weights
         self.cache = cache

@@ -96,7 +96,7 @@ class ExpertStore:
             _Held.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)
         ]
         self._lock = threading.Lock()
-        """Over what follows. `_held` needs none: a record is taken or exchanged as one
+        """Guards what follows. `_held` needs no lock: a record is taken or exchanged as one
         reference.
         """
         self._generation = 0
@@ -351,7 +351,7 @@ class Membership:
         self._generation = 0
         self._blamed: tuple[int, ...] = ()
         self._placement: Placement | None = None
-        """In force."""
+        """The placement in force."""
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
         """Join the plan's generation, read the replicas that are new, drop those that went. Answers
@@ -386,8 +386,8 @@ class Membership:
         return Formed(plan.generation, error, self.lost, num_loaded)
 
     def flip(self, flip: LayerFlip, model: DeepseekV3) -> None:
-        """Between two steps: let a layer's experts lie where they have been staged, and its tokens
-        go there.
+        """Let a layer's experts lie where they have been staged, and its tokens go there, between
+        two steps.
 
         Raises ValueError if the flip does not fit the placement, InvariantError if it was not
         staged. A caller blames either: what the other ranks flipped has to be formed anew.

@@ -157,7 +157,7 @@ _GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: dividing by it would overflow."""
 _OWN = f"{NO_TOKEN}: logit_bias, penalties, and stop ids before min_tokens leave none"
 _CACHED_VALUES = 2**19
-"""On a CPU, rows are drawn in groups of this many values: 2 MiB stay in its cache (twice as fast at
+"""Values of the rows that are drawn together on a CPU: 2 MiB stay in its cache (twice as fast at
 V3's size).
 """
 
@@ -338,7 +338,9 @@ class Sampler:
     def _logprobs(
         self, logits_BV: Tensor, tokens_B: Tensor, slots_B: np.ndarray
     ) -> dict[int, Draw]:
-        """Of the model's own distribution: before bias, penalties and temperature."""
+        """Return log-probabilities of the model's own distribution: before bias, penalties and
+        temperature.
+        """
         asked = np.flatnonzero(self._num_logprobs[slots_B] >= 0)
         if not len(asked):
             return {}

@@ -86,7 +86,7 @@ class Share:
     covered_s: float
     """Link and compute busy together."""
     exposed_s: float
-    """Of the wait lane."""
+    """Seconds of the wait lane."""
 
     @property
     def covered(self) -> float | None:
@@ -95,7 +95,7 @@ class Share:
 
 
 def shares(events: Iterable[TraceEvent]) -> tuple[Share, ...]:
-    """By rank, in order."""
+    """Return each rank's shares, in the order of ranks."""
     lanes: dict[tuple[int, str], list[Stretch]] = {}
     ranks: set[int] = set()
     for event in events:
@@ -113,14 +113,16 @@ def shares(events: Iterable[TraceEvent]) -> tuple[Share, ...]:
 
 
 def covered_share(events: Iterable[TraceEvent]) -> float | None:
-    """Of all ranks' link time, the share under computation; None if nothing travelled."""
+    """Return the share of all ranks' link time that lies under computation; None if nothing
+    travelled.
+    """
     by_rank = shares(events)
     link_s = sum(share.link_s for share in by_rank)
     return sum(share.covered_s for share in by_rank) / link_s if link_s > 0.0 else None
 
 
 def duration_s(events: Sequence[TraceEvent]) -> float:
-    """From the first start to the last end, of any rank."""
+    """Return the seconds from the first start to the last end on any rank."""
     if not events:
         return 0.0
     return max(event.end_s for event in events) - min(event.start_s for event in events)

@@ -59,7 +59,7 @@ not show.
 """
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
-"""Between two fits once there are many steps; a size never seen before is fitted at once."""
+"""Steps between two fits once there are many; a size never seen before is fitted at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,9 @@ def step_s(costs: StepCosts, schedule: Schedule, works: Sequence[Work], num_laye
 
 
 def _moe_s(schedule: Schedule, times: Sequence[OpSeconds], num_layers: int) -> float:
-    """From two short stretches: once the pipeline is full, every layer adds the same."""
+    """Price the MoE layers from two short stretches: once the pipeline is full, every layer adds
+    the same.
+    """
     if num_layers <= _EXACT_LAYERS:
         return price(schedule, times, num_layers).total_s
     short = price(schedule, times, _EXACT_LAYERS - 2).total_s

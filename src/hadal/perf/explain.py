@@ -44,12 +44,12 @@ class Stage:
     """
 
     op: str
-    """Of the schedule; `step` for parts outside of MoE layers."""
+    """The schedule's op; `step` for parts outside of MoE layers."""
     name: str
     micro_batch_s: float
-    """In one layer, for the first micro-batch."""
+    """Seconds in one layer, for the first micro-batch."""
     seconds: float
-    """In the whole step."""
+    """Seconds in the whole step."""
     bound: str
     """compute, memory, link, launch or host: what its time is spent on."""
     exposed_s: float
@@ -68,7 +68,7 @@ class StepPrice:
     parts: tuple[Part, ...]
     micro_batches: tuple[MicroBatch, ...]
     kernels: tuple[tuple[Kernel, ...], ...]
-    """Of an MoE layer, by micro-batch."""
+    """Kernels of an MoE layer, by micro-batch."""
     ops: tuple[OpSeconds, ...]
     tokens_per_s_gpu: float = 0.0
     tokens_per_s_user: float | None = None
@@ -83,8 +83,8 @@ class StepPrice:
 
     @property
     def micro_batch_layer_s(self) -> float:
-        """Of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's figures
-        show.
+        """Seconds of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's
+        figures show.
         """
         return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
 

@@ -33,7 +33,9 @@ from hadal.overlap.plan import (
 from hadal.overlap.trace import COMPUTE, LINK, WAIT
 
 _STEADY_LAYERS = 8
-"""By then the pipeline of two micro-batches is full: two more layers add what any two more add."""
+"""Layers after which the pipeline of two micro-batches is full: two more layers add what any two
+more add.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,16 +134,16 @@ CONSTANTS = Constants()
 COMPUTE, MEMORY, LINK, LAUNCH = "compute", "memory", "link", "launch"
 FP4, FP8, BF16 = "fp4", "fp8", "bf16"
 DTYPE_BYTES = {FP4: 0.5 + 1 / 16, FP8: float(FP8_BYTES), BF16: float(BF16_BYTES)}
-"""Of weights. NVFP4 has an FP8 scale per 16 values."""
+"""Bytes of a weight. NVFP4 has an FP8 scale per 16 values."""
 TENSOR_SHARE = 0.875
-"""Of peak FLOP/s that tensor cores hold under load: 865 of 989 TFLOPS on a throttled H800 (FlashMLA
-deep-dive).
+"""Share of peak FLOP/s that tensor cores hold under load: 865 of 989 TFLOPS on a throttled H800
+(FlashMLA deep-dive).
 """
 COOL_TENSOR_SHARE = 0.95
 """The same where power is no limit (H20)."""
 TILE_ROWS = 32.0
-"""Of a group's padding, what tiles of 64 rows waste on average; the rest is tiles waiting for their
-weights.
+"""Rows of a group's padding that tiles of 64 rows waste on average; the rest is tiles waiting for
+their weights.
 """
 
 

@@ -99,10 +99,11 @@ def total_params(model: ModelConfig) -> int:
 def weight_bytes(
     model: ModelConfig, num_slots: int, num_draft_layers: int = 0, expert_bytes: float = FP8_BYTES
 ) -> int:
-    """Of a rank with `num_slots` expert replicas in each layer: FP8, embedding and head BF16.
+    """Return the bytes of a rank's weights with `num_slots` expert replicas in each layer: FP8,
+    embedding and head BF16.
 
     A draft layer is an MoE layer and a projection of two hidden states to one (V3 report 2.2); it
-    shares the rest. `expert_bytes`: of a routed expert's weight, scales included.
+    shares the rest. `expert_bytes` are those of one weight of a routed expert, scales included.
     """
     num_layers = num_moe_layers(model) + num_draft_layers
     moe = model.n_shared_experts * expert_params(model) + model.hidden_size * model.n_routed_experts

@@ -58,7 +58,7 @@ class LinkCurve:
 
     fixed_s: float
     nic_share: float
-    """Of the NIC's rate."""
+    """Share of the NIC's rate that is reached."""
     nvlink_share: float
     source: str
     residual: float
@@ -224,7 +224,7 @@ class Unit(Protocol):
 
 
 def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) -> tuple[str, ...]:
-    """Of a decode micro-batch: `queries` tokens of each request."""
+    """Return what is extrapolated for a decode micro-batch with `queries` tokens of each request."""
     rows = (
         batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
     )
@@ -249,7 +249,7 @@ def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) 
 
 
 def prefill_flags(unit: Unit, batch: MicroBatch, prompt_tokens: float) -> tuple[str, ...]:
-    """Of a prefill micro-batch."""
+    """Return what is extrapolated for a prefill micro-batch."""
     rows = (
         batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
     )
@@ -298,7 +298,9 @@ def _outside(what: str, value: float, limits: tuple[float, float]) -> str | None
 
 @lru_cache(maxsize=1024)
 def expected_maximum(num_ranks: int) -> float:
-    """Of `num_ranks` standard normals (Blom 1958): 2.07 for 32, 2.64 for 144."""
+    """Return the expected maximum of `num_ranks` standard normals (Blom 1958): 2.07 for 32, 2.64
+    for 144.
+    """
     if num_ranks <= 1:
         return 0.0
     return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
@@ -366,7 +368,7 @@ def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> fl
 AUTO = "auto"
 DECODE, PREFILL = "decode", "prefill"
 MTP_ACCEPT = 0.8
-"""Of drafts that are verified: 80-90 % for the second token (arXiv 2505.09343)."""
+"""Share of verified drafts that is accepted: 80-90 % for the second token (arXiv 2505.09343)."""
 REDUNDANT = 32
 """Replicas beyond the experts, in DeepSeek's units (inference overview)."""
 PLACED_BY_NODES = 1.16
@@ -551,8 +553,8 @@ class StepModel:
     def expected_imbalance(
         self, phase: str, tokens_per_rank: float, text_tokens: float = 1.0
     ) -> float:
-        """Of one micro-batch of `tokens_per_rank` tokens a rank, in texts of `text_tokens` tokens
-        each.
+        """Return the price of one micro-batch of `tokens_per_rank` tokens a rank, in texts of
+        `text_tokens` tokens each.
         """
         by_nodes = phase == PREFILL and self.num_ranks > self.hardware.nvlink_domain
         placed = self.placed or (PLACED_BY_NODES if by_nodes else 1.0)

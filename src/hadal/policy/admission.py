@@ -25,8 +25,8 @@ Bools = NDArray[np.bool_]
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
-"""Per so many requests: one more prefilled ahead of a free slot, one more block kept free for
-growth.
+"""One request in so many is head-room: one more is prefilled ahead of a free slot, one more block
+is kept free for growth.
 """
 LEFT_SHARE = 4
 """Tenants that have their share leave one of so many slots and blocks to others."""
@@ -141,8 +141,8 @@ def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:
-    """By rank, whether it takes a request now. The head-room keeps it from being preempted at
-    once.
+    """Tell, for each rank, whether it takes a request now. The head-room keeps it from being
+    preempted at once.
     """
     headroom = (num_running > 0) * (1 + num_running // HEADROOM_SHARE)
     return num_blocks_needed + headroom <= num_blocks_free

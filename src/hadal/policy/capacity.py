@@ -18,7 +18,7 @@ import numpy as np
 
 
 MEAN = 0.0
-"""Instead of a quantile: what is promised is the mean over requests."""
+"""The promise is about the mean over requests, not about a quantile."""
 _UNITS_S = {"s": 1.0, "ms": 1e-3}
 _QUANTITIES = ("ttft", "tpot")
 _PART = r"([a-z][a-z0-9]*)(?:_p([0-9]+(?:\.[0-9]+)?))?\s*=\s*([0-9.]+)\s*([a-z]*)"
@@ -30,9 +30,9 @@ class Slo:
     """Seconds that the busiest hour keeps. Quantiles lie between 0 and 1; MEAN is the mean."""
 
     ttft_s: float
-    """To the first token, from a request's arrival."""
+    """Time from a request's arrival to its first token."""
     tpot_s: float
-    """Per output token after it."""
+    """Time per output token after the first."""
     ttft_quantile: float = MEAN
     tpot_quantile: float = MEAN
 
@@ -99,7 +99,7 @@ class DecodePoint:
     tpot_s: float
     """Seconds per output token of a request."""
     tokens_per_s: float
-    """Of the unit."""
+    """Tokens that the whole unit computes in a second."""
 
 
 def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:

@@ -36,11 +36,12 @@ from hadal.policy.views import DecodeRanksView, HolderView, Ints
 Floats = NDArray[np.float64]
 
 TIE_WEIGHT = 1e-6
-"""Of the sum of both shares, added to the larger: it decides only between equals."""
+"""Share of the sum of both shares that is added to the larger one: it decides only between equals.
+"""
 SLACK = 0.25
-"""Of what the fullest rank's KV share is above the mean: added to request shares. Of 0, .25, .35,
-.5 and .7 the one that lifts long outputs and long prompts (KV balance +.01) and leaves short ones
-(azure-conv) at .98.
+"""Share of the fullest rank's lead in KV over the mean that is added to request shares. .25 was
+chosen out of 0, .25, .35, .5 and .7: it lifts long outputs and long prompts (KV balance +.01) and
+leaves short ones (azure-conv) at .98.
 """
 SLACK_MAX = 0.03
 """A unit of few ranks or few requests is always uneven; there both shares should count about
@@ -70,7 +71,7 @@ class Sent:
     """A placement of the caller's own, which a rank's report may or may not count yet."""
 
     row: int
-    """Of the rank in the view."""
+    """The rank's row in the view."""
     number: int
     """The caller's running number; a report says up to which one it counts."""
     arrival: Arrival
@@ -238,8 +239,8 @@ def place_in_turn(
 
 
 def _num_at_most(ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: bool) -> int:
-    """So many of the first arrivals might fit, were the unit one rank. A long queue is not worth a
-    longer look.
+    """Return how many of the first arrivals might fit, were the unit one rank. A long queue is not
+    worth a longer look.
     """
     num_slots = int(np.maximum(ranks.num_requests_max - ranks.num_requests, 0).sum())
     taken_R = ranks.num_blocks_used if preempts else ranks.num_blocks_worst
@@ -304,10 +305,10 @@ class MoveTerms:
     """Largest share of a rank over the mean that is left alone. At 1.01 some five times as many
     requests move for a point of balance (simulated: facts)."""
     num_moves_max: int = 4
-    """Of one decision."""
+    """Most moves of one decision."""
     kv_time_share: float = 0.28
-    """Of a balanced step's time, what grows with a rank's KV (facts: 2.9e-8 s a token, 96 requests
-    of 4.4k tokens).
+    """Share of a balanced step's time that grows with a rank's KV (facts: 2.9e-8 s a token, 96
+    requests of 4.4k tokens).
     """
     request_time_share: float = 0.26
     """The same of its requests, 1.2e-4 s each: half of it on the rank itself, half in the exchange

@@ -23,9 +23,7 @@ DAY_S = 86_400.0
 NUM_SLOPE_MIN = 5
 """Fewer samples than this show no trend."""
 DOUBT = 3.0
-"""So many standard errors of a slope are taken off it: what noise alone leaves of one is rare and
-small.
-"""
+"""Standard errors that are taken off a slope: what noise alone leaves of one is rare and small."""
 CHANGE_MAX = 2.0
 """The trend alone never forecasts more than this times the level, or less than one part of it."""
 
@@ -41,7 +39,7 @@ class DayShape:
     """
 
     bins: tuple[float, ...]
-    """In any unit; only ratios matter."""
+    """Demand in each bin, in any unit; only ratios matter."""
 
     def __post_init__(self) -> None:
         if not self.bins or min(self.bins) <= 0 or not np.all(np.isfinite(self.bins)):
@@ -56,7 +54,7 @@ class DayShape:
 
     @cached_property
     def _values(self) -> Floats:
-        """At edge 0, middle 0, edge 1, ... and at the next midnight: [2 bins + 1]."""
+        """The shape at edge 0, middle 0, edge 1, ... and at the next midnight: [2 bins + 1]."""
         means = np.asarray(self.bins, np.float64) / np.mean(self.bins)
         edges = 0.5 * (means + np.roll(means, 1))
         # A bin's mean is (edge + 2 middle + next edge) / 4.

@@ -62,11 +62,11 @@ DRAIN = 0.25
 wait for long.
 """
 FIXED_SHARE = 0.1
-"""Of a step's time, what its fixed cost may be where more could be done: steps of little work are
-that long.
+"""Share of a step's time that its fixed cost may be where more could be done; it bounds below how
+little work a step has.
 """
 SCALES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4)
-"""Of the nominal budget, what a step may be given."""
+"""Shares of the nominal budget that a step may be given."""
 WORTH = 0.002
 """What a wider cap or a shorter step must gain in predicted efficiency over those before it."""
 
@@ -267,7 +267,7 @@ Cached = Mapping[int, PromptView]
 """rank -> a waiting prompt as it is there; ranks that have nothing of it are not in it."""
 
 HEAD_SHARE = 0.1
-"""Of a rank's budget, for its oldest prompt, before lighter ones may run beside it."""
+"""Share of a rank's budget that its oldest prompt gets before lighter ones may run beside it."""
 ROOM = 1.25
 """Prompts start on a rank while those before take surely less than so many times the mean number of
 tokens.

@@ -32,7 +32,7 @@ class LoadRates:
     """What reading blocks from disk takes, as measured."""
 
     load_s: float
-    """Of one load, whatever its size."""
+    """Seconds that one read from disk takes, whatever its size."""
     block_s: float
 
     def seconds(self, num_blocks: int) -> float:
@@ -46,13 +46,13 @@ class Prefix:
     num_memory: int = 0
     """Found in the rank's pool."""
     num_shared: int = 0
-    """Of those, in use already: they need no room."""
+    """Those of them that are in use already, so that they need no room."""
     num_loading: int = 0
-    """To be read from disk, behind those."""
+    """Blocks behind those that are to be read from disk."""
     load_s: float = 0.0
     """What that is predicted to take; 0 while unmeasured."""
     num_recomputed: int = 0
-    """On disk behind those, and cheaper to compute."""
+    """Blocks behind those that are on disk and cheaper to compute."""
 
     @property
     def num_blocks(self) -> int:

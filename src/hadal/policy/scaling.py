@@ -68,15 +68,15 @@ class ScalingRules:
     num_nodes_max: int
     """Nodes that there are."""
     start_s: float
-    """From a decision until the unit works."""
+    """Time from a decision until the unit works."""
     period_s: float = 60.0
-    """Between decisions."""
+    """Time between decisions."""
     hold_s: float = 1800.0
     """A unit is given up if it was not needed for so long, and will not be."""
     margin: float = 0.02
     """And if the need is smaller by so much, as a share."""
     catch_up_s: float = 600.0
-    """In which a backlog is to be worked off."""
+    """Time in which a backlog is to be worked off."""
 
     def __post_init__(self) -> None:
         for name, role in ((PREFILL, self.prefill), (DECODE, self.decode)):
@@ -128,7 +128,7 @@ class RoleView:
     """What is known of the demand for one role."""
 
     times_s: tuple[float, ...]
-    """Of the samples, by the clock of the day, ascending."""
+    """Times of the samples by the clock of the day, ascending."""
     rates: tuple[float, ...]
     """Tokens per second at those times."""
     unit_tokens_per_s: float
@@ -144,7 +144,7 @@ class ScalingView:
     """The fleet at one instant."""
 
     now_s: float
-    """By the clock of the day."""
+    """Time of the decision by the clock of the day."""
     prefill: RoleView
     decode: RoleView
     levels: Units
@@ -193,20 +193,20 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """Of one role, in units of it or in bundles."""
+    """What is needed of one role, in units of it or in bundles."""
 
     now: float
     soon: float
     kept: float
 
     def of(self, num_extra: int, num_bundle: int) -> _Need:
-        """In bundles, beside `num_extra` units."""
+        """Return the need in bundles, beside `num_extra` units."""
         return _Need(
             *((need - num_extra) / num_bundle for need in (self.now, self.soon, self.kept))
         )
 
     def or_more(self, other: _Need) -> _Need:
-        """At each time the larger one."""
+        """Return the larger need of both at each time."""
         return _Need(
             max(self.now, other.now), max(self.soon, other.soon), max(self.kept, other.kept)
         )
@@ -261,7 +261,7 @@ def _need(
 
 
 def _bundled(prefill: _Need, decode: _Need, before: Units, rules: ScalingRules) -> Units:
-    """As many bundles as the role needs that asks for most."""
+    """Return the units in as many bundles as the role that asks for most needs."""
     of_prefill = prefill.of(rules.prefill.num_extra, rules.prefill.num_bundle)
     of_decode = decode.of(rules.decode.num_extra, rules.decode.num_bundle)
     most = of_prefill.or_more(of_decode)
@@ -274,7 +274,7 @@ def _bundled(prefill: _Need, decode: _Need, before: Units, rules: ScalingRules) 
 
 
 def _alone(need: _Need, before: int, fixed: RoleRules) -> int:
-    """Of one role by itself; its extra units are not for the need."""
+    """Return the units of one role that grows by itself; its extra units do not serve the need."""
     return need.level(before - fixed.num_extra) + fixed.num_extra
 
 

@@ -31,7 +31,9 @@ class Silence:
     """What is known of one suspected process."""
 
     silent_s: float
-    """Since it was last heard or seen to move, without the time in which its judge stood still."""
+    """Time since it was last heard or seen to move, without the time in which its judge stood
+    still.
+    """
     starved: float | None = None
     """The part of it, from 0 on, in which it was ready to run and had no processor, as far as its
     host looked; several threads may wait at once. None: its host has not looked twice yet.

@@ -57,7 +57,7 @@ class DecodeUnitView:
 
     unit: str
     num_blocks: int
-    """Of all its living ranks."""
+    """Blocks of all its living ranks."""
     num_blocks_used: int
     num_requests: int
     num_requests_max: int
@@ -89,7 +89,8 @@ class PrefillRankView:
 
     rank: int
     work: float
-    """Of the prompts that started there, at unmeasured rates (policy/prefill_balance.cost_s)."""
+    """Cost of the prompts that started there, at unmeasured rates (policy/prefill_balance.cost_s).
+    """
     num_tokens_free: int
     """What the step still takes there."""
     num_blocks_free: int

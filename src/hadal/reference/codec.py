@@ -78,7 +78,7 @@ def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 MIN_AMAX = 1e-4
 _MANTISSA = 0x7FFFFF
-"""Of an FP32."""
+"""Mantissa bits of an FP32 value."""
 
 
 def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: str) -> None:

@@ -237,7 +237,7 @@ class Replicas:
     """int32"""
     num_ranks: int
     num_slots: int
-    """Of a rank."""
+    """Slots of a rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from hadal.stats.tally import COUNTERS, Counts, Key, Tally
 SCHEMA = 1
 """Raised whenever a table changes; a ledger of another schema is not touched."""
 MAX_ROWS = 500
-"""Of one statement."""
+"""Most rows of one statement."""
 _LOCK = 0x4841444C
 """PostgreSQL's advisory lock while the tables are made ("HADL")."""
 

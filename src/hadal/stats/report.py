@@ -129,7 +129,7 @@ class Line:
     counts: Counts
     nodes: NodeUse
     start_s: int | None = None
-    """Of an hour: when it begins, unix seconds."""
+    """When the hour begins, in unix seconds; None: the row is no hour's."""
     detail: Detail | None = None
     """None where there are sums only, as of a simulated day."""
 
@@ -212,7 +212,7 @@ class Report:
     total: Line
     lines: tuple[Line, ...]
     utc_offset_s: int = 0
-    """Of the hours and times shown."""
+    """Offset of the hours and times shown."""
 
     def as_json(self) -> dict[str, Any]:
         """The total's fields, the window, and a list "hours", "models" or "tenants"."""

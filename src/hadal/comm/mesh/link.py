@@ -39,7 +39,7 @@ HELLO, DATA, ABORT, CHALLENGE = 1, 2, 3, 4
 
 MAX_PAYLOAD_BYTES = 1 << 31
 MAX_CONTROL_BYTES = 4096
-"""Of anything but DATA."""
+"""Most bytes of any frame but DATA."""
 MAX_REASON_BYTES = 1000
 MAX_LOST_RANKS = 1000
 
@@ -59,7 +59,7 @@ class Frame:
     kind: int
     generation: int
     sequence: int
-    """Of a DATA frame: which exchange of its generation."""
+    """Which exchange of its generation a DATA frame belongs to."""
     num_bytes: int
 
 
@@ -144,7 +144,7 @@ def unpack_abort(body: bytes) -> tuple[tuple[int, ...], str]:
 log = logging.getLogger(__name__)
 
 REFUSALS_S = 60.0
-"""Between two lines in the log."""
+"""Seconds between two lines in the log."""
 
 
 _of_process: Counter[str] = Counter()
@@ -389,8 +389,8 @@ class Link:
         return num_bytes
 
     def _read_payload(self, left: int) -> bool:
-        """As _fill_staging, straight to where the payload belongs. What nobody wants goes through
-        the staging area.
+        """Read the payload straight to where it belongs, as _fill_staging reads the rest. What
+        nobody wants goes through the staging area.
         """
         at = self._done_bytes
         into = self._staging[:left] if self._view is None else self._view[at : at + left]

@@ -409,7 +409,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 PURPOSE = "mesh 2"
-"""Of the key (core/handshake.key_of)."""
+"""Purpose of the key (core/handshake.key_of)."""
 MAX_PENDING = 256
 """Accepted connections that have not said who they are, or are ahead of us."""
 
@@ -440,7 +440,7 @@ class MeshGroup:
         self.generation = -1
         self.deadline_s = deadline_s
         self.bytes_sent = 0
-        """Of payloads of exchanges; their headers are not counted."""
+        """Bytes of the payloads of exchanges; their headers are not counted."""
         self.bytes_received = 0
         self.refusals = Refusals("mesh", f"rank {rank}")
         self._on_lost = on_lost

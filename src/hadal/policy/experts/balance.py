@@ -506,7 +506,7 @@ class ExpertPlan:
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
     moved_across_nodes: int = 0
-    """Of an expert to a node that did not hold it before, so that its weights cross between
+    """Replicas on a node that did not hold their expert before, so that its weights cross between
     nodes.
     """
 
@@ -707,8 +707,8 @@ def _split(slots_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
 
 
 def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
-    """Of two placements, in each layer the one whose heaviest rank is lighter on the mean of the
-    window's steps.
+    """Return, layer by layer, that one of two placements whose heaviest rank is lighter on the mean
+    of the window's steps.
     """
     better = mean_of_maxima(greedy_LRS, window) < mean_of_maxima(table_LRS, window)
     return np.asarray(np.where(better[:, None, None], greedy_LRS, table_LRS))

@@ -551,7 +551,7 @@ NUM_LIGHT = 8
 
 
 def sample(window_TLE: Floats) -> Floats:
-    """At most MAX_STEPS of the window's steps."""
+    """Return at most MAX_STEPS of the window's steps."""
     steps = np.linspace(0, len(window_TLE) - 1, min(len(window_TLE), MAX_STEPS)).round().astype(int)
     return np.asarray(window_TLE[steps])
 

@@ -22,7 +22,7 @@ MAX_BAR_CHARS = 50
 MARGIN_CHARS = 18
 """Width of what stands left of a bar: its name and its figure."""
 MOST_TOKENS = 1e18
-"""Of an expert: a thousand million years of one rank's tokens."""
+"""Most tokens of an expert: a thousand million years of one rank's work."""
 
 
 def loads_of(value: Any) -> Floats:
@@ -219,8 +219,8 @@ def _two_bars(balancedness_L: Floats, loads: Floats, room: int) -> list[str]:
 
 
 def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
-    """Over the layers that have tokens: a model's dense layers are rows of zeros in some
-    matrices.
+    """Format the mean and the worst over the layers that have tokens: a model's dense layers are
+    rows of zeros in some matrices.
     """
     summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
     counted = balancedness_L[summed > 0] if summed.any() else balancedness_L
