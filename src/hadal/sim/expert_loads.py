@@ -49,15 +49,17 @@ class Skew:
     """Standard deviations of the logarithm of loads."""
 
     group: float
-    """Of a gate's group within a layer."""
+    """Spread between a gate's groups within a layer."""
     expert: float
-    """Of an expert within its group."""
+    """Spread between experts within their group."""
     layer: float
-    """Of the layer's factor on both."""
+    """Spread of the layer's factor on both."""
 
 
 SKEWS = {PREFILL: Skew(0.40, 0.60, 0.20), DECODE: Skew(0.47, 0.54, 0.20)}
-"""By phase. Decode's loads are of fewer texts at a time, hence of more unequal groups."""
+"""Skews of both phases. Decode's loads come from fewer texts at a time, hence from more unequal
+groups.
+"""
 
 
 @dataclass(frozen=True, eq=False)

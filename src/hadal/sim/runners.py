@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 STOP_ID = 1
-"""Of every simulated request: `Generation.stop_ids` has it."""
+"""The stop id of every simulated request: `Generation.stop_ids` has it."""
 WORD_ID = 0
 """Any other token."""
 
@@ -51,10 +51,10 @@ class StepWork(NamedTuple):
     texts: int
     """Prefill: chunks. Decode: requests."""
     most_tokens: int
-    """Of a rank."""
+    """Most tokens of a rank."""
     most_positions: int
     imbalance: float
-    """Of experts, the mean of the micro-batches."""
+    """Imbalance of experts, the mean of the micro-batches."""
     num_micro_batches: int
     context_tokens: int
     """Whose KV is read: prefill's once a chunk, so new ones and those before them. Decode: the
@@ -70,7 +70,7 @@ class PrefillRunner:
 
     def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
         self.work = NO_WORK
-        """Of the last step."""
+        """What the last step computed."""
         self.ranks: tuple[list[int], list[int]] = [0] * model.num_ranks, [0] * model.num_ranks
         """The same by rank: tokens, and (token, position) pairs."""
         self.price: StepPrice | None = None
@@ -81,7 +81,7 @@ class PrefillRunner:
         self._model = model
         self._output_tokens = output_tokens
         self._pairs_token = pairs_per_token(model)
-        """So many positions that are attended to take a rank as long as a token: which rank is the
+        """Attended positions that take a rank as long as a token does; they tell which rank is the
         slowest.
         """
 
@@ -120,11 +120,11 @@ class PrefillRunner:
         return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds * part, op_times=ops)
 
     def formed(self, num_living: int) -> None:
-        """So many ranks take part from now on."""
+        """Let `num_living` ranks take part from now on."""
         self._num_living = max(1, num_living)
 
     def _micro_batch(self, works: Sequence[_RankWork], rank: int | None = None) -> MicroBatch:
-        """As its slowest rank has it, or as `rank` has."""
+        """Return the micro-batch as its slowest rank has it, or as `rank` has it."""
         slowest = (
             max(works, key=lambda work: work[1] + self._pairs_token * work[0])
             if rank is None
@@ -142,7 +142,9 @@ class PrefillRunner:
 
 
 _RankWork = tuple[int, int, int, int]
-"""Of a rank in a micro-batch: tokens, (token, position) pairs, positions that are read, chunks."""
+"""What a rank computes in a micro-batch: tokens, (token, position) pairs, positions that are read,
+chunks.
+"""
 
 
 def _works_of(rank_to_chunks: Sequence[Sequence[Chunk]]) -> list[_RankWork]:
@@ -158,7 +160,7 @@ def _works_of(rank_to_chunks: Sequence[Sequence[Chunk]]) -> list[_RankWork]:
 
 
 def _sums_of(halves: Sequence[Sequence[_RankWork]]) -> tuple[list[int], list[int]]:
-    """Of both micro-batches, by rank: tokens and pairs."""
+    """Return the tokens and pairs of both micro-batches, summed by rank."""
     tokens, pairs = (
         [sum(half[rank][of] for half in halves) for rank in range(len(halves[0]))] for of in (0, 1)
     )
@@ -232,7 +234,7 @@ class DecodeRunner:
         mtp_accept: float = 0.0,
     ) -> None:
         self.work = NO_WORK
-        """Of the last step."""
+        """What the last step computed."""
         self.price: StepPrice | None = None
         """The same, for sim/step_trace."""
         self.slow: dict[int, float] = {}
@@ -289,7 +291,7 @@ class DecodeRunner:
         )
 
     def formed(self, num_living: int) -> None:
-        """So many ranks take part from now on, and nobody is in their tables."""
+        """Let `num_living` ranks take part from now on, with nobody in their tables."""
         self._num_living = max(1, num_living)
         self.is_taken[:] = False
 
@@ -336,7 +338,7 @@ class DecodeRunner:
         return [self.is_taken & ~self._is_second, self.is_taken & self._is_second]
 
     def _micro_batch(self, is_in: Bools, rank: int | None = None) -> MicroBatch:
-        """As its slowest rank has it, or as `rank` has."""
+        """Return the micro-batch as its slowest rank has it, or as `rank` has it."""
         queries = 1 + self._mtp_tokens
         shape = (-1, self._num_slots)
         requests_R = np.count_nonzero(is_in.reshape(shape), axis=1)
@@ -360,7 +362,7 @@ def _slowed(
 
 
 def _op_times(price: StepPrice, part: float) -> tuple[OpTime, ...]:
-    """Of a step that takes `part` of its price."""
+    """Return the op times of a step that takes `part` of its price."""
     times = price.op_times()
     return (
         times

@@ -67,8 +67,8 @@ class WorkloadParams:
     sessions_per_day: float = 103.0e6
     """That begin. Fitted on the published 608 B tokens in."""
     share_r1: float = 0.533
-    """Of sessions, with R1; the others with V3. Fitted on the published mean KV length per output
-    token, 4,989.
+    """Share of sessions with R1; the others are with V3. Fitted on the published mean KV length per
+    output token, 4,989.
     """
     continue_share: float = 0.3187
     """Probability that a first turn is followed by another, mean over sessions. Fitted on the
@@ -81,8 +81,8 @@ class WorkloadParams:
     hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and 1.63.
     """
     document_share: float = 0.1465
-    """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out.
-    10 % of ServeGen's prompts are longer than 2,000 tokens.
+    """Share of messages that bring a document. Fitted on the published 608 / 168 tokens in per
+    token out. 10 % of ServeGen's prompts are longer than 2,000 tokens.
     """
     message: LogNormal = LogNormal(130, 1.2, 8_000)
     """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median
@@ -105,16 +105,16 @@ class WorkloadParams:
     reason_long: tuple[float, float] = (16.0, 2.8)
     """The upper (mean 0.85); 0.70 for both together."""
     think_s: LogNormal = LogNormal(75, 1.5, 12 * 3600)
-    """From the end of an answer to the next message. With the time of the answer, 9 in 10 of those
-    come within 10 minutes; Mooncake's gaps above 10 s have a median of two minutes. Assumed
+    """Time from the end of an answer to the next message. With the time of the answer, 9 in 10 of
+    those come within 10 minutes; Mooncake's gaps above 10 s have a median of two minutes. Assumed
     otherwise.
     """
     rest_from_s: float = 600.0
     """Whoever thinks for longer rests. Assumed."""
     return_share: float = 0.12
-    """Of further turns that come much later instead. 0.12 x none and 0.88 x 9 in 10 are the 80 % of
-    reuses within 10 minutes that Alibaba's chat service sees (Wang et al., "KVCache Cache in the
-    Wild", 2025).
+    """Share of further turns that come much later instead. 0.12 x none and 0.88 x 9 in 10 are the
+    80 % of reuses within 10 minutes that Alibaba's chat service sees (Wang et al., "KVCache Cache
+    in the Wild", 2025).
     """
     return_s: LogNormal = LogNormal(8 * 3600, 1.2, 3 * DAY_S)
     """How long it rests by the load clock: later that day or on one of the next. Assumed: no public
@@ -141,10 +141,10 @@ class WorkloadParams:
     user.
     """
     shares: tuple[float, ...] = DEEPSEEK_SHARES
-    """Of the day's load, by hour from 12:00 Beijing time."""
+    """Shares of the day's load, by hour from 12:00 Beijing time."""
     lead_s: float = 240.0
-    """So much earlier than that sittings begin: their tokens come later, in the mean. Fitted on the
-    shares.
+    """Lead of sittings' beginnings over the day's shares, for their tokens come later, in the mean.
+    Fitted on the shares.
     """
 
     def __post_init__(self) -> None:
@@ -196,12 +196,12 @@ class WorkloadParams:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Of whole sessions, one behind the other; when these begin is not said."""
+    """The turns of whole sessions, one behind the other; when these begin is not said."""
 
     session: Ints
     turn: Ints
     sitting: Ints
-    """Of the session, from 0."""
+    """Sitting within the session, from 0."""
     tokens_in: Ints
     tokens_out: Ints
     tokens_reasoning: Ints
@@ -209,11 +209,11 @@ class Turns:
     tenant: Ints
     model: Ints
     pause_s: Floats
-    """By the load clock, between this turn's sitting and the one before; 0 within a sitting."""
+    """Load clock's time between this turn's sitting and the one before; 0 within a sitting."""
     rested_s: Floats
-    """By the load clock: all pauses of the session so far."""
+    """All pauses of the session so far, by the load clock."""
     wait_s: Floats
-    """Between the turn before and this one, what is not a pause: its answer and thinking."""
+    """Time between the turn before and this one that is not a pause: its answer and thinking."""
     lag_s: Floats
     """Answers and thinking since the session began."""
 
@@ -225,13 +225,13 @@ class Rhythm:
     """
 
     num_turns: Ints
-    """By session; the other columns by turn."""
+    """Turns of each session; the other columns are by turn."""
     think_s: Floats
-    """Since the answer before, within a sitting: 0 in the first turn of each."""
+    """Time since the answer before, within a sitting: 0 in the first turn of each."""
     pause_s: Floats
     """Instead, by the load clock, where a sitting begins that is not the first; 0 elsewhere."""
     rested_s: Floats
-    """By the load clock: all pauses of the session so far."""
+    """All pauses of the session so far, by the load clock."""
 
     def of(self, wanted: Bools) -> Rhythm:
         """These sessions only: `wanted` by session."""
@@ -242,7 +242,7 @@ class Rhythm:
 
 
 def draw_rhythm(params: WorkloadParams, num_sessions: int, rng: Generator) -> Rhythm:
-    """So many sessions from their first turn to their last."""
+    """Draw the rhythm of `num_sessions` sessions from their first turn to their last."""
     num_turns = _draw_lengths(params, num_sessions, rng)
     session, begin, is_first = _layout(num_turns)
     think_s = params.think_s.draw(rng, len(session))
@@ -387,7 +387,7 @@ def placed(
 
 
 def _layout(num_turns: Ints) -> tuple[Ints, Ints, Bools]:
-    """By turn, its session; by session, its first turn; by turn, whether it is that."""
+    """Return each turn's session, each session's first turn, and for each turn whether it is that."""
     begin = np.cumsum(num_turns) - num_turns
     session = np.repeat(np.arange(len(num_turns)), num_turns)
     is_first = np.zeros(len(session), dtype=np.bool_)
@@ -423,7 +423,7 @@ def _draw_outputs(params: WorkloadParams, model: Ints, rng: Generator) -> tuple[
 
 
 def _before(values: NDArray[Number], is_first: Bools) -> NDArray[Number]:
-    """Of the turn before; 0 in a session's first."""
+    """Return the value of the turn before; 0 in a session's first."""
     before = np.roll(values, 1)
     before[is_first] = 0
     return before

@@ -32,13 +32,13 @@ from hadal.sim.day.clock import Floats, Ints
 
 V3, R1 = 0, 1
 MODEL_NAMES = ("deepseek-chat", "deepseek-reasoner")
-"""By model number, as the API calls them."""
+"""The models' names as the API calls them, by model number."""
 NO_PREFIX = -1
 
 _OF_PREFIX, _OF_PART = 1 << 62, 1 << 63
 _TURN_BITS = 12
 MAX_TURNS = (1 << _TURN_BITS) - 1
-"""Of a session, so that each turn's answer has numbers of its own."""
+"""Most turns of a session, so that each turn's answer has numbers of its own."""
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -50,7 +50,7 @@ class Parts:
 
     tokens_part: int
     first: Ints
-    """By request and one more: where its numbers begin in `numbers`."""
+    """Where each request's numbers begin in `numbers`, and one entry more."""
     numbers: Ints
 
 
@@ -61,13 +61,13 @@ class Workload:
     arrival_s: Floats
     session: Ints
     turn: Ints
-    """Of the session, from 0."""
+    """Turn within the session, from 0."""
     tokens_in: Ints
-    """Of the prompt: all of it, cached or not."""
+    """Tokens of the whole prompt, cached or not."""
     tokens_out: Ints
     """Generated and billed, reasoning included."""
     tokens_reasoning: Ints
-    """Of those, how many the next turn's prompt leaves out."""
+    """Those of them that the next turn's prompt leaves out."""
     prefix: Ints
     """Number of the system prompt it begins with, or NO_PREFIX."""
     prefix_tokens: Ints
@@ -77,7 +77,7 @@ class Workload:
     is no full block.
     """
     idle_s: Floats
-    """Since the session's last request came; inf if this is the first."""
+    """Time since the session's last request came; inf if this is the first."""
     tenant: Ints
     model: Ints
     """V3 or R1."""

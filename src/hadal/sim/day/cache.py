@@ -49,7 +49,7 @@ class DiskReplay:
         self.slots.add_segment(_SEGMENT, num_slots)
         self.num_written = 0
         self.num_runs = 0
-        """Of written blocks that lie side by side, within one store."""
+        """Runs of written blocks that lie side by side, within one store."""
         self._used: dict[int, int] = {}
         self._poll_at_s = float("-inf")
 
@@ -127,7 +127,7 @@ IDLE_EDGES_S = (
     np.inf,
 )
 RATIO_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.35, 1.7, 2.2, 3.0, np.inf)
-"""Of the time since the last use over the mean age of what is being evicted."""
+"""Edges of the time since the last use over the mean age of what is being evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +139,16 @@ class CacheDay:
     workload: Workload
     """The requests that came in that day."""
     tokens_found: Ints
-    """Of each prompt: not computed."""
+    """Tokens of each prompt that were found, not computed."""
     blocks_written: Ints
-    """By hour since second 0, as all that follows."""
+    """Blocks written, by hour since second 0, as all that follows."""
     blocks_evicted: Ints
     eviction_age_s: Floats
     """Mean time since the last use of what made room; inf in an hour in which nothing did."""
 
     @property
     def hit_share(self) -> float:
-        """Of the day's prompt tokens."""
+        """Share of the day's prompt tokens that was found."""
         return float(self.tokens_found.sum() / self.workload.tokens_in.sum())
 
     @property
@@ -158,12 +158,12 @@ class CacheDay:
 
     @property
     def bytes_written(self) -> float:
-        """In the day, for all sessions."""
+        """Bytes written in the day, for all sessions."""
         return float(self.blocks_written.sum()) * BLOCK_BYTES * self.scale
 
     @property
     def eviction_age_mean_s(self) -> float:
-        """Over what made room that day; inf if nothing did."""
+        """Mean age of what made room that day; inf if nothing did."""
         some = self.blocks_evicted > 0
         return (
             float(np.average(self.eviction_age_s[some], weights=self.blocks_evicted[some]))
@@ -186,8 +186,8 @@ class CacheDay:
         }
 
     def hits_by_idle(self) -> tuple[Ints, Floats]:
-        """By interval of IDLE_EDGES_S: tokens of their own session that prompts could find, and the
-        share found.
+        """Return, by interval of IDLE_EDGES_S, the tokens of their own session that prompts could
+        find, and the share found.
         """
         return self._hits_by(self.workload.idle_s, IDLE_EDGES_S)
 
@@ -216,9 +216,9 @@ class CacheDay:
         return np.asarray(shared + own * share)
 
     def hit_share_of(self, workload: Workload) -> float:
-        """Of their prompt tokens. A sample's own `hit_share` has a standard deviation of a point
-        and more: few long sessions have much of the tokens, so how much there is to be found
-        varies.
+        """Return the share of the workload's prompt tokens that is found. A sample's own
+        `hit_share` has a standard deviation of a point and more: few long sessions have much of the
+        tokens, so how much there is to be found varies.
         """
         return float(self.tokens_expected(workload).sum() / workload.tokens_in.sum())
 
@@ -241,8 +241,8 @@ class CacheDay:
 
 
 def tokens_shared_own(workload: Workload) -> tuple[Ints, Ints]:
-    """Of what can be found of each prompt: tokens that all sessions with its system prompt use,
-    which are always there, and those of its own session.
+    """Split what can be found of each prompt into tokens that all sessions with its system prompt
+    use, which are always there, and those of its own session.
     """
     findable = workload.tokens_findable
     shared = np.minimum(workload.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS, findable)

@@ -57,7 +57,7 @@ HOURLY_SHARES = (
     0.05523,
     0.05298,
 )
-"""Of the day's tokens, by hour in Beijing from 00:00 on."""
+"""Shares of the day's tokens, by hour in Beijing from 00:00 on."""
 SHAPE = DayShape(HOURLY_SHARES)
 FIRST_HOUR = 12
 """The published day is 2025-02-27 12:00 to 02-28 12:00 in Beijing."""
@@ -72,7 +72,7 @@ class DemandCurve:
     """
 
     tokens_in: float = TOKENS_IN
-    """Of a day."""
+    """Tokens in of a day."""
     tokens_out: float = TOKENS_OUT
     tokens_in_request: float = 3_800.0
     """Mean of a request. Not published; 3.4 to 3.9 thousand by the published mean KV length of
@@ -85,7 +85,7 @@ class DemandCurve:
     """
 
     def requests_per_s(self, time_s: float) -> float:
-        """At a time by the clock of the day."""
+        """Return the rate at a time by the clock of the day."""
         at = self.shape.at(time_s) if self.rate is None else self.rate(time_s - FIRST_HOUR * HOUR_S)
         return self.tokens_in / self.tokens_in_request / DAY_S * float(at)
 
@@ -99,10 +99,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 DEEPSEEK_SHARES = (*HOURLY_SHARES[FIRST_HOUR:], *HOURLY_SHARES[:FIRST_HOUR])
-"""Of the published day, from second 0 on."""
+"""Shares of the published day, from second 0 on."""
 FLAT_SHARES = (1 / 24,) * 24
 STEP_S = 15.0
-"""Between two entries of the clock's table; within one the rate is constant."""
+"""Time between two entries of the clock's table; within one the rate is constant."""
 
 
 class LoadClock:
@@ -123,12 +123,12 @@ class LoadClock:
         self._loads = _cumulative(self.shares, self._seconds)
 
     def load_s(self, at_s: Floats | float) -> Floats:
-        """By the load clock."""
+        """Return the load clock's time at `at_s`."""
         day, second = np.divmod(np.asarray(at_s, dtype=np.float64), DAY_S)
         return np.asarray(day * DAY_S + np.interp(second, self._seconds, self._loads))
 
     def at_s(self, load_s: Floats | float) -> Floats:
-        """In seconds: the other way round."""
+        """Return the seconds at which the load clock shows `load_s`."""
         day, load = np.divmod(np.asarray(load_s, dtype=np.float64), DAY_S)
         return np.asarray(day * DAY_S + np.interp(load, self._loads, self._seconds))
 

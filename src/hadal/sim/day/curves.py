@@ -153,7 +153,7 @@ def _cached(workload: Workload, cache: CacheDay | None, rng: Generator) -> Ints:
 
 
 SAMPLE_S = 1.0
-"""Between two looks at how full ranks are."""
+"""Time between two looks at how full ranks are."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class HourWindow:
     setting: HourSetting
     reading: Reading
     hit_share: float
-    """Of the prompt tokens of those that came in it: on disk, less what was computed all the
-    same.
+    """Share of the prompt tokens of those that came in the window: what was on disk, less what was
+    computed all the same.
     """
     num_running: int
     """Requests that had output at the start,"""
@@ -187,9 +187,9 @@ class HourWindow:
     num_events: int
     num_steps: int
     steps: Mapping[str, tuple[str, StepPrice]]
-    """By role: a unit, and what its last step cost."""
+    """A unit of each role, and what its last step cost."""
     problems: tuple[str, ...]
-    """Of the ledgers, at the end."""
+    """What the ledgers' checks found at the end."""
 
 
 def run_hour(
@@ -282,20 +282,22 @@ def _hit_share(world: FleetWorld) -> float:
 
 
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
-"""At which a decode unit is looked at, as far as it can have so many; see `points_at`."""
+"""Loads at which a decode unit is looked at, as far as it can have so many requests; see
+`points_at`.
+"""
 NEAR = 1.05
 """Two points are told apart if the batch of one is so many times the other's: between nearer ones
 noise is a slope.
 """
 OVERLOAD = 1.5
-"""Of what a prefill unit is priced to do, given to it where it is looked at."""
+"""Load of a prefill unit where it is looked at, over what it is priced to do."""
 _AT_S = 0.4 * DAY_S
 """The hour whose requests are taken: what they are depends little on it."""
 
 
 @dataclass(frozen=True)
 class UnitCurves:
-    """Of the units of a study."""
+    """Measured speeds of a study's units."""
 
     decode: tuple[tuple[float, float], ...]
     """(requests of a rank, seconds per output token of each), by the first."""
@@ -303,7 +305,7 @@ class UnitCurves:
     prefill_computed_per_s: float
     """Tokens that a prefill unit computes in a second, always busy."""
     hit_share: float
-    """Of prompt tokens: found, not computed."""
+    """Share of prompt tokens that is found, not computed."""
     batch_max: float
     """Requests of a decode rank, at most."""
 
@@ -327,8 +329,8 @@ class UnitCurves:
         return np.asarray(np.where(batch > at[-1], above, np.where(batch < at[0], below, inside)))
 
     def decode_tokens_per_s(self, tpot_s: float) -> float:
-        """Of a unit whose requests are promised a token every so many seconds. Raises ValueError if
-        none is so fast.
+        """Return the tokens/s of a unit whose requests are promised a token every `tpot_s`. Raises
+        ValueError if none is so fast.
         """
         batches = np.arange(1.0, self.batch_max + 1.0)
         return decode_capacity(
@@ -340,7 +342,7 @@ class UnitCurves:
         )
 
     def unit_model(self) -> UnitModel:
-        """As the liquid has it."""
+        """Return the curves in the form that the fluid day takes."""
         return UnitModel(self.prefill_tokens_per_s, self.decode_ranks, self.tpot_s, self.batch_max)
 
 
@@ -550,7 +552,7 @@ class Middle:
     units: Units
     """That take requests."""
     requests_per_rank: float
-    """Of decode."""
+    """Requests of a decode rank."""
     tokens_per_s_user: float
     prefill_use: float
     """What comes over what could be done."""
@@ -562,10 +564,10 @@ class FluidResult:
 
     day: Day
     prefill_nodes: Ints
-    """By minute; nodes of units that start and drain are owned as well."""
+    """Prefill nodes by minute; nodes of units that start and drain are owned as well."""
     decode_nodes: Ints
     middles: tuple[Middle, ...]
-    """Of each hour."""
+    """The middle of each hour."""
     capacity: tuple[float, float]
     """Tokens per second that a prefill and a decode unit were counted on, within the promise."""
 

@@ -49,9 +49,9 @@ class UnitModel:
     """What units do, as a step model prices it or as it was measured."""
 
     prefill_tokens_per_s: float
-    """Of a prefill unit, prompt tokens out of a cache among them."""
+    """Tokens/s of a prefill unit, prompt tokens out of a cache among them."""
     decode_ranks: int
-    """Of a decode unit."""
+    """Ranks of a decode unit."""
     tpot_s: Tpot
     batch_max: float
     """Requests of a decode rank, at most: by memory, or by slots."""
@@ -68,7 +68,7 @@ class Engine:
     """Up: whether new requests may go there."""
     decode_units: dict[str, bool] = field(default_factory=dict)
     held: dict[str, float] = field(default_factory=dict)
-    """By decode unit: requests on it."""
+    """Requests on each decode unit."""
     num_arrived: float = 0.0
     num_prefilled: float = 0.0
     num_returned: float = 0.0
@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def tokens_out(self) -> float:
-        """So far: all tokens of those that have finished (lengths are exponential)."""
+        """All output tokens so far of those that have finished (lengths are exponential)."""
         return self.num_finished * self.tokens_out_request
 
     def up(self, unit: str, *, is_decode: bool) -> None:
@@ -183,17 +183,17 @@ class Hour:
     """One hour of the run."""
 
     hour: int
-    """Of the day, 0 to 23."""
+    """Hour of the day, 0 to 23."""
     nodes_mean: float
     nodes_peak: int
     prefill_nodes_mean: float
     decode_nodes_mean: float
     tokens_in: float
-    """Of the requests that came."""
+    """Prompt tokens of the requests that came."""
     tokens_prefilled: float
     tokens_out: float
     prefill_use: float
-    """Of the prefill units that were up: what they did over what they could."""
+    """What the prefill units that were up did over what they could do."""
     batch_mean: float
     """Requests of a decode rank that was up."""
     tokens_per_s_user: float
@@ -355,14 +355,16 @@ class Faults:
     """What may go wrong, and how long things take."""
 
     start_s: float = 600.0
-    """From the fleet's word until a unit works: nodes are freed by other work, weights are read."""
+    """Time from the fleet's decision until a unit works: nodes are freed by other work, weights are
+    read.
+    """
     start_spread: float = 0.1
-    """Of that: uniform, plus or minus."""
+    """Spread of that time: uniform, plus or minus this share."""
     start_fail_share: float = 0.0
-    """Of starts; they are known to have failed when they should have been done."""
+    """Share of starts that fail; they are known to have failed when they should have been done."""
     stop_s: float = 30.0
     node_failures_per_s: float = 0.0
-    """Of one node: its unit dies."""
+    """Failures of one node a second; its unit dies with it."""
     noise: float = 0.02
     """Standard deviation of a step's arrivals beside the curve, as a share."""
 
@@ -394,7 +396,7 @@ class FluidDay:
         """Events on their way to the fleet; the number breaks ties."""
         self._num_events = 0
         self._drains: dict[str, tuple[float, int]] = {}
-        """By unit that drains: its deadline and number, as a front would keep them."""
+        """Deadline and number of each unit's drain, as a front would keep them."""
         self._ending: set[str] = set()
         """Units whose end is on its way: told again, they end no sooner and no later."""
         self._apply(fleet.start(start))
@@ -502,8 +504,8 @@ class FluidDay:
             raise InvariantError(f"after {type(event).__name__} at {self.now_s:g} s: {problems}")
 
     def _report(self) -> Demand:
-        """As roles/front/front would say it. Less than one request is none: a liquid never quite
-        runs out.
+        """Report the demand as roles/front/front would. Less than one request is none: a fluid
+        never quite runs out.
         """
         engine = self.engine
         units = tuple(

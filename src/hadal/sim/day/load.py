@@ -23,12 +23,12 @@ from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload
 
 SAMPLE = 100
-"""Of all sessions one in so many is drawn, if that leaves SESSIONS_MIN of them."""
+"""One session in so many is drawn, if that leaves SESSIONS_MIN of them."""
 SESSIONS_MIN = 1_000_000
 CACHE_SESSIONS_MIN = 1_000
-"""Of those that meet the smaller cache: with fewer, what it finds is chance."""
+"""Fewest sessions that meet the smaller cache: with fewer, what it finds is chance."""
 QUICK_SESSIONS = 20_000
-"""Of a sample from which nothing is needed but a mean."""
+"""Sessions of a sample from which nothing is needed but a mean."""
 EARLY_S = 2 * HOUR_S
 """Before second 0: those who came then end in the day."""
 
@@ -38,12 +38,12 @@ class LoadFigures:
     """A day's load in a few numbers: means of a request, and how many come."""
 
     requests_per_s: tuple[float, ...]
-    """By hour since second 0."""
+    """Requests/s by hour since second 0."""
     tokens_in: float
     tokens_hit: float
     tokens_out: float
     kv_length: float
-    """Over output tokens."""
+    """Mean KV length over output tokens."""
 
     @property
     def hit_share(self) -> float:
@@ -56,7 +56,7 @@ class DayLoad:
 
     workload: Workload
     tokens_hit: Floats
-    """Of each prompt [N], expected."""
+    """Expected tokens of each prompt that are found [N]."""
     scale: int
     """One session in so many is among them."""
     eviction_age_s: float
@@ -76,7 +76,7 @@ class DayLoad:
 
     @property
     def counts(self) -> Floats:
-        """By hour of arrival [24], all sessions: requests."""
+        """Requests of all sessions, by hour of arrival [24]."""
         return self._by_hour(np.ones(len(self.workload)))
 
     @property
@@ -95,11 +95,11 @@ class DayLoad:
 
     @property
     def hit_share(self) -> float:
-        """Of the day's prompt tokens."""
+        """Share of the day's prompt tokens that is found."""
         return float(self.tokens_hit_by_hour.sum() / self.tokens_in.sum())
 
     def figures(self) -> LoadFigures:
-        """In short."""
+        """Return the load's figures in short."""
         count = self.counts.sum()
         return LoadFigures(
             tuple((self.counts / HOUR_S).tolist()),
@@ -181,5 +181,7 @@ _STREAMS = ("cache", "load", "fluid", "window", "curve", "experts", "ranks")
 
 
 def generator(study: Study, what: str, *numbers: int) -> Generator:
-    """Of one part of the study's randomness: no part's draws depend on another's."""
+    """Make the generator of one part of the study's randomness: no part's draws depend on
+    another's.
+    """
     return np.random.default_rng((study.seed, _STREAMS.index(what), *numbers))

@@ -168,15 +168,15 @@ class DayResult:
     study: Study
     load: DayLoad
     experts: dict[str, ExpertRanks]
-    """By role."""
+    """What expert placement leaves of imbalance, by role."""
     curves: UnitCurves
     fluid: FluidResult
     windows: tuple[HourWindow | None, ...]
-    """By hour since second 0 [24]; None where none was looked at."""
+    """Each hour's window since second 0 [24]; None where none was looked at."""
     report: Report
-    """By hour."""
+    """The day's report, hour by hour."""
     models: Report
-    """By model."""
+    """The day's report, model by model."""
 
     def flat(self) -> dict[str, Any]:
         """The day's figures by their names."""
@@ -353,8 +353,8 @@ def _distribution(
 
 
 def _ranks_json(result: DayResult) -> dict[str, Any] | None:
-    """Of one unit of each role in the busiest hour: means over its window; of experts' rows one
-    micro-batch.
+    """Return one unit of each role in the busiest hour: means over its window; for experts the rows
+    of one micro-batch.
     """
     looked = [window for window in result.windows if window is not None and window.reading.kv_share]
     if not looked:
@@ -382,8 +382,8 @@ def _ranks_json(result: DayResult) -> dict[str, Any] | None:
 
 
 def _prefill_ranks_json(reading: Reading) -> dict[str, Any]:
-    """Of the first unit that prefilled: tokens a second of each rank, and its core attention over
-    the ranks' mean.
+    """Return each rank's tokens a second in the first unit that prefilled, and its core attention
+    over the ranks' mean.
     """
     if not reading.prefill_tokens:
         return {"prefill_unit": None, "prefill_tokens": [], "prefill_attention": []}
@@ -450,8 +450,8 @@ def _by_hour(
     value: Callable[[HourWindow], float | None],
     otherwise: Floats,
 ) -> Floats:
-    """Of each hour [24]: the window's; between windows that tell it straight; without any what is
-    given.
+    """Fill each hour [24]: with its window's value, between windows in a straight line, and without
+    any with what is given.
     """
     told = [None if window is None else value(window) for window in windows]
     known = [(index, found) for index, found in enumerate(told) if found is not None]

@@ -35,7 +35,7 @@ from hadal.stats.prices import R1, PriceBook, micro_usd, price_list
 PB = 1e15
 CACHE_POLICIES: dict[str, type[Arc | Lru]] = {"arc": Arc, "lru": Lru}
 _NUM_MAX = 1_000_000
-"""Of requests at once: a day has peaks of a hundred thousand and more."""
+"""Most requests at once: a day has peaks of a hundred thousand and more."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class UnitsStudy:
     redundant_experts: int
     """Replicas beyond the experts."""
     max_requests: int
-    """Of a rank."""
+    """Most requests of a rank."""
     bundle: int
     """Units of a bundle; 0 for both roles: each role grows by itself."""
     extra: int
@@ -78,14 +78,14 @@ class FleetStudy:
 
     nodes_max: int = 2_000
     start_s: float = 600.0
-    """From a decision until a unit works: nodes are freed by other work, weights are read."""
+    """Time from a decision until a unit works: nodes are freed by other work, weights are read."""
     start_spread: float = 0.1
-    """Of that: uniform, plus or minus."""
+    """Spread of that time: uniform, plus or minus this share."""
     start_fail_share: float = 0.0
     hold_s: float = 1800.0
     """A unit is given up if it was not needed for so long, and will not be."""
     hours_between_failures: float = 0.0
-    """Of one node; 0: nodes do not fail."""
+    """Mean hours between failures of one node; 0: nodes do not fail."""
     noise: float = 0.02
     """Standard deviation of a minute's arrivals beside the day's shape."""
 
@@ -166,7 +166,9 @@ class Study:
         return self.prefill if role == PREFILL else self.decode
 
     def rules(self) -> ScalingRules:
-        """As the fleet is told. Raises ValueError for rules that no fleet can keep."""
+        """Return the rules that the fleet is given. Raises ValueError for rules that no fleet can
+        keep.
+        """
         gpus = hardware_named(self.hardware).gpus_per_node
 
         def role(units: UnitsStudy) -> RoleRules:
@@ -188,8 +190,8 @@ class Study:
         )
 
     def step_model(self, role: str, placed: float) -> StepModel:
-        """Of a unit; `placed`: what its expert balancer leaves of imbalance over a run, maximum
-        over mean.
+        """Return the step model of a role's unit. `placed` is what its expert balancer leaves of
+        imbalance over a run, maximum over mean.
         """
         units = self.units_of(role)
         return StepModel(
@@ -200,7 +202,7 @@ class Study:
         )
 
     def deployment(self, num_prefill: int, num_decode: int) -> Deployment:
-        """So many units, as they would be configured to serve."""
+        """Return the deployment of so many units, as they would be configured to serve."""
 
         def units(count: int, study: UnitsStudy) -> UnitsConfig:
             return UnitsConfig(
@@ -225,7 +227,7 @@ class Study:
         )
 
     def price_book(self) -> PriceBook:
-        """Of what is sold."""
+        """Return the prices of what is sold."""
         return PriceBook(price_list(self.prices))
 
 

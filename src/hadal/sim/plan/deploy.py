@@ -21,7 +21,7 @@ SLOTS_OVER = 1.1
 and does not wait.
 """
 QUEUE_S = 20.0
-"""Of the peak's requests, the front queues so much."""
+"""Seconds of the peak's requests that the front queues."""
 MIB = 2**20
 
 
@@ -132,7 +132,7 @@ def heading_of(plan: Plan) -> list[str]:
 
 
 def notes_of(plan: Plan) -> dict[str, str]:
-    """By field: why it is what it is."""
+    """Return why each field is what it is."""
     prefill, decode, unit = plan.prefill, plan.decode, plan.decode_unit
     why = "more do not fit beside the weights" if unit.is_memory_bound else "more would be slower"
     notes = {

@@ -50,7 +50,7 @@ class DayRules:
 
     is_static: bool = False
     start_s: float = 600.0
-    """Until a unit works: nodes are freed by other work, weights are read."""
+    """Time until a unit works: nodes are freed by other work, weights are read."""
     hold_s: float = 1800.0
 
     def level(self, shape: DayShape) -> Floats:
@@ -67,7 +67,7 @@ class DayRules:
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one role's candidates, [candidates]: units at the peak, the least over the day, and
+    """What one role's candidates need, [candidates]: units at the peak, the least over the day, and
     GPU-hours of it.
     """
 
@@ -135,7 +135,7 @@ class Options:
 
     mtp_tokens: tuple[int, ...] = (0,)
     dtypes: tuple[str, ...] = (FP8,)
-    """Of routed experts."""
+    """Types of routed experts' weights."""
     rules: DayRules = field(default_factory=DayRules)
 
 
@@ -153,7 +153,7 @@ class RolePlan:
     num_peak: int
     num_least: int
     gpu_hours: float
-    """Of a day."""
+    """GPU-hours of a day."""
     num_ranks: int
     gpus_per_node: int
 
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def cost_usd(self) -> float:
-        """Of a day."""
+        """Cost of a day."""
         return self.rent.usd * self.gpu_hours
 
     @property

@@ -37,7 +37,7 @@ class Row:
     plan: Plan | None
     """None: there is none."""
     cost_usd: float | None
-    """Of a day."""
+    """Cost of a day."""
     why: str
     """It loses; or, of what could not be chosen, what it would bring."""
 
@@ -99,8 +99,8 @@ def _prefill(unit: PrefillUnit, best: PrefillUnit) -> list[str]:
 
 
 def dimension_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
-    """For each dimension of the best plan the next best value, and what of the narrowest units
-    cannot be.
+    """Yield, for each dimension of the best plan, the next best value, and what of the narrowest
+    units cannot be.
     """
     prefill, decode = best.prefill_unit, best.decode_unit
     dimensions: tuple[tuple[str, Callable[[PrefillUnit, DecodeUnit], bool]], ...] = (
@@ -137,8 +137,8 @@ def dimension_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
 
 
 def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
-    """Of each role and width that cannot be at all or that some variant of cannot be, the one that
-    came nearest.
+    """Yield, for each role and width that cannot be at all or some variant of which cannot be, the
+    one that came nearest.
     """
     nearest: dict[tuple[str, int], Rejected] = {}
     for one in rejected:
@@ -197,11 +197,13 @@ def _bundles(best: Plan) -> Row:
 TRIES = 4
 """Plans of one search that are simulated for each that is to be verified, at most."""
 NODES_MAX = 10_000
-"""At the peak: more is a mistake in a file, and a fleet of equal parts costs what its parts
-cost.
+"""Most nodes at the peak: more is a mistake in a file, and a fleet of equal parts costs what its
+parts cost.
 """
 _SAFETY = 0.98
-"""Of what would just have kept the promise, so that a re-plan does not miss it by a hair again."""
+"""Share that is believed of what would just have kept the promise, so that a re-plan does not miss
+it by a hair again.
+"""
 _SHARE_MIN = 0.3
 """A promise is never planned for with less than this of it."""
 

@@ -40,7 +40,7 @@ _TIME = re.compile(
     r" T][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?)(?:Z|\+00:00)?\s*"
 )
 _MOST_TOKENS, _MOST_S = 1 << 30, 1e10
-"""Of a request, and of a trace: 300 years. More is a damaged file."""
+"""Most tokens of a request, and most seconds of a trace: 300 years. More is a damaged file."""
 
 
 class MooncakeRow(NamedTuple):
@@ -91,8 +91,8 @@ def mooncake(lines: Iterable[str]) -> Workload:
     """
     rows = sorted(mooncake_rows(lines), key=lambda row: row.at_s)
     end_to_turn: dict[int, tuple[int, int, int]] = {}
-    """By the last full part of a prompt nobody went on from: session, turn, tokens with the
-    answer.
+    """Session, turn and tokens with the answer, by the last full part of a prompt that nobody went
+    on from.
     """
     part_to_use: dict[int, tuple[int, float]] = {}
     """Tokens of it that were computed, 512 but where a prompt ends, and when last."""
@@ -198,7 +198,9 @@ def servegen(summary: Mapping[str, Any], rng: Generator, scale: float = 1.0) -> 
 
 
 def _draw_lengths(histogram: Sequence[Sequence[float]], rng: Generator, count: int) -> Ints:
-    """From rows (from, up to but not including, probability, mean): uniform within a row."""
+    """Draw lengths, uniform within a row, from rows (from, up to but not including, probability,
+    mean).
+    """
     low, high, shares, _ = np.array(histogram, dtype=np.float64).T
     row = rng.choice(len(low), count, p=shares / shares.sum())
     return np.asarray(low[row] + rng.random(count) * (high - low)[row], dtype=np.int64)
@@ -217,7 +219,7 @@ def _workload(
     parts: Parts | None = None,
     model: int = V3,
 ) -> Workload:
-    """Of one tenant, without system prompts."""
+    """Return the workload of one tenant, without system prompts."""
     assert all(a <= b for a, b in pairwise(at_s)), "arrivals are in order"
     zeros = np.zeros(len(at_s), dtype=np.int64)
     return Workload(
@@ -242,10 +244,10 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 DEEPSEEK_HIT_SHARE = 342e9 / 608e9
-"""Of input tokens, found in the cache on disk (DeepSeek-V3/R1 inference system overview)."""
+"""Share of input tokens that the cache on disk had (DeepSeek-V3/R1 inference system overview)."""
 SHAPES: dict[str, DayShape] = {"flat": FLAT, "deepseek": SHAPE}
 NUM_QUANTILES = 256
-"""Of a distribution of lengths, wherever a mean over it is taken."""
+"""Quantiles that stand for a distribution of lengths, wherever a mean over it is taken."""
 REQUESTS_PER_S_MAX = 1e6
 """Some 500 of DeepSeek's published days at once: more is a mistake in a file."""
 _FIELDS = (
@@ -282,10 +284,10 @@ class Traffic:
     requests_per_s: float = TOKENS_IN / DemandCurve.tokens_in_request / DAY_S
     """Mean over the day."""
     tokens_in: float = DemandCurve.tokens_in_request
-    """Of a prompt, those in a cache among them."""
+    """Mean tokens of a prompt, those in a cache among them."""
     tokens_out: float = DemandCurve.tokens_in_request * TOKENS_OUT / TOKENS_IN
     cached_share: float = DEEPSEEK_HIT_SHARE
-    """Of prompt tokens: found in a cache, not computed."""
+    """Share of prompt tokens that is found in a cache, not computed."""
     variation_in: float = 1.0
     """Standard deviation over mean."""
     variation_out: float = 1.0
@@ -319,7 +321,7 @@ class Traffic:
 
     @property
     def tokens_new(self) -> float:
-        """Of a prompt, computed: mean."""
+        """Mean tokens of a prompt that are computed."""
         return self.tokens_in * (1.0 - self.cached_share)
 
     @property
@@ -331,7 +333,7 @@ class Traffic:
 
     @property
     def peak(self) -> float:
-        """Of the day's shape: its highest point over its mean."""
+        """Highest point of the day's shape over its mean."""
         return float(self.shape.at(np.arange(0.0, DAY_S, 300.0)).max())
 
     def new_quantiles(self) -> Floats:
@@ -365,7 +367,7 @@ class Traffic:
 
 
 def traffic_of(table: Mapping[str, Any]) -> Traffic:
-    """From a TOML file's table (EXAMPLE has every field). Raises ValueError naming the field that
+    """Read a TOML file's table (EXAMPLE has every field). Raises ValueError naming the field that
     is wrong.
     """
     for name in table:

@@ -63,9 +63,11 @@ CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
 BATCH_MAX = 1024
 """Requests of a decode rank: nobody plans for more."""
 HBM_FULL = 0.98
-"""Of memory, when everything is in it."""
+"""Share of memory that is in use when everything is in it."""
 KV_USE = 0.9
-"""Of a KV pool, in use as planned: the rest is for requests that are longer than the mean."""
+"""Share of a KV pool that is in use as planned: the rest is for requests that are longer than the
+mean.
+"""
 KV_UNEVEN = 1.03
 """Core attention of the busiest decode rank over the mean."""
 TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER = 1.3, 1.1, 0.75
@@ -101,9 +103,9 @@ class DecodeUnit:
     batch: int
     """Requests of a rank."""
     tpot_s: float
-    """At that batch."""
+    """Time per token at that batch."""
     tokens_per_s: float
-    """Of the unit at that batch."""
+    """Tokens/s of the unit at that batch."""
     is_memory_bound: bool
     """A larger batch would keep the promise, and does not fit."""
     price: StepPrice
@@ -127,13 +129,13 @@ class PrefillUnit:
 
     model: StepModel
     chunk_tokens: int
-    """Of a rank in a step, at most."""
+    """Most tokens of a rank in a step."""
     tokens_per_s: float
     """Prompt tokens, cached ones among them, in full steps."""
     use: float
     """Up to which share of that it keeps the promise."""
     step_s: float
-    """At that use."""
+    """Time of a step at that use."""
     ttft_s: float
     """What is then expected of what is promised."""
     price: StepPrice
@@ -183,8 +185,8 @@ class Pricing:
     slo: Slo
     mtp_accept: float = MTP_ACCEPT
     decode_share: float = 1.0
-    """Of what the step model promises, what is believed: a simulation that took longer than planned
-    lowers it.
+    """Share of what the step model promises that is believed: a simulation that took longer than
+    planned lowers it.
     """
     prefill_share: float = 1.0
     tokens_uneven: float = TOKENS_UNEVEN
@@ -457,8 +459,8 @@ def left_by_placement(role: str, num_ranks: int, num_redundant: int, node_ranks:
 
 
 def prefill_kv_bytes(model: StepModel, chunk_tokens: int) -> float:
-    """Of a prefill rank's pool: what weights leave, and the buffers that its tokens and their
-    results travel through.
+    """Return the bytes of a prefill rank's pool: what weights leave, and the buffers that its
+    tokens and their results travel through.
 
     Each of a step's tokens takes top_k rows in FP8 and BF16, out, in and decoded: 10 bytes a
     channel (runtime/memory).

@@ -35,23 +35,23 @@ TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
 """And so many times what is promised for the first token."""
 RUNNING_MAX = 16_000
 RANKS_MAX = 1024
-"""Of the part of the fleet that is simulated; one unit of each role it is at least."""
+"""Most ranks of the part of the fleet that is simulated; one unit of each role it is at least."""
 SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
 """Simulated at most, and requests that come meanwhile or run at the start. Where a promise of
 minutes would take longer it is looked at for less time; where more come in the least time, units
 have less than their load, which is said.
 """
 FLUID_UNITS_MAX = 400
-"""At the peak of the day that is run: it takes a second for a hundred units, and more than in
-proportion.
+"""Most units at the peak of the day that is run: it takes a second for a hundred units, and more
+than in proportion.
 """
 CONTEXT_MAX = 131_072
 LOAD_MIN = 0.95
-"""Of its planned load: a role that had less was not tried at what it promises, and that is said."""
+"""Least share of its planned load that tries a role at what it promises; less is said."""
 UNEVEN_MAX = 0.04
 """How far apart the roles' loads may be in the part that is simulated, if there is such a part."""
 _STEPS = 20
-"""Of progress."""
+"""Steps of progress."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ class Measured:
     num_decode: int
     requests_per_s: float
     prefill_load: float
-    """Of what these units are planned to take at the peak; less where whole units do not have the
-    proportions.
+    """Share of what these units are planned to take at the peak; less where whole units do not have
+    the proportions.
     """
     decode_load: float
     seconds: float
     num_requests: int
-    """With a first token in that time."""
+    """Requests with a first token in that time."""
     num_failed: int
     ttft_s: Latency
     tpot_s: Latency
-    """From token to token, over tokens."""
+    """Time from token to token, over tokens."""
     promised_ttft_s: float
     """What was promised of, as it was measured."""
     promised_tpot_s: float

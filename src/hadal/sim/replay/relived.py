@@ -221,7 +221,7 @@ class Difference:
     process: str
     call: int
     at_s: float
-    """Since the first call of the run."""
+    """Time since the first call of the run."""
     what: str
     recorded: str
     replayed: str

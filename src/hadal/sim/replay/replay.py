@@ -44,7 +44,7 @@ _wire = msgspec.msgpack.Decoder(AnyMessage)
 
 @dataclass(frozen=True)
 class Steps:
-    """Of one unit or rank, in milliseconds."""
+    """Step times of one unit or rank, in milliseconds."""
 
     num_steps: int
     elapsed_ms: float
@@ -75,7 +75,7 @@ class ReplayReport:
     num_calls: int = 0
     """That were the same."""
     decisions: Counter[str] = field(default_factory=Counter)
-    """By kind; timers, heartbeats and reports of load are not among them."""
+    """Decisions by kind; timers, heartbeats and reports of load are not among them."""
     outside: Counter[str] = field(default_factory=Counter)
     """What was given to the roles because no role said it, by kind."""
     num_lost: int = 0

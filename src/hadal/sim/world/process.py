@@ -128,7 +128,7 @@ class Process:
         self._dead: set[int] = set()
         """Ranks of the unit, whether the role knows it or not."""
         self._num_deaths: Counter[int] = Counter()
-        """By rank: what one began is not answered by the next."""
+        """Deaths of each rank: what one began is not answered by the next."""
 
     def start(self) -> None:
         """Begin to live."""

@@ -46,7 +46,7 @@ class Requests:
     arrival_s: Floats
     tokens_in: Ints
     tokens_out: Ints
-    """At which length the model draws its stop id."""
+    """Length at which the model draws its stop id."""
     tokens_cached: Ints = field(default_factory=lambda: _NONE)
     """First tokens of the prompt that are on disk when it comes: full blocks. Left out: none of
     any. Those that run at the start have all of theirs there.
@@ -80,13 +80,13 @@ class Requests:
 
     @property
     def is_running(self) -> NDArray[np.bool_]:
-        """By request: whether it runs at the start."""
+        """Whether each request runs at the start."""
         return self.tokens_done > 0
 
     @property
     def blocks_cached(self) -> Ints:
-        """By request: blocks that are on disk at the start; of one that runs then, all that are
-        full.
+        """Each request's blocks that are on disk at the start; all full ones of a request that runs
+        then.
         """
         full = (self.tokens_in + self.tokens_done) // BLOCK_TOKENS
         return np.where(self.is_running, full, self.tokens_cached // BLOCK_TOKENS)
@@ -140,15 +140,15 @@ class Seen:
     """What became of the requests, by request; NaN: it did not come to that."""
 
     first_token_s: Floats
-    """Of those that ran at the start: the first in this world."""
+    """When each first token came; for a request that ran at the start, the first in this world."""
     end_s: Floats
     is_failed: NDArray[np.bool_]
     tokens_hit: Ints
-    """Of its prompt, tokens that its first token cost no work for."""
+    """Prompt tokens that the first token cost no work for."""
 
 
 def nothing_seen(size: int) -> Seen:
-    """Of `size` requests, before anything happened."""
+    """Return the record of `size` requests before anything happened."""
     return Seen(
         np.full(size, np.nan),
         np.full(size, np.nan),
@@ -164,15 +164,17 @@ class WorldLog:
     steps: dict[str, list[tuple[str, float, float, StepWork]]] = field(
         default_factory=lambda: {PREFILL: [], DECODE: []}
     )
-    """By role: (unit, begin, seconds, work), as steps began."""
+    """Steps of each role as they began: (unit, begin, seconds, work)."""
     prefill_ranks: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
-    """Of each of prefill's steps, as they are in `steps`: tokens and (token, position) pairs of
-    each rank [R].
+    """Tokens and (token, position) pairs of each rank [R] in each of prefill's steps, in the order
+    of `steps`.
     """
     reads: list[tuple[float, float, float, int, int]] = field(default_factory=list)
-    """Of the disk: (asked, begin, end, tokens wanted, tokens that came), in the order of asking."""
+    """Reads of the disk in the order of asking: (asked, begin, end, tokens wanted, tokens that
+    came).
+    """
     writes: list[tuple[float, float, int]] = field(default_factory=list)
-    """To the disk: (asked, end, tokens)."""
+    """Writes to the disk: (asked, end, tokens)."""
     ranks: list[tuple[float, str, Floats, Floats]] = field(default_factory=list)
     """Samples: (time, decode unit, part of each rank's blocks that is used [R], requests of each
     rank [R]).
@@ -191,7 +193,7 @@ class StepReading:
     positions: float
     """Prefill: (token, position) pairs. Decode: KV positions read, summed over tokens."""
     busy_share: float
-    """Of the units' time."""
+    """Share of the units' time in which they worked."""
     step_s: float
     """Mean of steps. With drafts, of a step of the leader: a token each."""
     token_s: float
@@ -203,9 +205,9 @@ class StepReading:
     positions_imbalance: float
     expert_imbalance: float
     two_micro_batches_share: float
-    """Of the time at work."""
+    """Share of the time at work with two micro-batches."""
     seconds_K: Floats
-    """Of each step that has a part in the interval, with"""
+    """Seconds of each step that has a part in the interval, with"""
     tokens_K: Floats
     """the tokens of that part: what a distribution over tokens is made of."""
 
@@ -229,13 +231,15 @@ class Reading:
     num_ended: int
     num_failed: int
     ttft_s: Floats
-    """Of requests whose first token came; those that ran at the start are not among them."""
+    """Times to the first token of requests whose first token came; those that ran at the start are
+    not among them.
+    """
     tpot_s: Floats
-    """Of requests that ended: mean time from token to token, of those that had at least TPOT_TOKENS
-    to make here.
+    """Mean time from token to token of each request that ended and had at least TPOT_TOKENS to make
+    here.
     """
     tokens_in: int
-    """Of the prompts of those whose first token came,"""
+    """Prompt tokens of those whose first token came,"""
     tokens_hit: int
     """and what of them was not computed."""
     disk_tokens: int
@@ -324,8 +328,8 @@ def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
 def part_inside(
     at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float
 ) -> Floats:
-    """Of steps that begin at `at_s` and take `seconds`: the part of each that lies in [begin_s,
-    end_s).
+    """Return the part of each step that lies in [begin_s, end_s); steps begin at `at_s` and take
+    `seconds`.
     """
     inside_s = np.minimum(np.add(at_s, seconds), end_s) - np.maximum(at_s, begin_s)
     return np.asarray(np.maximum(inside_s, 0.0) / seconds)

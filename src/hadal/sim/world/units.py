@@ -45,12 +45,12 @@ Ints = NDArray[np.int64]
 
 GIB = 2**30
 _HERE = Place(0, 0)
-"""Of every block: nobody looks there."""
+"""The place of every block: nobody looks there."""
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Of the storage network, by node. Raises ValueError for a speed that is none."""
+    """Speed of the storage network, by node. Raises ValueError for a speed that is none."""
 
     read_bytes_per_s: float = 40.0 * GIB
     """Peak of the KV cache's clients (3FS README), of a NIC of 400 Gb/s that only storage uses
@@ -59,7 +59,7 @@ class DiskSpeed:
     write_bytes_per_s: float = 40.0 * GIB
     """Taken to be the same: the NIC's other direction."""
     latency_s: float = 0.0
-    """Of a read or write, beside its bytes; none was published."""
+    """Time of a read or write beside its bytes; none was published."""
     node_ranks: int = 8
     """That share a NIC."""
 
@@ -147,7 +147,7 @@ class View:
         return found if found is not None and found[0] < len(self._num_blocks) else None
 
     def _end_of(self, number: int) -> int:
-        """So many first blocks of a request are here."""
+        """Return the number behind the request's first blocks that are here."""
         num = int(self._num_blocks[number])
         return min(num, self._dropped.get(number, num)) if self._dropped else num
 
@@ -183,7 +183,7 @@ class WorldDisk:
         ),
     ) -> None:
         self.num_blocks = num_blocks
-        """By request."""
+        """Blocks of each request."""
         self._block_bytes = block_bytes
         self._node_ranks = speed.node_ranks
         self._reads = NodeQueues(speed.read_bytes_per_s, speed.latency_s)
@@ -191,7 +191,7 @@ class WorldDisk:
         self._loads = loads
 
     def view(self) -> View:
-        """Of one more leader."""
+        """Make the view of one more leader."""
         return View(self.num_blocks)
 
     def load(
@@ -218,9 +218,9 @@ class WorldDisk:
 Runner = PrefillRunner | DecodeRunner
 
 HBM_SHARE = 0.9
-"""Of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
+"""Share of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
 FINGERPRINT = "simulated"
-"""Of what decode names, where it writes to disk."""
+"""Fingerprint in the names of what decode writes to disk."""
 
 
 def kv_blocks(model: StepModel) -> int:
@@ -385,7 +385,7 @@ class LoggedRunner:
         self._prefill_ranks = log.prefill_ranks
 
     def run(self, plans: Sequence[Any]) -> StepDone:
-        """As the Runner does."""
+        """Run the plans as the Runner does."""
         done = self.runner.run(plans)
         self._steps.append((self._unit, self._clock.now(), done.elapsed_s, self.runner.work))
         if isinstance(self.runner, PrefillRunner):

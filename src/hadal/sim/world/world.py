@@ -78,11 +78,9 @@ class RanksDie:
     unit: str
     ranks: tuple[int, ...]
     form_s: float = 2.0
-    """Until the unit works without them."""
+    """Time until the unit works without them."""
     back_s: float = 60.0
-    """Until they are back with empty pools, counted from their death; it is later than the
-    forming.
-    """
+    """Time from their death until they are back with empty pools; it is later than the forming."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,9 @@ class UnitDies:
     at_s: float
     unit: str
     notice_s: float = 0.1
-    """Until the front hears of it."""
+    """Time until the front hears of it."""
     start_s: float = 60.0
-    """Until it is up again, counted from its death."""
+    """Time from its death until it is up again."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,9 @@ SUBMIT_HOPS = 2
 go.
 """
 PLACED_HOPS = 6
-"""To this unit, to the front, to decode, a pull, and to the front again."""
+"""Messages until a placed request runs: to this unit, to the front, to decode, a pull, and to the
+front again.
+"""
 _ENDLESS = 1 << 40
 
 
@@ -399,7 +399,7 @@ class FleetWorld:
         return problems
 
     def last_steps(self) -> dict[str, tuple[str, StepPrice]]:
-        """By role: the first of its units that has worked, and what its last step cost."""
+        """Return the first unit of each role that has worked, and what its last step cost."""
         found: dict[str, tuple[str, StepPrice]] = {}
         for name, unit in sorted(self._units.items()):
             if unit.runner.price is not None:
@@ -424,7 +424,7 @@ class FleetWorld:
         return process
 
     def _begin(self) -> None:
-        """From now on requests come, and prefill's units take them."""
+        """Let requests come, and prefill's units take them, from now on."""
         if WARM in self.processes:
             del self.processes[WARM]
             # At once, or who comes meanwhile is sent there.
@@ -536,7 +536,9 @@ class FleetWorld:
             self.clock.after(self._wire_s, lambda: process.post(message))
 
     def _pull_s(self, name: str, effect: Pull) -> float:
-        """Until a copy has arrived: one behind the other over the NIC of the rank that pulls."""
+        """Return the time until a copy has arrived: one goes behind the other over the NIC of the
+        rank that pulls.
+        """
         num_bytes = effect.lease.num_tokens * self._token_bytes
         now_s, key = self.clock.now(), (name, effect.rank)
         if effect.lease.source == WARM:
@@ -551,7 +553,7 @@ class FleetWorld:
     def _disk(
         self, unit: str, effect: LoadBlocks | StoreBlocks
     ) -> tuple[float, BlocksLoaded | BlocksStored]:
-        """Until a read or write of a unit's rank is done, and what comes of it."""
+        """Return the time until a read or write of a unit's rank is done, and what comes of it."""
         now_s = self.clock.now()
         if isinstance(effect, StoreBlocks):
             end_s, stored = self.disk.store(now_s, unit, effect)
