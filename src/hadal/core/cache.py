@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import msgspec
 
 NAME_BYTES = 16
-"""Of a block's name (kv/names). Several names are one `bytes`, one behind the other: a chain, if
-each names the block that follows the one before.
+"""Bytes of a block's name (kv/names). Several names are one `bytes`, one behind the other: a chain,
+if each names the block that follows the one before.
 """
 
 MEMORY_HIT_TOKENS = "memory_hit_tokens"
@@ -22,7 +22,7 @@ DISK_HIT_TOKENS = "disk_hit_tokens"
 MISS_TOKENS = "miss_tokens"
 """Prompt tokens that were computed."""
 RECOMPUTED_TOKENS = "recomputed_tokens"
-"""Of those, tokens that were on disk and cheaper to compute than to read."""
+"""Prompt tokens that were computed although they were on disk: that was cheaper than to read them."""
 MEMORY_BLOCKS = "memory_blocks"
 """Blocks in pools that can be found by name, in use or not. A level, not a total."""
 DISK_BLOCKS = "disk_blocks"

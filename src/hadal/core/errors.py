@@ -3,7 +3,7 @@ to a status.
 """
 
 _MAX_CHARS = 1000
-"""Of what is said of a mistake: it may quote a file."""
+"""Most characters of what is said of a mistake: it may quote a file."""
 
 
 class HadalError(Exception):

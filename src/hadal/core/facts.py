@@ -42,11 +42,11 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
     """A name, no secret (gateway/auth)."""
     model: str
     tokens_hit: int
-    """Of the prompt: positions whose KV was found."""
+    """Positions of the prompt whose KV was found."""
     tokens_miss: int
     """The rest of the prompt, which was computed."""
     tokens_out: int
-    """As many as were streamed."""
+    """Output tokens that were streamed."""
     kv_tokens: int
     """KV length added up over the output tokens (`sum_kv_tokens`)."""
     end: str
@@ -120,7 +120,7 @@ class NodesFact(msgspec.Struct, frozen=True, array_like=True):
 
     unit: str
     epoch: str
-    """Of its process: a unit that was started again is another interval."""
+    """The life of its process: a unit that was started again is another interval."""
     role: str
     """"prefill" or "decode"."""
     num_ranks: int

@@ -23,8 +23,8 @@ class DrainUnit(Message, frozen=True):
     unit: str
     timeout_s: float
     number: int
-    """Of the drain, never 0 and never used twice: tells what was counted in it from what was
-    counted before.
+    """The drain's number, never 0 and never used twice: it tells what was counted in this drain
+    from what was counted before.
     """
 
 

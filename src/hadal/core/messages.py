@@ -68,7 +68,9 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     salt: bytes = b""
     """The tenant's: KV is shared only under the same salt."""
     num_public: int = 0
-    """So many first tokens are shared under kv/names.PUBLIC instead, as far as they fill blocks."""
+    """Number of first tokens that are shared under kv/names.PUBLIC instead, as far as they fill
+    blocks.
+    """
     chain: bytes = b""
     """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing
     is to be cached.
@@ -100,7 +102,7 @@ class Closing(msgspec.Struct, frozen=True, array_like=True):
     """Where a request was worked on, for the ledger."""
 
     prefill_unit: str
-    """Of its last attempt, as `decode_unit`; empty: it got to none."""
+    """Prefill unit of its last attempt, as `decode_unit`; empty: it got to none."""
     decode_unit: str
     num_retries: int
 
@@ -114,14 +116,14 @@ class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     tokens: tuple[Token, ...]
     final: bool = False
     error: str | None = None
-    """With final: why it ended without finishing."""
+    """Why a final delivery ended it without finishing."""
     error_status: int = 500
     retry_after_s: float | None = None
-    """With 429 and 503: when to try again."""
+    """When to try again; it comes with 429 and 503."""
     num_cached: int = 0
-    """With the first token: tokens of the prompt that were not computed."""
+    """Prompt tokens that were not computed; they come with the first token."""
     closing: Closing | None = None
-    """With final, of a request that was let in."""
+    """Where it was worked on; it comes with the final delivery of a request that was let in."""
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:
@@ -135,7 +137,7 @@ def text_of(generation: Generation) -> tuple[int, ...]:
 
 
 Key = tuple[str, int]
-"""Of an attempt: its request's id and its number."""
+"""An attempt: its request's id and its number."""
 
 
 # ---- gateway -> front (one process, but the front is told as if it were another) ----
@@ -439,7 +441,8 @@ class Sighting(Message, frozen=True):
 
     process: str
     waited_s: float
-    """Since its start it was so long ready to run without a processor, its threads together."""
+    """Time since its start in which it was ready to run without a processor, its threads together.
+    """
     is_stopped: bool
 
 
@@ -639,8 +642,8 @@ class Totals(msgspec.Struct):
     """Prompt tokens of requests that there was no room for (429)."""
     tokens_out: int = 0
     tokens_hit: int = 0
-    """Of the prompts that were answered: tokens that a cache had, as the unit said that drew the
-    first token.
+    """Prompt tokens of answered requests that a cache had, as the unit said that drew the first
+    token.
     """
     tokens_miss: int = 0
     """The rest of those prompts."""

@@ -22,9 +22,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 EMPTY = -1
-"""In a slot: no replica."""
+"""What stands in a slot without a replica."""
 SPLIT_PARTS = 16
-"""Of an expert's tokens, the parts in which they are dealt out to its replicas."""
+"""Parts in which an expert's tokens are dealt out to its replicas."""
 
 
 @dataclass(frozen=True, eq=False)

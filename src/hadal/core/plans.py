@@ -76,16 +76,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
-    """From this step on, a MoE layer's experts lie elsewhere. All ranks of the unit get the same
+    """A MoE layer's experts lie elsewhere from this step on. All ranks of the unit get the same
     flips in the same step, none of them before every rank has staged what it needs.
     """
 
     layer: int
     """Among the MoE layers."""
     stage_id: int
-    """Of the StagePlan that brought the weights. A rank whose slots stay as they are was sent
-    none.
-    """
+    """The StagePlan that brought the weights. A rank whose slots stay as they are was sent none."""
     slot_to_expert: bytes
     """int16 [R, S]"""
     weights: bytes = b""
@@ -135,7 +133,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     """Index in the output of the next token drawn."""
     sampling: Sampling
     ticket: int = 0
-    """By which its KV is known, should the unit get another leader."""
+    """The ticket by which its KV is known, should the unit get another leader."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     """History for the penalties; set only if a penalty is on. `output` includes `last_token`."""
@@ -196,14 +194,14 @@ class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     generation: int
     num_ranks: int
-    """Of the deployment; `members` may be fewer."""
+    """Ranks of the deployment; `members` may be fewer."""
     members: tuple[Member, ...]
     slot_to_expert: bytes
     """The whole placement, int16 [L, R, S] (core/placement)."""
     num_slots: int
     """S"""
     weights: bytes = b""
-    """Of the same placement, uint8 [L, R, S]; empty: equal parts."""
+    """Weights of the same placement, uint8 [L, R, S]; empty: equal parts."""
 
 
 class HeldKv(msgspec.Struct, frozen=True, array_like=True):
@@ -213,12 +211,10 @@ class HeldKv(msgspec.Struct, frozen=True, array_like=True):
     """The front's (see Generation)."""
     block_ids: tuple[int, ...]
     num_tokens: int
-    """So many positions may be valid: those of tokens that were delivered are, if they are
-    fewer.
-    """
+    """Positions that may be valid: those of tokens that were delivered are, if they are fewer."""
     num_pulled: int
-    """Of them, as pulled from another rank: where the cache is not the pool, the pool is behind
-    from there on.
+    """Positions of them that were pulled from another rank: where the cache is not the pool, the
+    pool is behind from there on.
     """
 
 
@@ -250,8 +246,8 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     expert: int
     host: str = ""
     port: int = 0
-    """Of a rank that holds it; 0: read it from the checkpoint, as when that rank does not
-    answer.
+    """Address of a rank that holds it; port 0: read it from the checkpoint, as when that rank does
+    not answer.
     """
 
 
@@ -269,7 +265,7 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     slots: tuple[int, ...]
     """Expert in every slot of this rank, EMPTY for none."""
     sources: tuple[Source, ...]
-    """Of the experts among them that the rank does not hold."""
+    """Where the experts among them come from that the rank does not hold."""
 
 
 StepPlan = PrefillPlan | DecodePlan
@@ -310,7 +306,7 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
     micro_batch: int
     layer: int
     start_s: float
-    """On the host's monotonic clock (time.perf_counter), which all its processes share."""
+    """Start on the host's monotonic clock (time.perf_counter), which all its processes share."""
     end_s: float
 
 
@@ -343,11 +339,11 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     op).
     """
     events: tuple[TraceEvent, ...] = ()
-    """Of a traced plan."""
+    """Events of a traced plan."""
     slot_counts: bytes = b""
-    """Of a counted plan, int64 [L, S]: tokens that the rank's slots received since the counted plan
-    before. A flip lets its layer's counts begin anew. A leader of many ranks reads them itself; its
-    core does not get them.
+    """Tokens that the rank's slots received since the last counted plan, int64 [L, S]; only a
+    counted plan has them. A flip lets its layer's counts begin anew. A leader of many ranks reads
+    them itself; its core does not get them.
     """
 
 
@@ -406,7 +402,7 @@ class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     store_id: int
     places: tuple[Place | None, ...]
-    """By block: where it is now; None if it was not written."""
+    """Where each block is now; None if it was not written."""
     dropped: bytes = b""
     """Names of blocks that made room."""
     error: str | None = None

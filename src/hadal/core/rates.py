@@ -22,21 +22,21 @@ class StepRates:
     """What a unit's time goes into. Only ratios matter for a plan, so any unit will do."""
 
     token_s: float
-    """Of a token on its rank."""
+    """Time that a token takes on its rank."""
     pair_s: float
-    """Of a (token, position it attends to) pair on its rank."""
+    """Time that a (token, position it attends to) pair takes on its rank."""
     dispatch_s: float = 0.0
-    """Of a token on the rank that has most of them, for which all wait; 0 where transfers are
-    hidden.
+    """Time that a token takes on the rank that has most of them, for which all wait; 0 where
+    transfers are hidden.
     """
     step_s: float = 0.0
-    """Of a step, whatever it computes: launches, weights read, the first exchange that nothing
-    hides.
+    """Time that a step takes whatever it computes: launches, weights read, the first exchange that
+    nothing hides.
     """
     mean_s: float = 0.0
-    """Of a token whichever rank has it, as a share of all ranks: experts compute what the others
-    send, so it is the unit's mean that counts, and to give a rank fewer tokens makes its experts no
-    faster.
+    """Time that a token takes whichever rank has it, as a share of all ranks: experts compute what
+    the others send, so it is the unit's mean that counts, and to give a rank fewer tokens makes its
+    experts no faster.
     """
 
     def __post_init__(self) -> None:
@@ -45,9 +45,7 @@ class StepRates:
 
     @property
     def all_token_s(self) -> float:
-        """Of a token, all that it costs the unit, by ranks: without the positions that it attends
-        to.
-        """
+        """All that a token costs the unit, by ranks, without the positions that it attends to."""
         return self.token_s + self.dispatch_s + self.mean_s
 
     def chunk_s(self, start: int, num_tokens: int) -> float:

@@ -63,14 +63,16 @@ class Execute(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Form(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """In a rank's process: break off whatever the Runner does, then let it execute the FormPlan."""
+    """Break off whatever the Runner does, then let it execute the FormPlan. A rank's own process
+    asks for it.
+    """
 
     plan: FormPlan
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """In a rank's process: have the plan's experts in memory, beside the steps that run, and answer
-    with Staged.
+    """Have the plan's experts in memory, beside the steps that run, and answer with Staged. A
+    rank's own process asks for it.
     """
 
     plan: StagePlan
@@ -110,7 +112,7 @@ class StoreBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Never used twice by a leader."""
     names: bytes
     positions: tuple[int, ...]
-    """Of each block among its text's blocks: the first is 0."""
+    """Index of each block among its text's blocks: the first is 0."""
     block_ids: tuple[int, ...]
     rank: int = 0
 
@@ -203,18 +205,18 @@ class Tick(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To a leader: what can be found on disk changed, by whomever. The first one says all there
-    is.
+    """What can be found on disk changed, by whomever; a leader hears it. The first one says all
+    there is.
     """
 
     added: bytes
     places: tuple[Place, ...]
-    """Of `added`, name by name. A name that is known already has another place now."""
+    """Places of `added`, name by name. A name that is known already has another place now."""
     dropped: bytes = b""
 
 
 class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To a leader, from the book of its ranks (roles/ranks): the unit formed anew; steps in flight
+    """The unit formed anew, says the book of its ranks (roles/ranks) to its leader; steps in flight
     will not be done.
 
     Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank
@@ -224,13 +226,12 @@ class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     lost: tuple[int, ...]
     fresh: tuple[int, ...]
     pools: tuple[str, ...] = ()
-    """By rank: the address of its KV pool, "" where the rank is dead. Empty: addresses stay as they
-    are.
+    """Address of each rank's KV pool, "" where the rank is dead. Empty: addresses stay as they are.
     """
     generation: int = 0
-    """Of the unit's membership from now on."""
+    """The unit's membership from now on."""
     held: dict[int, Held] = {}
-    """By rank, of fresh ones that an earlier leader led: what their pools hold."""
+    """What the pools of fresh ranks hold that an earlier leader led, by rank."""
 
 
 Event = (

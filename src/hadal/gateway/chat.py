@@ -1,4 +1,4 @@
-"""From a chat's messages to a prompt's ids, by the model's own chat template.
+"""The way from a chat's messages to a prompt's ids, by the model's own chat template.
 
 What users type never becomes a control token: before the template sees a message, a *shield*
 character is put behind every character with which a control token begins, and taken out again once
@@ -37,7 +37,7 @@ class Prompt:
     ids: tuple[int, ...]
     thinks: bool = False
     num_public: int = 0
-    """So many of the first ids follow from the leading system messages alone, and are to be shared
+    """Number of first ids that follow from the leading system messages alone, and are to be shared
     with everybody.
     """
 

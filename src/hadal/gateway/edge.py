@@ -42,7 +42,7 @@ from hadal.runtime.process.logs import REQUEST_ID, fields
 
 
 HEADERS_S = 15.0
-"""From a connection's or a request's first byte to the end of its headers."""
+"""Time from a connection's or a request's first byte to the end of its headers."""
 MAX_HEADER_BYTES = 64 * 1024
 UNREAD_S = 60.0
 """Data that the client has not taken for so long ends the connection."""

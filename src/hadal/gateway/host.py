@@ -57,7 +57,7 @@ M = TypeVar("M")
 
 
 class Questions(Generic[M]):
-    """Of one kind, all that are open. Used by the event loop's thread."""
+    """All open questions of one kind. The event loop's thread alone uses it."""
 
     def __init__(self) -> None:
         self._num_asked = 0

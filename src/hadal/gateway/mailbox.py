@@ -85,7 +85,9 @@ class Mailbox:
         self.open_ids: dict[str, int] = {}
         """Generations whose last delivery has not come, and the index of each."""
         self.closings: dict[str, Closing] = {}
-        """Of generations that ended, those included whose deliveries nobody wants any more."""
+        """Closings of generations that ended, those included whose deliveries nobody wants any
+        more.
+        """
         self._items: list[tuple[int, Deliver]] = []
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None

@@ -233,7 +233,7 @@ class _LedgerCollector(Collector):
         self._counts = counts
 
     def describe(self) -> Iterator[Metric]:
-        """As _FrontCollector's."""
+        """Describe the metrics, as _FrontCollector does."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:

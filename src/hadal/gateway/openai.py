@@ -1,4 +1,4 @@
-"""From the body of an API request to what is asked of the engine, every field checked.
+"""The way from the body of an API request to what is asked of the engine, every field checked.
 
 Each complaint is a RequestError that names the field and says what to do. Knows no tokenizer:
 prompts are still text.
@@ -28,7 +28,9 @@ MAX_LEGACY_LOGPROBS = 5
 INT64_MAX = 2**63 - 1
 MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 4
-"""Of a request, and its negative; what a level is worth is policy/admission's."""
+"""Highest priority of a request, and its negative the lowest; policy/admission says what a level is
+worth.
+"""
 
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
@@ -241,7 +243,9 @@ def check_served(body: bytes, *, is_chat: bool) -> None:
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """In Python 0 equals False and 1 equals True; in JSON neither does."""
+    """Tell whether `value` is one of `harmless`, with its type: in Python 0 equals False and 1
+    equals True; in JSON neither does.
+    """
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
     )

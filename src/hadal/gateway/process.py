@@ -59,7 +59,7 @@ _SHUTDOWN_S = 2
 _STARTED_S = 0.01
 """Period of looking whether the port is served yet."""
 _TELL_S = 10.0
-"""Between two lines of the log that say what still runs at the end."""
+"""Time between two lines of the log that say what still runs at the end."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long the tokenising thread may hold the interpreter while streams want it."""
 

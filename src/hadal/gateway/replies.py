@@ -402,7 +402,7 @@ class Reply:
         self._send_timeout_s = send_timeout_s
         self._num_open = len(work.choices)
         self.meters = [Meter() for _ in work.choices]
-        """Of each choice."""
+        """A meter for each choice."""
 
     @property
     def usage(self) -> Usage:

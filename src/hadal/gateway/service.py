@@ -150,7 +150,7 @@ class Service:
         return await self._off_loop(self._chat, body, request_id, tenant)
 
     async def completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
-        """As `chat`."""
+        """Begin a completion, as `chat` begins a chat."""
         if len(body) <= OFF_LOOP_BYTES:
             return self._completion(body, request_id, tenant)
         return await self._off_loop(self._completion, body, request_id, tenant)
@@ -162,7 +162,9 @@ class Service:
         request_id: str,
         tenant: Tenant,
     ) -> Work:
-        """In the thread, one body of a tenant at a time: so tenants take turns there."""
+        """Prepare a request in the thread, one body of a tenant at a time: so tenants take turns
+        there.
+        """
         async with self._tenant_to_turn[tenant.name]:
             return await asyncio.get_running_loop().run_in_executor(
                 self._thread, make, body, request_id, tenant

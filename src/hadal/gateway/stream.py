@@ -123,7 +123,7 @@ MAX_PERIOD = 64
 MIN_TOKENS = 512
 MIN_TIMES = 16
 WINDOW = MAX_PERIOD * MIN_TIMES
-"""So many last tokens are all that matters."""
+"""Number of last tokens that matter."""
 
 
 def repeated_period(tokens: Sequence[int]) -> int:

@@ -226,7 +226,7 @@ def _receive(connection: socket.socket) -> Any:
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; none when the other end is gone."""
+    """Read `num_bytes` bytes; none when the other end is gone."""
     received = bytearray()
     while len(received) < num_bytes:
         piece = connection.recv(min(num_bytes - len(received), 1 << 20))

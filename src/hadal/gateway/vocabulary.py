@@ -24,7 +24,7 @@ _MARK = re.compile(r"<.+>|\[.+\]")
 """
 
 MAX_ID = (1 << 22) - 1
-"""Of a token; DeepSeek-V3 has 129,280 of them."""
+"""Highest id of a token; DeepSeek-V3 has 129,280 of them."""
 
 
 class Vocabulary:
