@@ -50,6 +50,7 @@ from hadal.core.seams import (
     Tick,
 )
 from hadal.kv.blocks import blocks_for
+from hadal.kv.disk_index import BlockIndex
 from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.policy.admission import in_turns
 from hadal.roles.prefill.cache import PrefillCache
@@ -102,10 +103,12 @@ class PrefillLeader:
         recompute: str = AUTO,
         early_pull: str = OFF,
         tells_names: bool = False,
+        index: BlockIndex | None = None,
     ) -> None:
         """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
         `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode is told of
         blocks before their prompt is done. `tells_names`: ranks are told what is named on them.
+        `index`: what is known to be on disk; None: nothing yet.
         """
         if chunk_tokens < 1:
             raise ValueError(
@@ -113,7 +116,13 @@ class PrefillLeader:
             )
         self.blocks = RankPools(num_blocks, num_ranks, pool_name, tells_names=tells_names)
         self.cache = PrefillCache(
-            unit, epoch, self.blocks, keeps=keeps_blocks, has_disk=has_disk, recompute=recompute
+            unit,
+            epoch,
+            self.blocks,
+            keeps=keeps_blocks,
+            has_disk=has_disk,
+            recompute=recompute,
+            index=index,
         )
         self.leases = LeaseBook()
         self.scheduler = StepScheduler(

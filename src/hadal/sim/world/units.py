@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from hadal.core.config import PREFILL, Deployment, units_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import BlocksLoaded, BlocksStored, StepDone
 from hadal.core.seams import LoadBlocks, RankReset, StoreBlocks
-from hadal.kv.disk_index import DiskIndex
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode.leader import DecodeLeader
@@ -75,7 +74,7 @@ class DiskSpeed:
 
 
 class View:
-    """What a leader takes for what is on disk: has the methods of kv/disk_index.
+    """A leader's index of what is on disk (kv/disk_index).
 
     `num_blocks`: by request, shared by all views. What a read did not find is not looked for again
     by this leader.
@@ -242,7 +241,7 @@ def prefill_leader(
 ) -> PrefillLeader:
     """`view`: of the disk; `stores`: what is computed is written there."""
     units = units_of(config, PREFILL)
-    leader = PrefillLeader(
+    return PrefillLeader(
         name,
         epoch,
         "",
@@ -262,9 +261,8 @@ def prefill_leader(
         has_disk=stores,
         recompute=config.cache.recompute,
         early_pull=config.early_pull,
+        index=view,
     )
-    leader.cache.stores.index = cast(DiskIndex, view)
-    return leader
 
 
 def decode_leader(
