@@ -38,12 +38,12 @@ from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
+from hadal.roles.leaders import first_placement, moves_experts
 from hadal.roles.ranks.rank import Progress, RankRole
 from hadal.roles.recording import MadeRank
-from hadal.runtime.core import first_placement
 from hadal.runtime.devices import take_gpu
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.memory import max_step_tokens, mode_of, moves_experts
+from hadal.runtime.memory import max_step_tokens, mode_of
 from hadal.runtime.process.logs import READING, Teller
 from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
 from hadal.runtime.recorder import recorded

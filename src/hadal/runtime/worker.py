@@ -25,14 +25,15 @@ from hadal.model.cache import KvCache
 from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
+from hadal.roles.leaders import first_placement, make_leader
 from hadal.roles.recording import MadeCore
-from hadal.runtime.core import first_placement, make_core, make_view
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.process.logs import READING, Teller
 from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
 from hadal.runtime.rank import ADDRESS, make_comm, open_device, prepare_kernels
 from hadal.runtime.recorder import recorded
 from hadal.runtime.store.disk import make_store
+from hadal.runtime.store.view import make_view
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.kv import live_wire
 from hadal.runtime.transfer.pool import KvPool, pool_name
@@ -84,7 +85,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     grants = Grants(run.secret, unit)
     kv_wire = live_wire(pool, run, grants, ADDRESS)
     leader = recorded(
-        make_core(
+        make_leader(
             deployment, config, unit, role, epoch, kv_wire.address, fingerprint=run.fingerprint
         ),
         unit,

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import msgspec
 
+from hadal.core.config import DECODE, PREFILL, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
@@ -45,6 +46,7 @@ from hadal.core.messages import (
     Trace,
     UnitDown,
 )
+from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
     BlocksLoaded,
     BlocksStored,
@@ -74,8 +76,10 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
-from hadal.overlap.plan import COMBINE, DISPATCH
+from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.experts.gain import PREFILL_TERMS
+from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
 from hadal.roles.ranks.book import PEER_ERRORS, Phase, RankBook
 from hadal.roles.suspects import Absence
 
@@ -490,6 +494,40 @@ class RankedLeader:
                 f"{len(self._in_flight)} steps are in flight while the unit is {self.book.phase}"
             )
         return problems
+
+
+def make_ranked_leader(
+    deployment: Deployment,
+    config: ModelConfig,
+    unit: str,
+    role: str,
+    epoch: str,
+    *,
+    fingerprint: str = "",
+) -> RankedLeader:
+    """Return the leader of a unit whose ranks are processes of their own, around the one that a
+    unit of one process has (roles/leaders).
+    """
+    units = units_of(deployment, role)
+    core = make_leader(deployment, config, unit, role, epoch, fingerprint=fingerprint)
+    placement = first_placement(deployment, config, role)
+    experts = ExpertBalancer(
+        placement,
+        tuple(rank // units.ranks_per_node for rank in range(units.ranks)),
+        is_planning=moves_experts(units),
+        num_groups=config.n_group if keeps_groups(units, config, role) else 0,
+        terms=PREFILL_TERMS if role == PREFILL else None,
+    )
+    costs = core.scheduler.costs
+    return RankedLeader(
+        unit,
+        core,
+        RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s),
+        num_slots=units.max_requests if role == DECODE else 0,
+        step_timeout_s=deployment.collective_timeout_s + deployment.rank_timeout_s,
+        experts=experts,
+        growing_s=lambda: costs.growing_s(EXPERTS),
+    )
 
 
 def _key(outcome: KvPulled | BlocksLoaded | BlocksStored) -> tuple[Hashable, ...]:
