@@ -77,7 +77,7 @@ class Unit:
                     "-m",
                     "hadal.runtime.process.entry",
                     str(os.getpid()),
-                    "hadal.runtime.rank",
+                    "hadal.runtime.unit",
                     "--unit",
                     UNIT,
                     "--role",

@@ -1,12 +1,15 @@
-"""The process that leads a unit of many ranks. It holds no model and loads no torch; the ranks are
-elsewhere.
+"""A process of a unit: its leader with the unit's only rank beside it, its leader alone where the
+ranks are processes of their own, or one of those ranks.
 
-python -m hadal.runtime.leader --unit decode-0 --role decode --folder RUN_FOLDER
+python -m hadal.runtime.unit --unit decode-0 --role decode [--rank 2] --folder RUN_FOLDER
+
+A leader alone holds no model and loads no torch.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from hadal.core.config import units_of
 from hadal.core.messages import Load, RankDone
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
@@ -27,6 +31,7 @@ from hadal.runtime.process.logs import tell_doing
 from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
 from hadal.runtime.recorder import recorded
 from hadal.runtime.store.view import make_view
+from hadal.runtime.topology import rank_name
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.wire import ZmqWire
 
@@ -35,17 +40,25 @@ log = logging.getLogger("hadal.leader")
 _SMOOTHING = 0.1
 
 
+_WITH_RUNNER = "hadal.runtime.rank"
+"""Imported where there is a Runner alone: it loads torch."""
+
+
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help,
     else EXIT_FATAL.
     """
     asked = unit_arguments(__doc__)
-    run = enter_child(asked.unit, asked.folder)
-    return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
+    name = asked.unit if asked.rank is None else rank_name(asked.unit, asked.rank)
+    run = enter_child(name, asked.folder)
+    if asked.rank is None and units_of(run.deployment, asked.role).ranks > 1:
+        return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
+    make = importlib.import_module(_WITH_RUNNER).make_host
+    return run_host(lambda: make(run, asked.unit, asked.role, asked.rank, asked.folder))
 
 
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
-    """Put the leader together; also return its first effects. Raises ConfigError."""
+    """Put the leader of many ranks together; also return its first effects. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
     config = read_model_config(Path(run.deployment.model))

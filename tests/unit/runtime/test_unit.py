@@ -24,8 +24,8 @@ from hadal.core.plans import Formed, OpTime, StepDone
 from hadal.core.seams import Effect, Send, Tick
 from hadal.roles.ranks.ranks import make_ranked_leader
 from hadal.runtime.compute import IDLE
-from hadal.runtime.leader import Spoken
 from hadal.runtime.resolve import plan
+from hadal.runtime.unit import Spoken
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
@@ -124,7 +124,7 @@ def test_its_load_tells_how_long_the_ranks_stood_idle() -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    code = "import sys, hadal.runtime.leader; assert 'torch' not in sys.modules"
+    code = "import sys, hadal.runtime.unit; assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=SOURCE,
