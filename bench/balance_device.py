@@ -27,7 +27,7 @@ from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.model.block import OPS, MicroBatch, Op
 from hadal.overlap.plan import ATTN_CORE, EXPERTS
 from hadal.reference.params import LayerWeights
-from hadal.runtime import rank
+from hadal.runtime import unit
 
 log = logging.getLogger("bench.device")
 
@@ -108,12 +108,12 @@ def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns
 
 
 def main() -> int:
-    """`hadal.runtime.rank` with a device's ops."""
+    """`hadal.runtime.unit` with a device's ops."""
     costs = msgspec.json.decode(os.environ[COSTS], type=DeviceCosts)
     overruns = Overruns()
     OPS[EXPERTS] = lasting(OPS[EXPERTS], num_rows, 1e-6 * costs.row_us, overruns)
     OPS[ATTN_CORE] = lasting(OPS[ATTN_CORE], num_positions, 1e-6 * costs.position_us, overruns)
-    return rank.main()
+    return unit.main()
 
 
 if __name__ == "__main__":

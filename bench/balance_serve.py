@@ -16,17 +16,17 @@ from hadal.cli import app
 from hadal.runtime import launch
 from hadal.runtime.process.child import Child
 
-RANK_MODULE = {"hadal.runtime.rank": "bench.balance_device"}
+DEVICE = "bench.balance_device"
 
 
 class DeviceChild(Child):
-    """A child whose module is a bench's where the bench has one."""
+    """A child whose module is the bench's where it is a rank."""
 
     def __init__(
         self, name: str, role: str, arguments: Sequence[str], log_path: Path | None
     ) -> None:
         module, *rest = arguments
-        super().__init__(name, role, [RANK_MODULE.get(module, module), *rest], log_path)
+        super().__init__(name, role, [DEVICE if "--rank" in rest else module, *rest], log_path)
 
 
 if __name__ == "__main__":

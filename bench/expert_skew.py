@@ -19,10 +19,13 @@ from rich.table import Table
 
 from bench.expert_loads import DECODE, PREFILL, read_loads
 from bench.shared_data import EXPERT_LOADS, find, why_missing
+from hadal.core.config import UnitsConfig
 from hadal.core.placement import spread
+from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.experts.balance import Cluster, balance, rank_loads
 from hadal.policy.experts.search import Floats
-from hadal.sim.expert_loads import NUM_GROUPS, RANKS_PER_NODE, draw_loads, keeps_groups
+from hadal.roles.leaders import keeps_groups
+from hadal.sim.expert_loads import NUM_GROUPS, RANKS_PER_NODE, draw_loads
 
 UNITS = {"prefill": 32, "decode": 144}
 NUM_REDUNDANT = 32
@@ -37,7 +40,10 @@ def figures(phase: str, loads: Floats) -> list[float]:
     logs = np.log(np.maximum(grouped, 1e-3))
     heaviest = np.sort(share, axis=1)
     num_ranks = UNITS[phase]
-    by_nodes = keeps_groups(phase, num_ranks, NUM_REDUNDANT, RANKS_PER_NODE)
+    units = UnitsConfig(
+        ranks=num_ranks, ranks_per_node=RANKS_PER_NODE, redundant_experts=NUM_REDUNDANT
+    )
+    by_nodes = keeps_groups(units, DEEPSEEK_V3, phase)
     cluster = Cluster.even(
         num_ranks, num_ranks // RANKS_PER_NODE, (share.shape[1] + NUM_REDUNDANT) // num_ranks
     )

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 import hadal.gateway.process
-import hadal.runtime.core
 import hadal.runtime.launch
+import hadal.runtime.rank
 import hadal.sim.day.fluid
+import hadal.sim.world.units
 import hadal.sim.world.world
 from hadal.core.config import Deployment, FleetConfig
 
@@ -26,8 +27,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 SERVER = (
     "hadal.gateway.process",
     "hadal.runtime.launch",
-    "hadal.runtime.leader",
-    "hadal.runtime.worker",
+    "hadal.runtime.unit",
     "hadal.runtime.rank",
 )
 """What `hadal serve` starts, and what starts it."""
@@ -274,8 +274,7 @@ def test_both_reach_every_role(tree: Tree, role: str) -> None:
 def test_they_are_the_very_classes() -> None:
     """What the modules that host roles mean by their names."""
     assert hadal.sim.world.world.Front is hadal.gateway.process.Front
-    assert hadal.sim.world.world.PrefillLeader is hadal.runtime.core.PrefillLeader
-    assert hadal.sim.world.world.DecodeLeader is hadal.runtime.core.DecodeLeader
+    assert hadal.sim.world.units.make_leader is hadal.runtime.rank.make_leader
     made = hadal.runtime.launch.make_fleet(Deployment(fleet=FleetConfig(mode="auto")), 0.0)
     assert type(made) is hadal.sim.day.fluid.Fleet
 

@@ -41,7 +41,7 @@ from hadal.core.plans import (
     StagePlan,
 )
 from hadal.core.wire import AnyMessage
-from hadal.runtime.core import first_placement
+from hadal.roles.leaders import first_placement
 from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.resolve import plan
 from hadal.runtime.transfer.pool import remove_segments
@@ -77,7 +77,7 @@ class Unit:
                     "-m",
                     "hadal.runtime.process.entry",
                     str(os.getpid()),
-                    "hadal.runtime.rank",
+                    "hadal.runtime.unit",
                     "--unit",
                     UNIT,
                     "--role",

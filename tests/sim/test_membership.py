@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.config import Deployment, UnitsConfig, units_of
 from hadal.core.messages import RankForm, UnitUp
 from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
@@ -81,8 +81,8 @@ class Stepper:
 class SteppingWorld(World):
     """All units step; nobody asks for anything."""
 
-    def _core(self, name: str, role: str, epoch: str, pool_name: str, num_ranks: int) -> Stepper:  # type: ignore[override]
-        return Stepper(name, epoch, num_ranks)
+    def _core(self, name: str, role: str, epoch: str, pool_name: str) -> Stepper:  # type: ignore[override]
+        return Stepper(name, epoch, units_of(self.config, role).ranks)
 
     def _upset(self, host: Host) -> None:
         if isinstance(host, RankHost):

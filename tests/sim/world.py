@@ -11,14 +11,14 @@ ledgers of the role that took it are checked; clients check every token.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import msgspec
 
-from hadal.core.balance import AUTO, OFF
+from hadal.core.balance import AUTO
 from hadal.core.cache import split
-from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.config import Deployment, UnitsConfig, units_of
 from hadal.core.messages import (
     Cached,
     Cancel,
@@ -36,9 +36,11 @@ from hadal.core.messages import (
 from hadal.core.placement import spread
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
+from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.front.front import Front
+from hadal.roles.leaders import make_leader
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.ranks.book import Phase, RankBook
 from hadal.roles.ranks.rank import RankRole
@@ -187,7 +189,7 @@ class World:
             self._start(name, self._rank_host(name, role, epoch))
             return
         pool_name = f"{name}.{epoch}"
-        core = self._core(name, role, epoch, pool_name, units.ranks)
+        core = self._core(name, role, epoch, pool_name)
         if units.ranks > 1:
             leader = self._ranked(name, core, units)
             self._start(
@@ -225,45 +227,21 @@ class World:
         )
 
     def _core(
-        self, name: str, role: str, epoch: str, pool_name: str, num_ranks: int
+        self, name: str, role: str, epoch: str, pool_name: str
     ) -> PrefillLeader | DecodeLeader:
         config, num_blocks = self.config, self.pool_blocks[role]
-        if role == "prefill":
-            return PrefillLeader(
-                name,
-                epoch,
-                pool_name,
-                num_blocks,
-                chunk_tokens=config.chunk_tokens,
-                num_requests_max=config.prefill.max_requests,
-                num_waiting_max=config.prefill.max_waiting,
-                lease_s=config.lease_s,
-                heartbeat_s=config.heartbeat_s,
-                num_ranks=num_ranks,
-                overlap=config.prefill.overlap,
-                min_split_tokens=config.prefill.min_split_tokens,
-                request_balance=config.prefill.request_balance,
-                early_pull=config.early_pull,
-                keeps_blocks=config.cache.memory != OFF,
-                has_disk=self.disk is not None,
-                recompute=config.cache.recompute,
-                tells_names=num_ranks > 1,
-            )
-        return DecodeLeader(
-            name,
-            epoch,
-            num_blocks,
-            num_slots=config.decode.max_requests,
-            num_waiting_max=config.decode.max_waiting,
-            max_context=self.max_context,
-            heartbeat_s=config.heartbeat_s,
-            num_ranks=num_ranks,
-            overlap=config.decode.overlap,
-            min_split_tokens=config.decode.min_split_tokens,
-            request_balance=config.decode.request_balance,
-            lease_s=config.lease_s,
-            fingerprint=FINGERPRINT if self.disk is not None else "",
+        units = replace(units_of(config, role), kv_blocks=num_blocks)
+        deployment = (
+            replace(config, prefill=units) if role == "prefill" else replace(config, decode=units)
         )
+        # Engines report no ops, so steps are not priced: no layers.
+        model = replace(
+            DEEPSEEK_V3,
+            num_hidden_layers=0,
+            first_k_dense_replace=0,
+            max_position_embeddings=self.max_context,
+        )
+        return make_leader(deployment, model, name, role, epoch, pool_name, fingerprint=FINGERPRINT)
 
     def _ranked(
         self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig

@@ -78,20 +78,22 @@ def make_role(opening: Opening) -> Role:
     from hadal.roles import recording
     from hadal.roles.fleet import make_fleet
     from hadal.roles.front.front import Front
+    from hadal.roles.leaders import make_leader
     from hadal.roles.ranks.rank import RankRole
-    from hadal.runtime.core import make_core
-    from hadal.runtime.leader import make_leader
-    from hadal.runtime.process.process import Run
+    from hadal.roles.ranks.ranks import make_ranked_leader
 
     process, deployment, made = opening.process, opening.deployment, opening.made
     match made:
         case recording.MadeFront(epoch, max_context, fingerprint):
             return Front(deployment, epoch=epoch, max_context=max_context, fingerprint=fingerprint)
         case recording.MadeCore(role, epoch, pool, fingerprint, model):
-            return make_core(deployment, model, process, role, epoch, pool, fingerprint=fingerprint)
+            return make_leader(
+                deployment, model, process, role, epoch, pool, fingerprint=fingerprint
+            )
         case recording.MadeLeader(role, epoch, fingerprint, model):
-            run = Run(opening.run_id, deployment, fingerprint=fingerprint)
-            return make_leader(run, process, role, epoch, model)
+            return make_ranked_leader(
+                deployment, model, process, role, epoch, fingerprint=fingerprint
+            )
         case recording.MadeRank(unit, rank, epoch, host, port, pool, expert_port):
             return RankRole(unit, rank, epoch, host, port, pool, expert_port=expert_port)
         case recording.MadeFleet(day_s):

@@ -501,6 +501,70 @@ class Trace(Message, frozen=True):
     steps: tuple[TracedStep, ...]
 
 
+# Effects on one rank's pool (the others are in core/seams): the leader of a unit asks for them, and
+# where the rank is another process they travel to it.
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copy the leased blocks into own blocks `into`, verify, and answer with KvPulled."""
+
+    request_id: str
+    attempt: int
+    lease: KvLease
+    into: tuple[int, ...]
+    rank: int = 0
+    """Whose blocks `into` are."""
+
+
+class LoadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Read blocks of the disk cache into own blocks `into`, verify them, and answer with
+    BlocksLoaded. Until then `into` must be nobody else's.
+    """
+
+    load_id: int
+    """Never used twice by a leader."""
+    names: bytes
+    places: tuple[Place, ...]
+    into: tuple[int, ...]
+    rank: int = 0
+    """Whose blocks `into` are."""
+
+
+class StoreBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until
+    then they must stay as they are.
+    """
+
+    store_id: int
+    """Never used twice by a leader."""
+    names: bytes
+    positions: tuple[int, ...]
+    """Index of each block among its text's blocks: the first is 0."""
+    block_ids: tuple[int, ...]
+    rank: int = 0
+
+
+class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """These blocks of a rank can be found by name from now on, until they are freed. It tells
+    another leader, should the unit get one.
+    """
+
+    named: NamedBlocks
+    rank: int
+
+
+class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """These blocks of a rank's pool were freed: raise their generation before they are used again
+    (see KvLease).
+    """
+
+    block_ids: tuple[int, ...]
+    rank: int = 0
+
+
+PoolEffect = Pull | LoadBlocks | StoreBlocks | Freed | Named
+
+
 # What the leader of a unit of many ranks and its ranks say to each other, as frozen values.
 
 
@@ -537,7 +601,7 @@ class RankFormed(Message, frozen=True):
 
 
 class RankAnswered(Message, frozen=True):
-    """What came of a RankPull, a RankLoad or a RankStore."""
+    """What came of a RankDo that is a Pull, a LoadBlocks or a StoreBlocks."""
 
     rank: int
     epoch: str
@@ -596,33 +660,12 @@ class RankStage(Message, frozen=True):
     plan: StagePlan
 
 
-class RankPull(Message, frozen=True):
-    request_id: str
-    attempt: int
-    lease: KvLease
-    into: tuple[int, ...]
+class RankDo(Message, frozen=True):
+    """What the unit's leader asks of one rank's pool or disk, to be done by the rank's host. It
+    belongs to no generation, for KV outlives them.
+    """
 
-
-class RankFreed(Message, frozen=True):
-    block_ids: tuple[int, ...]
-
-
-class RankNamed(Message, frozen=True):
-    named: NamedBlocks
-
-
-class RankLoad(Message, frozen=True):
-    load_id: int
-    names: bytes
-    places: tuple[Place, ...]
-    into: tuple[int, ...]
-
-
-class RankStore(Message, frozen=True):
-    store_id: int
-    names: bytes
-    positions: tuple[int, ...]
-    block_ids: tuple[int, ...]
+    effect: PoolEffect
 
 
 # The front at one instant, for /metrics and /health. Values only.

@@ -19,7 +19,11 @@ import msgspec
 from hadal.core.cache import Place
 from hadal.core.messages import Closing as Closing
 from hadal.core.messages import Deliver as Deliver
-from hadal.core.messages import KvLease
+from hadal.core.messages import Freed as Freed
+from hadal.core.messages import LoadBlocks as LoadBlocks
+from hadal.core.messages import Named as Named
+from hadal.core.messages import Pull as Pull
+from hadal.core.messages import StoreBlocks as StoreBlocks
 from hadal.core.plans import (
     BlocksLoaded,
     BlocksStored,
@@ -27,7 +31,6 @@ from hadal.core.plans import (
     FormPlan,
     Held,
     KvPulled,
-    NamedBlocks,
     Staged,
     StagePlan,
     StepDone,
@@ -78,45 +81,6 @@ class Stage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     plan: StagePlan
 
 
-class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copy the leased blocks into own blocks `into`, verify, and answer with KvPulled."""
-
-    request_id: str
-    attempt: int
-    lease: KvLease
-    into: tuple[int, ...]
-    rank: int = 0
-    """Whose blocks `into` are."""
-
-
-class LoadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Read blocks of the disk cache into own blocks `into`, verify them, and answer with
-    BlocksLoaded. Until then `into` must be nobody else's.
-    """
-
-    load_id: int
-    """Never used twice by a leader."""
-    names: bytes
-    places: tuple[Place, ...]
-    into: tuple[int, ...]
-    rank: int = 0
-    """Whose blocks `into` are."""
-
-
-class StoreBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until
-    then they must stay as they are.
-    """
-
-    store_id: int
-    """Never used twice by a leader."""
-    names: bytes
-    positions: tuple[int, ...]
-    """Index of each block among its text's blocks: the first is 0."""
-    block_ids: tuple[int, ...]
-    rank: int = 0
-
-
 class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A prompt used these blocks, out of memory or disk: whoever keeps them there wants to know."""
 
@@ -129,24 +93,6 @@ class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """
 
     time_s: float
-
-
-class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These blocks of a rank can be found by name from now on, until they are freed. It tells
-    another leader, should the unit get one.
-    """
-
-    named: NamedBlocks
-    rank: int
-
-
-class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These blocks of a rank's pool were freed: raise their generation before they are used again
-    (see KvLease).
-    """
-
-    block_ids: tuple[int, ...]
-    rank: int = 0
 
 
 class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -27,18 +27,14 @@ from hadal.core.messages import (
     Pulled,
     RankAnswered,
     RankBeat,
+    RankDo,
     RankDone,
     RankForm,
     RankFormed,
-    RankFreed,
     RankHeld,
-    RankLoad,
-    RankNamed,
-    RankPull,
     RankStage,
     RankStaged,
     RankStep,
-    RankStore,
     RankUp,
     RankWho,
     Refused,
@@ -83,15 +79,12 @@ AnyMessage = (
     | RankStep
     | RankStage
     | RankStaged
-    | RankPull
-    | RankFreed
+    | RankDo
     | TraceRequest
     | Trace
     | PrefillAhead
     | Cached
     | Ahead
-    | RankLoad
-    | RankStore
     | Stop
     | DrainUnit
     | KeepUnit
@@ -108,7 +101,6 @@ AnyMessage = (
     | Sighting
     | TurnedAway
     | RankHeld
-    | RankNamed
     | RankWho
     | LeaderDown
     | Resume

@@ -9,8 +9,29 @@ held: whoever reads it verifies that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from hadal.core.cache import Place, num_names, number_of, place_of, split
+
+
+class BlockIndex(Protocol):
+    """What a leader asks of an index of the blocks on disk. DiskIndex is the one that serves; a
+    simulated world knows without names what its disk has (sim/world/units).
+    """
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, name: bytes) -> bool: ...
+
+    def put(self, names: bytes, places: Sequence[Place | None]) -> None: ...
+
+    def drop(self, names: bytes) -> None: ...
+
+    def found(self, names: bytes) -> tuple[Place, ...]: ...
+
+    def num_found(self, chain: bytes) -> int: ...
+
+    def lookup(self, chain: bytes) -> tuple[Place, ...]: ...
 
 
 class DiskIndex:

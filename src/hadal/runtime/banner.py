@@ -23,7 +23,7 @@ from hadal.core.config import PREFILL, ROLES, UnitsConfig, units_of
 from hadal.core.handshake import is_near
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.overlap.plan import SCHEDULES
-from hadal.runtime.core import first_placement
+from hadal.roles.leaders import first_placement
 from hadal.runtime.ledger.store import shown
 from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mode_of
 from hadal.runtime.process.child import Phase, Status

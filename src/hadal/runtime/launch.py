@@ -604,22 +604,8 @@ def _children(deployment: Deployment, folder: Path, options: Options) -> Iterato
     # Units first: they take longest.
     for name, role, rank in process_names(deployment):
         unit, _ = unit_of(name)
-        if rank is not None:
-            yield child(
-                name,
-                role,
-                "hadal.runtime.rank",
-                "--unit",
-                unit,
-                "--role",
-                role,
-                "--rank",
-                str(rank),
-            )
-        elif units_of(deployment, role).ranks > 1:
-            yield child(name, role, "hadal.runtime.leader", "--unit", unit, "--role", role)
-        else:
-            yield child(name, role, "hadal.runtime.worker", "--unit", unit, "--role", role)
+        number = () if rank is None else ("--rank", str(rank))
+        yield child(name, role, "hadal.runtime.unit", "--unit", unit, "--role", role, *number)
     for name in gateway_names(deployment):
         yield child(name, GATEWAY, "hadal.gateway.process", "--name", name)
 

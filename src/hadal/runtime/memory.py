@@ -25,6 +25,7 @@ from hadal.core.documents import parse_json
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
+from hadal.roles.leaders import moves_experts
 
 NUM_SCRATCH_BLOCKS = 1
 """SCRATCH_BLOCK takes the writes of padding."""
@@ -204,13 +205,6 @@ def max_step_tokens(kind: str, deployment: Deployment) -> int:
 def mode_of(kind: str, units: UnitsConfig) -> str:
     """How tokens travel: as the file says, else normal in prefill and low-latency in decode."""
     return units.mode or ("normal" if kind == PREFILL else "low_latency")
-
-
-def moves_experts(units: UnitsConfig) -> bool:
-    """Replicas may move to other ranks while the unit serves: its ranks serve their experts and
-    stage layers.
-    """
-    return units.ranks > 1 and units.expert_balance != OFF
 
 
 def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:

@@ -1,10 +1,9 @@
-"""A rank's process: loads its share of the model, joins its unit's exchanges, and does what the
-unit's leader says.
+"""A process with a Runner: it loads the model, or one rank's share of it, and hosts the rank's role,
+or the leader of a unit that has no other rank.
 
-    python -m hadal.runtime.rank --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
-
-It listens for its peers before it says that it is ready; who they are it learns with the first
-FormPlan.
+A rank of many joins its unit's exchanges and does what the unit's leader says. It listens for its
+peers before it says that it is ready; who they are it learns with the first FormPlan. Started by
+runtime/unit.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,27 +31,28 @@ from hadal.core.handshake import key_of
 from hadal.core.messages import BLOCK_TOKENS, RankForm
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.plans import FormPlan
-from hadal.core.seams import Effect, Event
+from hadal.core.seams import Clock, Effect, Event
 from hadal.kernels.library import prepare
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
+from hadal.roles.leaders import first_placement, make_leader, moves_experts
 from hadal.roles.ranks.rank import Progress, RankRole
-from hadal.roles.recording import MadeRank
-from hadal.runtime.core import first_placement
+from hadal.roles.recording import MadeCore, MadeRank
 from hadal.runtime.devices import take_gpu
-from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.memory import max_step_tokens, mode_of, moves_experts
+from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
+from hadal.runtime.memory import max_step_tokens, mode_of
 from hadal.runtime.process.logs import READING, Teller
-from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
+from hadal.runtime.process.process import LiveClock, Run
 from hadal.runtime.recorder import recorded
-from hadal.runtime.store.disk import make_store
+from hadal.runtime.store.disk import DiskStore, make_store
+from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import device_index, rank_name
 from hadal.runtime.transfer.experts import PURPOSE, ExpertWire, Stager
 from hadal.runtime.transfer.grants import Grants
-from hadal.runtime.transfer.kv import live_wire
+from hadal.runtime.transfer.kv import KvWire, live_wire
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
 
@@ -177,19 +178,37 @@ ADDRESS = "127.0.0.1"
 """Where peers find this rank: all processes of a run are on one host."""
 
 
-def main() -> int:
-    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help,
-    else EXIT_FATAL.
-    """
-    asked = unit_arguments(__doc__, of_rank=True)
-    run = enter_child(rank_name(asked.unit, asked.rank), asked.folder)
-    return run_host(lambda: make_host(run, asked.unit, asked.role, asked.rank, asked.folder))
+@dataclass(frozen=True)
+class RankProcess:
+    """What a process with a Runner is, whether it is one rank of many or a whole unit."""
+
+    run: Run
+    unit: str
+    role: str
+    name: str
+    """Its name on the wire."""
+    folder: Path
+    epoch: str
+    device: str
+    config: ModelConfig
+    pool: KvPool
+    clock: Clock
+
+    def wires(self) -> tuple[ZmqWire, KvWire]:
+        """Its messages, and KV out of other pools and its own."""
+        grants = Grants(self.run.secret, self.name)
+        kv_wire = live_wire(self.pool, self.run, grants, ADDRESS)
+        return ZmqWire(self.name, self.folder, grants), kv_wire
+
+    def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:
+        return make_store(self.run, self.role, self.pool.blocks, wake)
 
 
 def make_host(
-    run: Run, unit: str, role: str, rank: int, folder: Path
+    run: Run, unit: str, role: str, rank: int | None, folder: Path
 ) -> tuple[UnitHost, list[Effect]]:
-    """Load this rank's part and put it together; also return its first effects. Raises
+    """Load the model, or one rank's part of it, and put the process together; also return its first
+    effects. `rank` None: the unit has no other rank, and its leader is in this process. Raises
     ConfigError.
     """
     deployment = run.deployment
@@ -197,39 +216,82 @@ def make_host(
     torch.set_num_threads(units.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
-    name = rank_name(unit, rank)
-    device = open_device(deployment, unit, rank)
+    name = unit if rank is None else rank_name(unit, rank)
+    device = open_device(deployment, unit, rank or 0)
     config = read_model_config(Path(deployment.model))
     shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
-    news = News()
+    process = RankProcess(run, unit, role, name, folder, epoch, device, config, pool, LiveClock())
     try:
-        group = make_group(run, rank, epoch, news, folder=folder / "groups" / unit, device=device)
+        return _host_alone(process) if rank is None else _host_of_many(process, rank)
     except ConfigError:
         pool.close()
         raise
+
+
+def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
+    """A unit of one rank: its leader plans for the Runner beside it."""
+    run, config, role = process.run, process.config, process.role
+    runner = make_lone_runner(run.deployment, config, role, process.pool, process.device)
+    _freeze()
+    wire, kv_wire = process.wires()
+    leader = recorded(
+        make_leader(
+            run.deployment,
+            config,
+            process.unit,
+            role,
+            process.epoch,
+            kv_wire.address,
+            fingerprint=run.fingerprint,
+        ),
+        process.unit,
+        MadeCore(role, process.epoch, kv_wire.address, run.fingerprint, config),
+        run.run_id,
+        run.deployment,
+    )
+    host = UnitHost(
+        leader,
+        runner,
+        wire,
+        process.pool,
+        process.clock,
+        step_deadline_s=STEP_DEADLINE_S,
+        make_disk=process.make_disk,
+        make_view=lambda wake: make_view(run, wake),
+        kv_wire=kv_wire,
+    )
+    return host, leader.start(process.clock.now())
+
+
+def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effect]]:
+    """One rank of a unit: it does what a leader in another process says."""
+    run, unit, epoch = process.run, process.unit, process.epoch
+    deployment, role, device = run.deployment, process.role, process.device
+    news = News()
+    group = make_group(
+        run, rank, epoch, news, folder=process.folder / "groups" / unit, device=device
+    )
     try:
-        runner, store = make_runner(deployment, config, role, rank, group, pool, device)
+        runner, store = make_runner(
+            deployment, process.config, role, rank, group, process.pool, device
+        )
     except ConfigError:
         group.close()
-        pool.close()
         raise
-    gc.collect()
-    gc.freeze()  # What is there now stays: no collection need look at it again.
-    clock = LiveClock()
+    _freeze()
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
-    wire = (
+    expert_wire = (
         ExpertWire(ADDRESS, key_of(run.secret, PURPOSE), store.expert)
-        if moves_experts(units)
+        if moves_experts(units_of(deployment, role))
         else None
     )
-    grants = Grants(run.secret, name)
-    kv_wire = live_wire(pool, run, grants, ADDRESS)
-    expert_port = wire.port if wire else 0
+    wire, kv_wire = process.wires()
+    expert_port = expert_wire.port if expert_wire else 0
     rank_role = recorded(
         RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=expert_port),
-        name,
+        process.name,
         MadeRank(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port),
         run.run_id,
         deployment,
@@ -237,17 +299,25 @@ def make_host(
     host = UnitHost(
         Noticing(rank_role, news),
         runner,
-        ZmqWire(name, folder, grants),
-        pool,
-        clock,
+        wire,
+        process.pool,
+        process.clock,
         step_deadline_s=STEP_DEADLINE_S,
         news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
-        make_stager=(lambda wake: Stager(store.stage, wire, wake)) if wire else None,
-        make_disk=lambda wake: make_store(run, role, pool.blocks, wake),
+        make_stager=(
+            (lambda wake: Stager(store.stage, expert_wire, wake)) if expert_wire else None
+        ),
+        make_disk=process.make_disk,
         kv_wire=kv_wire,
     )
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
-    return host, rank_role.start(clock.now())
+    return host, rank_role.start(process.clock.now())
+
+
+def _freeze() -> None:
+    """What is there now stays: no collection need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def make_group(
@@ -311,6 +381,37 @@ def make_runner(
     return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store)), store
 
 
+def make_lone_runner(
+    deployment: Deployment, config: ModelConfig, role: str, pool: KvPool, device: str = "cpu"
+) -> ModelRunner:
+    """The whole model, of a unit of one rank. Raises ConfigError."""
+    units, started_s = units_of(deployment, role), time.monotonic()
+    prepare_kernels()
+    weights = load_weights(Path(deployment.model), device=device, advance=Teller(READING))
+    cache = KvCache(config, units.kv_blocks, pool.cache, device=device)
+    model = DeepseekV3(weights, cache, lone_comm(deployment, config, role, device))
+    log.info(
+        "weights loaded in %.1f s; threads: %d, %s",
+        time.monotonic() - started_s,
+        units.threads,
+        device,
+    )
+    return ModelRunner(model, units.max_requests)
+
+
+def lone_comm(
+    deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu"
+) -> ExpertComm | None:
+    """What rounds tokens on their way to experts as ranks' messages would, so that the wire's
+    format alone decides what comes out, not the number of ranks. None where nothing is rounded.
+    """
+    if deployment.wire == "fp32":
+        return None
+    comm = make_comm(deployment, config, role, None, device)
+    comm.install(first_placement(deployment, config, role))
+    return comm
+
+
 def prepare_kernels() -> None:
     """Compile them now where they are not yet, with the supervisor knowing what this start waits
     for.
@@ -333,7 +434,3 @@ def make_comm(
         max_tokens=max_step_tokens(role, deployment),
         device=device,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,10 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.balance import AUTO, OFF
+from hadal.core.config import UnitsConfig
 from hadal.core.placement import Placement, spread
 from hadal.perf.shapes import DEEPSEEK_V3, num_moe_layers
 from hadal.perf.step import DECODE, PREFILL
 from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, rank_loads
+from hadal.roles.leaders import keeps_groups
 
 Floats = NDArray[np.float64]
 
@@ -126,7 +128,7 @@ def expert_share(
     """Draw a unit's loads, place its experts, and say what its ranks receive.
 
     `auto`: our balancer as roles/experts asks it: a gate's group stays on its node where ranks can
-    be level like that (`keeps_groups`), replicas split their expert's tokens as it says; but from
+    be level like that (roles/leaders), replicas split their expert's tokens as it says; but from
     scratch, whatever that moves. `off`: experts in order, replicas evenly chosen, without a look at
     the loads. Raises ValueError for other policies and phases, and for experts and replicas that do
     not divide over the ranks.
@@ -150,16 +152,11 @@ def _balanced(
 ) -> ExpertPlan:
     nodes = tuple(rank // ranks_per_node for rank in range(like.num_ranks))
     cluster = Cluster((like.num_slots,) * like.num_ranks, nodes)
-    by_nodes = keeps_groups(phase, like.num_ranks, num_redundant, ranks_per_node)
+    units = UnitsConfig(
+        ranks=like.num_ranks, ranks_per_node=ranks_per_node, redundant_experts=num_redundant
+    )
+    by_nodes = keeps_groups(units, DEEPSEEK_V3, phase)
     mode = "hybrid" if by_nodes else "global"
     return balance(
         loads_LE, cluster, mode=mode, num_groups=NUM_GROUPS if by_nodes else 1, weighted=True
     )
-
-
-def keeps_groups(phase: str, num_ranks: int, num_redundant: int, ranks_per_node: int) -> bool:
-    """Whether a group of experts stays on one node: the rule by which a unit is launched
-    (runtime/core).
-    """
-    nodes = -(-num_ranks // ranks_per_node)
-    return phase == PREFILL and nodes > 1 and NUM_GROUPS % nodes == 0 and num_redundant % nodes == 0

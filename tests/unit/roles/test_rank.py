@@ -12,17 +12,14 @@ from hadal.core.messages import (
     KvLease,
     RankAnswered,
     RankBeat,
+    RankDo,
     RankDone,
     RankForm,
     RankFormed,
-    RankFreed,
     RankHeld,
-    RankLoad,
-    RankPull,
     RankStage,
     RankStaged,
     RankStep,
-    RankStore,
     RankUp,
     RankWho,
 )
@@ -172,12 +169,12 @@ def test_a_new_generation_makes_the_stages_before_it_void() -> None:
 def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> None:
     rank = make_rank()
     rank.start(0.0)
-    pull = RankPull("a", 0, LEASE, (3, 4))
+    pull = RankDo(Pull("a", 0, LEASE, (3, 4)))
     assert rank.handle(0.0, pull) == []  # Its predecessor's.
-    assert rank.handle(0.0, RankFreed((1,))) == []
+    assert rank.handle(0.0, RankDo(Freed((1,)))) == []
     rank.handle(0.0, form(1))
-    assert rank.handle(0.0, pull) == [Pull("a", 0, LEASE, (3, 4))]
-    assert rank.handle(0.0, RankFreed((1,))) == [Freed((1,))]
+    assert rank.handle(0.0, pull) == [pull.effect]
+    assert rank.handle(0.0, RankDo(Freed((1,)))) == [Freed((1,))]
     rank.handle(0.0, form(2))
     pulled = KvPulled("a", 0, None)
     assert rank.handle(0.0, pulled) == [Send("decode-0", RankAnswered(2, "e1", pulled))]
@@ -186,11 +183,12 @@ def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> Non
 def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None:
     rank = make_rank()
     rank.start(0.0)
-    load, store = RankLoad(1, bytes(16), (Place(2, 3),), (4,)), RankStore(1, bytes(16), (0,), (5,))
+    load = RankDo(LoadBlocks(1, bytes(16), (Place(2, 3),), (4,)))
+    store = RankDo(StoreBlocks(1, bytes(16), (0,), (5,)))
     assert rank.handle(0.0, load) + rank.handle(0.0, store) == []  # Its predecessor's.
     rank.handle(0.0, form(1))
-    assert rank.handle(0.0, load) == [LoadBlocks(1, bytes(16), (Place(2, 3),), (4,))]
-    assert rank.handle(0.0, store) == [StoreBlocks(1, bytes(16), (0,), (5,))]
+    assert rank.handle(0.0, load) == [load.effect]
+    assert rank.handle(0.0, store) == [store.effect]
     rank.handle(0.0, form(2))
     loaded, stored = BlocksLoaded(1, 1), BlocksStored(1, (None,))
     assert rank.handle(0.0, loaded) == [Send("decode-0", RankAnswered(2, "e1", loaded))]
@@ -213,9 +211,9 @@ def test_a_broken_connection_is_told_at_once() -> None:
 
 def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_way() -> None:
     rank = formed_rank()
-    rank.handle(0.1, RankFreed((4,)))
-    rank.handle(0.1, RankPull("a", 0, LEASE, (3, 4)))
-    rank.handle(0.1, RankStore(7, b"n", (0,), (5,)))
+    rank.handle(0.1, RankDo(Freed((4,))))
+    rank.handle(0.1, RankDo(Pull("a", 0, LEASE, (3, 4))))
+    rank.handle(0.1, RankDo(StoreBlocks(7, b"n", (0,), (5,))))
     assert sent(rank.handle(0.11, RankWho("e1")), RankHeld) == []
     assert sent(rank.handle(0.12, KvPulled("a", 0, None)), RankHeld) == []
     (held,) = sent(rank.handle(0.13, BlocksStored(7, (None,))), RankHeld)

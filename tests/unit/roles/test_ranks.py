@@ -15,11 +15,10 @@ from hadal.core.messages import (
     Load,
     RankAnswered,
     RankBeat,
+    RankDo,
     RankDone,
     RankForm,
     RankFormed,
-    RankFreed,
-    RankPull,
     RankStep,
     RankUp,
     UnitDown,
@@ -133,8 +132,10 @@ class Driver:
 
 
 def to(effects: list[Effect], kind: type) -> list[str]:
-    """Whom messages of a kind go to."""
-    return [e.to for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+    """Whom messages of a kind go to, or what is asked of a rank's pool."""
+    sends = [e for e in effects if isinstance(e, Send)]
+    what = [e.message.effect if isinstance(e.message, RankDo) else e.message for e in sends]
+    return [e.to for e, one in zip(sends, what, strict=True) if isinstance(one, kind)]
 
 
 def test_the_core_hears_of_the_first_generation_when_it_is_formed() -> None:
@@ -216,8 +217,8 @@ def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
     driver.core.answers = [Freed((3,), rank=2), Pull("a", 0, LEASE, (4, 5), rank=1)]
     effects = driver.handle(Cancel("x", 0))
     assert effects[:2] == [
-        Send("decode-0.2", RankFreed((3,))),
-        Send("decode-0.1", RankPull("a", 0, LEASE, (4, 5))),
+        Send("decode-0.2", RankDo(Freed((3,), rank=2))),
+        Send("decode-0.1", RankDo(Pull("a", 0, LEASE, (4, 5), rank=1))),
     ]
     pulled = KvPulled("a", 0, None)
     driver.handle(RankAnswered(2, "e2", pulled))  # Not its pull.
@@ -276,8 +277,8 @@ def test_nothing_is_sent_to_a_rank_that_the_core_does_not_know_is_another() -> N
         Freed((3,), rank=0),
     ]
     effects = driver.handle(Cancel("x", 0))
-    assert to(effects, RankFreed) == ["decode-0.0"]
-    assert to(effects, RankPull) == []
+    assert to(effects, Freed) == ["decode-0.0"]
+    assert to(effects, Pull) == []
     driver.formed()
     assert driver.heard(RankReset) == [
         RankReset((1,), (1,), pools=("pool-0", "pool-1", "pool-2"), generation=2)

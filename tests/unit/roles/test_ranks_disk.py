@@ -8,10 +8,7 @@ from hadal.core.cache import Place
 from hadal.core.messages import (
     Cancel,
     RankAnswered,
-    RankFreed,
-    RankLoad,
-    RankPull,
-    RankStore,
+    RankDo,
     UnitDown,
 )
 from hadal.core.plans import BlocksLoaded, BlocksStored
@@ -29,8 +26,8 @@ def asked() -> Driver:
     driver.run()
     driver.core.answers = [LOAD, STORE, UsedBlocks(PLACES)]
     assert driver.handle(Cancel("x", 0))[:3] == [
-        Send("decode-0.1", RankLoad(4, NAMES, PLACES, (5, 6))),
-        Send("decode-0.2", RankStore(4, NAMES, (0, 1), (7, 8))),
+        Send("decode-0.1", RankDo(LOAD)),
+        Send("decode-0.2", RankDo(STORE)),
         UsedBlocks(PLACES),
     ]
     driver.core.heard.clear()
@@ -70,15 +67,15 @@ def test_after_a_failed_step_nothing_is_copied_into_pools_before_the_next_genera
     driver.execute(0)
     driver.core.answers = [Freed((5, 6), 1), LOAD, Pull("y", 0, LEASE, (7, 8), 2), STORE]
     effects = driver.done(0, 0, error="RuntimeError: no")
-    assert not to(effects, RankLoad) + to(effects, RankPull)
-    assert (to(effects, RankFreed), to(effects, RankStore)) == (["decode-0.1"], ["decode-0.2"])
+    assert not to(effects, LoadBlocks) + to(effects, Pull)
+    assert (to(effects, Freed), to(effects, StoreBlocks)) == (["decode-0.1"], ["decode-0.2"])
     driver.core.answers = [Pull("z", 0, LEASE, (9, 10), 2)]
-    assert not to(driver.handle(Cancel("x", 0)), RankPull)
+    assert not to(driver.handle(Cancel("x", 0)), Pull)
     driver.handle(UnitDown("decode-0.1", "killed"))
     effects = driver.formed()
-    assert (to(effects, RankLoad), to(effects, RankPull)) == ([], ["decode-0.2", "decode-0.2"])
+    assert (to(effects, LoadBlocks), to(effects, Pull)) == ([], ["decode-0.2", "decode-0.2"])
     driver.core.answers = [Pull("w", 0, LEASE, (9, 10), 2)]
-    assert to(driver.handle(Cancel("x", 0)), RankPull) == ["decode-0.2"]
+    assert to(driver.handle(Cancel("x", 0)), Pull) == ["decode-0.2"]
 
 
 def test_a_read_that_waited_for_the_next_generation_is_answered() -> None:
@@ -87,7 +84,7 @@ def test_a_read_that_waited_for_the_next_generation_is_answered() -> None:
     driver.execute(0)
     driver.core.answers = [LOAD]
     driver.done(0, 0, error="RuntimeError: no")
-    assert to(driver.formed(), RankLoad) == ["decode-0.1"]
+    assert to(driver.formed(), LoadBlocks) == ["decode-0.1"]
     driver.core.heard.clear()
     driver.handle(RankAnswered(1, "e1", BlocksLoaded(4, 2)))
     assert driver.core.heard == [BlocksLoaded(4, 2)]

@@ -13,8 +13,8 @@ from hadal.comm.layout import WireLayout, deepep_buffer_bytes
 from hadal.core.config import Deployment, UnitsConfig, read_deployment
 from hadal.core.errors import ConfigError
 from hadal.overlap.plan import SCHEDULES, order
+from hadal.roles.leaders import first_placement
 from hadal.runtime.banner import print_plan, sections
-from hadal.runtime.core import first_placement
 from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.resolve import Resolved, plan, resolve, why_not_run
 

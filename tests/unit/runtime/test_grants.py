@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from hadal.core.messages import KvLease, RankPull
+from hadal.core.messages import KvLease, Pull, RankDo
 from hadal.runtime.transfer import grants as grants_module
 from hadal.runtime.transfer.grants import Grant, Grants
 
 SECRET = b"a secret of the test ..........."
 
 
-def pull_of(lease: KvLease) -> RankPull:
-    return RankPull("r", 1, lease, lease.block_ids)
+def pull_of(lease: KvLease) -> RankDo:
+    return RankDo(Pull("r", 1, lease, lease.block_ids))
 
 
 def lease_of(first: int, num_blocks: int, generation: int = 0) -> KvLease:

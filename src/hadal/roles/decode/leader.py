@@ -19,7 +19,7 @@ the front wants to go on (`decode_held`). Knows nothing of other units.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,7 +40,6 @@ from hadal.core.messages import (
     KvLease,
     Pulled,
     Resume,
-    Returned,
     Stop,
     Tokens,
     TraceRequest,
@@ -72,6 +71,7 @@ from hadal.roles.unit.unit import (
     LineMeter,
     Tracer,
     UnitReporter,
+    given_back,
     has_penalty,
 )
 
@@ -185,9 +185,7 @@ def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
 
 
 class DecodeArrivals:
-    """`emit` is called with every effect, `give_back` with every request that has to go to the
-    front again.
-    """
+    """`out` is the leader's list of effects, which this appends to."""
 
     def __init__(
         self,
@@ -197,8 +195,7 @@ class DecodeArrivals:
         *,
         num_waiting_max: int,
         lease_s: float,
-        emit: Callable[[Effect], None],
-        give_back: Callable[[Key, str], None],
+        out: list[Effect],
     ) -> None:
         self.waiting: dict[Key, Decode] = {}
         """Prefilled, in the order in which they came."""
@@ -208,8 +205,7 @@ class DecodeArrivals:
         self._pools = pools
         self._num_waiting_max = num_waiting_max
         self._lease_s = lease_s
-        self._emit = emit
-        self._give_back = give_back
+        self._out = out
         self._is_full = False
         """Not all who waited had a seat, when they were last looked at."""
         self._deadlines: dict[Key, float] = {}
@@ -259,7 +255,7 @@ class DecodeArrivals:
             return
         if slot is not None:
             self._let_go(slot)
-        self._give_back(key, problem)
+        self._out.append(given_back(self._unit, key, problem))
 
     def hint(self, now_s: float, ahead: Ahead) -> None:
         """Some of a prompt is prefilled: take a seat for it if that harms nobody, and begin to
@@ -314,7 +310,7 @@ class DecodeArrivals:
     def refuse_all(self) -> None:
         """No rank lives. Another unit may have room; this one has none for long."""
         for key in self.waiting:
-            self._give_back(key, QUEUE_FULL)
+            self._out.append(given_back(self._unit, key, QUEUE_FULL))
         self.waiting.clear()
 
     def expire(self, now_s: float) -> None:
@@ -398,10 +394,10 @@ class DecodeArrivals:
                 lease.source, lease.block_ids[first:end], lease.generations[first:end], num_tokens
             )
             into = table.blocks_of(slot)[first:end]
-            self._emit(Pull(*seat.key, part, into, slot // self._slots.per_rank))
+            self._out.append(Pull(*seat.key, part, into, slot // self._slots.per_rank))
         elif is_whole:
             table.state[slot] = SlotState.READY
-            self._emit(Send("front", Pulled(self._unit, *seat.key)))
+            self._out.append(Send("front", Pulled(self._unit, *seat.key)))
 
     def pulled(self, pulled: KvPulled) -> None:
         """A copy from another unit ended."""
@@ -422,7 +418,8 @@ class DecodeArrivals:
             table.num_pulled[slot] = num_blocks
             self._pull(slot)
         elif is_last:
-            self._give_back(key, f"{PULL_FAILED}: {pulled.error}")
+            reason = f"{PULL_FAILED}: {pulled.error}"
+            self._out.append(given_back(self._unit, key, reason))
             table.is_muted[slot] = True
             self._slots.vacate(slot)
         elif table.state[slot] == SlotState.PULLING:
@@ -472,12 +469,14 @@ class DecodeLeader:
         lease_s: float = 30.0,
         fingerprint: str = "",
     ) -> None:
+        self._out: list[Effect] = []
         self.blocks = RankPools(num_blocks, num_ranks)
         self.slots = DecodeSlots(
             self.blocks,
             num_slots,
             max_context,
-            self._give_back,
+            unit,
+            self._out,
             request_balance=request_balance,
             fingerprint=fingerprint,
         )
@@ -487,8 +486,7 @@ class DecodeLeader:
             self.blocks,
             num_waiting_max=num_waiting_max,
             lease_s=lease_s,
-            emit=self._emit,
-            give_back=self._give_back,
+            out=self._out,
         )
         self._known_terms = MoveTerms() if terms is None else terms
         self.scheduler = StepScheduler(
@@ -518,7 +516,6 @@ class DecodeLeader:
         self._balance = BalanceMeter(self._reporter.balance)
         self._line = LineMeter()
         self._tracer = Tracer(unit)
-        self._out: list[Effect] = []
 
     @property
     def table(self) -> DecodeTable:
@@ -532,7 +529,7 @@ class DecodeLeader:
         """Take in what happened, in order, and return what to do, in order: one look at the unit
         for all of it.
         """
-        self._out = []
+        self._out.clear()
         for event in events:
             self._take(now_s, event)
         self.arrivals.expire(now_s)
@@ -544,7 +541,7 @@ class DecodeLeader:
         # Before the plans and pulls of this event, which may write these blocks.
         self._out[:0] = self.blocks.take_freed()
         self._out += self._beat(now_s)
-        return self._out
+        return [*self._out]
 
     def _take(self, now_s: float, event: Event) -> None:
         match event:
@@ -589,9 +586,6 @@ class DecodeLeader:
     def _beat(self, now_s: float) -> list[Effect]:
         return self._reporter.beat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
 
-    def _emit(self, effect: Effect) -> None:
-        self._out.append(effect)
-
     # ---- what comes in ----
     def _pulled(self, pulled: KvPulled) -> None:
         key = (pulled.request_id, pulled.attempt)
@@ -628,7 +622,8 @@ class DecodeLeader:
         """Go on with what an earlier leader's requests left on the ranks."""
         for generation in event.generations:
             if not self.slots.resume(generation):
-                self._give_back((generation.request_id, generation.attempt), RANK_LOST)
+                key = (generation.request_id, generation.attempt)
+                self._out.append(given_back(self._unit, key, RANK_LOST))
         if event.is_last:
             self.slots.held.release()
 
@@ -741,7 +736,8 @@ class DecodeLeader:
     def _give_up(self, slot: int, error: str) -> None:
         """A computed slot's token is void: give its request back, and close it."""
         if not self.table.is_muted[slot]:
-            self._give_back(self.table.seat(slot).key, void(error))
+            key = self.table.seat(slot).key
+            self._out.append(given_back(self._unit, key, void(error)))
         self.slots.end(np.array([slot]))
 
     # ---- what goes to the Runner ----
@@ -834,9 +830,6 @@ class DecodeLeader:
         return tuple(tuple(slots[first:end]) for first, end in pairwise((0, *ends)))
 
     # ---- what the front hears ----
-    def _give_back(self, key: Key, reason: str) -> None:
-        self._out.append(Send("front", Returned(self._unit, *key, reason)))
-
     @property
     def num_requests(self) -> int:
         """Attempts of which something is held here."""

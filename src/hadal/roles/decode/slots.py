@@ -21,7 +21,7 @@ from hadal.core.balance import AUTO, OFF, TURNS
 from hadal.core.cache import DISK_BLOCKS, NAME_BYTES
 from hadal.core.messages import BLOCK_TOKENS, Ahead, Decode, Generation, Key, KvLease, text_of
 from hadal.core.plans import Held, HeldKv
-from hadal.core.seams import Pull
+from hadal.core.seams import Effect, Pull
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.policy.decode_balance import (
@@ -41,6 +41,7 @@ from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, Bools, DecodeTable
 from hadal.roles.ranks.pools import RankPools, held_by
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 from hadal.roles.unit.disk_stores import StoreBook
+from hadal.roles.unit.unit import given_back
 
 # KV that a decode unit's ranks hold since another leader led them, until the front says which of
 # it goes on.
@@ -483,14 +484,17 @@ LOOK_STEPS_MAX = 512
 
 
 class DecodeSlots:
-    """`give_back` is called with every request that has to go to the front again."""
+    """`out` is the leader's list of effects: a request that has to go to the front again is appended
+    to it.
+    """
 
     def __init__(
         self,
         pools: RankPools,
         slots_per_rank: int,
         max_context: int,
-        give_back: Callable[[Key, str], None],
+        unit: str,
+        out: list[Effect],
         *,
         request_balance: str = AUTO,
         fingerprint: str = "",
@@ -506,7 +510,8 @@ class DecodeSlots:
         self.is_starved = False
         """The next plan waits for blocks: nobody is seated before it has them."""
         self._pools = pools
-        self._give_back = give_back
+        self._unit = unit
+        self._out = out
         self._num_arrivals = 0
         self._place = place_by_counts if request_balance == OFF else place
         self._is_in_turn = request_balance == TURNS
@@ -666,7 +671,7 @@ class DecodeSlots:
         """
         key = self.table.seat(slot).key
         if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
-            self._give_back(key, PREEMPTED)
+            self._out.append(given_back(self._unit, key, PREEMPTED))
         self._pools.free(slot // self.per_rank, self.table.blocks_of(slot), key)
         self.table.vacate(slot)
         del self.key_to_slot[key]
@@ -680,7 +685,7 @@ class DecodeSlots:
                 continue
             key = self.table.seat(slot).key
             if not self.table.is_muted[slot] and self.table.state[slot] != SlotState.AHEAD:
-                self._give_back(key, RANK_LOST)
+                self._out.append(given_back(self._unit, key, RANK_LOST))
             self.table.is_muted[slot] = True
             self.moving.abandon(slot)
             self.vacate(slot)

@@ -30,6 +30,7 @@ from hadal.core.plans import BlocksLoaded
 from hadal.core.rates import StepRates
 from hadal.core.seams import Effect, LoadBlocks, Send, StoreBlocks, UsedBlocks
 from hadal.kv.blocks import blocks_for
+from hadal.kv.disk_index import BlockIndex
 from hadal.policy.routing import LoadRates, Prefix, choose_prefix, usable_blocks
 from hadal.roles.prefill.prompts import Found, Prompt, Start
 from hadal.roles.ranks.pools import RankPools
@@ -215,7 +216,8 @@ class PrefillCache:
     """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain
     neither is touched.
 
-    `recompute`: "auto": a price says what of the disk is read; "off": all that is there.
+    `recompute`: "auto": a price says what of the disk is read; "off": all that is there. `index`:
+    what is known to be on disk; None: nothing yet.
     """
 
     def __init__(
@@ -227,9 +229,10 @@ class PrefillCache:
         keeps: bool,
         has_disk: bool,
         recompute: str = AUTO,
+        index: BlockIndex | None = None,
     ) -> None:
         self.loads = LoadBook()
-        self.stores = StoreBook(pools)
+        self.stores = StoreBook(pools, index=index)
         self._counts: Counter[str] = Counter()
         """By the names of core/cache, without what the books and the pools count themselves."""
         self._unit = unit

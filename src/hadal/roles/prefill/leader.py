@@ -33,7 +33,6 @@ from hadal.core.messages import (
     Prefill,
     PrefillDone,
     Release,
-    Returned,
     Token,
     TraceRequest,
     text_of,
@@ -50,6 +49,7 @@ from hadal.core.seams import (
     Tick,
 )
 from hadal.kv.blocks import blocks_for
+from hadal.kv.disk_index import BlockIndex
 from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.policy.admission import in_turns
 from hadal.roles.prefill.cache import PrefillCache
@@ -58,7 +58,7 @@ from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
 from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.unit.schedule import Choice, StepScheduler
-from hadal.roles.unit.unit import BalanceMeter, Tracer, UnitReporter, finish_of
+from hadal.roles.unit.unit import BalanceMeter, Tracer, UnitReporter, finish_of, given_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,12 @@ class PrefillLeader:
         recompute: str = AUTO,
         early_pull: str = OFF,
         tells_names: bool = False,
+        index: BlockIndex | None = None,
     ) -> None:
         """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
         `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode is told of
         blocks before their prompt is done. `tells_names`: ranks are told what is named on them.
+        `index`: what is known to be on disk; None: nothing yet.
         """
         if chunk_tokens < 1:
             raise ValueError(
@@ -113,7 +115,13 @@ class PrefillLeader:
             )
         self.blocks = RankPools(num_blocks, num_ranks, pool_name, tells_names=tells_names)
         self.cache = PrefillCache(
-            unit, epoch, self.blocks, keeps=keeps_blocks, has_disk=has_disk, recompute=recompute
+            unit,
+            epoch,
+            self.blocks,
+            keeps=keeps_blocks,
+            has_disk=has_disk,
+            recompute=recompute,
+            index=index,
         )
         self.leases = LeaseBook()
         self.scheduler = StepScheduler(
@@ -148,6 +156,7 @@ class PrefillLeader:
         )
         self._balance = BalanceMeter(self._reporter.balance)
         self._tracer = Tracer(unit)
+        self._out: list[Effect] = []
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say that the unit is up."""
@@ -157,54 +166,54 @@ class PrefillLeader:
         """Take in what happened, in order, and return what to do, in order: one look at the unit
         for all of it.
         """
-        out: list[Effect] = []
+        self._out = []
         for event in events:
-            self._take(now_s, event, out)
+            self._take(now_s, event)
             if not isinstance(
                 event, Prefill | Release
             ):  # Those are most, and say themselves what they change.
                 self._num_tokens_left = None
         for lease in self.leases.expired(now_s):
             self._free_lease(lease)
-            self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
+            self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED)
         for prompt in self.cache.give_up(now_s):
-            self._give_back(prompt.key, QUEUE_FULL, out)
+            self._give_back(prompt.key, QUEUE_FULL)
             self._free_started(prompt)
             self._num_tokens_left = None
-        out += (
+        self._out += (
             self.blocks.take_freed()
         )  # Before the plans of this event, which may write these blocks.
-        out += self.blocks.take_named()
-        self._plan(now_s, out)
-        out += self.cache.effects()
-        out += self._beat(now_s)
-        return out
+        self._out += self.blocks.take_named()
+        self._plan(now_s)
+        self._out += self.cache.effects()
+        self._out += self._beat(now_s)
+        return self._out
 
-    def _take(self, now_s: float, event: Event, out: list[Effect]) -> None:
+    def _take(self, now_s: float, event: Event) -> None:
         match event:
             case Prefill(generation):
-                self._accept(generation, out)
+                self._accept(generation)
             case StepDone():
-                self._step_done(now_s, event, out)
+                self._step_done(now_s, event)
             case Release(request_id, attempt):
                 self._drop((request_id, attempt))
             case FrontUp():
                 if self._reporter.is_new_front(event):
                     self._drop_everything()
-                out += self._reporter.up()
-                out += self.cache.say_all()
+                self._out += self._reporter.up()
+                self._out += self.cache.say_all()
             case RankReset():
-                self._reset(event, out)
+                self._reset(event)
             case BlocksLoaded():
-                out += self.cache.loaded(now_s, event)
+                self._out += self.cache.loaded(now_s, event)
             case BlocksStored():
                 self.cache.stores.stored(event)
             case DiskNews():
                 self.cache.stores.news(event)
             case AuditRequest(reply_id):
-                out.append(Send("front", self._answer(reply_id)))
+                self._out.append(Send("front", self._answer(reply_id)))
             case TraceRequest():
-                out += self._tracer.ask(event)
+                self._out += self._tracer.ask(event)
             case Tick():
                 pass  # What is due by now is seen to below, as after any event.
             case _:
@@ -213,15 +222,15 @@ class PrefillLeader:
                 )
 
     # ---- what comes in ----
-    def _accept(self, generation: Generation, out: list[Effect]) -> None:
+    def _accept(self, generation: Generation) -> None:
         prompt = Prompt(generation, text_of(generation), number=self._num_arrived)
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
             return  # The same message twice.
         num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living
         if blocks_for(len(prompt.tokens)) > self.blocks.num_blocks_rank:
-            self._give_back(prompt.key, f"{TOO_LONG}: {len(prompt.tokens)} tokens", out)
+            self._give_back(prompt.key, f"{TOO_LONG}: {len(prompt.tokens)} tokens")
         elif len(self._waiting) >= num_most or not self.blocks.num_living:
-            self._give_back(prompt.key, QUEUE_FULL, out)
+            self._give_back(prompt.key, QUEUE_FULL)
         else:
             self._num_arrived += 1
             last = next(reversed(self._waiting.values()), None)
@@ -270,7 +279,7 @@ class PrefillLeader:
     def _free_lease(self, lease: HeldLease) -> None:
         self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
 
-    def _reset(self, event: RankReset, out: list[Effect]) -> None:
+    def _reset(self, event: RankReset) -> None:
         """The unit formed anew: nothing in flight will be done, and what lost ranks held goes back
         to the front.
         """
@@ -285,24 +294,24 @@ class PrefillLeader:
         lost = self.blocks.lost(event)
         for prompt in list(self._started.values()):
             if prompt.rank in lost and not prompt.is_dropped:
-                self._give_back(prompt.key, RANK_LOST, out)
+                self._give_back(prompt.key, RANK_LOST)
             if prompt.rank in lost or prompt.is_dropped:
                 self._free_started(prompt)
         for lease in [lease for rank in lost for lease in self.leases.lose(rank)]:
             self._free_lease(lease)
-            self._give_back((lease.request_id, lease.attempt), RANK_LOST, out)
+            self._give_back((lease.request_id, lease.attempt), RANK_LOST)
         self.cache.lose(lost)
         self.blocks.reset(event)
         if not self.blocks.num_living:
             for key in self._waiting:
                 self._give_back(
-                    key, QUEUE_FULL, out
+                    key, QUEUE_FULL
                 )  # Another unit may have room; this one has none for long.
             self._waiting.clear()
-        out += self._reporter.reset()
+        self._out += self._reporter.reset()
 
     # ---- what comes back from the Runner ----
-    def _step_done(self, now_s: float, done: StepDone, out: list[Effect]) -> None:
+    def _step_done(self, now_s: float, done: StepDone) -> None:
         if not self._in_flight or self._in_flight[0].step_id != done.step_id:
             raise InvariantError(
                 f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
@@ -316,7 +325,7 @@ class PrefillLeader:
         if done.error is not None:
             self.cache.fetch_again(step.fetches)
             for part in step.parts:
-                self._give_up(part.prompt, done.error, out)
+                self._give_up(part.prompt, done.error)
         else:
             expected = {
                 key for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)
@@ -330,20 +339,20 @@ class PrefillLeader:
                     f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not"
                     f" {expected}."
                 )
-            self._written(step, {id(step.parts[key].prompt) for key in done.failed}, out)
+            self._written(step, {id(step.parts[key].prompt) for key in done.failed})
             for key, token in zip(done.keys, done.tokens, strict=True):
                 prompt = step.parts[key].prompt
                 if key in done.failed:
                     self.cache.failed(prompt)
-                    self._give_up(prompt, done.failed[key], out)
+                    self._give_up(prompt, done.failed[key])
                 elif not prompt.is_dropped:
-                    self._first_token(now_s, prompt, token, done, key, out)
+                    self._first_token(now_s, prompt, token, done, key)
         for part in step.parts:
             if part.prompt.key in self._started:
                 self._free_if_done(part.prompt)
-        out += self._tracer.done(done.step_id, done.events)
+        self._out += self._tracer.done(done.step_id, done.events)
 
-    def _written(self, step: _InFlight, void: set[int], out: list[Effect]) -> None:
+    def _written(self, step: _InFlight, void: set[int]) -> None:
         """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not
         what it should be.
         """
@@ -353,15 +362,15 @@ class PrefillLeader:
             if not prompt.is_dropped and id(prompt) not in void:
                 self.cache.written(prompt)
                 if self._is_pulled_early:
-                    out += self.cache.ahead(prompt)
+                    self._out += self.cache.ahead(prompt)
 
-    def _give_up(self, prompt: Prompt, error: str, out: list[Effect]) -> None:
+    def _give_up(self, prompt: Prompt, error: str) -> None:
         if not prompt.is_dropped:
-            self._give_back(prompt.key, void(error), out)
+            self._give_back(prompt.key, void(error))
             prompt.is_dropped = True
 
     def _first_token(
-        self, now_s: float, prompt: Prompt, value: int, done: StepDone, key: int, out: list[Effect]
+        self, now_s: float, prompt: Prompt, value: int, done: StepDone, key: int
     ) -> None:
         generation, index = prompt.generation, len(prompt.generation.output)
         self.cache.finished(prompt)
@@ -390,7 +399,7 @@ class PrefillLeader:
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.
         num_cached = prompt.prefix.num_blocks * BLOCK_TOKENS
-        out.append(Send("front", PrefillDone(self._unit, token, lease, num_cached)))
+        self._out.append(Send("front", PrefillDone(self._unit, token, lease, num_cached)))
 
     # ---- what goes to the Runner ----
     def _in_turns(self) -> Iterable[Prompt]:
@@ -400,7 +409,7 @@ class PrefillLeader:
         held = Counter(prompt.generation.tenant for prompt in self._started.values())
         return in_turns(self._waiting.values(), lambda prompt: prompt.who, held)
 
-    def _plan(self, now_s: float, out: list[Effect]) -> None:
+    def _plan(self, now_s: float) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             rates = self.scheduler.rates
             self.cache.ask(now_s, rates if self.scheduler.is_calibrated else None)
@@ -416,7 +425,7 @@ class PrefillLeader:
             )
             if step.starts or any(step.parts):
                 self._num_tokens_left = None
-            out += self.cache.start(now_s, step.starts)
+            self._out += self.cache.start(now_s, step.starts)
             for prompt, _, _ in step.starts:
                 self._started[prompt.key] = self._waiting.pop(prompt.key)
             if not any(step.parts):
@@ -443,7 +452,7 @@ class PrefillLeader:
             flat = tuple(part for first, second in halves for part in chain(first, second))
             fetches = tuple(self.cache.take_fetches(rank) for rank in range(self.blocks.num_ranks))
             self._in_flight.append(_InFlight(step_id, flat, fetches))
-            out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
+            self._out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
 
     def _plans(
         self,
@@ -475,8 +484,8 @@ class PrefillLeader:
         )
 
     # ---- what the front hears ----
-    def _give_back(self, key: Key, reason: str, out: list[Effect]) -> None:
-        out.append(Send("front", Returned(self._unit, *key, reason)))
+    def _give_back(self, key: Key, reason: str) -> None:
+        self._out.append(given_back(self._unit, key, reason))
 
     @property
     def num_requests(self) -> int:

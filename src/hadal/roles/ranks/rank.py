@@ -32,20 +32,17 @@ from hadal.core.config import RANK_BEAT_S
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     SUPERVISOR,
+    PoolEffect,
     RankAnswered,
     RankBeat,
+    RankDo,
     RankDone,
     RankForm,
     RankFormed,
-    RankFreed,
     RankHeld,
-    RankLoad,
-    RankNamed,
-    RankPull,
     RankStage,
     RankStaged,
     RankStep,
-    RankStore,
     RankUp,
     RankWho,
 )
@@ -75,10 +72,9 @@ from hadal.core.seams import (
     Form,
     Freed,
     LoadBlocks,
-    Pull,
+    Named,
     Send,
     Stage,
-    StoreBlocks,
     Tick,
     WakeAt,
 )
@@ -293,17 +289,8 @@ class RankRole:
                 effects += self._step(event)
             case RankStage(plan):
                 effects += self._stage(plan)
-            case RankPull(request_id, attempt, lease, into):
-                effects += self._ask(Pull(request_id, attempt, lease, into))
-            case RankFreed(block_ids):
-                effects += self._freed(block_ids)
-            case RankNamed(named):
-                self._holdings.name(named)
-            case RankLoad(load_id, names, places, into):
-                self._holdings.loaded(into)
-                effects += self._ask(LoadBlocks(load_id, names, places, into))
-            case RankStore(store_id, names, positions, block_ids):
-                effects += self._ask(StoreBlocks(store_id, names, positions, block_ids))
+            case RankDo(effect):
+                effects += self._do(effect)
             case RankWho(epoch):
                 self._is_asked_who = self._is_asked_who or epoch == self._epoch
             case StepDone():
@@ -368,20 +355,22 @@ class RankRole:
             return []
         return [Stage(plan)]
 
-    def _freed(self, block_ids: tuple[int, ...]) -> list[Effect]:
-        if self.generation:
-            self._holdings.freed(block_ids)
-        return self._if_member(Freed(block_ids))
-
-    def _ask(self, effect: Pull | LoadBlocks | StoreBlocks) -> list[Effect]:
-        self._num_asked += bool(self.generation)
-        return self._if_member(effect)
-
-    def _if_member(self, effect: Effect) -> list[Effect]:
-        if self.generation:
-            return [effect]
-        self.num_stale += 1
-        return []
+    def _do(self, effect: PoolEffect) -> list[Effect]:
+        """Note what is asked of the pool, and let the host do it."""
+        match effect:
+            case Named(named):
+                self._holdings.name(named)
+                return []  # Only to be known here.
+            case LoadBlocks():
+                self._holdings.loaded(effect.into)
+        if not self.generation:
+            self.num_stale += 1
+            return []
+        if isinstance(effect, Freed):
+            self._holdings.freed(effect.block_ids)
+        else:
+            self._num_asked += 1
+        return [effect]
 
     # ---- what comes of it ----
     def _step_done(self, done: StepDone) -> list[Effect]:

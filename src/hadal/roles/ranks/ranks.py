@@ -2,8 +2,8 @@
 of the ranks.
 
     core --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> core
-         --Pull, LoadBlocks, StoreBlocks--> RankPull, RankLoad, RankStore ... RankAnswered --its outcome--> core
-         --Freed, Named----> RankFreed, RankNamed  a new generation --------RankReset-> core
+         --Pull, LoadBlocks, StoreBlocks--> RankDo ... RankAnswered --its outcome--> core
+         --Freed, Named----> RankDo                a new generation --------RankReset-> core
 
 The core hears of a step once: when every member did its part. A step that failed for want of a peer
 it never hears of; the RankReset that follows makes it plan those steps again. A step that failed
@@ -23,28 +23,27 @@ from typing import Protocol
 
 import msgspec
 
+from hadal.core.config import DECODE, PREFILL, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
     Load,
+    PoolEffect,
     RankAnswered,
     RankBeat,
+    RankDo,
     RankDone,
     RankFormed,
-    RankFreed,
     RankHeld,
-    RankLoad,
-    RankNamed,
-    RankPull,
     RankStage,
     RankStaged,
     RankStep,
-    RankStore,
     RankUp,
     Sighting,
     Trace,
     UnitDown,
 )
+from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
     BlocksLoaded,
     BlocksStored,
@@ -74,8 +73,10 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
-from hadal.overlap.plan import COMBINE, DISPATCH
+from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.experts.gain import PREFILL_TERMS
+from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
 from hadal.roles.ranks.book import PEER_ERRORS, Phase, RankBook
 from hadal.roles.suspects import Absence
 
@@ -175,7 +176,7 @@ class RankedLeader:
         self._num_slots = num_slots
         self._step_timeout_s = step_timeout_s
         self._in_flight: deque[_Step] = deque()
-        self._held_writes: list[tuple[int, RankPull | RankLoad]] | None = None
+        self._held_writes: list[Pull | LoadBlocks] | None = None
         """Not None after a failed step, whose blocks the core takes for free while other ranks may
         still compute in them: what is to be copied into pools waits until the next generation is
         formed.
@@ -268,19 +269,11 @@ class RankedLeader:
             match effect:
                 case Execute():
                     self._execute(now_s, effect)
-                case Pull(request_id, attempt, lease, into, rank):
-                    self._asked[KvPulled, request_id, attempt] = rank
-                    self._tell(rank, RankPull(request_id, attempt, lease, into))
-                case LoadBlocks(load_id, names, places, into, rank):
-                    self._asked[BlocksLoaded, load_id] = rank
-                    self._tell(rank, RankLoad(load_id, names, places, into))
-                case StoreBlocks(store_id, names, positions, block_ids, rank):
-                    self._asked[BlocksStored, store_id] = rank
-                    self._tell(rank, RankStore(store_id, names, positions, block_ids))
-                case Freed(block_ids, rank):
-                    self._tell(rank, RankFreed(block_ids))
-                case Named(named, rank):
-                    self._tell(rank, RankNamed(named))
+                case Pull() | LoadBlocks() | StoreBlocks():
+                    self._asked[_key(effect)] = effect.rank
+                    self._tell(effect)
+                case Freed() | Named():
+                    self._tell(effect)
                 case WakeAt(time_s):
                     self._core_wake_s = time_s
                 case Send(to, Audit() as audit):
@@ -300,23 +293,17 @@ class RankedLeader:
                 case _:
                     self._out.append(effect)
 
-    def _tell(
-        self, rank: int, message: RankPull | RankFreed | RankNamed | RankLoad | RankStore
-    ) -> None:
+    def _tell(self, effect: PoolEffect) -> None:
         """To the process that the core means; if that is gone, the next RankReset will say so."""
-        epoch = self._core_members.get(rank)
-        if epoch is None or not self.book.is_member(rank, epoch):
+        epoch = self._core_members.get(effect.rank)
+        if epoch is None or not self.book.is_member(effect.rank, epoch):
             return
-        if self._held_writes is not None and isinstance(message, RankPull | RankLoad):
-            self._held_writes.append((rank, message))
+        if self._held_writes is not None and isinstance(effect, Pull | LoadBlocks):
+            self._held_writes.append(effect)
         else:
-            self._send_rank(rank, message)
+            self._send_rank(effect.rank, RankDo(effect))
 
-    def _send_rank(
-        self,
-        rank: int,
-        message: RankPull | RankFreed | RankNamed | RankStep | RankStage | RankLoad | RankStore,
-    ) -> None:
+    def _send_rank(self, rank: int, message: RankDo | RankStep | RankStage) -> None:
         self._out.append(Send(f"{self._unit}.{rank}", message))
 
     # ---- steps ----
@@ -435,9 +422,9 @@ class RankedLeader:
         self._core_members = now
         self._asked = {key: rank for key, rank in self._asked.items() if rank not in lost}
         held, self._held_writes = self._held_writes or (), None
-        for rank, message in held:
-            if rank not in lost:
-                self._send_rank(rank, message)
+        for effect in held:
+            if effect.rank not in lost:
+                self._send_rank(effect.rank, RankDo(effect))
         pools = tuple(
             self.book.pool_of(rank) if rank in now else "" for rank in range(self.book.num_ranks)
         )
@@ -492,12 +479,48 @@ class RankedLeader:
         return problems
 
 
-def _key(outcome: KvPulled | BlocksLoaded | BlocksStored) -> tuple[Hashable, ...]:
-    """What it is the outcome of."""
-    match outcome:
-        case KvPulled(request_id, attempt):
+def make_ranked_leader(
+    deployment: Deployment,
+    config: ModelConfig,
+    unit: str,
+    role: str,
+    epoch: str,
+    *,
+    fingerprint: str = "",
+) -> RankedLeader:
+    """Return the leader of a unit whose ranks are processes of their own, around the one that a
+    unit of one process has (roles/leaders).
+    """
+    units = units_of(deployment, role)
+    core = make_leader(deployment, config, unit, role, epoch, fingerprint=fingerprint)
+    placement = first_placement(deployment, config, role)
+    experts = ExpertBalancer(
+        placement,
+        tuple(rank // units.ranks_per_node for rank in range(units.ranks)),
+        is_planning=moves_experts(units),
+        num_groups=config.n_group if keeps_groups(units, config, role) else 0,
+        terms=PREFILL_TERMS if role == PREFILL else None,
+    )
+    costs = core.scheduler.costs
+    return RankedLeader(
+        unit,
+        core,
+        RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s),
+        num_slots=units.max_requests if role == DECODE else 0,
+        step_timeout_s=deployment.collective_timeout_s + deployment.rank_timeout_s,
+        experts=experts,
+        growing_s=lambda: costs.growing_s(EXPERTS),
+    )
+
+
+def _key(
+    entry: Pull | LoadBlocks | StoreBlocks | KvPulled | BlocksLoaded | BlocksStored,
+) -> tuple[Hashable, ...]:
+    """Equal for what a rank is asked for and for what comes of it."""
+    match entry:
+        case Pull(request_id, attempt) | KvPulled(request_id, attempt):
             return KvPulled, request_id, attempt
-        case BlocksLoaded(load_id):
+        case LoadBlocks(load_id) | BlocksLoaded(load_id):
             return BlocksLoaded, load_id
-        case BlocksStored(store_id):
+        case StoreBlocks(store_id) | BlocksStored(store_id):
             return BlocksStored, store_id

@@ -24,7 +24,7 @@ from hadal.core.cache import num_names, split
 from hadal.core.errors import InvariantError
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import DiskNews, StoreBlocks
-from hadal.kv.disk_index import DiskIndex
+from hadal.kv.disk_index import BlockIndex, DiskIndex
 from hadal.roles.ranks.pools import RankPools
 
 WRITING_BLOCKS = 64
@@ -66,11 +66,13 @@ class _Waiting(NamedTuple):
 
 class StoreBook:
     """The writes of one unit. `store_id`s are unique as long as its process lives. `holds`: see
-    above.
+    above. `index`: what is known to be on disk; None: nothing yet.
     """
 
-    def __init__(self, pools: RankPools, *, holds: bool = False) -> None:
-        self.index = DiskIndex()
+    def __init__(
+        self, pools: RankPools, *, holds: bool = False, index: BlockIndex | None = None
+    ) -> None:
+        self.index: BlockIndex = DiskIndex() if index is None else index
         self.counts: Counter[str] = Counter(
             {cache.STORED_BLOCKS: 0, cache.SKIPPED_BLOCKS: 0, cache.DISK_EVICTED_BLOCKS: 0}
         )

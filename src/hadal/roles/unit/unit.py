@@ -16,7 +16,9 @@ from hadal.core.messages import (
     SUPERVISOR,
     FrontUp,
     Generation,
+    Key,
     Load,
+    Returned,
     Trace,
     TracedStep,
     TraceRequest,
@@ -43,6 +45,11 @@ def finish_of(generation: Generation, index: int, token: int) -> str | None:
     if token in generation.stop_ids and index + 1 > generation.min_tokens:
         return STOP
     return LENGTH if index + 1 >= generation.max_tokens else None
+
+
+def given_back(unit: str, key: Key, reason: str) -> Send:
+    """The front is to try an attempt elsewhere, or later."""
+    return Send("front", Returned(unit, *key, reason))
 
 
 def has_penalty(sampling: Sampling) -> bool:

@@ -41,12 +41,11 @@ import msgspec
 from hadal.runtime.process.entry import PR_SET_PDEATHSIG
 
 MODULES = (
-    "hadal.runtime.worker",
     "hadal.runtime.rank",
-    "hadal.runtime.leader",
+    "hadal.runtime.unit",
     "hadal.gateway.process",
 )
-"""What may be forked, in the order in which it is imported."""
+"""What is forked needs these, in the order in which they are imported."""
 API_KEYS = "HADAL_API_KEYS"
 """Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
 let in.

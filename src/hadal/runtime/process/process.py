@@ -126,8 +126,8 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{path}: not the run folder of a supervisor ({error}).") from error
 
 
-def unit_arguments(description: str | None, *, of_rank: bool = False) -> argparse.Namespace:
-    """The command line of a unit's process: unit, role, folder and, `of_rank`, rank."""
+def unit_arguments(description: str | None) -> argparse.Namespace:
+    """The command line of a unit's process: unit, role, folder and, where there are several, rank."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,8 +135,7 @@ def unit_arguments(description: str | None, *, of_rank: bool = False) -> argpars
         "--unit", required=True, help="the unit's name on the wire, such as decode-0"
     )
     parser.add_argument("--role", required=True, choices=ROLES)
-    if of_rank:
-        parser.add_argument("--rank", required=True, type=int, help="place in the unit, from 0")
+    parser.add_argument("--rank", type=int, help="place in the unit, from 0; none: its leader")
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     return parser.parse_args()
 

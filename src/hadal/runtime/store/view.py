@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from hadal.core.cache import Place
 from hadal.core.seams import DiskNews
 from hadal.runtime.background import lower_priority
+from hadal.runtime.process.process import Run
 from hadal.runtime.store.segments import (
     NAME,
     SEQUENCE,
@@ -267,6 +268,12 @@ class DiskView:
                 )
             except (OSError, SegmentError) as error:
                 self.troubles.note_error("count uses in", error)
+
+
+def make_view(run: Run, wake: Callable[[], None]) -> DiskView | None:
+    """What tells a leader of the disk cache; None where there is none."""
+    folder = run.deployment.cache.folder
+    return DiskView(Path(folder), run.fingerprint, wake) if folder else None
 
 
 def _names(records: Words) -> _Names:

@@ -19,7 +19,7 @@ from collections import OrderedDict
 import msgspec
 
 from hadal.core.handshake import key_of, mac
-from hadal.core.messages import Ahead, Decode, KvLease, RankPull
+from hadal.core.messages import Ahead, Decode, KvLease, Pull, RankDo
 from hadal.core.wire import AnyMessage
 
 MAX_KEPT = 8192
@@ -125,4 +125,7 @@ def _pairs(lease: KvLease) -> set[tuple[int, int]]:
 
 
 def _lease_of(message: AnyMessage) -> KvLease | None:
-    return message.lease if isinstance(message, Decode | Ahead | RankPull) else None
+    match message:
+        case Decode(lease=lease) | Ahead(lease=lease) | RankDo(Pull(lease=lease)):
+            return lease
+    return None

@@ -23,6 +23,7 @@ from hadal.core.seams import (
     Execute,
     Freed,
     LoadBlocks,
+    Named,
     Pull,
     RankReset,
     Send,
@@ -207,7 +208,7 @@ class Process:
                 delay_s, answer = self._disk(effect)
                 self._answer(effect.rank, delay_s, partial(_same, answer))
             else:
-                assert isinstance(effect, Freed | UsedBlocks), (
+                assert isinstance(effect, Freed | Named | UsedBlocks), (
                     f"{self.name} asks for {type(effect).__name__}"
                 )
 

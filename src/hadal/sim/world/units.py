@@ -1,29 +1,28 @@
 """The units of a simulated world: a leader of the class that serves, and a Runner that prices its
 steps.
 
-What a deployment says of a unit is said to its leader here, as runtime/leader does live. Knows
-neither wires nor requests.
+Its leader is made as the live one is (roles/leaders), of a deployment whose KV pools are those of
+the hardware. Knows neither wires nor requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.balance import OFF
 from hadal.core.cache import NAME_BYTES, Place, num_names, split
 from hadal.core.config import PREFILL, Deployment, units_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import BlocksLoaded, BlocksStored, StepDone
 from hadal.core.seams import LoadBlocks, RankReset, StoreBlocks
-from hadal.kv.disk_index import DiskIndex
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.leaders import make_leader
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.sim.runners import DecodeRunner, OutputTokens, PrefillRunner
 from hadal.sim.world.process import Process, SimClock
@@ -75,7 +74,7 @@ class DiskSpeed:
 
 
 class View:
-    """What a leader takes for what is on disk: has the methods of kv/disk_index.
+    """A leader's index of what is on disk (kv/disk_index).
 
     `num_blocks`: by request, shared by all views. What a read did not find is not looked for again
     by this leader.
@@ -220,7 +219,7 @@ Runner = PrefillRunner | DecodeRunner
 HBM_SHARE = 0.9
 """Share of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
 FINGERPRINT = "simulated"
-"""Fingerprint in the names of what decode writes to disk."""
+"""Fingerprint of the disk cache's folder, and in the names of what decode writes there."""
 
 
 def kv_blocks(model: StepModel) -> int:
@@ -237,58 +236,29 @@ def kv_blocks(model: StepModel) -> int:
     return num_blocks
 
 
-def prefill_leader(
-    name: str, epoch: str, config: Deployment, model: StepModel, view: View, *, stores: bool
-) -> PrefillLeader:
-    """`view`: of the disk; `stores`: what is computed is written there."""
-    units = units_of(config, PREFILL)
-    leader = PrefillLeader(
-        name,
-        epoch,
-        "",
-        kv_blocks(model),
-        chunk_tokens=config.chunk_tokens,
-        num_requests_max=units.max_requests,
-        num_waiting_max=units.max_waiting,
-        lease_s=config.lease_s,
-        heartbeat_s=config.heartbeat_s,
-        num_ranks=units.ranks,
-        overlap=units.overlap,
-        min_split_tokens=units.min_split_tokens,
-        num_layers=model.model.num_hidden_layers,
-        num_moe_layers=model.num_moe_layers,
-        request_balance=units.request_balance,
-        keeps_blocks=config.cache.memory != OFF,
-        has_disk=stores,
-        recompute=config.cache.recompute,
-        early_pull=config.early_pull,
+def simulated_leader(
+    name: str,
+    epoch: str,
+    config: Deployment,
+    model: StepModel,
+    max_context: int,
+    view: View,
+    *,
+    stores: bool,
+) -> PrefillLeader | DecodeLeader:
+    """Return the leader of a unit as it serves. `view`: what a prefill unit knows to be on disk;
+    `stores`: what is computed, and blocks that generated text fills, are written there.
+    """
+    role = name.partition("-")[0]
+    units = replace(units_of(config, role), kv_blocks=kv_blocks(model))
+    cache = replace(config.cache, folder=FINGERPRINT if stores else "")
+    deployment = (
+        replace(config, cache=cache, prefill=units)
+        if role == PREFILL
+        else replace(config, cache=cache, decode=units)
     )
-    leader.cache.stores.index = cast(DiskIndex, view)
-    return leader
-
-
-def decode_leader(
-    name: str, epoch: str, config: Deployment, model: StepModel, max_context: int, *, stores: bool
-) -> DecodeLeader:
-    """`stores`: blocks that generated text fills are written to disk."""
-    units = config.decode
-    return DecodeLeader(
-        name,
-        epoch,
-        kv_blocks(model),
-        num_slots=units.max_requests,
-        num_waiting_max=units.max_waiting,
-        max_context=max_context,
-        heartbeat_s=config.heartbeat_s,
-        num_ranks=units.ranks,
-        overlap=units.overlap,
-        min_split_tokens=units.min_split_tokens,
-        num_layers=model.model.num_hidden_layers,
-        num_moe_layers=model.num_moe_layers,
-        request_balance=units.request_balance,
-        lease_s=config.lease_s,
-        fingerprint=FINGERPRINT if stores else "",
-    )
+    shapes = replace(model.model, max_position_embeddings=max_context)
+    return make_leader(deployment, shapes, name, role, epoch, fingerprint=FINGERPRINT, index=view)
 
 
 class SimUnit:

@@ -55,9 +55,8 @@ from hadal.sim.world.units import (
     LoggedRunner,
     SimUnit,
     WorldDisk,
-    decode_leader,
-    prefill_leader,
     runner_of,
+    simulated_leader,
 )
 
 # What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow,
@@ -447,18 +446,18 @@ class FleetWorld:
 
     def _start_unit(self, name: str) -> None:
         role = name.partition("-")[0]
-        config, model = self._config, self._models[role]
         self._num_lives += 1
         epoch = f"{name}-{self._num_lives}"
-        leader: PrefillLeader | DecodeLeader
-        if role == PREFILL:
-            leader = prefill_leader(
-                name, epoch, config, model, self.disk.view(), stores=self._stores
-            )
-        else:
-            leader = decode_leader(
-                name, epoch, config, model, self._max_context, stores=self._stores
-            )
+        config, model = self._config, self._models[role]
+        leader = simulated_leader(
+            name,
+            epoch,
+            config,
+            model,
+            self._max_context,
+            self.disk.view(),
+            stores=self._stores,
+        )
         runner = runner_of(role, model, config, self._output_tokens, self._drafts)
         process = self._start(name, leader, LoggedRunner(name, role, runner, self.clock, self.log))
         unit = SimUnit(

@@ -1,24 +1,23 @@
-"""What a deployment says of a unit that more than one process has to know: its deciding core, its
-first placement.
+"""The leader of a unit, made of what a deployment and a model's config say: the same whether it
+serves, is simulated or is replayed. And what else leader and ranks must mean alike: where a unit's
+experts lie at first.
+
+The leader of ranks in processes of their own is made around this one (roles/ranks/ranks).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 
 from hadal.core.balance import OFF
 from hadal.core.config import PREFILL, Deployment, UnitsConfig, units_of
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import Placement, spread, spread_by_node
+from hadal.kv.disk_index import BlockIndex
+from hadal.perf.shapes import num_moe_layers
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.runtime.memory import num_moe_layers
-from hadal.runtime.process.process import Run
-from hadal.runtime.store.view import DiskView
 
 
-def make_core(
+def make_leader(
     deployment: Deployment,
     config: ModelConfig,
     unit: str,
@@ -27,10 +26,13 @@ def make_core(
     pool_name: str = "",
     *,
     fingerprint: str = "",
+    index: BlockIndex | None = None,
 ) -> PrefillLeader | DecodeLeader:
-    """The same for a unit of one process and for the leader of many ranks.
+    """Return the state machine that decides for a unit.
 
-    `pool_name`: of a unit that is one process; ranks bring their own. `fingerprint`: of the run.
+    `pool_name`: the pool of a unit that is one process; ranks bring their own. `fingerprint`: what
+    the names of its blocks on disk begin with (kv/names). `index`: what a prefill unit knows to be
+    on disk; None: nothing until it is told.
     """
     units = units_of(deployment, role)
     if role == PREFILL:
@@ -55,6 +57,7 @@ def make_core(
             recompute=deployment.cache.recompute,
             early_pull=deployment.early_pull,
             tells_names=units.ranks > 1,
+            index=index,
         )
     return DecodeLeader(
         unit,
@@ -73,12 +76,6 @@ def make_core(
         lease_s=deployment.lease_s,
         fingerprint=fingerprint if deployment.cache.folder else "",
     )
-
-
-def make_view(run: Run, wake: Callable[[], None]) -> DiskView | None:
-    """What tells a leader of the disk cache; None where there is none."""
-    folder = run.deployment.cache.folder
-    return DiskView(Path(folder), run.fingerprint, wake) if folder else None
 
 
 def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> Placement:
@@ -111,3 +108,10 @@ def keeps_groups(units: UnitsConfig, config: ModelConfig, role: str) -> bool:
         and config.n_group % nodes == 0
         and units.redundant_experts % nodes == 0
     )
+
+
+def moves_experts(units: UnitsConfig) -> bool:
+    """Replicas may move to other ranks while the unit serves: its ranks serve their experts and
+    stage layers.
+    """
+    return units.ranks > 1 and units.expert_balance != OFF

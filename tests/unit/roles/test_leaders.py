@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.config import DECODE, PREFILL, read_deployment
 from hadal.core.model_config import read_model_config
-from hadal.runtime.core import first_placement, keeps_groups, num_nodes
+from hadal.roles.leaders import first_placement, keeps_groups, num_nodes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,4 +31,7 @@ def test_prefill_keeps_groups_on_nodes(role: str) -> None:
 def test_one_node_keeps_nothing_apart() -> None:
     deployment = read_deployment(ROOT / "configs" / "v3_ep32_ep144.toml")
     units = dataclasses.replace(deployment.prefill, ranks=8)
-    assert not keeps_groups(units, read_model_config(Path(deployment.model)), PREFILL)
+    config = read_model_config(Path(deployment.model))
+    assert not keeps_groups(units, config, PREFILL)
+    units = dataclasses.replace(deployment.prefill, ranks=96)
+    assert not keeps_groups(units, config, PREFILL), "twelve nodes for eight groups"

@@ -1,12 +1,15 @@
-"""The process that leads a unit of many ranks. It holds no model and loads no torch; the ranks are
-elsewhere.
+"""A process of a unit: its leader with the unit's only rank beside it, its leader alone where the
+ranks are processes of their own, or one of those ranks.
 
-python -m hadal.runtime.leader --unit decode-0 --role decode --folder RUN_FOLDER
+python -m hadal.runtime.unit --unit decode-0 --role decode [--rank 2] --folder RUN_FOLDER
+
+A leader alone holds no model and loads no torch.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -15,23 +18,20 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.core.config import DECODE, PREFILL, units_of
+from hadal.core.config import units_of
 from hadal.core.messages import Load, RankDone
-from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
-from hadal.overlap.plan import EXPERTS
-from hadal.roles.experts.experts import ExpertBalancer
-from hadal.roles.experts.gain import PREFILL_TERMS
-from hadal.roles.ranks.book import RankBook, Routine
-from hadal.roles.ranks.ranks import RankedLeader
+from hadal.roles.ranks.book import Routine
+from hadal.roles.ranks.ranks import RankedLeader, make_ranked_leader
 from hadal.roles.recording import MadeLeader
 from hadal.runtime.compute import IDLE
-from hadal.runtime.core import first_placement, keeps_groups, make_core, make_view
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.memory import moves_experts
 from hadal.runtime.process.logs import tell_doing
 from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
 from hadal.runtime.recorder import recorded
+from hadal.runtime.store.view import make_view
+from hadal.runtime.topology import rank_name
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.wire import ZmqWire
 
@@ -40,23 +40,33 @@ log = logging.getLogger("hadal.leader")
 _SMOOTHING = 0.1
 
 
+_WITH_RUNNER = "hadal.runtime.rank"
+"""Imported where there is a Runner alone: it loads torch."""
+
+
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help,
     else EXIT_FATAL.
     """
     asked = unit_arguments(__doc__)
-    run = enter_child(asked.unit, asked.folder)
-    return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
+    name = asked.unit if asked.rank is None else rank_name(asked.unit, asked.rank)
+    run = enter_child(name, asked.folder)
+    if asked.rank is None and units_of(run.deployment, asked.role).ranks > 1:
+        return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
+    make = importlib.import_module(_WITH_RUNNER).make_host
+    return run_host(lambda: make(run, asked.unit, asked.role, asked.rank, asked.folder))
 
 
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
-    """Put the leader together; also return its first effects. Raises ConfigError."""
+    """Put the leader of many ranks together; also return its first effects. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
     config = read_model_config(Path(run.deployment.model))
     leader = Spoken(
         recorded(
-            make_leader(run, unit, role, epoch, config),
+            make_ranked_leader(
+                run.deployment, config, unit, role, epoch, fingerprint=run.fingerprint
+            ),
             unit,
             MadeLeader(role, epoch, run.fingerprint, config),
             run.run_id,
@@ -77,39 +87,6 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
         make_view=lambda wake: make_view(run, wake),
     )
     return host, leader.start(clock.now())
-
-
-def make_leader(
-    run: Run, unit: str, role: str, epoch: str, config: ModelConfig | None = None
-) -> RankedLeader:
-    """The role's core, and the book of its ranks. `config` None: the deployment's model is read.
-    Raises ConfigError.
-    """
-    deployment, units = run.deployment, units_of(run.deployment, role)
-    config = config or read_model_config(Path(deployment.model))
-    core = make_core(deployment, config, unit, role, epoch, fingerprint=run.fingerprint)
-    placement = first_placement(deployment, config, role)
-    book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
-    nodes = tuple(rank // units.ranks_per_node for rank in range(units.ranks))
-    experts = ExpertBalancer(
-        placement,
-        nodes,
-        is_planning=moves_experts(units),
-        num_groups=config.n_group if keeps_groups(units, config, role) else 0,
-        terms=PREFILL_TERMS if role == PREFILL else None,
-    )
-    num_slots = units.max_requests if role == DECODE else 0
-    step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
-    costs = core.scheduler.costs
-    return RankedLeader(
-        unit,
-        core,
-        book,
-        num_slots=num_slots,
-        step_timeout_s=step_timeout_s,
-        experts=experts,
-        growing_s=lambda: costs.growing_s(EXPERTS),
-    )
 
 
 class Spoken:

@@ -19,12 +19,13 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
+from hadal.core.model_config import read_model_config
 from hadal.core.plans import Formed, OpTime, StepDone
 from hadal.core.seams import Effect, Send, Tick
+from hadal.roles.ranks.ranks import make_ranked_leader
 from hadal.runtime.compute import IDLE
-from hadal.runtime.leader import Spoken, make_leader
-from hadal.runtime.process.process import Run
 from hadal.runtime.resolve import plan
+from hadal.runtime.unit import Spoken
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
@@ -32,7 +33,8 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 def make(role: str) -> Spoken:
     units = UnitsConfig(ranks=2, max_requests=4, kv_blocks=70)
     deployment = plan(Deployment(device="cpu", prefill=units, decode=units)).deployment
-    leader = Spoken(make_leader(Run("r", deployment), f"{role}-0", role, "e1"))
+    model = read_model_config(Path(deployment.model))
+    leader = Spoken(make_ranked_leader(deployment, model, f"{role}-0", role, "e1"))
     assert not [e for e in leader.start(0.0) if isinstance(e, Send)], (
         "nobody knows the unit before its ranks are there"
     )
@@ -122,7 +124,7 @@ def test_its_load_tells_how_long_the_ranks_stood_idle() -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    code = "import sys, hadal.runtime.leader; assert 'torch' not in sys.modules"
+    code = "import sys, hadal.runtime.unit; assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=SOURCE,
