@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from evals.run import held_out_examples
 from hadal.commands.replay import make_role
-from hadal.evals.run import held_out_examples
 from hadal.roles.recording import Recording
 from hadal.runtime.recorder import RECORD, read_recordings
 from hadal.sim.replay.relived import replay_alone
