@@ -86,16 +86,6 @@ def active_params(model: ModelConfig) -> int:
     )
 
 
-def total_params(model: ModelConfig) -> int:
-    """All weights but norms: embedding, layers, head; the draft layer is not among them."""
-    experts = model.n_routed_experts - model.num_experts_per_tok
-    return (
-        active_params(model)
-        + model.vocab_size * model.hidden_size
-        + (num_moe_layers(model) * experts * expert_params(model))
-    )
-
-
 def weight_bytes(
     model: ModelConfig, num_slots: int, num_draft_layers: int = 0, expert_bytes: float = FP8_BYTES
 ) -> int:
