@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
 import typer
 from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]  # Not in __all__.
 
@@ -537,10 +537,10 @@ def _deployment(
     else:
         deployment = read_deployment(deployment_file(config), **overrides)
     changed = {
-        name: dataclasses.replace(getattr(deployment, name), **_given(fields))
+        name: msgspec.structs.replace(getattr(deployment, name), **_given(fields))
         for name, fields in (tables or {}).items()
     }
-    return dataclasses.replace(deployment, **changed)
+    return msgspec.structs.replace(deployment, **changed)
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

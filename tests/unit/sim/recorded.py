@@ -7,12 +7,13 @@ server would write.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import random
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, UnitsConfig
@@ -70,8 +71,8 @@ def record(
     leaves early.
     """
     rng, clock = random.Random(seed), SimClock()
-    deployment = dataclasses.replace(
-        deployment, decode=dataclasses.replace(deployment.decode, units=2)
+    deployment = msgspec.structs.replace(
+        deployment, decode=msgspec.structs.replace(deployment.decode, units=2)
     )
     files: dict[str, io.BytesIO] = {}
     processes: dict[str, Process] = {}

@@ -4,11 +4,11 @@ time is lost as it should be.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.random import Generator
@@ -244,7 +244,9 @@ def test_many_faults_at_random(seed: int) -> None:
     assert faults == draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
     asked = cached(requests(seed, 80, 40.0, tokens_out=50), 0.5)
     config = deployment(early_pull="auto")
-    config = dataclasses.replace(config, limits=dataclasses.replace(config.limits, max_retries=100))
+    config = msgspec.structs.replace(
+        config, limits=msgspec.structs.replace(config.limits, max_retries=100)
+    )
     played_with = [float(at_s) for at_s in np.arange(0.25, 5.0, 0.25)]
     played(asked, faults, played_with, config=config, stores=seed % 2 == 1)
 
