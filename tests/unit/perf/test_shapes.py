@@ -2,10 +2,10 @@
 
 import pytest
 
+from hadal.core.model_config import ModelConfig
 from hadal.perf.shapes import (
     DEEPSEEK_V3,
     absorbed_flops_per_pair,
-    active_params,
     causal_pairs,
     combine_bytes,
     dense_params,
@@ -18,6 +18,18 @@ from hadal.perf.shapes import (
     num_moe_layers,
     weight_bytes,
 )
+
+
+def active_params(model: ModelConfig) -> int:
+    """Weights that a token is multiplied with, the output head in, the embedding's look-up not."""
+    per_moe = (model.num_experts_per_tok + model.n_shared_experts) * expert_params(model)
+    per_moe += model.hidden_size * model.n_routed_experts
+    return (
+        model.num_hidden_layers * mla_params(model)
+        + model.first_k_dense_replace * dense_params(model)
+        + num_moe_layers(model) * per_moe
+        + model.vocab_size * model.hidden_size
+    )
 
 
 def test_parameters_are_those_of_the_report() -> None:

@@ -16,7 +16,6 @@ from numpy.random import Generator
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.world.seen import Requests
 from hadal.sim.world.world import (
-    NODE_RANKS,
     DiskLost,
     FleetWorld,
     RanksDie,
@@ -27,6 +26,7 @@ from hadal.sim.world.world import (
 )
 from tests.unit.sim.test_world import cached, deployment, deployment_off, models, requests, world
 
+NODE_RANKS = 8
 UNITS = {"prefill-0": 8, "prefill-1": 8, "decode-0": 16, "decode-1": 16}
 
 

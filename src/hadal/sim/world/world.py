@@ -66,9 +66,6 @@ from hadal.sim.world.units import (
 # the world's.
 
 
-NODE_RANKS = 8
-
-
 @dataclass(frozen=True)
 class RanksDie:
     """One rank, or all of a node: the unit forms without them, and again when they are back."""
