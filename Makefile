@@ -35,7 +35,7 @@ chat: setup  ## chat in the terminal with a running server
 	@$(BIN)/hadal chat $(ARGS)
 
 eval: setup  ## how well a running server answers the tasks its model was taught
-	@$(BIN)/hadal eval $(ARGS)
+	@$(BIN)/python -m evals $(ARGS)
 
 test: setup  ## the test suite
 	@$(BIN)/python -m tests.suite -m "not full" $(ARGS)

@@ -6,16 +6,49 @@ Each sees the reported loads plus its own placements since, as a dispatcher does
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bench.decode_world import Rule, Waiting, World
-from hadal.policy.decode_balance import Arrival, Sent, place, with_sent
+from hadal.policy.decode_balance import Arrival, place
 from hadal.policy.views import DecodeRanksView, Ints
 
 Choice = Callable[[Ints, Ints, Ints, np.random.Generator, int], int]
 """(KV [R], requests [R], ranks with a free slot, generator, placements so far) -> rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A placement of the caller's own, which a rank's report may or may not count yet."""
+
+    row: int
+    """Of the rank in the view."""
+    number: int
+    """The caller's running number; a report says up to which one it counts."""
+    arrival: Arrival
+
+
+def with_sent(
+    ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[Sent]
+) -> DecodeRanksView:
+    """Add to reported loads what was placed since: without it, all arrivals go to the rank that was
+    lightest.
+
+    `num_seen_R`: by rank, the last running number that its report counts.
+    """
+    used_R, worst_R, requests_R = (
+        ranks.num_blocks_used.copy(),
+        ranks.num_blocks_worst.copy(),
+        ranks.num_requests.copy(),
+    )
+    for placed in sent:
+        if placed.number > num_seen_R[placed.row]:
+            used_R[placed.row] += placed.arrival.num_blocks
+            worst_R[placed.row] += placed.arrival.num_blocks_worst
+            requests_R[placed.row] += 1
+    return replace(ranks, num_blocks_used=used_R, num_blocks_worst=worst_R, num_requests=requests_R)
 
 
 class Ours:

@@ -16,8 +16,8 @@ from types import TracebackType
 
 import httpx
 
-from hadal.evals.run import held_out_examples
-from hadal.evals.tasks import Example
+from evals.run import held_out_examples
+from evals.tasks import Example
 from hadal.gateway.chat import ChatFormat, read_chat_format
 from hadal.gateway.openai import Turn
 from hadal.gateway.vocabulary import read_vocabulary

@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.checkpoints import SHIPPED
 from bench.client import Stream, percentile, stream
 from bench.server import launched, wait_ready
-from hadal.evals.run import held_out_examples
+from evals.run import held_out_examples
 
 CONCURRENCIES = (1, 8, 32, 64)
 

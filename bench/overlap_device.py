@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.paced import PacedGroup
 from hadal.comm.group import Exchange, Group, Interval
-from hadal.comm.paced import PacedGroup
 from hadal.model.execute import execute
 from hadal.overlap.plan import (
     ATTN_CORE,

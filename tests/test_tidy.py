@@ -26,7 +26,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy": {"core"},
     "kv": {"core", "policy"},
     "stats": {"core"},
-    "evals": {"core", "progress"},
     "perf": {"core", "overlap"},
     "kernels": {"core", "reference"},
     "roles": {"core", "policy", "overlap", "perf", "kv", "stats"},
@@ -63,7 +62,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "policy",
         "gateway",
         "runtime",
-        "evals",
         "sim",
         "stats",
         "commands",
@@ -86,8 +84,8 @@ LAZY: dict[str, set[str]] = {
 at the top.
 """
 
-CODE = ("src", "tests", "train", "bench")
-MAX_FUNCTION_LINES = {"src": 70, "train": 70, "bench": 90, "tests": 90}
+CODE = ("src", "tests", "train", "bench", "evals")
+MAX_FUNCTION_LINES = {"src": 70, "train": 70, "evals": 70, "bench": 90, "tests": 90}
 """Folder -> lines of a function's body, its docstring included; a signature is a table. A test may
 tell a longer story.
 """
@@ -170,7 +168,7 @@ def test_imports_point_one_way() -> None:
         allowed = {room} | MAY_IMPORT.get(room, set())
         for line, module in imports(parse(path)):
             parts = module.split(".")
-            if parts[0] in {"bench", "tests", "train"}:
+            if parts[0] in {"bench", "tests", "train", "evals"}:
                 offenders.append(f"{name(path)}:{line}: the package imports {module}")
             if (
                 parts[0] == "hadal"

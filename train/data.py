@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hadal.evals.tasks import TASKS, Example, sample_split
+from evals.tasks import TASKS, Example, sample_split
 from train.tokenizer import BOS, CHAT_TEMPLATE, EOS, THINK_END
 
 _TEMPLATE = jinja2.Template(CHAT_TEMPLATE)

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hadal.evals.tasks import TASKS, Example, is_correct, sample_split
+from evals.tasks import TASKS, Example, is_correct, sample_split
 from train.data import encode, pack, render_prompt
 from train.export import load
 from train.model import Layer, Model, MoE, rope_table

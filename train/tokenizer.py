@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from hadal.evals.tasks import TASKS, sample
-from hadal.evals.tasks_words import ALL_LOWER, COUNTED, MONTHS, NAMES, WEEKDAYS
+from evals.tasks import TASKS, sample
+from evals.words import ALL_LOWER, COUNTED, MONTHS, NAMES, WEEKDAYS
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT, THINK, THINK_END = "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"

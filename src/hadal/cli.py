@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
 import typer
 from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]  # Not in __all__.
 
@@ -68,7 +68,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _url(given: str) -> str:
+def server_url(given: str) -> str:
     """An address that a client can be made for; else one line and out."""
     try:
         parts = urlsplit(given)
@@ -241,7 +241,7 @@ def serve(
 )
 def chat(
     url: Annotated[
-        str, typer.Option(help="Where the server is, with or without /v1.", callback=_url)
+        str, typer.Option(help="Where the server is, with or without /v1.", callback=server_url)
     ] = URL,
     model: Annotated[
         str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")
@@ -270,64 +270,6 @@ def chat(
             max_tokens=max_tokens,
         )
     )
-
-
-@app.command(
-    name="eval",
-    epilog=examples(
-        ("hadal eval", "30 prompts of each task, and how many answers are exact"),
-        ("hadal eval --task reverse --num-per-task 100 --seed 1", "other prompts, of one task"),
-        ("hadal eval --at-least 0.9 --json", "for programs: it leaves with 1 if fewer are exact"),
-    ),
-)
-def evaluate(
-    url: Annotated[str, typer.Option(help="Where the server is.", callback=_url)] = URL,
-    num_per_task: Annotated[int, typer.Option(help="Prompts per task.", min=1)] = 30,
-    task: Annotated[
-        list[str] | None, typer.Option(help="Only this task; may be given again.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Which held-out prompts are drawn.")] = 0,
-    model: Annotated[
-        str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")
-    ] = "",
-    api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
-    concurrency: Annotated[int, typer.Option(help="Prompts asked at once.", min=1)] = 16,
-    show_wrong: Annotated[int, typer.Option(help="Wrong answers to show.", min=0)] = 3,
-    at_least: Annotated[
-        float, typer.Option(help="Leave with 1 if fewer are exact.", min=0, max=1)
-    ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
-) -> None:
-    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many
-    answers are exact.
-    """
-    from httpx import HTTPError
-
-    from hadal.evals.run import run
-
-    try:
-        exact = run(
-            url.rstrip("/").removesuffix("/v1"),
-            num_per_task=num_per_task,
-            seed=seed,
-            tasks=tuple(task or ()),
-            model=model,
-            api_key=api_key,
-            concurrency=concurrency,
-            as_json=as_json,
-            show_wrong=show_wrong,
-        )
-    except (ValueError, HTTPError) as error:
-        hint = (
-            "Is there a server? Start one with `hadal serve`."
-            if isinstance(error, HTTPError)
-            else ""
-        )
-        typer.echo(
-            f"hadal eval: {url}: {error}. {hint}" if hint else f"hadal eval: {error}", err=True
-        )
-        sys.exit(EXIT_CONFIG)
-    sys.exit(0 if exact >= at_least else 1)
 
 
 @app.command(
@@ -390,7 +332,7 @@ def report(
     )
 )
 def trace(
-    url: Annotated[str, typer.Option(help="Where the server is.", callback=_url)] = URL,
+    url: Annotated[str, typer.Option(help="Where the server is.", callback=server_url)] = URL,
     unit: Annotated[str, typer.Option(help="Which unit.")] = "decode-0",
     steps: Annotated[int, typer.Option(help="How many steps.", min=1, max=100)] = 3,
     output: Annotated[
@@ -595,10 +537,10 @@ def _deployment(
     else:
         deployment = read_deployment(deployment_file(config), **overrides)
     changed = {
-        name: dataclasses.replace(getattr(deployment, name), **_given(fields))
+        name: msgspec.structs.replace(getattr(deployment, name), **_given(fields))
         for name, fields in (tables or {}).items()
     }
-    return dataclasses.replace(deployment, **changed)
+    return msgspec.structs.replace(deployment, **changed)
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

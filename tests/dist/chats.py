@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import httpx
 import torch
 
+from evals.run import held_out_examples
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.evals.run import held_out_examples
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import httpx
 import torch
 
-from hadal.evals.run import held_out_examples
-from hadal.evals.tasks import TASKS, Example
+from evals.run import held_out_examples
+from evals.tasks import TASKS, Example
 from hadal.gateway.chat import read_chat_format
 from hadal.gateway.openai import Turn
 from hadal.gateway.vocabulary import read_vocabulary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from hadal.evals.run import ask_all, held_out_examples
-from hadal.evals.tasks import TASKS
+from evals.run import ask_all, held_out_examples
+from evals.tasks import TASKS
 from tests.dist.serving import Server
 
 NUM_PROMPTS = 200

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hadal.evals.run import held_out_examples
-from hadal.evals.tasks import Example
+from evals.run import held_out_examples
+from evals.tasks import Example
 from tests.dist.serving import Server, wait_until
 from tests.fresh import fresh
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
+from evals.run import held_out_examples
 from hadal.commands.replay import make_role
-from hadal.evals.run import held_out_examples
 from hadal.roles.recording import Recording
 from hadal.runtime.recorder import RECORD, read_recordings
-from hadal.sim.replay.relived import replay_alone
 from hadal.sim.replay.replay import ReplayReport, replay
 from tests.dist.oracle import FULL
 from tests.dist.serving import Server, StartServer
 from tests.dist.test_load import load
 from tests.fresh import fresh
+from tests.unit.sim.recorded import replay_alone
 
 NUM_REQUESTS = 1000 if FULL else 120
 CONCURRENCY = 32

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+import msgspec
+
 from hadal.core.balance import AUTO, NO_MOVES, OFF
 from hadal.core.config import (
     CacheConfig,
@@ -216,18 +218,18 @@ def _pressed(scene: Scene, random: Random) -> Scene:
     blocks = (12, 20), (6, 9)
     if "uneven" in on:
         most = random.choice([2, 2, 3] if "few slots" in on else [3, 4, 6])
-        decode = replace(decode, ranks=random.choice([2, 3, 3]), max_requests=most)
+        decode = msgspec.structs.replace(decode, ranks=random.choice([2, 3, 3]), max_requests=most)
         blocks = (20, 40), (6, 11) if "tight" in on else (20, 40)
     elif decode.ranks > 2:
-        decode = replace(decode, ranks=2)
+        decode = msgspec.structs.replace(decode, ranks=2)
     if "tight" in on:
-        decode = replace(decode, max_requests=random.randint(5, 8))
-    prefill = replace(config.prefill, max_requests=random.randint(4, 8))
+        decode = msgspec.structs.replace(decode, max_requests=random.randint(5, 8))
+    prefill = msgspec.structs.replace(config.prefill, max_requests=random.randint(4, 8))
     return replace(
         scene,
         on=on | {"decode ranks"} if decode.ranks > 1 else on,
         max_context=1600,
-        config=replace(config, decode=decode, prefill=prefill),
+        config=msgspec.structs.replace(config, decode=decode, prefill=prefill),
         pool_blocks=(random.randint(*blocks[0]), random.randint(*blocks[1])),
     )
 

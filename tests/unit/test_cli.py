@@ -24,7 +24,7 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"hadal {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "eval"])
+@pytest.mark.parametrize("command", ["serve", "chat"])
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
     assert result.exit_code == 0

@@ -321,7 +321,7 @@ def test_a_copied_model_that_is_sound_is_still_read(tmp_path: Path) -> None:
     [
         ["chat", "--url", "http://\x01"],
         ["chat", "--url", "http://["],
-        ["eval", "--url", "http://127.0.0.1:99999"],
+        ["chat", "--url", "http://127.0.0.1:99999"],
         ["trace", "--url", "file:///etc/passwd"],
         ["replay", "x" * 5_000],
         ["report", "--ledger", "x" * 5_000],

@@ -7,6 +7,7 @@ cache day -> load -> unit curves -> fluid day -> 24 windows
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -25,12 +26,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from hadal.commands.day_html import report_html
-from hadal.core.config import DECODE, PREFILL, build, read_toml, to_toml
+from hadal.core.config import DECODE, PREFILL, read_toml, to_toml
+from hadal.core.documents import converted, shown
 from hadal.core.errors import ConfigError, HadalError
 from hadal.progress import Bar
 from hadal.runtime.process.entry import die_with
@@ -591,23 +594,34 @@ def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> 
     """
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
-    fields = read_toml(config, "study") if config else {}
+    where = str(config) if config else "options"
+    fields = msgspec.to_builtins(PRESETS[preset]())
+    _put(fields, read_toml(config, "study") if config else {}, where)
     for path, value in changes.items():
         if value is not None:
             *tables, name = path.split(".")
-            table = fields
-            for one in tables:
-                table = table.setdefault(one, {})
-                if not isinstance(table, dict):
-                    raise ConfigError(f"{config}: {one} must be a table.")
+            _put(
+                fields,
+                functools.reduce(lambda inner, one: {one: inner}, tables, {name: value}),
+                where,
+            )
+    return converted(fields, Study, where)
+
+
+def _put(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
+    """Change fields of a table, and of the tables in it. Raises ConfigError for a name that it has
+    not.
+    """
+    for name, value in changes.items():
+        if name not in table:
+            known = ", ".join(table)
+            raise ConfigError(f"{where}: unknown field {shown(name)}. Known: {known}.")
+        if not isinstance(table[name], dict):
             table[name] = value
-    where = str(config) if config else "options"
-    try:
-        return build(Study, fields, where, PRESETS[preset]())
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        elif isinstance(value, dict):
+            _put(table[name], value, f"{where}: {name}")
+        else:
+            raise ConfigError(f"{where}: {name} must be a table.")
 
 
 def study_toml(study: Study) -> str:

@@ -14,7 +14,10 @@ import tomllib
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import structs
 
 from hadal.core.errors import ConfigError
 
@@ -35,6 +38,7 @@ it refuses.
 _SHOWN_CHARS = 60
 
 Kind = type[ConfigError]
+T = TypeVar("T")
 
 
 def read_bytes(
@@ -166,6 +170,52 @@ def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
             return
         level = below
     raise error(f"{where}: {place(level[0][1])} nests deeper than {MAX_DEPTH} levels.")
+
+
+def converted(
+    value: Any, kind: type[T], where: str = "", name: str = "", *, error: Kind = ConfigError
+) -> T:
+    """A plain value as a `kind`, of which msgspec checks all. Raises `error` that says where it
+    stands, the field (`name`, or one within), what that holds and what it may hold.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as problem:
+        text, _, rest = str(problem).partition(" - at `$")
+        steps = [
+            int(one) if one.isdecimal() else one
+            for one in re.findall(r"[^.\[\]]+", rest.partition("`")[0])
+        ]
+        name = place((*filter(None, [name]), *steps))
+        if isinstance(problem.__cause__, ValueError):  # A table's own check, which names its field.
+            text = f"{name}.{problem.__cause__}" if name else str(problem.__cause__)
+        elif text.startswith("Object "):  # It has a field too many, or one too few.
+            text = f"{name}: {_lower(text)}" if name else _lower(text)
+            text += _known_fields(kind, steps) if "unknown" in text else ""
+        else:
+            for step in steps:
+                value = value[step]
+            text = f"{name} is {shown(value)}; {_lower(_NAMES.sub(_known, text))}"
+        raise error(f"{where}: {text.rstrip('.')}." if where else f"{text.rstrip('.')}.") from None
+
+
+_NAMES = re.compile(r"Expected `str` matching regex '\^\((.*)\)\\\\Z'")
+
+
+def _known_fields(kind: Any, steps: list[int | str]) -> str:
+    for step in steps:
+        found = structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
+        kind = next((each.type for each in found if each.name == step), None)
+    known = ", ".join(getattr(kind, "__struct_fields__", ()))
+    return f". Known: {known}" if known else ""
+
+
+def _known(found: re.Match[str]) -> str:
+    return f"known are {', '.join(repr(name) for name in found[1].split('|'))}"
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
 
 
 def place(path: tuple[Any, ...]) -> str:

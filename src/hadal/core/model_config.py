@@ -11,27 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hadal.core.documents import MAX_CONFIG_BYTES, read_json, shown
+import msgspec
+from msgspec import Meta
+
+from hadal.core.documents import MAX_CONFIG_BYTES, converted, read_json, shown
 from hadal.core.errors import CheckpointError
 
-_DEFAULTS: dict[str, Any] = {
-    "first_k_dense_replace": 0,
-    "moe_layer_freq": 1,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
 # What the architecture fixes. A file that says otherwise is another model, and serving it would
 # give wrong tokens.
 _FIXED: dict[str, Any] = {
@@ -44,50 +31,63 @@ _FIXED: dict[str, Any] = {
     "rope_interleave": True,
 }
 
+# What a field may be at most is 10 to 100 times DeepSeek-V3's: beyond it a file is damaged or means
+# harm, and loops and tables as long as it says would take all time and memory.
+Layers = Annotated[int, Meta(ge=0, le=1 << 10)]
+Width = Annotated[int, Meta(ge=1, le=1 << 17)]
+FfnWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
+HeadWidth = Annotated[int, Meta(ge=1, le=1 << 14)]
+Experts = Annotated[int, Meta(ge=1, le=1 << 14)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 22)]
+Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
+_Block = Annotated[int, Meta(ge=1, le=1 << 16)]
+Mscale = Annotated[float, Meta(ge=0, le=1e3)]
+
 
 @dataclass(frozen=True)
 class RopeScaling:
     """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it; lengths in tokens."""
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    factor: Factor
+    original_max_position_embeddings: Tokens
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    mscale: Mscale = 1.0
+    mscale_all_dim: Mscale = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of one model. `q_lora_rank` None: queries are projected at once."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    first_k_dense_replace: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    num_attention_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    max_position_embeddings: int
-    num_nextn_predict_layers: int
-    bos_token_id: int
-    eos_token_ids: tuple[int, ...]
-    weight_block_size: tuple[int, int] | None
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 22)]
+    hidden_size: Width
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1 << 10)]
+    first_k_dense_replace: Layers = 0
+    intermediate_size: FfnWidth
+    moe_intermediate_size: FfnWidth
+    n_routed_experts: Experts
+    n_shared_experts: Annotated[int, Meta(ge=1, le=1 << 8)] = 1
+    num_experts_per_tok: Annotated[int, Meta(ge=1, le=1 << 10)]
+    n_group: Experts = 1
+    topk_group: Experts = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
+    num_attention_heads: Annotated[int, Meta(ge=1, le=1 << 12)]
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width
+    qk_nope_head_dim: HeadWidth
+    qk_rope_head_dim: HeadWidth
+    v_head_dim: HeadWidth
+    rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
+    rope_theta: Annotated[float, Meta(ge=1, le=1e12)] = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: Tokens = 4096
+    num_nextn_predict_layers: Layers = 0
+    bos_token_id: TokenId = 0
+    eos_token_ids: tuple[TokenId, ...] = (1,)
+    weight_block_size: tuple[int, int] | None = None
     """Blocks of the FP8 scales (`quantization_config`); None where the weights are plain."""
 
     @property
@@ -130,6 +130,15 @@ def read_model_config(folder: Path) -> ModelConfig:
     return parse_model_config(fields, str(path))
 
 
+class _Quantization(msgspec.Struct):
+    quant_method: Annotated[str, Meta(pattern=r"^(fp8)\Z")]
+    weight_block_size: tuple[_Block, _Block]
+
+
+class _Ends(msgspec.Struct):
+    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1)] = 1
+
+
 def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     """Check a config's fields; `source` names the file in errors."""
     if fields.get("model_type") != "deepseek_v3":
@@ -140,163 +149,42 @@ def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
             raise CheckpointError(
                 f"{source}: {name} is {shown(fields[name])}; this architecture needs {value!r}."
             )
-    values = {**_DEFAULTS, **fields}
+    ends = converted(fields, _Ends, source, error=CheckpointError).eos_token_id
+    # Where the file has a field in another form than we do.
+    values: dict[str, Any] = {
+        **fields,
+        "rope_scaling": _rope_scaling(fields, source),
+        "eos_token_ids": (ends,) if isinstance(ends, int) else ends,
+        "weight_block_size": None,
+    }
     nested = fields.get("rope_parameters")
     if "rope_theta" not in fields and isinstance(nested, Mapping) and "rope_theta" in nested:
         values["rope_theta"] = nested["rope_theta"]  # Where transformers 5 writes it.
-    names = ModelConfig.__dataclass_fields__
-    own = {"rope_scaling", "eos_token_ids", "weight_block_size", "q_lora_rank"}
-    numbers = {
-        name: _number(values, name, source, str(names[name].type))
-        for name in names
-        if name not in own
-    }
-    q_lora_rank = values.get("q_lora_rank")
-    config = ModelConfig(
-        **numbers,
-        q_lora_rank=None if q_lora_rank is None else _number(values, "q_lora_rank", source, "int"),
-        rope_scaling=_rope_scaling(values, source),
-        eos_token_ids=_eos(values, source),
-        weight_block_size=_weight_block_size(values, source),
-    )
+    if (found := fields.get("quantization_config")) is not None:
+        quantization = converted(
+            found, _Quantization, source, "quantization_config", error=CheckpointError
+        )
+        values["weight_block_size"] = quantization.weight_block_size
+    config = converted(values, ModelConfig, source, error=CheckpointError)
     _check(config, source)
     return config
 
 
-def _number(values: Mapping[str, Any], name: str, source: str, kind: str) -> Any:
-    if name not in values:
-        raise CheckpointError(f"{source}: {name} is missing.")
-    value = values[name]
-    if kind == "bool":
-        good = isinstance(value, bool)
-    elif kind == "int":
-        good = isinstance(value, int) and not isinstance(value, bool)
-    else:
-        good = (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
-    if not good:
-        raise CheckpointError(
-            f"{source}: {name} is {shown(value)}; a value of type {kind} is needed."
-        )
-    return float(value) if kind == "float" else value
-
-
-def _rope_scaling(values: Mapping[str, Any], source: str) -> RopeScaling | None:
+def _rope_scaling(fields: Mapping[str, Any], source: str) -> Any:
     # transformers 5 writes `rope_parameters`, older files `rope_scaling`; both hold the same keys.
-    raw = values.get("rope_scaling") or values.get("rope_parameters")
-    if raw is None:
-        return None
+    raw = fields.get("rope_scaling") or fields.get("rope_parameters")
     if not isinstance(raw, Mapping):
-        raise CheckpointError(
-            f"{source}: rope_scaling is {shown(raw)}; an object or null is needed."
-        )
+        return raw
     kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "yarn":
+    if kind not in ("default", "yarn"):
         raise CheckpointError(
             f"{source}: rope_scaling.type is {shown(kind)}; only 'yarn' is known."
         )
-    where = f"{source}: rope_scaling"
-    return RopeScaling(
-        factor=_number(raw, "factor", where, "float"),
-        original_max_position_embeddings=_number(
-            raw, "original_max_position_embeddings", where, "int"
-        ),
-        **{
-            name: _number(raw, name, where, "float")
-            for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-            if name in raw
-        },
-    )
-
-
-def _eos(values: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    eos = values["eos_token_id"]
-    ids = eos if isinstance(eos, list) else [eos]
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise CheckpointError(
-            f"{source}: eos_token_id is {shown(eos)}; a token id or a list of them is needed."
-        )
-    return tuple(ids)
-
-
-def _weight_block_size(values: Mapping[str, Any], source: str) -> tuple[int, int] | None:
-    raw = values.get("quantization_config")
-    if raw is None:
-        return None
-    if not isinstance(raw, Mapping) or raw.get("quant_method") != "fp8":
-        raise CheckpointError(
-            f"{source}: quantization_config is {shown(raw)}; only quant_method 'fp8' is known."
-        )
-    block = raw.get("weight_block_size")
-    if not (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(type(b) is int and 0 < b <= _MAX_BLOCK for b in block)
-    ):
-        where = f"{source}: quantization_config.weight_block_size"
-        raise CheckpointError(f"{where} is {shown(block)}; [128, 128] is expected.")
-    return block[0], block[1]
-
-
-_MAX_BLOCK = 1 << 16
-_RANGES: dict[str, tuple[float, float]] = {
-    "vocab_size": (1, 1 << 22),
-    "hidden_size": (1, 1 << 17),
-    "num_hidden_layers": (1, 1 << 10),
-    "first_k_dense_replace": (0, 1 << 10),
-    "intermediate_size": (1, 1 << 20),
-    "moe_intermediate_size": (1, 1 << 20),
-    "n_routed_experts": (1, 1 << 14),
-    "n_shared_experts": (1, 1 << 8),
-    "num_experts_per_tok": (1, 1 << 10),
-    "n_group": (1, 1 << 14),
-    "topk_group": (1, 1 << 14),
-    "num_attention_heads": (1, 1 << 12),
-    "q_lora_rank": (1, 1 << 17),
-    "kv_lora_rank": (1, 1 << 17),
-    "qk_nope_head_dim": (1, 1 << 14),
-    "qk_rope_head_dim": (1, 1 << 14),
-    "v_head_dim": (1, 1 << 14),
-    "max_position_embeddings": (1, 1 << 24),
-    "num_nextn_predict_layers": (0, 1 << 10),
-    "bos_token_id": (0, 1 << 22),
-    "rms_norm_eps": (0.0, 1.0),
-    "routed_scaling_factor": (1e-6, 1e6),
-    "rope_theta": (1.0, 1e12),
-}
-"""What a field may be at least and at most. The most is 10 to 100 times DeepSeek-V3's: beyond it a
-file is damaged or means harm, and loops and tables as long as it says would take all time and
-memory.
-"""
-_ROPE_RANGES: dict[str, tuple[float, float]] = {
-    "factor": (1e-3, 1e6),
-    "original_max_position_embeddings": (1, 1 << 24),
-    "beta_fast": (1e-3, 1e6),
-    "beta_slow": (1e-3, 1e6),
-    "mscale": (0.0, 1e3),
-    "mscale_all_dim": (0.0, 1e3),
-}
-
-
-def _check_ranges(values: object, ranges: Mapping[str, tuple[float, float]], where: str) -> None:
-    for name, (least, most) in ranges.items():
-        value = getattr(values, name)
-        if value is not None and not least <= value <= most:
-            wanted = "it must be positive" if value <= 0 else f"{least:,} to {most:,} can be"
-            raise CheckpointError(f"{where}{name} is {value:,}; {wanted}.")
+    return raw if kind == "yarn" else None
 
 
 def _check(config: ModelConfig, source: str) -> None:
-    _check_ranges(config, _RANGES, f"{source}: ")
-    if config.rope_scaling is not None:
-        _check_ranges(config.rope_scaling, _ROPE_RANGES, f"{source}: rope_scaling.")
-    if not all(0 <= i < 1 << 22 for i in config.eos_token_ids):
-        raise CheckpointError(
-            f"{source}: eos_token_id is {shown(config.eos_token_ids)}; a token's id is needed."
-        )
+    """Raise CheckpointError for fields that do not go together."""
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(
             f"{source}: qk_rope_head_dim is {config.qk_rope_head_dim}; rotation needs pairs."

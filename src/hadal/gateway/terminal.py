@@ -12,13 +12,14 @@ import functools
 import io
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
 import msgspec
+from httpx_sse import EventSource
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -324,7 +325,10 @@ class Chat:
             if reply.status_code != 200:
                 reply.read()
                 raise ChatError(_error_of(reply))
-            for event in parse_events(reply.iter_lines()):
+            for sent in EventSource(reply).iter_sse():
+                if sent.data == "[DONE]":
+                    return
+                event = msgspec.json.decode(sent.data, type=dict[str, Any])
                 if "error" in event:
                     raise ChatError(str(event["error"].get("message", event["error"])))
                 usage = event.get("usage")
@@ -468,17 +472,6 @@ def first_model(client: httpx.Client) -> str:
     if reply.status_code != 200:
         raise ChatError(_error_of(reply))
     return str(reply.json()["data"][0]["id"])
-
-
-def parse_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON of an event stream's data lines, up to [DONE]. Comments are skipped."""
-    for line in lines:
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        yield msgspec.json.decode(data, type=dict[str, Any])
 
 
 def _error_of(reply: httpx.Response) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 ATTN_IN, ATTN_CORE, GATE = "attn_in", "attn_core", "gate"
 DISPATCH_START, DISPATCH_FINISH = "dispatch>", ">dispatch"
@@ -122,33 +121,6 @@ def order(
         for micro_batch, at in ((0, turn), (1, turn - schedule.offset)):
             if 0 <= at < len(turns):
                 yield from ((micro_batch, layer, op) for layer, op in turns[at])
-
-
-def variants() -> Iterator[Schedule]:
-    """Every legal way to cut a layer in stages, to place the shared expert and to trail: 15,348
-    schedules to search.
-
-    What a communication needs fixes the order of all other ops; starting one earlier than its input
-    is there is impossible, and starting it later only wastes the link.
-    """
-    chain = (
-        ATTN_IN,
-        ATTN_CORE,
-        GATE,
-        DISPATCH_START,
-        DISPATCH_FINISH,
-        EXPERTS,
-        COMBINE_START,
-        COMBINE_FINISH,
-    )
-    for at in range(chain.index(GATE), chain.index(COMBINE_FINISH) + 1):
-        ops = (*chain[:at], SHARED, *chain[at:])
-        for cuts in range(1, 2 ** (len(ops) - 1)):
-            edges = [0, *(gap for gap in range(1, len(ops)) if cuts >> (gap - 1) & 1), len(ops)]
-            stages = tuple(ops[start:end] for start, end in pairwise(edges))
-            for runs_on in (False, True):
-                for offset in range(len(stages)):
-                    yield Schedule(f"cut {at}.{cuts}", stages, offset, runs_on)
 
 
 SEQUENTIAL = parse(

@@ -53,35 +53,12 @@ def split_chunks(chunks: Sequence[tuple[int, int]], token_s: float, pair_s: floa
     return taken
 
 
-def split_rows(lengths: Sequence[int], token_s: float, pair_s: float) -> list[bool]:
-    """Return which decode rows are in the second micro-batch; `lengths` are the positions that each
-    attends to. One rank's, row by row: what `split_ranks` has to come to.
+def split_ranks(lengths_RS: Ints, is_row_RS: Bools, token_s: float, pair_s: float) -> Bools:
+    """Return which decode rows are in the second micro-batch, of every rank at once: bool [R, S].
+    `lengths_RS` are the positions that a row attends to, and rows are those slots that `is_row_RS`.
 
     Neighbours in order of length are put apart, the pairs that differ most first, the longer one
     where less is: so the counts differ by one at most, and the times by no more than one pair does.
-    """
-    token_s, pair_s = _rates(token_s, pair_s)
-    rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    pairs: list[tuple[float, int, int | None]] = []
-    for at in range(0, len(rows) - 1, 2):
-        longer, shorter = rows[at], rows[at + 1]
-        pairs.append((pair_s * (lengths[longer] - lengths[shorter]), longer, shorter))
-    if len(rows) % 2:
-        pairs.append((token_s + pair_s * lengths[rows[-1]], rows[-1], None))
-    is_second = [False] * len(lengths)
-    ahead_s = 0.0  # First minus second.
-    for differs_s, longest, other in sorted(pairs, key=lambda pair: (-pair[0], pair[1])):
-        puts_second = ahead_s > 0
-        is_second[longest] = puts_second
-        if other is not None:
-            is_second[other] = not puts_second
-        ahead_s += -differs_s if puts_second else differs_s
-    return is_second
-
-
-def split_ranks(lengths_RS: Ints, is_row_RS: Bools, token_s: float, pair_s: float) -> Bools:
-    """What `split_rows` says of every rank at once, whose rows are those slots that `is_row_RS`:
-    bool [R, S].
     """
     token_s, pair_s = _rates(token_s, pair_s)
     is_second_RS = np.zeros(is_row_RS.shape, np.bool_)

@@ -9,12 +9,17 @@ and the line goes through the bins: a size that runs a thousand times in a row d
 others forgotten. Where only one size was seen the split into fixed and per token is a guess
 (`_SHARES`), on the side of "half the tokens, half the time": the halves are then tried once, and
 what they take is known. Knows no clock: op times come in StepDone.
+
+Shapes: B bins, C columns of the fit (fixed, per token, per pair).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hadal.core.plans import OpTime
 from hadal.core.rates import StepRates
@@ -30,6 +35,8 @@ from hadal.overlap.plan import (
     Schedule,
 )
 from hadal.perf.price import OpSeconds, price
+
+Floats = NDArray[np.float64]
 
 POST = "post"
 EVERY_LAYER = (ATTN_IN, ATTN_CORE, SHARED)
@@ -250,75 +257,42 @@ class StepCosts:
         # Columns scaled to a mean of one, so that the prior weighs the same on each.
         tokens = sum(b.num_tokens for b in bins) / len(bins)
         pairs = max(sum(b.num_pairs for b in bins) / len(bins), 1e-9)
-        rows = [(1.0, b.num_tokens / tokens, b.num_pairs / pairs) for b in bins]
+        rows_BC = np.array([(1.0, b.num_tokens / tokens, b.num_pairs / pairs) for b in bins])
+        ages_B = np.array([self._num_steps - b.touched for b in bins])
         # Errors grow with the size of a batch.
-        weights = [
-            1.0 / ((0.1 + row[1]) ** 2 * (1.0 + (self._num_steps - b.touched) / _AGE_STEPS))
-            for row, b in zip(rows, bins, strict=True)
-        ]
-        gram = [
-            [sum(w * r[i] * r[j] for w, r in zip(weights, rows, strict=True)) for j in range(3)]
-            for i in range(3)
-        ]
+        weights_B = 1.0 / ((0.1 + rows_BC[:, 1]) ** 2 * (1.0 + ages_B / _AGE_STEPS))
+        weighted_CB = rows_BC.T * weights_B
+        gram_CC = weighted_CB @ rows_BC
+        right_CO = weighted_CB @ np.array([[b.seconds.get(op, 0.0) for op in OPS] for b in bins])
+        # Weighted like the rows: a plain mean would be the largest batch's.
+        scale_s_O = right_CO[1] / gram_CC[1, 1]
+        # A pull towards the guess, in each column as strong as its measurements are many.
+        pull_C = _PRIOR * gram_CC.diagonal()
+        matrix_CC = gram_CC + np.diag(pull_C)
         models: dict[str, tuple[float, ...]] = {}
-        for op in OPS:
-            values = [b.seconds.get(op, 0.0) for b in bins]
-            # Weighted like the rows: a plain mean would be the largest batch's.
-            scale_s = (
-                sum(w * r[1] * v for w, r, v in zip(weights, rows, values, strict=True))
-                / gram[1][1]
-            )
+        for op, right_C, scale_s in zip(OPS, right_CO.T, scale_s_O, strict=True):
             if scale_s <= 0.0:
                 continue
-            right = [
-                sum(w * r[i] * v for w, r, v in zip(weights, rows, values, strict=True))
-                for i in range(3)
-            ]
-            shares = _SHARES_CORE if op == ATTN_CORE else _SHARES
+            guess_C = scale_s * np.array(_SHARES_CORE if op == ATTN_CORE else _SHARES)
             fixed, per_token, per_pair = _non_negative(
-                gram, right, [share * scale_s for share in shares]
+                matrix_CC, right_C + pull_C * guess_C, np.flatnonzero(guess_C)
             )
             models[op] = (fixed, per_token / tokens, per_pair / pairs)
         return models
 
 
-def _non_negative(gram: list[list[float]], right: list[float], prior: list[float]) -> list[float]:
-    """Least squares with a pull towards `prior` and nothing below zero; a column without a prior is
-    left out.
+def _non_negative(matrix_CC: Floats, right_C: Floats, active: NDArray[np.intp]) -> list[float]:
+    """What solves the `active` of normal equations; columns that would be negative are left out,
+    the most negative one first, and are 0.
     """
-    active = [i for i, share in enumerate(prior) if share > 0.0]
-    while active:
-        pull = [_PRIOR * gram[i][i] for i in active]
-        matrix = [
-            [gram[i][j] + (pull[at] if i == j else 0.0) for j in active]
-            + [right[i] + pull[at] * prior[i]]
-            for at, i in enumerate(active)
-        ]
-        solution = _solve(matrix)
-        worst = min(range(len(active)), key=solution.__getitem__)
-        if solution[worst] >= 0.0:
-            found = [0.0, 0.0, 0.0]
-            for i, value in zip(active, solution, strict=True):
-                found[i] = value
-            return found
-        del active[worst]
-    return [0.0, 0.0, 0.0]
-
-
-def _solve(matrix: list[list[float]]) -> list[float]:
-    """Gauss on [n, n+1]; the matrix is positive definite, so no pivot is sought."""
-    size = len(matrix)
-    for i in range(size):
-        pivot = matrix[i]
-        for row in matrix[i + 1 :]:
-            factor = row[i] / pivot[i]
-            for j in range(i, size + 1):
-                row[j] -= factor * pivot[j]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        rest = sum(matrix[i][j] * solution[j] for j in range(i + 1, size))
-        solution[i] = (matrix[i][size] - rest) / matrix[i][i]
-    return solution
+    found_C = np.zeros(len(right_C))
+    while active.size:
+        solution = np.linalg.solve(matrix_CC[active[:, None], active], right_C[active])
+        if solution.min() >= 0.0:
+            found_C[active] = solution
+            break
+        active = np.delete(active, solution.argmin())
+    return found_C.tolist()
 
 
 def step_s(costs: StepCosts, schedule: Schedule, works: Sequence[Work], num_layers: int) -> float:

@@ -74,28 +74,6 @@ def num_moe_layers(model: ModelConfig) -> int:
     return model.num_hidden_layers - model.first_k_dense_replace
 
 
-def active_params(model: ModelConfig) -> int:
-    """Weights that a token is multiplied with, the output head in, the embedding's look-up not."""
-    per_moe = (model.num_experts_per_tok + model.n_shared_experts) * expert_params(model)
-    per_moe += model.hidden_size * model.n_routed_experts
-    return (
-        model.num_hidden_layers * mla_params(model)
-        + model.first_k_dense_replace * dense_params(model)
-        + num_moe_layers(model) * per_moe
-        + model.vocab_size * model.hidden_size
-    )
-
-
-def total_params(model: ModelConfig) -> int:
-    """All weights but norms: embedding, layers, head; the draft layer is not among them."""
-    experts = model.n_routed_experts - model.num_experts_per_tok
-    return (
-        active_params(model)
-        + model.vocab_size * model.hidden_size
-        + (num_moe_layers(model) * experts * expert_params(model))
-    )
-
-
 def weight_bytes(
     model: ModelConfig, num_slots: int, num_draft_layers: int = 0, expert_bytes: float = FP8_BYTES
 ) -> int:

@@ -19,9 +19,6 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
 from hadal.perf.explain import DENSE_LAYERS, HOST, Part, StepPrice, part_of
@@ -329,40 +326,6 @@ def expected_imbalance(
     if affinity > 0.0 and num_texts < math.inf:
         variance += affinity * affinity / (max(num_texts, 1e-9) * max(slots_per_rank, 1.0))
     return min(float(num_ranks), placed * (1.0 + expected_maximum(num_ranks) * math.sqrt(variance)))
-
-
-def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> float:
-    """Mean over layers of maximum over mean of what ranks receive, an expert's tokens split evenly
-    over its replicas.
-
-    loads_LE: tokens [layers, experts]; slot_to_expert_LRS: expert ids [layers, ranks, slots],
-    negative: an empty slot. Raises ValueError where shapes do not fit or an expert with tokens has
-    no replica.
-    """
-    loads = np.asarray(loads_LE, np.float64)
-    slots = np.asarray(slot_to_expert_LRS, np.int64)
-    if loads.ndim != 2 or slots.ndim != 3 or len(loads) != len(slots):
-        raise ValueError(
-            f"loads {loads.shape} and slots {slots.shape}: [layers, experts] and [layers, ranks,"
-            " slots] are needed."
-        )
-    if slots.size and slots.max() >= loads.shape[1]:
-        raise ValueError(f"a slot holds expert {slots.max()}, loads are of {loads.shape[1]}.")
-    if np.any(loads < 0.0):
-        raise ValueError("a load is negative.")
-    ratios = []
-    for load, held in zip(loads, slots, strict=True):
-        if load.sum() <= 0.0:
-            continue
-        counts = np.bincount(held[held >= 0], minlength=len(load))
-        if np.any((counts == 0) & (load > 0.0)):
-            raise ValueError(
-                f"expert {int(np.argmax((counts == 0) & (load > 0.0)))} has tokens and no replica."
-            )
-        share = np.append(load / np.maximum(counts, 1), 0.0)
-        received = share[np.where(held >= 0, held, -1)].sum(axis=1)
-        ratios.append(received.max() / received.mean())
-    return float(np.mean(ratios)) if ratios else 1.0
 
 
 AUTO = "auto"

@@ -66,38 +66,6 @@ class Arrival:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A placement of the caller's own, which a rank's report may or may not count yet."""
-
-    row: int
-    """The rank's row in the view."""
-    number: int
-    """The caller's running number; a report says up to which one it counts."""
-    arrival: Arrival
-
-
-def with_sent(
-    ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[Sent]
-) -> DecodeRanksView:
-    """Add to reported loads what was placed since: without it, all arrivals go to the rank that was
-    lightest.
-
-    `num_seen_R`: by rank, the last running number that its report counts.
-    """
-    used_R, worst_R, requests_R = (
-        ranks.num_blocks_used.copy(),
-        ranks.num_blocks_worst.copy(),
-        ranks.num_requests.copy(),
-    )
-    for placed in sent:
-        if placed.number > num_seen_R[placed.row]:
-            used_R[placed.row] += placed.arrival.num_blocks
-            worst_R[placed.row] += placed.arrival.num_blocks_worst
-            requests_R[placed.row] += 1
-    return replace(ranks, num_blocks_used=used_R, num_blocks_worst=worst_R, num_requests=requests_R)
-
-
 class Shares:
     """Both shares of every rank over the unit's, kept up while requests come and go. One decision
     long.

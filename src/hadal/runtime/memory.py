@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import stat
@@ -17,6 +16,8 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
@@ -209,10 +210,10 @@ def mode_of(kind: str, units: UnitsConfig) -> str:
 
 def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:
     """The deployment with the plan's blocks written in."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         deployment,
-        prefill=dataclasses.replace(deployment.prefill, kv_blocks=plan.prefill.kv_blocks),
-        decode=dataclasses.replace(deployment.decode, kv_blocks=plan.decode.kv_blocks),
+        prefill=msgspec.structs.replace(deployment.prefill, kv_blocks=plan.prefill.kv_blocks),
+        decode=msgspec.structs.replace(deployment.decode, kv_blocks=plan.decode.kv_blocks),
     )
 
 

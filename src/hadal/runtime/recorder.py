@@ -8,13 +8,14 @@ holds prompts and answers: it is for its owner alone.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from hadal.core.config import Deployment
 from hadal.core.documents import is_folder
@@ -60,8 +61,8 @@ def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deploym
     if not folder:
         return role
     # The ledger's URL may hold a password, and no role asks for it.
-    deployment = dataclasses.replace(
-        deployment, ledger=dataclasses.replace(deployment.ledger, url="")
+    deployment = msgspec.structs.replace(
+        deployment, ledger=msgspec.structs.replace(deployment.ledger, url="")
     )
     tape = Tape(partial(_append, _open(Path(folder), process)))
     tape.write(Opening(VERSION, run_id, process, made, deployment))

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
+
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, UnitsConfig
 from hadal.core.documents import is_folder
@@ -201,7 +203,7 @@ def plan(deployment: Deployment) -> Resolved:
         raise ConfigError(
             f"transport {transport!r} needs GPUs, and this machine has none. CPUs take tcp or gloo."
         )
-    deployment = dataclasses.replace(
+    deployment = msgspec.structs.replace(
         deployment,
         model=str(folder),
         model_name=deployment.model_name or folder.name,
@@ -210,7 +212,7 @@ def plan(deployment: Deployment) -> Resolved:
         device_memory_gb=deployment.device_memory_gb or min(found, default=0) / 1e9,
         prefill=_with_threads(deployment.prefill),
         decode=_with_threads(deployment.decode),
-        cache=dataclasses.replace(
+        cache=msgspec.structs.replace(
             deployment.cache, folder=absolute_folder(deployment.cache.folder)
         ),
         ledger=_ledger(deployment.ledger),
@@ -229,7 +231,7 @@ def _ledger(ledger: LedgerConfig) -> LedgerConfig:
         micro_usd(ledger.gpu_hour_usd)
     except ValueError as error:
         raise ConfigError(f"ledger: {error}") from None
-    return dataclasses.replace(ledger, url=ledger_url(ledger.url) or OFF)
+    return msgspec.structs.replace(ledger, url=ledger_url(ledger.url) or OFF)
 
 
 def why_not_run(resolved: Resolved) -> list[str]:
@@ -360,6 +362,6 @@ def available_bytes() -> int | None:
 def _with_threads(units: UnitsConfig) -> UnitsConfig:
     """All cores for the ranks of one unit: units take turns, ranks of a unit work together."""
     num_ranks_here = min(units.ranks, units.ranks_per_node)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         units, threads=units.threads or max(1, num_cores() // num_ranks_here)
     )

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
@@ -52,8 +53,7 @@ class LogNormal:
         return np.ceil(self.draw(rng, count)).astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class SystemPrompt:
+class SystemPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An application's, and its share of all sessions; 0 tokens: it has none."""
 
     share: float

@@ -1,12 +1,14 @@
 """A deployment is checked at birth, and says which field cannot work and what to do about it."""
 
-import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from hadal.core.config import Deployment, LedgerConfig, UnitsConfig, read_deployment
+from hadal.core.config import Deployment, UnitsConfig, read_deployment
 from hadal.core.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -19,18 +21,14 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
         ({"transport": "udp"}, "transport is 'udp'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"device": "cpu", "transport": "nccl"}, "needs GPUs, and device is 'cpu'"),
-        ({"device_memory_gb": -1.0}, "device_memory_gb cannot be negative"),
+        ({"device_memory_gb": -1.0}, "device_memory_gb is -1.0; expected `float` >= 0.0"),
         ({"rank_timeout_s": 0.5}, "rank_timeout_s is 0.5; ranks report every 0.25 s"),
         ({"collective_timeout_s": 1.0}, "collective_timeout_s .* must exceed rank_timeout_s"),
         (
             {"unit_timeout_s": 5.0, "rank_timeout_s": 6.0},
             "unit_timeout_s must exceed rank_timeout_s",
         ),
-        (
-            {"ledger": LedgerConfig(gpu_hour_usd=-1.0)},
-            "ledger.gpu_hour_usd is -1.0; 0 to 1e6 dollars",
-        ),
-        ({"collective_timeout_s": 0.0}, "collective_timeout_s is 0.0; it must be positive"),
+        ({"collective_timeout_s": 0.0}, "collective_timeout_s is 0.0; expected `float` > 0.0"),
     ],
 )
 def test_a_field_that_cannot_work_is_named(fields: dict[str, Any], words: str) -> None:
@@ -42,21 +40,59 @@ def test_a_field_that_cannot_work_is_named(fields: dict[str, Any], words: str) -
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"ranks": 0}, "ranks is 0; it must be at least 1"),
+        ({"ranks": 0}, "ranks is 0; expected `int` >= 1"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"ranks": 12}, "ranks is 12, which does not fill nodes of 8"),
-        ({"ranks": 4, "redundant_experts": -1}, "redundant_experts cannot be negative"),
-        ({"redundant_experts": 8}, "no second rank to hold a replica"),
+        ({"ranks": 4, "redundant_experts": -1}, "redundant_experts is -1; expected `int` >= 0"),
+        ({"redundant_experts": 8}, "redundant_experts is 8 with one rank: there is no second rank"),
         ({"overlap": "dual"}, "overlap is 'dual'; known are 'auto'"),
         ({"mode": "fast"}, "mode is 'fast'"),
-        ({"min_split_tokens": -1}, "min_split_tokens cannot be negative"),
+        ({"min_split_tokens": -1}, "min_split_tokens is -1; expected `int` >= 0"),
     ],
 )
 def test_a_field_of_the_units_is_named_with_their_kind(
-    kind: str, fields: dict[str, Any], words: str
+    kind: str, fields: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind}.*{words}"):
-        Deployment(**{kind: UnitsConfig(**fields)})
+    with pytest.raises(ConfigError, match=words):
+        UnitsConfig(**fields)
+    file = tmp_path / "d.toml"
+    lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+    file.write_text("\n".join([f"[{kind}]", *lines]))
+    with pytest.raises(ConfigError, match=rf"d\.toml: {kind}\.{words}"):
+        read_deployment(file)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("[ledger]\ngpu_hour_usd = -1.0", "ledger.gpu_hour_usd is -1.0; expected `float` >= 0.0"),
+        ("[fleet]\nperiod_s = 1e5", "fleet.period_s is 100000.0; expected `float` <= 86400.0"),
+        ("[fleet]\nbundle_decode = 1", "fleet.bundle_prefill is 0 and bundle_decode 1: a bundle"),
+        ("[fleet]\nprefill_max = 1\n[prefill]\nunits = 2", "fleet.prefill_max is 1, and prefill"),
+        ("[gateway]\nprocesses = 0", "gateway.processes is 0; expected `int` >= 1"),
+        ("[gateway]\nallowed_hosts = ['a', 3]", "gateway.allowed_hosts[1] is 3; expected `str`"),
+        ("[cache]\ndisk_mb = 0", "cache.disk_mb is 0; expected `int` >= 1"),
+        ("[cache]\nmemory = 'on'", "cache.memory is 'on'; known are 'auto', 'off'"),
+        ("[limits]\nmax_n = true", "limits.max_n is True; expected `int`, got `bool`"),
+        (
+            "[limits]\nmax_m = 1",
+            "limits: object contains unknown field `max_m`. Known: max_body_bytes, ",
+        ),
+        ("limits = 1", "limits is 1; expected `object`, got `int`"),
+        ("port = 65536", "port is 65536; expected `int` <= 65535"),
+        ('model = "a\\nb"', "model is 'a\\nb'; it holds a line's end"),
+        ('[decode]\nmode = "normal\\n"', "decode.mode is 'normal\\n'; known are '', 'normal'"),
+        ("[prefill]\nunits = 4096\nranks = 64", "their units have 262,145 ranks together"),
+        ("[prefill]\nrequest_balance = 'no_moves'", "prompts never move"),
+    ],
+)
+def test_a_field_of_a_file_is_named_with_its_table(table: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text(table)
+    with pytest.raises(ConfigError, match=re.escape(words)) as error:
+        read_deployment(file)
+    assert str(error.value).startswith(f"{file}: ")
+    assert str(error.value).isprintable()
 
 
 def test_a_unit_of_several_nodes_fills_them() -> None:
@@ -83,4 +119,4 @@ def test_every_file_in_configs_is_a_deployment_with_known_names() -> None:
     assert names >= {"laptop", "laptop_ep", "one_node", "v3_ep32_ep144"}
     for path in CONFIGS.glob("*.toml"):
         deployment = read_deployment(path)
-        assert dataclasses.replace(deployment) == deployment
+        assert msgspec.structs.replace(deployment) == deployment

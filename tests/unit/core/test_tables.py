@@ -1,42 +1,40 @@
-"""Tables of a file as dataclasses: what is said, what is not, and what cannot be."""
+"""Tables of a file as frozen values: what is said, what is not, and what cannot be."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from hadal.core.config import build, read_toml
+from hadal.core.config import read_toml
+from hadal.core.documents import converted
 from hadal.core.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Inner:
+class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int = 1
     is_on: bool = False
 
 
-@dataclass(frozen=True)
-class Needed:
+class Needed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
 
 
-@dataclass(frozen=True)
-class Outer:
+class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""
     share: float = 0.5
     shares: tuple[float, ...] = ()
-    inner: Inner = field(default_factory=Inner)
+    inner: Inner = Inner()
     needed: tuple[Needed, ...] = ()
 
 
 def test_what_is_not_said_has_its_default() -> None:
-    assert build(Outer, {"inner": {"size": 3}}, "f") == Outer(inner=Inner(3))
+    assert converted({"inner": {"size": 3}}, Outer, "f") == Outer(inner=Inner(3))
 
 
 def test_whole_numbers_are_numbers_and_arrays_are_tuples() -> None:
-    assert build(Outer, {"share": 1, "shares": [1, 0.5]}, "f") == Outer(
+    assert converted({"share": 1, "shares": [1, 0.5]}, Outer, "f") == Outer(
         share=1.0, shares=(1.0, 0.5)
     )
 
@@ -44,21 +42,21 @@ def test_whole_numbers_are_numbers_and_arrays_are_tuples() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"nam": "x"}, "unknown field 'nam'"),
-        ({"share": "x"}, "type float"),
-        ({"share": True}, "type float"),
-        ({"shares": 1.0}, "an array"),
-        ({"shares": ["x"]}, "type float"),
-        ({"needed": [{}]}, "f: needed: size is missing"),
-        ({"inner": 1}, "must be a table"),
-        ({"inner": {"size": True}}, "f: inner: size is True"),
-        ({"inner": {"is_on": 1}}, "type bool"),
-        ({"inner": {"size": 1.5}}, "type int"),
+        ({"nam": "x"}, "f: object contains unknown field `nam`. Known: name, share, "),
+        ({"share": "x"}, "f: share is 'x'; expected `float`, got `str`"),
+        ({"share": True}, "share is True; expected `float`"),
+        ({"shares": 1.0}, "shares is 1.0; expected `array`"),
+        ({"shares": ["x"]}, r"f: shares\[0\] is 'x'; expected `float`"),
+        ({"needed": [{}]}, r"f: needed\[0\]: object missing required field `size`"),
+        ({"inner": 1}, "inner is 1; expected `object`"),
+        ({"inner": {"size": True}}, r"f: inner\.size is True; expected `int`"),
+        ({"inner": {"is_on": 1}}, "expected `bool`"),
+        ({"inner": {"size": 1.5}}, "expected `int`"),
     ],
 )
 def test_what_cannot_be_is_named(fields: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        build(Outer, fields, "f")
+        converted(fields, Outer, "f")
 
 
 def test_files(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hadal.gateway.service import ServedModel
-from hadal.gateway.terminal import Chat, ChatError, chat, parse_events
+from hadal.gateway.terminal import Chat, ChatError, chat
 
 from .serving import serving
 from .world import spell
@@ -96,15 +96,21 @@ def test_ctrl_c_stops_the_answer_only(model: ServedModel, monkeypatch: pytest.Mo
 
 
 def test_errors_in_the_stream() -> None:
-    lines = [": keep-alive", "", 'data: {"choices": []}', "", "data: [DONE]", "data: {}"]
-    assert list(parse_events(lines)) == [{"choices": []}]
-    error = {"error": {"message": "it broke", "type": "server_error"}}
+    said = json.dumps({"choices": [{"delta": {"content": "four"}}]})
+    whole = (
+        f': keep-alive\n\ndata: {{"choices": []}}\n\ndata: {said}\n\ndata: [DONE]\n\ndata: {{\n\n'
+    )
+    broken = f"data: {json.dumps({'error': {'message': 'it broke', 'type': 'server_error'}})}\n\n"
+    streams = iter([whole, broken])
 
     def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, text=f"data: {json.dumps(error)}\n\n")
+        headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+        return httpx.Response(200, text=next(streams), headers=headers)
 
     with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x") as client:
         talking = Chat(client, Console(file=io.StringIO()), "m")
+        assert talking.turn("2 + 2?").content == "four"
+        talking.history.clear()
         with pytest.raises(ChatError, match="it broke"):
             talking.turn("hi")
         assert talking.history == []

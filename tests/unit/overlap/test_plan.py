@@ -18,9 +18,9 @@ from hadal.overlap.plan import (
     Schedule,
     order,
     parse,
-    variants,
 )
 from tests.fresh import fresh
+from tests.unit.overlap.variants import variants
 
 FRONT = "attn_in attn_core gate"
 CHAIN = f"{FRONT} dispatch> >dispatch experts combine> >combine"

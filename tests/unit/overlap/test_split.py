@@ -4,12 +4,14 @@ hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hadal.overlap.split import num_pairs_of, split_chunks, split_ranks, split_rows
+from hadal.overlap.split import num_pairs_of, split_chunks, split_ranks
 
 RATES = st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-5))
 CHUNKS = st.lists(st.tuples(st.integers(0, 200_000), st.integers(0, 4096)), max_size=20)
@@ -17,6 +19,33 @@ CHUNKS = st.lists(st.tuples(st.integers(0, 200_000), st.integers(0, 4096)), max_
 
 def time_s(start: int, num_tokens: int, token_s: float, pair_s: float) -> float:
     return token_s * num_tokens + pair_s * num_pairs_of(start, num_tokens)
+
+
+def split_rows(lengths: Sequence[int], token_s: float, pair_s: float) -> list[bool]:
+    """Return which decode rows are in the second micro-batch; `lengths` are the positions that each
+    attends to. The slow twin of `split_ranks`: one rank's, row by row.
+
+    Neighbours in order of length are put apart, the pairs that differ most first, the longer one
+    where less is: so the counts differ by one at most, and the times by no more than one pair does.
+    """
+    most_s = max(token_s, pair_s)
+    token_s, pair_s = (token_s / most_s, pair_s / most_s) if most_s else (1.0, 0.0)
+    rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    pairs: list[tuple[float, int, int | None]] = []
+    for at in range(0, len(rows) - 1, 2):
+        longer, shorter = rows[at], rows[at + 1]
+        pairs.append((pair_s * (lengths[longer] - lengths[shorter]), longer, shorter))
+    if len(rows) % 2:
+        pairs.append((token_s + pair_s * lengths[rows[-1]], rows[-1], None))
+    is_second = [False] * len(lengths)
+    ahead_s = 0.0  # First minus second.
+    for differs_s, longest, other in sorted(pairs, key=lambda pair: (-pair[0], pair[1])):
+        puts_second = ahead_s > 0
+        is_second[longest] = puts_second
+        if other is not None:
+            is_second[other] = not puts_second
+        ahead_s += -differs_s if puts_second else differs_s
+    return is_second
 
 
 def test_pairs_are_those_of_causal_attention() -> None:
@@ -104,7 +133,7 @@ def test_negative_rates_are_refused(rates: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         split_chunks([(0, 1)], *rates)
     with pytest.raises(ValueError, match="must not be negative"):
-        split_rows([1], *rates)
+        split_ranks(np.array([[1]]), np.array([[True]]), *rates)
 
 
 @given(

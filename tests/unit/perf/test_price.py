@@ -12,9 +12,10 @@ from dataclasses import fields, replace
 
 import pytest
 
-from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule, variants
+from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
 from hadal.perf.price import OpSeconds, Price, price
 from tests.fresh import fresh
+from tests.unit.overlap.variants import variants
 
 BALANCED = OpSeconds(
     attn_in=4, attn_core=5, gate=0.5, dispatch=9.5, shared=2, experts=8.5, combine=9.5

@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.decode_rules import Sent, with_sent
 from hadal.policy.admission import fits_decode
 from hadal.policy.decode_balance import (
     SLACK,
     SLACK_MAX,
     Arrival,
-    Sent,
     place,
     place_by_counts,
     place_in_turn,
-    with_sent,
 )
 from hadal.policy.views import DecodeRanksView
 from tests.fresh import fresh

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hadal.core.config import DECODE, PREFILL, read_deployment
@@ -30,8 +30,8 @@ def test_prefill_keeps_groups_on_nodes(role: str) -> None:
 
 def test_one_node_keeps_nothing_apart() -> None:
     deployment = read_deployment(ROOT / "configs" / "v3_ep32_ep144.toml")
-    units = dataclasses.replace(deployment.prefill, ranks=8)
+    units = msgspec.structs.replace(deployment.prefill, ranks=8)
     config = read_model_config(Path(deployment.model))
     assert not keeps_groups(units, config, PREFILL)
-    units = dataclasses.replace(deployment.prefill, ranks=96)
+    units = msgspec.structs.replace(deployment.prefill, ranks=96)
     assert not keeps_groups(units, config, PREFILL), "twelve nodes for eight groups"

@@ -1,11 +1,11 @@
 """A fingerprint changes with all that KV depends on besides its text, and with nothing else."""
 
-import dataclasses
 import json
 import shutil
 import struct
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -45,7 +45,7 @@ def model(folder: Path, *, seed: int = 1, scale: float = 1.0) -> Path:
 
 
 def of(folder: Path, dtype: str = "float32", **fields: object) -> str:
-    deployment = dataclasses.replace(Deployment(model=str(folder), device="cpu"), **fields)  # type: ignore[arg-type]
+    deployment = msgspec.structs.replace(Deployment(model=str(folder), device="cpu"), **fields)  # type: ignore[arg-type]
     return fingerprint_of(deployment, read_model_config(folder), dtype)
 
 
@@ -142,4 +142,4 @@ def test_off_means_no_reading(tmp_path: Path) -> None:
     gone = Deployment(model=str(tmp_path / "gone"), device="cpu", cache=CacheConfig(memory="off"))
     assert fingerprint_of(gone, config, "float32") == ""
     with pytest.raises(CheckpointError, match="gone"):
-        fingerprint_of(dataclasses.replace(gone, cache=CacheConfig()), config, "float32")
+        fingerprint_of(msgspec.structs.replace(gone, cache=CacheConfig()), config, "float32")

@@ -1,7 +1,6 @@
 """Where ranks lie: names, nodes, and what a host cannot run."""
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
@@ -58,10 +57,10 @@ def test_small_units_share_a_node_as_long_as_it_has_gpus() -> None:
         ((0,), 0),
         ((0,), 4),
     ]
-    two = dataclasses.replace(deployment, prefill=UnitsConfig(units=2, ranks=4))
+    two = msgspec.structs.replace(deployment, prefill=UnitsConfig(units=2, ranks=4))
     assert [place.nodes for place in place_units(two)] == [(0,), (0,), (1,)]
     # CPU ranks are processes: one host takes any number.
-    assert num_nodes(place_units(dataclasses.replace(two, device="cpu", transport="tcp"))) == 1
+    assert num_nodes(place_units(msgspec.structs.replace(two, device="cpu", transport="tcp"))) == 1
 
 
 @pytest.mark.parametrize(

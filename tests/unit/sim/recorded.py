@@ -7,12 +7,13 @@ server would write.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import random
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, UnitsConfig
@@ -23,11 +24,25 @@ from hadal.core.seams import Effect, Event
 from hadal.core.wire import AnyMessage
 from hadal.roles.recording import VERSION, Made, MadeCore, MadeFront, Opening, Recording, parse
 from hadal.runtime.recorder import Tape
+from hadal.sim.replay.relived import Difference, Life, MakeRole
 from hadal.sim.world.process import Process, SimClock
 
 MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
 UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)
 DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256)
+
+
+def replay_alone(recording: Recording, make_role: MakeRole) -> Difference | None:
+    """Let a fresh role hear what one process heard; the first answer that differs."""
+    life = Life(
+        recording,
+        make_role(recording.opening),
+        recording.calls[0].now_s if recording.calls else 0.0,
+    )
+    for call in recording.calls:
+        if (difference := life.call(call.now_s, *call.events)) is not None:
+            return difference
+    return None
 
 
 class Recorded:
@@ -70,8 +85,8 @@ def record(
     leaves early.
     """
     rng, clock = random.Random(seed), SimClock()
-    deployment = dataclasses.replace(
-        deployment, decode=dataclasses.replace(deployment.decode, units=2)
+    deployment = msgspec.structs.replace(
+        deployment, decode=msgspec.structs.replace(deployment.decode, units=2)
     )
     files: dict[str, io.BytesIO] = {}
     processes: dict[str, Process] = {}

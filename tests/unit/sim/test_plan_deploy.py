@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.config import check, read_deployment, to_toml
+from hadal.core.config import read_deployment, to_toml
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.roles.fleet import rules_of
 from hadal.runtime.resolve import plan as resolve
@@ -24,7 +24,6 @@ MODEL = Path(__file__).resolve().parents[3] / "configs" / "deepseek_v3"
 def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_path: Path) -> None:
     plan = best(hardware=hardware)
     made = deployment_of(plan, model=str(MODEL))
-    check(made)
     path = tmp_path / "plan.toml"
     path.write_text(to_toml(made, heading_of(plan), notes_of(plan)), encoding="utf-8")
     read = read_deployment(path)

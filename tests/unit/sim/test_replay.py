@@ -12,11 +12,11 @@ from hadal.core.messages import Ahead, Decode, Prefill
 from hadal.core.seams import Send
 from hadal.roles.front import front as front_room
 from hadal.roles.recording import Call, Opening, Recording
-from hadal.sim.replay.relived import Role, replay_alone
+from hadal.sim.replay.relived import Role
 from hadal.sim.replay.replay import decision_of, replay
 from tests.fresh import fresh
 
-from .recorded import record
+from .recorded import record, replay_alone
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hadal.policy.demand import DAY_S
-from hadal.sim.day.clock import DEEPSEEK_SHARES, FLAT_SHARES, HOUR_S, hour_index
+from hadal.sim.day.clock import DEEPSEEK_SHARES, HOUR_S, hour_index
 from hadal.sim.sessions import (
     LogNormal,
     SystemPrompt,
@@ -83,7 +83,7 @@ def test_reasoning_is_billed_and_left_out_of_the_next_prompt() -> None:
 
 def test_a_turn_comes_when_the_answer_was_read() -> None:
     load = generate(
-        replace(PLAIN, share_r1=0.0, shares=FLAT_SHARES, rest_from_s=100.0),
+        replace(PLAIN, share_r1=0.0, shares=(1 / 24,) * 24, rest_from_s=100.0),
         0,
         HOUR_S,
         rng(),
@@ -92,7 +92,11 @@ def test_a_turn_comes_when_the_answer_was_read() -> None:
     assert np.allclose(load.idle_s[load.turn > 0], 2 + 300 * 0.05 + 60)
     assert np.isinf(load.idle_s[load.turn == 0]).all()
     resting = generate(
-        replace(PLAIN, share_r1=0.0, rest_from_s=50.0, shares=FLAT_SHARES), 0, HOUR_S, rng(), 20_000
+        replace(PLAIN, share_r1=0.0, rest_from_s=50.0, shares=(1 / 24,) * 24),
+        0,
+        HOUR_S,
+        rng(),
+        20_000,
     )
     assert np.allclose(resting.idle_s[resting.turn > 0], 2 + 300 * 0.05 + 60)
 
@@ -135,7 +139,7 @@ def test_a_day_is_like_the_published_one(day: Workload) -> None:
 
 def test_the_first_second_is_like_any_other() -> None:
     load = generate(
-        replace(PARAMS, shares=FLAT_SHARES), 5 * DAY_S, 5 * DAY_S + 8 * HOUR_S, rng(), 2000
+        replace(PARAMS, shares=(1 / 24,) * 24), 5 * DAY_S, 5 * DAY_S + 8 * HOUR_S, rng(), 2000
     )
     first, last = (load.take(load.arrival_s // (4 * HOUR_S) % 2 == half) for half in (0, 1))
     assert len(first) == pytest.approx(len(last), rel=0.04)

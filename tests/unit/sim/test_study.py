@@ -110,7 +110,7 @@ def test_nodes_are_those_of_the_hardware() -> None:
         (units(DECODE, ranks=100), "100 ranks"),
         (units(DECODE, redundant_experts=1), "do not divide over 144"),
         (units(PREFILL, redundant_experts=-32), "prefill.redundant_experts is -32: 0 or more"),
-        (units(DECODE, max_requests=0), "max_requests must be at least 1"),
+        (units(DECODE, max_requests=0), "decode.max_requests is 0: 1 or more"),
         (units(DECODE, ranks=2, redundant_experts=0), "no memory left for KV with 128 experts"),
         (units(DECODE, bundle=0), "no bundles: set both to 0"),
         (units(DECODE, use=1.5), "use is 1.5"),

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hadal.sim.day.cache import replay
-from hadal.sim.plan.traffic import azure, mooncake, servegen
-from hadal.sim.workload import R1, Workload
+from hadal.sim.plan.traffic import azure, mooncake
+from hadal.sim.workload import Workload
 
 FOLDER = Path(
     os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
@@ -80,24 +80,6 @@ def test_azures_rows_by_hand() -> None:
         azure(["a,b", "1,2"])
 
 
-def test_servegens_histograms_are_what_is_drawn() -> None:
-    summary = {
-        "rate_600s": [[0, 5.0], [600, 0.0], [1200, 1.0]],
-        "reason_ratio_hist": [[0.5, 0.5], [1.0, 0.5]],
-        "input_hist_lo_hi_p_mean": [[10, 11, 0.5, 10.0], [20, 40, 0.5, 30.0]],
-        "output_hist_lo_hi_p_mean": [[100, 101, 1.0, 100.0]],
-    }
-    load = servegen(summary, np.random.default_rng(0))
-    first, gap, last = (
-        ((load.arrival_s >= at) & (load.arrival_s < at + 600)).sum() for at in (0, 600, 1200)
-    )
-    assert (gap, len(load)) == (0, first + last)
-    assert (first, last) == (pytest.approx(3000, rel=0.05), pytest.approx(600, rel=0.15))
-    assert load.tokens_in.mean() == pytest.approx(20, rel=0.05)
-    assert set(load.tokens_reasoning.tolist()) == {50, 99}
-    assert set(load.model.tolist()) == {R1}
-
-
 @pytest.mark.parametrize(
     ("name", "num", "tokens"),
     [("conversation", 12_031, 144_793_823), ("synthetic", 3_993, 61_194_628)],
@@ -116,14 +98,3 @@ def test_azures_trace() -> None:
     assert len(load) == 19_366
     assert load.tokens_in.mean() == pytest.approx(1154.7, abs=0.1)
     assert 3500 < load.arrival_s[-1] < 3600
-
-
-def test_servegens_summary() -> None:
-    load = servegen(
-        json.loads(data("servegen_deepseek_r1_summary.json").read_text()),
-        np.random.default_rng(0),
-        10,
-    )
-    assert load.tokens_in.mean() == pytest.approx(1268, rel=0.05)
-    assert load.tokens_out.mean() == pytest.approx(1527, rel=0.03)
-    assert load.arrival_s[-1] == pytest.approx(86_400, rel=0.01)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -126,9 +127,9 @@ def test_a_switched_off_balancer_shows() -> None:
 
     def unevenness(balance: str) -> float:
         config = deployment()
-        decode = dataclasses.replace(config.decode, request_balance=balance)
+        decode = msgspec.structs.replace(config.decode, request_balance=balance)
         made = world(
-            requests(6, 600, 200.0, tokens_out=150), dataclasses.replace(config, decode=decode)
+            requests(6, 600, 200.0, tokens_out=150), msgspec.structs.replace(config, decode=decode)
         )
         seen = []
         for until_s in np.arange(1.0, 3.0, 0.1):
@@ -145,9 +146,9 @@ def test_a_switched_off_balancer_shows() -> None:
 def test_a_prefill_balancer_that_is_off_shows_in_the_reading() -> None:
     def unevenness(balance: str) -> float:
         config = deployment()
-        prefill = dataclasses.replace(config.prefill, request_balance=balance)
+        prefill = msgspec.structs.replace(config.prefill, request_balance=balance)
         asked = requests(6, 400, 400.0, tokens_in=2000, tokens_out=2)
-        made = world(asked, dataclasses.replace(config, prefill=prefill))
+        made = world(asked, msgspec.structs.replace(config, prefill=prefill))
         made.run(1.5)
         return made.read(0.5, 1.5).prefill.positions_imbalance
 
@@ -198,7 +199,7 @@ def test_what_is_on_disk_is_read_and_not_computed() -> None:
 
 def deployment_off() -> Deployment:
     """All that is on disk is read, whatever it costs."""
-    return dataclasses.replace(deployment(), cache=CacheConfig(memory=OFF, recompute=OFF))
+    return msgspec.structs.replace(deployment(), cache=CacheConfig(memory=OFF, recompute=OFF))
 
 
 def test_a_read_takes_its_bytes_and_what_is_before_it() -> None:

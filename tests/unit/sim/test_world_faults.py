@@ -4,28 +4,87 @@ time is lost as it should be.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from numpy.random import Generator
 
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.world.seen import Requests
 from hadal.sim.world.world import (
     DiskLost,
-    FaultRates,
     FleetWorld,
     RanksDie,
     RankSlow,
     UnitDies,
     UnitLate,
     WorldFaults,
-    draw_faults,
 )
 from tests.unit.sim.test_world import cached, deployment, deployment_off, models, requests, world
 
+NODE_RANKS = 8
 UNITS = {"prefill-0": 8, "prefill-1": 8, "decode-0": 16, "decode-1": 16}
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Mean time between faults of a kind, in the whole world; 0: never."""
+
+    rank_every_s: float = 0.0
+    node_every_s: float = 0.0
+    slow_every_s: float = 0.0
+    disk_every_s: float = 0.0
+    unit_every_s: float = 0.0
+    lasts_s: float = 10.0
+    """Mean of slowness, of failing disks, and until ranks and units are back."""
+    form_s: float = 1.0
+    slow_factor: float = 3.0
+    """The most that a slow rank is slow."""
+
+
+def draw_faults(
+    rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: float, rng: Generator
+) -> WorldFaults:
+    """Faults at random times before `until_s`, each on any unit."""
+    units = sorted(unit_to_ranks)
+
+    def times(every_s: float) -> list[float]:
+        count = int(rng.poisson(until_s / every_s)) if every_s else 0
+        return sorted(float(at_s) for at_s in rng.uniform(0.0, until_s, count))
+
+    def unit() -> str:
+        return units[int(rng.integers(len(units)))]
+
+    def lasts_s() -> float:
+        return float(rng.exponential(rates.lasts_s)) + 0.1
+
+    def ranks(at_s: float, size: int) -> RanksDie:
+        name = unit()
+        num_ranks = unit_to_ranks[name]
+        first = int(rng.integers(num_ranks)) // size * size
+        some = tuple(range(first, min(first + size, num_ranks)))
+        return RanksDie(at_s, name, some, rates.form_s, rates.form_s + lasts_s())
+
+    def slow(at_s: float) -> RankSlow:
+        name = unit()
+        rank = int(rng.integers(unit_to_ranks[name]))
+        return RankSlow(
+            at_s, at_s + lasts_s(), name, rank, float(rng.uniform(1.0, rates.slow_factor))
+        )
+
+    return WorldFaults(
+        ranks=tuple(ranks(at_s, 1) for at_s in times(rates.rank_every_s))
+        + tuple(ranks(at_s, NODE_RANKS) for at_s in times(rates.node_every_s)),
+        slow=tuple(slow(at_s) for at_s in times(rates.slow_every_s)),
+        disks=tuple(DiskLost(at_s, at_s + lasts_s(), unit()) for at_s in times(rates.disk_every_s)),
+        units=tuple(
+            UnitDies(at_s, unit(), 0.05, 0.05 + lasts_s()) for at_s in times(rates.unit_every_s)
+        ),
+    )
 
 
 def played(
@@ -185,7 +244,9 @@ def test_many_faults_at_random(seed: int) -> None:
     assert faults == draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
     asked = cached(requests(seed, 80, 40.0, tokens_out=50), 0.5)
     config = deployment(early_pull="auto")
-    config = dataclasses.replace(config, limits=dataclasses.replace(config.limits, max_retries=100))
+    config = msgspec.structs.replace(
+        config, limits=msgspec.structs.replace(config.limits, max_retries=100)
+    )
     played_with = [float(at_s) for at_s in np.arange(0.25, 5.0, 0.25)]
     played(asked, faults, played_with, config=config, stores=seed % 2 == 1)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import numpy as np
 import pytest
 
@@ -112,7 +111,7 @@ def test_it_answers_a_prompt_with_its_next_token() -> None:
 def test_those_that_wait_at_the_start_are_shared_out(num_running: int) -> None:
     """Prefill's units say that they are up one after the other: the first is not given all."""
     rest = Requests(np.zeros(200), *(np.full(200, n) for n in (900, 20)))
-    roomy = replace(
+    roomy = msgspec.structs.replace(
         deployment(), prefill=UnitsConfig(2, ranks=8, max_requests=256, max_waiting=1000)
     )
     made = world(running(num_running, 500, 100, 300, later=rest) if num_running else rest, roomy)

@@ -100,7 +100,6 @@ Ints = NDArray[np.int64]
 
 DEEPSEEK_SHARES = (*HOURLY_SHARES[FIRST_HOUR:], *HOURLY_SHARES[:FIRST_HOUR])
 """Shares of the published day, from second 0 on."""
-FLAT_SHARES = (1 / 24,) * 24
 STEP_S = 15.0
 """Time between two entries of the clock's table; within one the rate is constant."""
 

@@ -9,10 +9,11 @@ units are, and stand side by side.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -266,7 +267,7 @@ def result_json(result: DayResult) -> dict[str, Any]:
         ),
         "ranks": _ranks_json(result),
         "published": PUBLISHED if _is_published(study) else {},
-        "study": asdict(study),
+        "study": msgspec.to_builtins(study),
         "notes": _notes(result),
     }
 

@@ -250,6 +250,8 @@ def _check_numbers(study: Study) -> None:
         ("window.back_s", window.back_s, 0),
         ("prefill.redundant_experts", study.prefill.redundant_experts, 0),
         ("decode.redundant_experts", study.decode.redundant_experts, 0),
+        ("prefill.max_requests", study.prefill.max_requests, 1),
+        ("decode.max_requests", study.decode.max_requests, 1),
     ):
         if value < least:
             raise ValueError(f"{name} is {value}: {least} or more is needed.")

@@ -23,7 +23,7 @@ from hadal.core.documents import cut, parse_json, shown
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S, FLAT, DayShape, learned_shape
 from hadal.sim.day.clock import HOUR_S, SHAPE, TOKENS_IN, TOKENS_OUT, DemandCurve, Floats, Ints
-from hadal.sim.workload import NO_PREFIX, R1, V3, Parts, Workload
+from hadal.sim.workload import NO_PREFIX, V3, Parts, Workload
 
 # Published traces as workloads. Text comes in, as lines or as what JSON made of it: opening files
 # is the caller's.
@@ -33,7 +33,6 @@ from hadal.sim.workload import NO_PREFIX, R1, V3, Parts, Workload
 
 
 MOONCAKE_PART_TOKENS = 512
-SERVEGEN_BIN_S = 600.0
 _NEVER = (0, 0, 1 << 62)
 _TIME = re.compile(
     r"\s*([0-9]{4}-[0-9]{2}-[0-9]{2}["
@@ -181,31 +180,6 @@ def _time(value: Any, where: str) -> np.datetime64:
     )
 
 
-def servegen(summary: Mapping[str, Any], rng: Generator, scale: float = 1.0) -> Workload:
-    """A day like ServeGen's of DeepSeek-R1, from the summary of its clients: a Poisson process with
-    the rate of each 10 minutes over `scale`, lengths and the part of reasoning drawn from their
-    histograms, each by itself.
-    """
-    begin_s, rates = np.array(summary["rate_600s"], dtype=np.float64).T
-    counts = rng.poisson(rates * SERVEGEN_BIN_S / scale)
-    at_s = np.sort(np.repeat(begin_s, counts) + rng.uniform(0, SERVEGEN_BIN_S, int(counts.sum())))
-    tokens_in = _draw_lengths(summary["input_hist_lo_hi_p_mean"], rng, len(at_s))
-    tokens_out = _draw_lengths(summary["output_hist_lo_hi_p_mean"], rng, len(at_s))
-    edges, shares = np.array(summary["reason_ratio_hist"], dtype=np.float64).T
-    part = rng.choice(edges, len(at_s), p=shares / shares.sum())
-    reasoning = np.minimum(tokens_out * part, tokens_out - 1).astype(np.int64)
-    return _workload(at_s, tokens_in, tokens_out, tokens_reasoning=reasoning, model=R1)
-
-
-def _draw_lengths(histogram: Sequence[Sequence[float]], rng: Generator, count: int) -> Ints:
-    """Draw lengths, uniform within a row, from rows (from, up to but not including, probability,
-    mean).
-    """
-    low, high, shares, _ = np.array(histogram, dtype=np.float64).T
-    row = rng.choice(len(low), count, p=shares / shares.sum())
-    return np.asarray(low[row] + rng.random(count) * (high - low)[row], dtype=np.int64)
-
-
 def _workload(
     at_s: Floats,
     tokens_in: Ints,
@@ -214,10 +188,8 @@ def _workload(
     session: Ints | None = None,
     turn: Ints | None = None,
     tokens_seen: Ints | None = None,
-    tokens_reasoning: Ints | None = None,
     idle_s: Floats | None = None,
     parts: Parts | None = None,
-    model: int = V3,
 ) -> Workload:
     """Return the workload of one tenant, without system prompts."""
     assert all(a <= b for a, b in pairwise(at_s)), "arrivals are in order"
@@ -228,13 +200,13 @@ def _workload(
         zeros if turn is None else turn,
         tokens_in,
         tokens_out,
-        zeros if tokens_reasoning is None else tokens_reasoning,
+        zeros,
         zeros + NO_PREFIX,
         zeros,
         zeros if tokens_seen is None else tokens_seen,
         np.full(len(at_s), np.inf) if idle_s is None else idle_s,
         zeros,
-        zeros + model,
+        zeros + V3,
         parts,
     )
 

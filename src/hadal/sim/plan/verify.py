@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.random import Generator
 
@@ -154,7 +155,7 @@ def measure(
     share, end_s = per_s / peak_per_s, settle_s + measure_s
     # What is found of a prompt is told beforehand and read from the disk: prefill's memory has
     # nothing to keep.
-    config = replace(
+    config = msgspec.structs.replace(
         deployment_of(plan, num_prefill=num_prefill, num_decode=num_decode),
         cache=CacheConfig(memory=OFF),
     )

@@ -309,19 +309,6 @@ class Life:
         )
 
 
-def replay_alone(recording: Recording, make_role: MakeRole) -> Difference | None:
-    """Let a fresh role hear what one process heard; the first answer that differs."""
-    life = Life(
-        recording,
-        make_role(recording.opening),
-        recording.calls[0].now_s if recording.calls else 0.0,
-    )
-    for call in recording.calls:
-        if (difference := life.call(call.now_s, *call.events)) is not None:
-            return difference
-    return None
-
-
 def kinds(events: Sequence[AnyEvent]) -> str:
     """Names of what was heard together."""
     return ", ".join(type(event).__name__ for event in events) or "start"

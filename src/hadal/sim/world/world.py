@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.random import Generator
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
 from hadal.core.errors import InvariantError
@@ -64,9 +63,6 @@ from hadal.sim.world.units import (
 #
 # Values only; sim/world plays them. Units are named as they are on the wire ("decode-0"), times are
 # the world's.
-
-
-NODE_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -170,63 +166,6 @@ class WorldFaults:
             one.unit == unit and one.node in (None, node) and one.begin_s <= now_s < one.end_s
             for one in self.disks
         )
-
-
-@dataclass(frozen=True)
-class FaultRates:
-    """Mean time between faults of a kind, in the whole world; 0: never."""
-
-    rank_every_s: float = 0.0
-    node_every_s: float = 0.0
-    slow_every_s: float = 0.0
-    disk_every_s: float = 0.0
-    unit_every_s: float = 0.0
-    lasts_s: float = 10.0
-    """Mean of slowness, of failing disks, and until ranks and units are back."""
-    form_s: float = 1.0
-    slow_factor: float = 3.0
-    """The most that a slow rank is slow."""
-
-
-def draw_faults(
-    rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: float, rng: Generator
-) -> WorldFaults:
-    """Faults at random times before `until_s`, each on any unit."""
-    units = sorted(unit_to_ranks)
-
-    def times(every_s: float) -> list[float]:
-        count = int(rng.poisson(until_s / every_s)) if every_s else 0
-        return sorted(float(at_s) for at_s in rng.uniform(0.0, until_s, count))
-
-    def unit() -> str:
-        return units[int(rng.integers(len(units)))]
-
-    def lasts_s() -> float:
-        return float(rng.exponential(rates.lasts_s)) + 0.1
-
-    def ranks(at_s: float, size: int) -> RanksDie:
-        name = unit()
-        num_ranks = unit_to_ranks[name]
-        first = int(rng.integers(num_ranks)) // size * size
-        some = tuple(range(first, min(first + size, num_ranks)))
-        return RanksDie(at_s, name, some, rates.form_s, rates.form_s + lasts_s())
-
-    def slow(at_s: float) -> RankSlow:
-        name = unit()
-        rank = int(rng.integers(unit_to_ranks[name]))
-        return RankSlow(
-            at_s, at_s + lasts_s(), name, rank, float(rng.uniform(1.0, rates.slow_factor))
-        )
-
-    return WorldFaults(
-        ranks=tuple(ranks(at_s, 1) for at_s in times(rates.rank_every_s))
-        + tuple(ranks(at_s, NODE_RANKS) for at_s in times(rates.node_every_s)),
-        slow=tuple(slow(at_s) for at_s in times(rates.slow_every_s)),
-        disks=tuple(DiskLost(at_s, at_s + lasts_s(), unit()) for at_s in times(rates.disk_every_s)),
-        units=tuple(
-            UnitDies(at_s, unit(), 0.05, 0.05 + lasts_s()) for at_s in times(rates.unit_every_s)
-        ),
-    )
 
 
 # How requests that ran before a simulated world began come to run in it: a unit that has prefilled

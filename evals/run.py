@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from hadal.evals.tasks import TASKS, Example, held_out, is_correct, sample
+from evals.tasks import TASKS, Example, held_out, is_correct, sample
 from hadal.progress import Bar
 
 
@@ -147,7 +147,7 @@ def run(
     """Evaluate and print; returns the share of exact answers."""
     console = Console(stderr=as_json)
     examples = held_out_examples(num_per_task, seed, tasks)
-    with Bar("hadal eval", len(examples)) as bar:
+    with Bar("evals", len(examples)) as bar:
         answers = asyncio.run(
             ask_all(
                 base_url,

@@ -5,14 +5,26 @@ Each maker takes a random generator and returns the earlier turn and the one tha
 
 import random
 
-from hadal.evals.tasks_arithmetic import arithmetic, number, operate
-from hadal.evals.tasks_dates import dates, reason_after, reason_before, reason_weekday
-from hadal.evals.tasks_letters import a_word, count_turn, reason_count, reason_reverse_word, reverse
-from hadal.evals.tasks_order import reason_reverse, sort
-from hadal.evals.tasks_reading import ask, frame, make_text
-from hadal.evals.tasks_talk import name_turn
-from hadal.evals.tasks_turn import Turn, vary
-from hadal.evals.tasks_words import MONTHS, WEEKDAYS
+from evals.lists import (
+    a_word,
+    count_turn,
+    reason_count,
+    reason_reverse,
+    reason_reverse_word,
+    reverse,
+    sort,
+)
+from evals.numbers import (
+    arithmetic,
+    dates,
+    number,
+    operate,
+    reason_after,
+    reason_before,
+    reason_weekday,
+)
+from evals.texts import ask, frame, make_text, name_turn
+from evals.words import MONTHS, WEEKDAYS, Turn, vary
 
 _FLIP = (
     "Now sort it the other way.",

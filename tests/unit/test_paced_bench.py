@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from bench.paced import PacedGroup
 from hadal.comm.mesh.mesh import MeshGroup
-from hadal.comm.paced import PacedGroup
 from tests.unit.comm.groups import mesh_threads, run_threads
 
 SIZE = 100_000

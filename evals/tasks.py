@@ -2,8 +2,8 @@
 answer.
 
 `sample` makes an example, `held_out` says on which side of the split it lies, `is_correct` judges a
-reply. Used by the trainer (which skips every held-out example) and by `hadal eval` (which asks only
-those). Pure: the random generator is passed in. Knows nothing of models, tokens or HTTP.
+reply. Used by the trainer (which skips every held-out example) and by `python -m evals` (which asks
+only those). Pure: the random generator is passed in. Knows nothing of models, tokens or HTTP.
 """
 
 import hashlib
@@ -11,14 +11,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hadal.evals.tasks_arithmetic import arithmetic
-from hadal.evals.tasks_chat import followup
-from hadal.evals.tasks_dates import dates
-from hadal.evals.tasks_letters import letters, reverse
-from hadal.evals.tasks_order import sort
-from hadal.evals.tasks_reading import reading
-from hadal.evals.tasks_talk import talk
-from hadal.evals.tasks_turn import Turn
+from evals.followup import followup
+from evals.lists import letters, reverse, sort
+from evals.numbers import arithmetic, dates
+from evals.texts import reading, talk
+from evals.words import Turn
 
 _SINGLE: dict[str, Callable[[random.Random], Turn]] = {
     "arithmetic": arithmetic,

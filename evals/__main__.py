@@ -1,0 +1,81 @@
+"""`python -m evals`: how well a running server answers the tasks its model was taught."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from httpx import HTTPError
+
+from evals.run import run
+from hadal.cli import EXIT_CONFIG, URL, server_url
+from hadal.commands.examples import examples
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command(
+    epilog=examples(
+        ("python -m evals", "30 prompts of each task, and how many answers are exact"),
+        (
+            "python -m evals --task reverse --num-per-task 100 --seed 1",
+            "other prompts, of one task",
+        ),
+        (
+            "python -m evals --at-least 0.9 --json",
+            "for programs: it leaves with 1 if fewer are exact",
+        ),
+    ),
+)
+def evaluate(
+    url: Annotated[str, typer.Option(help="Where the server is.", callback=server_url)] = URL,
+    num_per_task: Annotated[int, typer.Option(help="Prompts per task.", min=1)] = 30,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Only this task; may be given again.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which held-out prompts are drawn.")] = 0,
+    model: Annotated[
+        str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")
+    ] = "",
+    api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
+    concurrency: Annotated[int, typer.Option(help="Prompts asked at once.", min=1)] = 16,
+    show_wrong: Annotated[int, typer.Option(help="Wrong answers to show.", min=0)] = 3,
+    at_least: Annotated[
+        float, typer.Option(help="Leave with 1 if fewer are exact.", min=0, max=1)
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
+) -> None:
+    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many
+    answers are exact.
+    """
+    try:
+        exact = run(
+            url.rstrip("/").removesuffix("/v1"),
+            num_per_task=num_per_task,
+            seed=seed,
+            tasks=tuple(task or ()),
+            model=model,
+            api_key=api_key,
+            concurrency=concurrency,
+            as_json=as_json,
+            show_wrong=show_wrong,
+        )
+    except (ValueError, HTTPError) as error:
+        hint = (
+            "Is there a server? Start one with `hadal serve`."
+            if isinstance(error, HTTPError)
+            else ""
+        )
+        typer.echo(f"evals: {url}: {error}. {hint}" if hint else f"evals: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    sys.exit(0 if exact >= at_least else 1)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m evals")
