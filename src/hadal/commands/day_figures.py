@@ -58,45 +58,26 @@ def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
         return None
     demand = numbers(minutes, "tokens_in_per_s")[: len(nodes)]
     minute = int(60 * first_hour) % 1440
-    time = {
-        "x0": f"{_MIDNIGHT + timedelta(minutes=minute):%Y-%m-%d %H:%M}",
-        "dx": 60_000,
-        "type": "scatter",
-    }
-    stacked = [
-        {
-            **time,
-            "name": role,
-            "y": values,
-            "stackgroup": "nodes",
-            "fillcolor": f"--{role}",
-            "line": {"width": 0, "shape": "hv", "color": f"--{role}"},
-            "hovertemplate": "%{y:,.0f}",
-        }
-        for role, values in roles
-    ]
-    line = {"width": 1.5, "color": "--ink"}
-    total = {
-        **time,
-        "name": "nodes",
-        "y": nodes,
-        "line": {**line, "width": 1, "shape": "hv"},
-        "hovertemplate": "%{y:,.0f}",
-    }
-    asked = {
-        **time,
-        "name": "demand",
-        "y": demand,
-        "yaxis": "y2",
-        "line": line,
-        "hovertemplate": "%{y:,.4s} tokens/s",
-    }
+    begin = f"{_MIDNIGHT + timedelta(minutes=minute):%Y-%m-%d %H:%M}"
+
+    def line(name: str, values: Values, colour: str, width: float, told: str) -> Figure:
+        steps = {"width": width, "shape": "hv", "color": colour}
+        time = {"type": "scatter", "x0": begin, "dx": 60_000}
+        return {**time, "name": name, "y": values, "line": steps, "hovertemplate": told}
+
+    data = [line(role, values, f"--{role}", 0, "%{y:,.0f}") for role, values in roles]
+    for trace in data:
+        trace |= {"stackgroup": "nodes", "fillcolor": trace["line"]["color"]}
+    data.append(line("nodes", nodes, "--ink", 1, "%{y:,.0f}"))
+    if has_demand := bool(present(demand)):
+        asked = line("demand", demand, "--ink", 1.5, "%{y:,.4s} tokens/s")
+        data.append({**asked, "yaxis": "y2"})
     return _figure(
         f"Nodes over the day: peak {plain(max(nodes), 0)}, mean {plain(_mean(nodes))}.",
-        [*stacked, total, *([asked] if present(demand) else [])],
+        data,
         height=430,
         xaxis=_axis(type="date", tickformat="%H:%M", hoverformat="%H:%M", showgrid=False),
-        yaxis=_axis(title="nodes", rangemode="tozero", domain=[0.0, 0.6 if demand else 1.0]),
+        yaxis=_axis(title="nodes", rangemode="tozero", domain=[0.0, 0.6 if has_demand else 1.0]),
         yaxis2=_axis(title="input tokens/s", rangemode="tozero", domain=[0.7, 1.0], nticks=4),
         hovermode="x unified",
         hoversubplots="axis",
@@ -110,17 +91,12 @@ def income_and_cost(hours: Sequence[Row]) -> Figure | None:
     ]
     if not any(present(values) for _, values in series):
         return None
-    bars = [
-        {
-            **_by_hour(hours, name, values, dollars),
-            "type": "bar",
-            "marker": {"color": f"--{name}"},
-        }
-        for name, values in series
-    ]
     return _figure(
         "Income and cost by hour.",
-        bars,
+        [
+            _bars(name, f"--{name}", values, _told(hours, name, values, dollars), **_times(hours))
+            for name, values in series
+        ],
         height=300,
         xaxis=_hour_axis(),
         yaxis=_axis(tickprefix="$"),
@@ -170,17 +146,20 @@ def _lines(
     found = present([*values, *windows])
     if not found:
         return None
+    # The line has marks as well, for a point between two gaps has no line.
+    looks = (
+        (name, values, {"mode": "lines+markers", "marker": {"size": 3, "color": "--ink"}}),
+        ("windows", windows, {"mode": "markers", "marker": {"size": 8, "color": "--window"}}),
+    )
     data = [
         {
-            **_by_hour(hours, name, values, shown),
-            "mode": "lines+markers",  # A point between two gaps has no line.
+            **{"type": "scatter", "name": name, "y": values, **look, **_times(hours)},
+            **{"hovertext": _told(hours, name, values, shown), "hoverinfo": "text"},
             "line": {"width": 1.8, "color": "--ink"},
-            "marker": {"size": 3, "color": "--ink"},
         }
+        for name, values, look in looks
+        if present(values)
     ]
-    if present(windows):
-        dots = {"mode": "markers", "marker": {"size": 8, "color": "--window"}}
-        data.append({**_by_hour(hours, "windows", windows, shown), **dots})
     if mean is not None:
         found.append(mean)
     # Noise is to look like noise: a fifth of the highest value is spanned at least.
@@ -205,7 +184,7 @@ def distribution(histogram: Row, name: str) -> Figure | None:
     total = math.fsum(count for _, _, count in bins)
     if not bins or total <= 0.0:
         return None
-    is_log = bins[0][0] > 0.0 and bins[-1][1] / LOG_SPAN > bins[0][0]
+    is_log = min(low for low, _, _ in bins) > 0.0 and bins[-1][1] / LOG_SPAN > bins[0][0]
     scale = math.log if is_log else float
     widths = [scale(high) - scale(low) for low, high, _ in bins]
     least = 1e-6 * math.fsum(widths)
@@ -213,20 +192,13 @@ def distribution(histogram: Row, name: str) -> Figure | None:
         100.0 * count / total * _mean(widths) / max(width, least)
         for (_, _, count), width in zip(bins, widths, strict=True)
     ]
-    bars = {
-        "type": "bar",
-        "name": "requests",
-        "x": [low for low, _, _ in bins],
-        "width": [high - low for low, high, _ in bins],
-        "offset": 0,
-        "y": heights,
-        "marker": {"color": "--bar", "line": {"width": 0.5, "color": "--card"}},
-        "hovertext": [
-            f"{duration(low)} to {duration(high)}: {percent(100.0 * count / total)}"
-            for low, high, count in bins
-        ],
-        "hoverinfo": "text",
-    }
+    told = [
+        f"{duration(low)} to {duration(high)}: {percent(100.0 * count / total)}"
+        for low, high, count in bins
+    ]
+    edges = {"x": [low for low, _, _ in bins], "width": [high - low for low, high, _ in bins]}
+    bars = _bars("requests", "--bar", heights, told, **edges, offset=0)
+    bars["marker"]["line"] = {"width": 0.5, "color": "--card"}
     return _figure(
         f"{name}: distribution over requests.",
         [bars, *_quantile_marks(histogram, bins[0][0], bins[-1][1], max(heights), scale)],
@@ -264,16 +236,17 @@ def _quantile_marks(
     num_left = 0
     for level, (key, name) in enumerate(MARKS):
         value = number(histogram, key)
-        if value is None or not low <= value <= high:
+        if value is None:
             continue
-        is_right = scale(value) - scale(low) > 0.7 * (scale(high) - scale(low))
+        x = min(max(value, low), high)
+        is_right = scale(x) - scale(low) > 0.7 * (scale(high) - scale(low))
         step, num_left = (num_left + 1, num_left + 1) if is_right else (-level, num_left)
         marks.append(
             {
                 "type": "scatter",
                 "mode": "lines+text",
                 "name": name,
-                "x": [value, value],
+                "x": [x, x],
                 "y": [0.0, (1.35 + 0.13 * step) * top],
                 "text": ["", f"{name} {duration(value)}"],
                 "textposition": "middle left" if is_right else "middle right",
@@ -310,17 +283,10 @@ def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | No
         size = math.ceil(len(bars) / NUM_BARS)
         runs = [ranked[begin : begin + size] for begin in range(0, len(ranked), size)]
         bars = [(_mean([value for value, _ in run]), f"mean of {len(run)} ranks") for run in runs]
-    drawn = {
-        "type": "bar",
-        "name": name,
-        "y": [value for value, _ in bars],
-        "marker": {"color": f"--{role}"},
-        "hovertext": [f"{who}: {compact(value, 4)}{unit}" for value, who in bars],
-        "hoverinfo": "text",
-    }
+    told = [f"{who}: {compact(value, 4)}{unit}" for value, who in bars]
     return _figure(
         f"{name} by rank, sorted: {balance_words(values, unit)}.",
-        [drawn],
+        [_bars(name, f"--{role}", [value for value, _ in bars], told)],
         height=170,
         margin={"l": 50, "r": 16, "t": 24, "b": 8},
         xaxis=_axis(visible=False),
@@ -356,20 +322,11 @@ def what_ifs(cases: Sequence[Row]) -> Figure | None:
         more = "" if index == 0 or of is None else f" ({signed_percent(of - 1.0)})"
         shown = "not known" if usd is None else dollars(usd) + more
         written.append(f"{_said(name)}: {shown}")
-    bars = {
-        "type": "bar",
-        "name": "cost",
-        "orientation": "h",
-        "x": [usd or 0.0 for _, usd in costs],
-        "y": places,
-        "width": 0.4,
-        "marker": {"color": ["--bar", *["--prefill"] * (len(costs) - 1)]},
-        "hovertext": written,
-        "hoverinfo": "text",
-    }
+    colours = ["--bar", *["--prefill"] * (len(costs) - 1)]
+    amounts_x = {"x": [usd or 0.0 for _, usd in costs], "orientation": "h", "width": 0.4}
     return _figure(
         "Cost of the day in each case.",
-        [bars],
+        [_bars("cost", colours, places, written, **amounts_x)],
         height=60 + 48 * len(costs),
         margin={"l": 8, "r": 16, "t": 24, "b": 30},
         xaxis=_axis(tickprefix="$", rangemode="tozero", nticks=5),
@@ -417,28 +374,26 @@ def _hour_axis() -> Figure:
     return _axis(type="date", tickformat="%H:%M", showgrid=False)
 
 
-def _by_hour(
-    hours: Sequence[Row], name: str, values: Values, shown: Callable[[float | None], str]
+def _bars(
+    name: str, colour: str | list[str], values: Values, told: list[str], **more: Any
 ) -> Figure:
-    """A trace with a value in the middle of each hour."""
-    return {
-        "type": "scatter",
-        "name": name,
-        "x": _times(hours),
-        "y": list(values),
-        "xperiod": _HOUR_MS,
-        "xperiodalignment": "middle",
-        "hovertext": [
-            f"{hour_label(number(hour, 'hour_beijing'))}  {name}: {shown(value)}"
-            for hour, value in zip(hours, values, strict=True)
-        ],
-        "hoverinfo": "text",
-    }
+    """A trace of bars; `told` is what is said of each where one points at it."""
+    looks = {"type": "bar", "marker": {"color": colour}, "hoverinfo": "text"}
+    return {**looks, "name": name, "y": values, "hovertext": told, **more}
 
 
-def _times(hours: Sequence[Row]) -> list[str]:
-    """Each hour as a time of a day; what comes after midnight is on the next one. An hour that does
-    not say which it is follows the one before it.
+def _told(
+    hours: Sequence[Row], name: str, values: Values, shown: Callable[[float | None], str]
+) -> list[str]:
+    return [
+        f"{hour_label(number(hour, 'hour_beijing'))}  {name}: {shown(value)}"
+        for hour, value in zip(hours, values, strict=True)
+    ]
+
+
+def _times(hours: Sequence[Row]) -> Figure:
+    """Each hour as a time of a day, drawn in its middle; what comes after midnight is on the next
+    day. An hour that does not say which it is follows the one before it.
     """
     at, found = 0, []
     for index, hour in enumerate(hours):
@@ -448,7 +403,7 @@ def _times(hours: Sequence[Row]) -> list[str]:
         else:
             at += 1 if said is None else (int(said) - at - 1) % 24 + 1
         found.append(f"{_MIDNIGHT + timedelta(hours=at):%Y-%m-%d %H:%M}")
-    return found
+    return {"x": found, "xperiod": _HOUR_MS, "xperiodalignment": "middle"}
 
 
 def _level(axis: str, value: float, name: str = "") -> Figure:

@@ -136,6 +136,17 @@ def test_bins_of_unequal_width_are_shown_by_density() -> None:
     assert axis["ticktext"] == ["500 ms", "1 s", "2 s", "5 s", "10 s"]
 
 
+def test_edges_in_disorder_are_no_error() -> None:
+    edges = [0.01, 0.02, -1.0, 3.0, 0.5, 9.0]
+    assert len(traces(distribution({"edges": edges, "counts": [1] * 5}, "x"))["requests"]["y"]) == 3
+
+
+def test_a_quantile_beyond_the_bins_is_marked_at_their_end() -> None:
+    found = traces(distribution({"edges": [1, 2, 3], "counts": [5, 5], "p99": 8.0}, "x"))
+    assert found["p99"]["x"] == [3.0, 3.0]
+    assert found["p99"]["text"][1] == "p99 8 s"
+
+
 @pytest.mark.parametrize(
     "broken", [{}, {"edges": [1], "counts": []}, {"edges": [0, 1], "counts": [0]}]
 )

@@ -121,6 +121,9 @@ def test_what_is_drawn_and_tabled_is_what_the_result_says() -> None:
     first = hours[0]
     assert page.row("12:00")[:4] == ["12:00", "240.0", "96.0", "144.0"], "nodes"
     assert ["12:00", "$26,840", "$3,840"] in page.rows, "income and cost"
+    median, slow = (f"{1000 * RESULT['tpot_s'][key]:.1f} ms" for key in ("p50", "p99"))
+    assert f"p50 {median}," in page.text
+    assert f"p99 {slow}" in page.text
     for fluid, window in (
         [f"{first[by]['tokens_per_s_user']:.1f}" for by in ("fluid", "window")],
         [
@@ -194,7 +197,8 @@ def test_what_it_is_told_stays_text() -> None:
 def test_it_stands_whatever_is_in_its_places(seed: int) -> None:
     rng = np.random.default_rng(seed)
     share = (0.02, 0.1, 0.3)[seed % 3]
-    page = Page(text_of({key: damaged(value, rng, share) for key, value in SHORT.items()}))
+    whole = RESULT if seed % 2 else SHORT
+    page = Page(text_of({key: damaged(value, rng, share) for key, value in whole.items()}))
     assert all(section in page.words for section in SECTIONS)
     assert page.num("b", None) < 12, "text does not become markup"
     assert page.figures.keys() == set(page.shown) - {"table"}
