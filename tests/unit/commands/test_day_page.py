@@ -193,7 +193,7 @@ def test_what_it_is_told_stays_text() -> None:
     assert names[1].startswith("&lt;script&gt;alert('&amp;\"')&lt;/script&gt;: $")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_it_stands_whatever_is_in_its_places(seed: int) -> None:
     rng = np.random.default_rng(seed)
     share = (0.02, 0.1, 0.3)[seed % 3]
