@@ -57,6 +57,7 @@ print(hadal.__file__)
 print(resolve(Deployment()).deployment.model)
 print(plan(read_deployment(deployment_file(Path("v3_ep32_ep144")))).deployment.model)
 print(SOURCES / MAIN_SOURCE)
+print(Path(hadal.__file__).parent / "commands" / "templates" / "day.html")
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -69,7 +70,7 @@ print(SOURCES / MAIN_SOURCE)
     )
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
-    assert len(found) == 4
+    assert len(found) == 5
     for path in found:
         assert Path(path).is_relative_to(installed), path
         assert Path(path).exists()

@@ -1,36 +1,21 @@
-"""The charts of a day's report, each from the part of `result.json` it shows; None where there is
-nothing to show.
+"""The charts of a day's report as plotly's figures, each from the part of `result.json` it shows;
+None where there is nothing to show.
 
-Times run from the first hour of the result, in Beijing time. Nothing is computed here but sums,
-means and shares.
+    {"label": "...", "data": [traces], "layout": {...}}      plain values, made without plotly
+
+Nothing is computed here but sums, means and shares. A colour is the name of one of the template's
+CSS variables, so that light, dark and paper need no other figures. What a result calls things is
+escaped, because plotly reads tags in texts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from html import escape
 from typing import Any
 
-from hadal.commands.day_charts import (
-    LOG_SPAN,
-    Axis,
-    Box,
-    area,
-    around,
-    bar,
-    below,
-    dot,
-    from_zero,
-    grid,
-    hover,
-    legend,
-    line,
-    path,
-    stepped,
-    svg,
-    text,
-    thinned,
-)
 from hadal.commands.day_values import (
     as_number,
     compact,
@@ -45,141 +30,106 @@ from hadal.commands.day_values import (
     ratio,
     signed_percent,
 )
-from hadal.commands.markup import Html, together
 
 Row = Mapping[str, Any]
+Figure = dict[str, Any]
+Values = Sequence[float | None]
 
-WIDE, HALF = 1040.0, 506.0
-"""Widths of charts: across the page, and half of it, which is also what a phone is shown."""
-LABEL_PITCH = 17.0
-"""Pixels from the label of one quantile to the label below it."""
-NUM_COLUMNS = 96
-"""Stretches with a tooltip of their own in a chart by the minute: quarters of an hour."""
+LOG_SPAN = 30.0
+"""An axis from `low` to more than so many times that is shown by orders of magnitude."""
 NUM_BARS = 200
 """Ranks shown one by one; of more, means of neighbours."""
-_MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
+MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
+"""Key of a quantile in the result, and its name in a chart."""
+_NAME_CHARS_MAX = 44
+_HOUR_MS = 3_600_000
+_MIDNIGHT = datetime(2000, 1, 1)
+"""Of some day: hours of a result have no date."""
 
 
-def load_and_nodes(minutes: Row, first_hour: float, width: float = WIDE) -> Html | None:
-    """Demand above, nodes by role below, on one time axis."""
-    prefill, decode = (_filled(numbers(minutes, key)) for key in ("prefill_nodes", "decode_nodes"))
-    if not prefill and not decode:  # Then at least their sum.
-        prefill = _filled(numbers(minutes, "nodes"))
-    size = max(len(prefill), len(decode))
-    demand = thinned(numbers(minutes, "tokens_in_per_s")[: size or None], 720)
-    if not size:
+def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
+    """Demand above, nodes by role below, on one time axis in Beijing time."""
+    roles = [(role, _filled(numbers(minutes, f"{role}_nodes"))) for role in ("decode", "prefill")]
+    size = max(len(values) for _, values in roles)
+    roles = [(role, values + [0.0] * (size - len(values))) for role, values in roles if values]
+    nodes = [math.fsum(at) for at in zip(*(values for _, values in roles), strict=True)]
+    nodes = nodes or _filled(numbers(minutes, "nodes"))  # Without roles, at least their sum.
+    if not nodes:
         return None
-    prefill, decode = (values + [0.0] * (size - len(values)) for values in (prefill, decode))
-    above = Box(width, 372, top=24, bottom=372 - 124)
-    under = Box(width, 372, top=168)
-    axis_x = Axis(0.0, float(size), under.left, under.right_px)
-    both = [a + b for a, b in zip(prefill, decode, strict=True)]
-    axis_y = from_zero(under, both)
-    axis_d = from_zero(above, present(demand))
-    hours = range(0, size // 60 + 1, 1 if size <= 360 else 3 if width > HALF else 6)
-    lower = stepped(axis_x, axis_y, decode)
-    parts: list[Html] = [grid(under, axis_y, compact)]
-    if present(demand):
-        each = size / len(demand)
-        points = [
-            None if value is None else (axis_x.at((index + 0.5) * each), axis_d.at(value))
-            for index, value in enumerate(demand)
-        ]
-        parts += [
-            grid(above, axis_d, compact, 3),
-            path(points, "demand"),
-            text(above.left, above.top - 9, "demand, input tokens per second", "caption"),
-        ]
-    floor = axis_y.at(0.0)
-    parts += [
-        area(lower, [(lower[0][0], floor), (lower[-1][0], floor)], "decode"),
-        area(stepped(axis_x, axis_y, both), lower, "prefill"),
-        text(under.left, under.top - 9, "nodes", "caption"),
-        below(under, axis_x, [(60.0 * hour, hour_label(first_hour + hour)) for hour in hours]),
-        *_minute_tooltips(axis_x, above.top, under.bottom_px, first_hour, prefill, decode, demand),
-    ]
-    label = f"Nodes over the day: peak {plain(max(both), 0)}, mean {plain(math.fsum(both) / size)}."
-    entries = legend(("decode", "decode"), ("prefill", "prefill"), ("demand", "demand"))
-    return together(entries, svg(under, label, *parts))
+    demand = numbers(minutes, "tokens_in_per_s")[: len(nodes)]
+    minute = int(60 * first_hour) % 1440
+    begin = f"{_MIDNIGHT + timedelta(minutes=minute):%Y-%m-%d %H:%M}"
+
+    def line(name: str, values: Values, colour: str, width: float, told: str) -> Figure:
+        steps = {"width": width, "shape": "hv", "color": colour}
+        time = {"type": "scatter", "x0": begin, "dx": 60_000}
+        return {**time, "name": name, "y": values, "line": steps, "hovertemplate": told}
+
+    data = [line(role, values, f"--{role}", 0, "%{y:,.0f}") for role, values in roles]
+    for trace in data:
+        trace |= {"stackgroup": "nodes", "fillcolor": trace["line"]["color"]}
+    data.append(line("nodes", nodes, "--ink", 1, "%{y:,.0f}"))
+    if has_demand := bool(present(demand)):
+        asked = line("demand", demand, "--ink", 1.5, "%{y:,.4s} tokens/s")
+        data.append({**asked, "yaxis": "y2"})
+    return _figure(
+        f"Nodes over the day: peak {plain(max(nodes), 0)}, mean {plain(_mean(nodes))}.",
+        data,
+        height=430,
+        xaxis=_axis(type="date", tickformat="%H:%M", hoverformat="%H:%M", showgrid=False),
+        yaxis=_axis(title="nodes", rangemode="tozero", domain=[0.0, 0.6 if has_demand else 1.0]),
+        yaxis2=_axis(title="input tokens/s", rangemode="tozero", domain=[0.7, 1.0], nticks=4),
+        hovermode="x unified",
+        hoversubplots="axis",
+    )
 
 
-def _minute_tooltips(
-    axis_x: Axis,
-    top: float,
-    bottom: float,
-    first_hour: float,
-    prefill: Sequence[float],
-    decode: Sequence[float],
-    demand: Sequence[float | None],
-) -> list[Html]:
-    size = len(prefill)
-    each = max(1, math.ceil(size / NUM_COLUMNS))
-    found = []
-    for begin in range(0, size, each):
-        end = min(begin + each, size)
-        wanted = demand[begin * len(demand) // size] if demand else None
-        title = (
-            f"{int(first_hour + begin / 60) % 24:02}:{begin % 60:02} "
-            f" {plain(prefill[begin] + decode[begin], 0)} nodes: {plain(prefill[begin], 0)}"
-            f" prefill, {plain(decode[begin], 0)} decode; demand {compact(wanted)} tokens/s"
-        )
-        found.append(
-            hover(axis_x.at(begin), top, axis_x.at(end) - axis_x.at(begin), bottom - top, title)
-        )
-    return found
-
-
-def income_and_cost(hours: Sequence[Row], width: float = WIDE) -> Html | None:
+def income_and_cost(hours: Sequence[Row]) -> Figure | None:
     """Two bars for each hour."""
-    series = [("income", "income_usd"), ("cost", "cost_usd")]
-    amounts = [
-        value for _, key in series for value in present([number(hour, key) for hour in hours])
+    series = [
+        (name, [number(hour, f"{name}_usd") for hour in hours]) for name in ("income", "cost")
     ]
-    if not amounts:
+    if not any(present(values) for _, values in series):
         return None
-    box = Box(width, 280, left=62)
-    axis_x, axis_y = _hour_axis(box, hours), from_zero(box, amounts)
-    each = min(0.36 * (axis_x.at(1.0) - axis_x.at(0.0)), 60.0)
-    parts = [
-        grid(box, axis_y, lambda usd: f"${compact(usd)}".replace("$−", "−$")),
-        _hour_labels(box, axis_x, hours, every=2 if width > HALF else 6),
-    ]
-    for place, (name, key) in enumerate(series):
-        for index, hour in enumerate(hours):
-            usd = number(hour, key)
-            if usd is None:
-                continue
-            x = axis_x.at(index + 0.5) + (place - 1) * each
-            title = f"{hour_label(number(hour, 'hour_beijing'))}  {name} {dollars(usd)}"
-            y, zero = axis_y.at(usd), axis_y.at(0.0)
-            parts.append(bar(x, min(y, zero), each - 1.5, abs(zero - y), name, title))
-    label = "Income and cost by hour."
-    return together(legend(("income", "income"), ("cost", "cost")), svg(box, label, *parts))
+    return _figure(
+        "Income and cost by hour.",
+        [
+            _bars(name, f"--{name}", values, _told(hours, name, values, dollars), **_times(hours))
+            for name, values in series
+        ],
+        height=300,
+        xaxis=_hour_axis(),
+        yaxis=_axis(tickprefix="$"),
+        bargap=0.25,
+    )
 
 
-def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Html | None:
+def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Figure | None:
     """Of each hour's input tokens, those from the cache; what a window found as a dot."""
-    shares = [ratio(number(hour, "tokens_hit"), number(hour, "tokens_in")) for hour in hours]
-    found = [None if share is None else 100.0 * share for share in shares]
-    windows = [number(hour, "window", "hit_percent") for hour in hours]
     return _lines(
         hours,
         "Hit rate by hour, percent of input tokens.",
         percent,
-        [("cache day", "hit", found, False), ("windows", "window", windows, True)],
+        ("cache day", hit_percents(hours)),
+        [number(hour, "window", "hit_percent") for hour in hours],
         mean_percent,
     )
 
 
-def users_speed(hours: Sequence[Row], mean: float | None) -> Html | None:
+def hit_percents(hours: Sequence[Row]) -> list[float | None]:
+    """Of each hour's input tokens, the percent that came from the cache."""
+    shares = [ratio(number(hour, "tokens_hit"), number(hour, "tokens_in")) for hour in hours]
+    return [None if share is None else as_number(100.0 * share) for share in shares]
+
+
+def users_speed(hours: Sequence[Row], mean: float | None) -> Figure | None:
     """Tokens per second of a user by hour: the fluid day as a line, windows as dots."""
-    fluid = [number(hour, "fluid", "tokens_per_s_user") for hour in hours]
-    windows = [number(hour, "window", "tokens_per_s_user") for hour in hours]
     return _lines(
         hours,
         "Output tokens per second of a user, by hour.",
         lambda value: f"{plain(value)} tokens/s",
-        [("fluid day", "fluid", fluid, False), ("windows", "window", windows, True)],
+        ("fluid day", [number(hour, "fluid", "tokens_per_s_user") for hour in hours]),
+        [number(hour, "window", "tokens_per_s_user") for hour in hours],
         mean,
     )
 
@@ -187,91 +137,127 @@ def users_speed(hours: Sequence[Row], mean: float | None) -> Html | None:
 def _lines(
     hours: Sequence[Row],
     label: str,
-    shown: Any,
-    series: Sequence[tuple[str, str, list[float | None], bool]],
+    shown: Callable[[float | None], str],
+    line: tuple[str, list[float | None]],
+    windows: list[float | None],
     mean: float | None,
-) -> Html | None:
-    values = [value for _, _, found, _ in series for value in present(found)]
-    if not values:
+) -> Figure | None:
+    name, values = line
+    found = present([*values, *windows])
+    if not found:
         return None
-    box = Box(HALF, 230)
-    axis_x, axis_y = _hour_axis(box, hours), around(box, [*values, *present([mean])])
-    parts = [grid(box, axis_y, compact), _hour_labels(box, axis_x, hours, every=6)]
-    entries = [(class_, name) for name, class_, found, _ in series if present(found)]
+    # The line has marks as well, for a point between two gaps has no line.
+    looks = (
+        (name, values, {"mode": "lines+markers", "marker": {"size": 3, "color": "--ink"}}),
+        ("windows", windows, {"mode": "markers", "marker": {"size": 8, "color": "--window"}}),
+    )
+    data = [
+        {
+            **{"type": "scatter", "name": name, "y": values, **look, **_times(hours)},
+            **{"hovertext": _told(hours, name, values, shown), "hoverinfo": "text"},
+            "line": {"width": 1.8, "color": "--ink"},
+        }
+        for name, values, look in looks
+        if present(values)
+    ]
     if mean is not None:
-        y = axis_y.at(mean)
-        parts.append(line(box.left, y, box.right_px, y, "mean"))
-        entries.append(("mean", f"the day: {shown(mean)}"))
-    for name, class_, found, is_dots in series:
-        points = [
-            None if value is None else (axis_x.at(index + 0.5), axis_y.at(value))
-            for index, value in enumerate(found)
-        ]
-        if not is_dots:
-            parts.append(path(points, class_))
-        for point, value, hour in zip(points, found, hours, strict=True):
-            if point is not None:
-                title = f"{hour_label(number(hour, 'hour_beijing'))}  {name}: {shown(value)}"
-                width = (box.right_px - box.left) / len(hours)
-                parts.append(
-                    dot(*point, class_, title)
-                    if is_dots
-                    else hover(point[0] - width / 2, box.top, width, box.bottom_px - box.top, title)
-                )
-    return together(legend(*entries), svg(box, label, *parts))
+        found.append(mean)
+    # Noise is to look like noise: a fifth of the highest value is spanned at least.
+    low, high = min(found), max(found)
+    spare = max(0.2 * max(abs(low), abs(high)) - (high - low), 0.1 * (high - low)) / 2 or 0.5
+    return _figure(
+        label,
+        data,
+        height=270,
+        xaxis=_hour_axis(),
+        yaxis=_axis(range=[low - spare, high + spare]),
+        shapes=[] if mean is None else [_level("y", mean, f"the day: {shown(mean)}")],
+        showlegend=True,
+    )
 
 
-def distribution(histogram: Row, name: str) -> Html | None:
+def distribution(histogram: Row, name: str) -> Figure | None:
     """Shares of requests by time, with quantiles as marks. Bins of unequal width are shown by their
-    density.
+    density: a bin as wide as the mean one has its share as its height.
     """
-    bins = _bins(histogram)
+    bins = filled_bins(histogram)
     total = math.fsum(count for _, _, count in bins)
     if not bins or total <= 0.0:
         return None
-    box = Box(HALF, 252, top=64)
-    is_log = bins[0][0] > 0.0 and bins[-1][1] > LOG_SPAN * bins[0][0]
-    axis_x = Axis(bins[0][0], bins[-1][1], box.left, box.right_px, is_log)
-    widths = [max(axis_x.at(high) - axis_x.at(low), 1e-9) for low, high, _ in bins]
-    mean_width = math.fsum(widths) / len(widths)
+    is_log = min(low for low, _, _ in bins) > 0.0 and bins[-1][1] / LOG_SPAN > bins[0][0]
+    scale = math.log if is_log else float
+    widths = [scale(high) - scale(low) for low, high, _ in bins]
+    least = 1e-6 * math.fsum(widths)
     heights = [
-        100.0 * count / total * mean_width / width
+        100.0 * count / total * _mean(widths) / max(width, least)
         for (_, _, count), width in zip(bins, widths, strict=True)
     ]
-    axis_y = from_zero(box, heights)
-    parts = [
-        grid(box, axis_y, lambda value: f"{compact(value)} %", 3),
-        below(box, axis_x, [(tick, duration(tick)) for tick in _spaced(axis_x)]),
+    told = [
+        f"{duration(low)} to {duration(high)}: {percent(100.0 * count / total)}"
+        for low, high, count in bins
     ]
-    for (low, high, count), width, height in zip(bins, widths, heights, strict=True):
-        if count > 0.0:
-            title = f"{duration(low)} to {duration(high)}: {percent(100.0 * count / total)}"
-            y = axis_y.at(height)
-            parts.append(
-                bar(axis_x.at(low) + 0.25, y, width - 0.5, axis_y.at(0.0) - y, "histogram", title)
-            )
-    labels = []
-    for level, (key, shown) in enumerate(_MARKS):
+    edges = {"x": [low for low, _, _ in bins], "width": [high - low for low, high, _ in bins]}
+    bars = _bars("requests", "--bar", heights, told, **edges, offset=0)
+    bars["marker"]["line"] = {"width": 0.5, "color": "--card"}
+    return _figure(
+        f"{name}: distribution over requests.",
+        [bars, *_quantile_marks(histogram, bins[0][0], bins[-1][1], max(heights), scale)],
+        height=270,
+        xaxis=_axis(
+            type="log" if is_log else "linear",
+            # The edges need not be round; plotly takes a logarithmic range as powers of ten.
+            range=[math.log10(at) if is_log else at for at in (bins[0][0], bins[-1][1])],
+            tickformat="~s",
+            ticksuffix="s",
+            showgrid=False,
+            **(_log_ticks(bins[0][0], bins[-1][1]) if is_log else {}),
+        ),
+        yaxis=_axis(ticksuffix=" %", rangemode="tozero"),
+        showlegend=False,
+    )
+
+
+def _log_ticks(low: float, high: float) -> Figure:
+    """Round times within the axis. Plotly's own would have a unit at powers of ten only."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if math.log10(high) - math.log10(low) < 2.5 else (1,)
+    ticks = [step * 10.0**power for power in powers for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    return {"tickvals": ticks, "ticktext": [duration(tick) for tick in ticks]}
+
+
+def _quantile_marks(
+    histogram: Row, low: float, high: float, top: float, scale: Callable[[float], float]
+) -> list[Figure]:
+    """Upright lines with labels to the right, or to the left near the right edge. Heights are such
+    that no line runs through the label of another.
+    """
+    marks = []
+    num_left = 0
+    for level, (key, name) in enumerate(MARKS):
         value = number(histogram, key)
         if value is None:
             continue
-        x, y = axis_x.at(value), 14.0 + LABEL_PITCH * level
-        is_right = x > box.right_px - 110.0
-        parts.append(line(x, y - 6, x, box.bottom_px, f"mark {key}"))
-        labels.append(
-            text(
-                x - 5 if is_right else x + 5,
-                y,
-                f"{shown} {duration(value)}",
-                "label",
-                "end" if is_right else None,
-            )
+        x = min(max(value, low), high)
+        is_right = scale(x) - scale(low) > 0.7 * (scale(high) - scale(low))
+        step, num_left = (num_left + 1, num_left + 1) if is_right else (-level, num_left)
+        marks.append(
+            {
+                "type": "scatter",
+                "mode": "lines+text",
+                "name": name,
+                "x": [x, x],
+                "y": [0.0, (1.35 + 0.13 * step) * top],
+                "text": ["", f"{name} {duration(value)}"],
+                "textposition": "middle left" if is_right else "middle right",
+                "line": {"width": 1.3, "color": "--mark", "dash": "dot" if level else "solid"},
+                "hoverinfo": "skip",
+            }
         )
-    parts += labels  # Above all lines: a label hides what would run through it.
-    return svg(box, f"{name}: distribution over requests.", *parts)
+    return marks
 
 
-def _bins(histogram: Row) -> list[tuple[float, float, float]]:
+def filled_bins(histogram: Row) -> list[tuple[float, float, float]]:
     """(low, high, count), from the first bin with something in it to the last."""
     edges, counts = numbers(histogram, "edges"), numbers(histogram, "counts")
     bins = [
@@ -283,16 +269,7 @@ def _bins(histogram: Row) -> list[tuple[float, float, float]]:
     return bins[filled[0] : filled[-1] + 1] if filled else []
 
 
-def _spaced(axis: Axis) -> list[float]:
-    """Ticks far enough from each other for their labels."""
-    kept: list[float] = []
-    for tick in axis.ticks(5):
-        if not kept or axis.at(tick) - axis.at(kept[-1]) >= 46.0:
-            kept.append(tick)
-    return kept
-
-
-def by_rank(values: Sequence[float | None], name: str, class_: str, unit: str = "") -> Html | None:
+def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | None:
     """Bars sorted by height, with the mean as a line; how far the highest stands above it is
     said.
     """
@@ -301,87 +278,157 @@ def by_rank(values: Sequence[float | None], name: str, class_: str, unit: str = 
     )
     if not ranked:
         return None
-    mean = math.fsum(value for value, _ in ranked) / len(ranked)
-    box = Box(HALF, 150, left=44, bottom=14, top=14)
-    shown = [(value, f"rank {rank}") for value, rank in ranked]
-    if len(ranked) > NUM_BARS:
-        means = thinned([value for value, _ in ranked], NUM_BARS)
-        size = math.ceil(len(ranked) / NUM_BARS)
-        shown = [(value or 0.0, f"mean of {size} ranks") for value in means]
-    axis_y = from_zero(box, [value for value, _ in ranked])
-    each = (box.right_px - box.left) / len(shown)
-    gap = min(1.0, 0.15 * each)
-    zero = axis_y.at(0.0)
-    parts = [grid(box, axis_y, lambda value: compact(value) + unit, 3)]
-    for index, (value, who) in enumerate(shown):
-        y = axis_y.at(value)
-        title = f"{who}: {compact(value, 4)}{unit}"
-        parts.append(
-            bar(box.left + index * each, min(y, zero), each - gap, abs(zero - y), class_, title)
-        )
-    y = axis_y.at(mean)
-    parts.append(line(box.left, y, box.right_px, y, "mean"))
-    return svg(box, f"{name} by rank, sorted: {balance_words(values, unit)}.", *parts)
+    bars = [(value, f"rank {rank}") for value, rank in ranked]
+    if len(bars) > NUM_BARS:
+        size = math.ceil(len(bars) / NUM_BARS)
+        runs = [ranked[begin : begin + size] for begin in range(0, len(ranked), size)]
+        bars = [(_mean([value for value, _ in run]), f"mean of {len(run)} ranks") for run in runs]
+    told = [f"{who}: {compact(value, 4)}{unit}" for value, who in bars]
+    return _figure(
+        f"{name} by rank, sorted: {balance_words(values, unit)}.",
+        [_bars(name, f"--{role}", [value for value, _ in bars], told)],
+        height=170,
+        margin={"l": 50, "r": 16, "t": 24, "b": 8},
+        xaxis=_axis(visible=False),
+        yaxis=_axis(ticksuffix=unit, nticks=5),
+        bargap=0.15,
+        shapes=[_level("y", _mean([value for value, _ in ranked]))],
+        showlegend=False,
+    )
 
 
-def balance_words(values: Sequence[float | None], unit: str = "") -> str:
+def balance_words(values: Values, unit: str = "") -> str:
     """The maximum over the mean, and both."""
     found = present(values)
     if not found:
         return "nothing"
-    mean, highest = math.fsum(found) / len(found), max(found)
+    mean, highest = _mean(found), max(found)
     over = ratio(highest, mean)
     return f"maximum {compact(highest)}{unit}, mean {compact(mean)}{unit}" + (
         f", {over:.3f} times the mean" if over is not None else ""
     )
 
 
-def what_ifs(cases: Sequence[Row], width: float = WIDE) -> Html | None:
-    """Cost of each case as a bar; the first one's as an upright line through all. Names stand
-    before the bars, or above them where there is no room.
-    """
+def what_ifs(cases: Sequence[Row]) -> Figure | None:
+    """Cost of each case as a bar with its name above it; the first one's as an upright line."""
     costs = [(str(case.get("name", "")), number(case, "cost_usd")) for case in cases]
     amounts = present([usd for _, usd in costs])
     if len(cases) < 2 or not amounts or min(amounts) < 0.0:
         return None
-    is_wide = width > HALF
-    pitch, bar_px = (26.0, 3.0) if is_wide else (48.0, 21.0)
-    box = Box(
-        width, 34 + pitch * len(costs), left=280.0 if is_wide else 4.0, right=150, top=22, bottom=12
-    )
-    axis = Axis(0.0, max(*amounts, 1e-9), box.left, box.right_px)
-    asked = costs[0][1]
-    parts: list[Html] = [text(box.left, 12, "cost of the day", "caption")]
-    if asked is not None:
-        parts.append(line(axis.at(asked), box.top - 2, axis.at(asked), box.bottom_px, "mean"))
+    asked, places = costs[0][1], list(range(len(costs)))
+    written = []
     for index, (name, usd) in enumerate(costs):
-        y = box.top + pitch * index
-        short = name if len(name) <= 44 else name[:43] + "…"
-        parts.append(
-            text(
-                box.left - 12 if is_wide else box.left,
-                y + 14,
-                short,
-                "name",
-                "end" if is_wide else None,
-            )
-        )
-        if usd is None:
-            parts.append(text(box.left + 6, y + bar_px + 11, "not known", "tick"))
-            continue
         of = ratio(usd, asked)
         more = "" if index == 0 or of is None else f" ({signed_percent(of - 1.0)})"
-        colour = "asked" if index == 0 else "case"
-        parts.append(
-            bar(
-                box.left, y + bar_px, axis.at(usd) - box.left, 15, colour, f"{name}: {dollars(usd)}"
-            )
-        )
-        parts.append(text(axis.at(usd) + 8, y + bar_px + 11, dollars(usd) + more, "value"))
-    return svg(box, "Cost of the day in each case.", *parts)
+        shown = "not known" if usd is None else dollars(usd) + more
+        written.append(f"{_said(name)}: {shown}")
+    colours = ["--bar", *["--prefill"] * (len(costs) - 1)]
+    amounts_x = {"x": [usd or 0.0 for _, usd in costs], "orientation": "h", "width": 0.4}
+    return _figure(
+        "Cost of the day in each case.",
+        [_bars("cost", colours, places, written, **amounts_x)],
+        height=60 + 48 * len(costs),
+        margin={"l": 8, "r": 16, "t": 24, "b": 30},
+        xaxis=_axis(tickprefix="$", rangemode="tozero", nticks=5),
+        yaxis=_axis(
+            range=[len(costs) - 0.5, -0.7],
+            tickvals=places,
+            ticktext=written,
+            ticklabelposition="inside",
+            ticklabelshift=17,
+            showgrid=False,
+            zeroline=False,
+        ),
+        shapes=[] if asked is None else [_level("x", asked)],
+        showlegend=False,
+    )
 
 
-def _filled(values: Sequence[float | None]) -> list[float]:
+def _figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figure:
+    """`label` says what the chart shows to who cannot see it."""
+    return {
+        "label": label,
+        "data": data,
+        "layout": {
+            "height": height,
+            "margin": {"l": 50, "r": 16, "t": 30, "b": 30},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "font": {"size": 11.5, "color": "--ink"},
+            "hoverlabel": {"bgcolor": "--card", "bordercolor": "--rule"},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "--soft", "activecolor": "--ink"},
+            "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"},
+            "uirevision": "as zoomed",  # Drawn anew in other colours, a chart stays where it was.
+            **layout,
+        },
+    }
+
+
+def _axis(title: str = "", **more: Any) -> Figure:
+    named = {"title": {"text": title}} if title else {}
+    colours = {"gridcolor": "--grid", "zerolinecolor": "--soft", "linecolor": "--soft"}
+    return {**colours, "tickfont": {"color": "--soft"}, "automargin": True, **named, **more}
+
+
+def _hour_axis() -> Figure:
+    return _axis(type="date", tickformat="%H:%M", showgrid=False)
+
+
+def _bars(
+    name: str, colour: str | list[str], values: Values, told: list[str], **more: Any
+) -> Figure:
+    """A trace of bars; `told` is what is said of each where one points at it."""
+    looks = {"type": "bar", "marker": {"color": colour}, "hoverinfo": "text"}
+    return {**looks, "name": name, "y": values, "hovertext": told, **more}
+
+
+def _told(
+    hours: Sequence[Row], name: str, values: Values, shown: Callable[[float | None], str]
+) -> list[str]:
+    return [
+        f"{hour_label(number(hour, 'hour_beijing'))}  {name}: {shown(value)}"
+        for hour, value in zip(hours, values, strict=True)
+    ]
+
+
+def _times(hours: Sequence[Row]) -> Figure:
+    """Each hour as a time of a day, drawn in its middle; what comes after midnight is on the next
+    day. An hour that does not say which it is follows the one before it.
+    """
+    at, found = 0, []
+    for index, hour in enumerate(hours):
+        said = number(hour, "hour_beijing")
+        if index == 0:
+            at = int(said or 0.0) % 24
+        else:
+            at += 1 if said is None else (int(said) - at - 1) % 24 + 1
+        found.append(f"{_MIDNIGHT + timedelta(hours=at):%Y-%m-%d %H:%M}")
+    return {"x": found, "xperiod": _HOUR_MS, "xperiodalignment": "middle"}
+
+
+def _level(axis: str, value: float, name: str = "") -> Figure:
+    """A dashed line across the whole chart: what the rest is measured against."""
+    other = "y" if axis == "x" else "x"
+    return {
+        "type": "line",
+        "line": {"width": 1.2, "color": "--ink", "dash": "dash"},
+        f"{axis}0": value,
+        f"{axis}1": value,
+        f"{other}ref": "paper",
+        f"{other}0": 0,
+        f"{other}1": 1,
+        "name": name,
+        "showlegend": bool(name),
+    }
+
+
+def _said(name: str) -> str:
+    """What a result calls something, as text for plotly."""
+    short = name if len(name) <= _NAME_CHARS_MAX else f"{name[: _NAME_CHARS_MAX - 1]}…"
+    return escape(short, quote=False)
+
+
+def _filled(values: Values) -> list[float]:
     """Gaps keep the value before them; nodes are never fewer than none."""
     found: list[float] = []
     for value in values:
@@ -389,13 +436,5 @@ def _filled(values: Sequence[float | None]) -> list[float]:
     return found
 
 
-def _hour_axis(box: Box, hours: Sequence[Row]) -> Axis:
-    return Axis(0.0, float(max(len(hours), 1)), box.left, box.right_px)
-
-
-def _hour_labels(box: Box, axis: Axis, hours: Sequence[Row], every: int = 2) -> Html:
-    named = [
-        (index + 0.5, hour_label(as_number(hour.get("hour_beijing"))))
-        for index, hour in enumerate(hours)
-    ]
-    return below(box, axis, named[:: every if len(named) > every else 1])
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -31,7 +31,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hadal.commands.day_html import report_html
 from hadal.core.config import DECODE, PREFILL, read_toml, to_toml
 from hadal.core.documents import converted, shown
 from hadal.core.errors import ConfigError, HadalError
@@ -681,6 +680,9 @@ def _with_progress(plan: Plan) -> Simulated:
 
 
 def _write(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Path]:
+    # Not at the top: each process of a window or a curve loads this module, and draws nothing.
+    from hadal.commands.day_page import report_html
+
     texts = {RESULT: json.dumps(found, indent=1), REPORT: report_html(found)}
     busiest = max(
         (window for window in simulated.result.windows if window is not None),

@@ -1,12 +1,20 @@
-"""A page read back: its text, its tags, its tooltips, with html.parser, which knows nothing of how
-it was made.
+"""A page read back: its text, its tags, its tables and the figures of its charts, with html.parser,
+which knows nothing of how it was made.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from html.parser import HTMLParser
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from hadal.commands.day_page import report_html
 
 VOID = {"meta", "br", "hr"}
+PLOTLY = get_plotlyjs()
 
 
 class Page(HTMLParser):
@@ -16,32 +24,40 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.titles: list[str] = []
-        """Of shapes in charts: tooltips."""
         self.words: list[str] = []
         self.rows: list[list[str]] = []
+        self.style = ""
+        self.scripts: list[str] = []
+        self.shown: list[str] = []
+        """Ids of charts, and "table" for each table, in the order of the page."""
         self.feed(text)
         self.close()
         assert not self.open, f"never closed: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
+        found = dict(attrs)
+        self.tags.append((tag, found))
         if tag not in VOID:
             self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "table" or found.get("class") == "chart":
+            self.shown.append(found.get("id") or tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-1:]}"
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "style":
+        if self.open[-1:] == ["style"]:
+            self.style += data
             return
-        if "svg" in self.open and self.open[-1] == "title":
-            self.titles.append(data)
+        if self.open[-1:] == ["script"]:
+            self.scripts[-1] += data
             return
         self.words.append(data)
         if {"td", "th"} & set(self.open):
@@ -50,6 +66,13 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join(" ".join(self.words).split())
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The charts' figures; fails on a number that JSON does not have."""
+        found = json.loads(self.scripts[1], parse_constant=lambda said: [][len(said)])
+        assert isinstance(found, dict)
+        return found
 
     def num(self, tag: str, class_: str | None = None) -> int:
         return sum(
@@ -60,3 +83,10 @@ class Page(HTMLParser):
     def row(self, first: str) -> list[str]:
         """The first row whose first cell says this."""
         return next(row for row in self.rows if row and row[0] == first)
+
+
+def text_of(result: Mapping[str, Any]) -> str:
+    """The report without plotly's own script, which stands in it once."""
+    parts = report_html(result).split(PLOTLY)
+    assert len(parts) == 2
+    return "".join(parts)

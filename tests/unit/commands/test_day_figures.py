@@ -1,15 +1,16 @@
-"""Charts of the day: every value of the result is in one, at a height that is in proportion."""
+"""Charts of the day: every value of the result is in one, and so is what a pointer is told."""
 
 from __future__ import annotations
 
+import json
+import math
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from hadal.commands.day_figures import (
-    HALF,
-    WIDE,
+    Figure,
     balance_words,
     by_rank,
     distribution,
@@ -20,55 +21,74 @@ from hadal.commands.day_figures import (
     what_ifs,
 )
 from tests.unit.commands.day_result import result
-from tests.unit.commands.pages import Page
 
 RESULT = result()
+HOURS, MINUTES = RESULT["hours"], RESULT["minutes"]
 
 
-def bars(page: Page, class_: str) -> list[dict[str, float]]:
-    keys = ("x", "y", "width", "height")
-    return [
-        {key: float(attrs[key] or "nan") for key in keys}
-        for tag, attrs in page.tags
-        if tag == "rect" and attrs.get("class") == class_
-    ]
+def traces(figure: Figure | None) -> dict[str, Any]:
+    """Name of a trace -> the trace."""
+    assert figure
+    json.dumps(figure, allow_nan=False)
+    found = {trace["name"]: trace for trace in figure["data"]}
+    assert len(found) == len(figure["data"])
+    return found
 
 
-def drawn(chart: str | None) -> Page:
-    assert chart
-    return Page(chart)
+def layout(figure: Figure | None) -> dict[str, Any]:
+    assert figure
+    found = figure["layout"]
+    assert isinstance(found, dict)
+    return found
 
 
 def test_income_and_cost_stand_side_by_side_in_every_hour() -> None:
-    page = drawn(income_and_cost(RESULT["hours"]))
-    income, cost = bars(page, "income"), bars(page, "cost")
-    assert len(income) == len(cost) == 24
-    for hour, high, low in zip(RESULT["hours"], income, cost, strict=True):
-        assert high["height"] / low["height"] == pytest.approx(
-            hour["income_usd"] / hour["cost_usd"], rel=0.01
-        )
-        assert high["x"] + high["width"] <= low["x"]
-    assert "12:00 income $26,840" in page.titles[0].replace("  ", " ")
+    found = traces(income_and_cost(HOURS))
+    assert list(found) == ["income", "cost"]
+    for name, trace in found.items():
+        assert trace["type"] == "bar"
+        assert trace["y"] == [hour[f"{name}_usd"] for hour in HOURS]
+        assert trace["marker"]["color"] == f"--{name}"
+        assert trace["x"][0] == "2000-01-01 12:00"
+        assert trace["x"][-1] == "2000-01-02 11:00", "the hours after midnight are the next day's"
+        assert trace["xperiod"] == 3_600_000, "a bar stands in the middle of its hour"
+    assert found["income"]["hovertext"][0] == "12:00  income: $26,840"
+    assert income_and_cost([{"cost_usd": None}]) is None
 
 
-def test_nodes_by_the_minute_are_in_tooltips_with_their_roles() -> None:
-    page = drawn(load_and_nodes(RESULT["minutes"], 12))
-    assert len(page.titles) == 96
-    minutes = RESULT["minutes"]
-    for index in (0, 47, 95):
-        at = 15 * index
-        prefill, decode = minutes["prefill_nodes"][at], minutes["decode_nodes"][at]
-        assert f"{prefill + decode} nodes: {prefill} prefill, {decode} decode" in page.titles[index]
-        assert page.titles[index].startswith(f"{(12 + index // 4) % 24:02}:{15 * (index % 4):02}")
-    assert (
-        page.num("path", "prefill") == page.num("path", "decode") == page.num("path", "demand") == 1
-    )
+def test_hours_keep_their_distance_and_one_without_a_name_follows() -> None:
+    hours = [{"hour_beijing": at, "cost_usd": 1.0} for at in (14, 22, None, 3)]
+    assert traces(income_and_cost(hours))["cost"]["x"] == [
+        "2000-01-01 14:00",
+        "2000-01-01 22:00",
+        "2000-01-01 23:00",
+        "2000-01-02 03:00",
+    ]
+
+
+def test_nodes_by_the_minute_stand_on_each_other_below_the_demand() -> None:
+    figure = load_and_nodes(MINUTES, 12.0)
+    found = traces(figure)
+    for role in ("prefill", "decode"):
+        assert found[role]["y"] == MINUTES[f"{role}_nodes"]
+        assert found[role]["stackgroup"] == "nodes"
+        assert found[role]["fillcolor"] == f"--{role}"
+    assert found["nodes"]["y"] == MINUTES["nodes"]
+    assert found["demand"]["y"] == MINUTES["tokens_in_per_s"]
+    assert found["demand"]["yaxis"] == "y2"
+    assert {trace["x0"] for trace in found.values()} == {"2000-01-01 12:00"}
+    assert {trace["dx"] for trace in found.values()} == {60_000}
+    assert layout(figure)["yaxis"]["domain"][1] < layout(figure)["yaxis2"]["domain"][0]
+    assert f"peak {max(MINUTES['nodes'])}" in (figure or {})["label"]
 
 
 def test_nodes_without_roles_and_minutes_without_demand_are_shown() -> None:
-    page = drawn(load_and_nodes({"nodes": [10, 20, None, 30]}, 0))
-    assert len(page.titles) == 4
-    assert "20 nodes" in page.titles[2], "a gap keeps what was before it"
+    found = traces(load_and_nodes({"nodes": [10, 20, None, 30]}, 0.5))
+    assert list(found) == ["nodes"]
+    assert found["nodes"]["y"] == [10, 20, 20, 30], "a gap keeps what was before it"
+    assert found["nodes"]["x0"] == "2000-01-01 00:30"
+    found = traces(load_and_nodes({"prefill_nodes": [1, 2], "decode_nodes": [5]}, 0))
+    assert found["nodes"]["y"] == [6, 2]
     assert load_and_nodes({}, 0) is None
 
 
@@ -80,24 +100,51 @@ def test_bars_of_a_histogram_have_their_shares_as_heights() -> None:
         "p90": 2.9,
         "p99": 3.8,
     }
-    page = drawn(distribution(histogram, "TTFT"))
-    heights = [bar["height"] for bar in bars(page, "histogram")]
-    assert [height / heights[0] for height in heights] == pytest.approx([1.0, 2.0, 1 / 3], rel=0.01)
-    assert page.titles == ["1 s to 2 s: 30.0 %", "2 s to 3 s: 60.0 %", "3 s to 4 s: 10.0 %"]
-    assert "median 2.3 s p90 2.9 s p99 3.8 s" in page.text
-    assert page.num("line", "mark") == 3
+    figure = distribution(histogram, "TTFT")
+    found = traces(figure)
+    bars = found["requests"]
+    assert bars["y"] == pytest.approx([30.0, 60.0, 10.0])
+    assert bars["x"] == [1.0, 2.0, 3.0], "from its lower edge"
+    assert (bars["offset"], bars["width"]) == (0, [1.0, 1.0, 1.0])
+    assert bars["hovertext"] == ["1 s to 2 s: 30.0 %", "2 s to 3 s: 60.0 %", "3 s to 4 s: 10.0 %"]
+    assert layout(figure)["xaxis"]["type"] == "linear"
+    assert [found[name]["x"] for name in ("median", "p90", "p99")] == [
+        [2.3] * 2,
+        [2.9] * 2,
+        [3.8] * 2,
+    ]
+    assert [found[name]["text"][1] for name in ("median", "p90", "p99")] == [
+        "median 2.3 s",
+        "p90 2.9 s",
+        "p99 3.8 s",
+    ]
 
 
 def test_bins_of_unequal_width_are_shown_by_density() -> None:
-    page = drawn(distribution({"edges": [0.0, 1.0, 3.0], "counts": [50, 50]}, "x"))
-    narrow, wide = bars(page, "histogram")
-    assert narrow["height"] == pytest.approx(2 * wide["height"], rel=0.01)
+    narrow, wide = traces(distribution({"edges": [0.0, 1.0, 3.0], "counts": [50, 50]}, "x"))[
+        "requests"
+    ]["y"]
+    assert narrow == pytest.approx(2 * wide)
+    edges = [0.01 * 2**index for index in range(11)]
+    figure = distribution({"edges": edges, "counts": [5] * 10}, "x")
+    assert traces(figure)["requests"]["y"] == pytest.approx([10.0] * 10), "as wide by their ratio"
+    axis = layout(figure)["xaxis"]
+    assert axis["type"] == "log"
+    assert axis["range"] == pytest.approx([math.log10(0.01), math.log10(10.24)])
+    assert axis["ticktext"] == ["10 ms", "100 ms", "1 s", "10 s"]
+    axis = layout(distribution({"edges": [0.3, 3.0, 12.0], "counts": [5, 5]}, "x"))["xaxis"]
+    assert axis["ticktext"] == ["500 ms", "1 s", "2 s", "5 s", "10 s"]
 
 
-def test_a_wide_histogram_has_a_logarithmic_axis() -> None:
-    edges = [0.01 * 2.0**i for i in range(11)]
-    found = bars(drawn(distribution({"edges": edges, "counts": [5] * 10}, "x")), "histogram")
-    assert [bar["width"] for bar in found] == pytest.approx([found[0]["width"]] * 10, rel=0.01)
+def test_edges_in_disorder_are_no_error() -> None:
+    edges = [0.01, 0.02, -1.0, 3.0, 0.5, 9.0]
+    assert len(traces(distribution({"edges": edges, "counts": [1] * 5}, "x"))["requests"]["y"]) == 3
+
+
+def test_a_quantile_beyond_the_bins_is_marked_at_their_end() -> None:
+    found = traces(distribution({"edges": [1, 2, 3], "counts": [5, 5], "p99": 8.0}, "x"))
+    assert found["p99"]["x"] == [3.0, 3.0]
+    assert found["p99"]["text"][1] == "p99 8 s"
 
 
 @pytest.mark.parametrize(
@@ -107,93 +154,90 @@ def test_no_histogram_where_nothing_was_counted(broken: dict[str, Any]) -> None:
     assert distribution(broken, "x") is None
 
 
+@pytest.mark.parametrize("quantiles", [(1.2, 1.3, 1.4), (1.5, 1.8, 2.9), (2.6, 2.8, 2.9)])
+def test_no_line_of_a_quantile_runs_through_the_label_of_another(
+    quantiles: tuple[float, float, float],
+) -> None:
+    named = dict(zip(("p50", "p90", "p99"), quantiles, strict=True))
+    found = traces(distribution({"edges": [1, 2, 3], "counts": [1, 1], **named}, "times"))
+    marks = [found[name] for name in ("median", "p90", "p99")]
+    for left, right in pairwise(marks):
+        if right["textposition"] == "middle left":
+            assert right["y"][1] > left["y"][1], "it is written across the lines to its left"
+        else:
+            assert right["y"][1] < left["y"][1], "its line ends below what is written to its left"
+
+
 def test_ranks_are_sorted_and_each_has_its_value() -> None:
-    page = drawn(by_rank([3.0, 5.0, None, 4.0], "KV", "decode"))
-    assert page.titles == ["rank 1: 5", "rank 3: 4", "rank 0: 3"]
-    heights = [bar["height"] for bar in bars(page, "decode")]
-    assert [height / heights[0] for height in heights] == pytest.approx([1.0, 0.8, 0.6], rel=0.01)
+    figure = by_rank([3.0, 5.0, None, 4.0], "KV", "decode", " %")
+    bars = traces(figure)["KV"]
+    assert bars["y"] == [5.0, 4.0, 3.0]
+    assert bars["hovertext"] == ["rank 1: 5 %", "rank 3: 4 %", "rank 0: 3 %"]
+    [mean] = layout(figure)["shapes"]
+    assert (mean["y0"], mean["y1"], mean["xref"]) == (4.0, 4.0, "paper")
     assert balance_words([3.0, 5.0, 4.0]) == "maximum 5, mean 4, 1.250 times the mean"
     assert by_rank([], "KV", "decode") is None
     assert by_rank([None], "KV", "decode") is None
 
 
 def test_thousands_of_ranks_are_shown_by_neighbours() -> None:
-    page = drawn(by_rank([2.0 * rank for rank in range(2400)], "KV", "decode"))
-    assert len(page.titles) == 200
-    assert page.titles[0] == "mean of 12 ranks: 4.787 k"
+    bars = traces(by_rank([2.0 * rank for rank in range(2400)], "KV", "decode"))["KV"]
+    assert len(bars["y"]) == 200
+    assert bars["y"][0] == pytest.approx(2 * (2399 - 5.5))
+    assert bars["hovertext"][0] == "mean of 12 ranks: 4.787 k"
 
 
 def test_hours_have_a_line_and_dots_of_windows() -> None:
-    page = drawn(hit_rate(RESULT["hours"], 56.2))
-    first = RESULT["hours"][0]
-    assert page.num("circle", "window") == 24
-    assert (
-        f"12:00  cache day: {100 * first['tokens_hit'] / first['tokens_in']:.1f} %" in page.titles
-    )
-    assert f"12:00  windows: {first['window']['hit_percent']:.1f} %" in page.titles
-    hours = [{**hour, "window": None} for hour in RESULT["hours"]]
-    page = drawn(users_speed(hours, None))
-    assert page.num("circle", "window") == 0
-    assert len(page.titles) == 24
+    figure = hit_rate(HOURS, 56.2)
+    found = traces(figure)
+    shares = [100 * hour["tokens_hit"] / hour["tokens_in"] for hour in HOURS]
+    assert found["cache day"]["y"] == pytest.approx(shares)
+    assert found["cache day"]["hovertext"][0] == f"12:00  cache day: {shares[0]:.1f} %"
+    assert found["windows"]["y"] == [hour["window"]["hit_percent"] for hour in HOURS]
+    assert found["windows"]["mode"] == "markers"
+    [mean] = layout(figure)["shapes"]
+    assert (mean["y0"], mean["name"]) == (56.2, "the day: 56.2 %")
+    hours = [{**hour, "window": None} for hour in HOURS]
+    found = traces(users_speed(hours, None))
+    assert list(found) == ["fluid day"]
+    assert found["fluid day"]["y"] == [hour["fluid"]["tokens_per_s_user"] for hour in HOURS]
+    assert users_speed([{}], 20.0) is None
+
+
+@pytest.mark.parametrize("values", [(21.0, 21.01), (0.0, 0.0), (-5.0, 5.0), (1e300, 1.0)])
+def test_noise_looks_like_noise_and_every_value_is_within_the_axis(
+    values: tuple[float, float],
+) -> None:
+    hours = [{"fluid": {"tokens_per_s_user": value}} for value in values]
+    low, high = layout(users_speed(hours, None))["yaxis"]["range"]
+    assert low < min(values) <= max(values) < high
+    assert high - low >= 0.2 * max(abs(value) for value in values)
 
 
 def test_cases_are_measured_against_the_first() -> None:
-    page = drawn(what_ifs(RESULT["what_ifs"]))
-    asked, dearer = bars(page, "asked"), bars(page, "case")
-    assert dearer[0]["width"] / asked[0]["width"] == pytest.approx(512.0 / 226.1, rel=0.01)
-    assert "$196,608 (+126.4 %)" in page.text
-    assert what_ifs(RESULT["what_ifs"][:1]) is None
-    assert "not known" in drawn(what_ifs([*RESULT["what_ifs"], {"name": "x"}])).text
-
-
-@pytest.mark.parametrize("width", [WIDE, HALF])
-def test_charts_across_the_page_fit_a_phone_as_well(width: float) -> None:
-    """Bars and the labels of axes stay within the chart, and apart: seven pixels a letter at a
-    phone's size of text.
-    """
-    for chart in (
-        load_and_nodes(RESULT["minutes"], 12, width),
-        income_and_cost(RESULT["hours"], width),
-        what_ifs(RESULT["what_ifs"], width),
-    ):
-        page = drawn(chart)
-        [view] = [attrs["viewbox"] for tag, attrs in page.tags if tag == "svg"]
-        assert (view or "").split()[2] == f"{width:g}"
-        for tag, attrs in page.tags:
-            if tag == "rect":
-                x = float(attrs["x"] or "nan")
-                assert 0 <= x <= x + float(attrs["width"] or 0) <= width
-        places = sorted(
-            float(attrs["x"] or "nan")
-            for tag, attrs in page.tags
-            if tag == "text" and attrs.get("text-anchor") == "middle"
-        )
-        assert all(right - left > 5 * 8 for left, right in pairwise(places))
-
-
-def test_labels_of_quantiles_stand_below_each_other_and_hide_lines() -> None:
-    page = drawn(
-        distribution(
-            {"edges": [1, 2, 3], "counts": [1, 1], "p50": 2.0, "p90": 2.1, "p99": 2.2}, "times"
-        )
-    )
-    heights = [float(attrs["y"] or 0) for tag, attrs in page.tags if attrs.get("class") == "label"]
-    assert [low - high for high, low in pairwise(heights)] == [17.0, 17.0], (
-        "15 is a phone's size of text"
-    )
-    kinds = [attrs.get("class") or "" for tag, attrs in page.tags if tag in ("line", "text")]
-    assert kinds[-3:] == ["label"] * 3, "drawn last"
+    cases = [*RESULT["what_ifs"], {"name": "x"}, {"name": "<b>" + 80 * "y", "cost_usd": 1.0}]
+    figure = what_ifs(cases)
+    bars = traces(figure)["cost"]
+    assert bars["x"] == [*(case["cost_usd"] for case in RESULT["what_ifs"]), 0.0, 1.0]
+    names = layout(figure)["yaxis"]["ticktext"]
+    assert names[:2] == ["as asked: $86,822", "H20 instead of H800: $196,608 (+126.4 %)"]
+    assert names[5] == "x: not known"
+    assert names[6] == f"&lt;b&gt;{40 * 'y'}…: $1.00 (−100.0 %)", "short, and no tag"
+    [asked] = layout(figure)["shapes"]
+    assert (asked["x0"], asked["yref"]) == (cases[0]["cost_usd"], "paper")
+    assert what_ifs(cases[:1]) is None
 
 
 def test_every_chart_tells_its_values_where_one_points() -> None:
-    """As tooltips, without a script."""
-    for chart in (
-        load_and_nodes(RESULT["minutes"], 12),
-        income_and_cost(RESULT["hours"]),
-        users_speed(RESULT["hours"], 21.0),
-        hit_rate(RESULT["hours"], 56.0),
+    for figure in (
+        load_and_nodes(MINUTES, 12),
+        income_and_cost(HOURS),
+        users_speed(HOURS, 21.0),
+        hit_rate(HOURS, 56.0),
         distribution(RESULT["ttft_s"], "times"),
         by_rank(RESULT["ranks"]["kv_share"], "KV", "decode"),
         what_ifs(RESULT["what_ifs"]),
     ):
-        assert len(drawn(chart).titles) >= 2
+        for trace in traces(figure).values():
+            told = trace.get("hovertext", [])
+            assert len(told) == len(trace["y"]) or "hovertemplate" in trace or "text" in trace

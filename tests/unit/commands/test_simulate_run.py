@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 import hadal.commands.simulate_run as simulate_run
-from hadal.commands.day_html import report_html
 from hadal.commands.simulate_run import (
     Plan,
     Simulated,
@@ -29,6 +28,7 @@ from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.day.curves import points_at
 from hadal.sim.day.study import Study, what_ifs
 from tests.unit.commands.dying import die
+from tests.unit.commands.pages import Page, text_of
 from tests.unit.sim.studies import WORKLOAD, small
 
 
@@ -91,9 +91,12 @@ def test_a_day_is_simulated_and_can_be_shown() -> None:
     assert [window is not None for window in made.result.windows] == [
         index == 8 for index in range(24)
     ]
-    page = report_html(found)
-    assert 10_000 < len(page) < 300_000
-    assert "dearer" in page
+    text = text_of(found)
+    assert 10_000 < len(text) < 300_000
+    page = Page(text)
+    assert "dearer" in page.text
+    costs = [row("as asked")["cost_usd"], row("dearer")["cost_usd"]]
+    assert page.figures["what-ifs"]["data"][0]["x"][:2] == costs
     assert {what for what, _ in told} >= {"the cache's day", "what units do", "what if: dearer"}
     assert sum(work_s for _, work_s in told) > 0
 
