@@ -28,7 +28,7 @@ from tests.dist.serving import Server, StartServer
 from tests.dist.test_load import load
 from tests.fresh import fresh
 
-NUM_REQUESTS = 1000 if FULL else 120
+NUM_REQUESTS = 1000 if FULL else 80
 CONCURRENCY = 32
 FROM_OUTSIDE = {"Submit", "Cancel", "Drain"}
 """What clients and a signal do. All else has to come of what the roles themselves say and ask
