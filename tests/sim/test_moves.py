@@ -22,7 +22,7 @@ from tests.sim.world import World
 
 FIXED_SEEDS = list(range(10 if FULL else 4))
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
-NUM_PAIRS = 10 if FULL else 4
+NUM_PAIRS = 10 if FULL else 6
 """Of worlds with moves and without."""
 
 
