@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from hadal.core.messages import BLOCK_TOKENS
-from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
+from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 
-NUM_CASES, NUM_FRESH = (200, 50) if FULL else (32, 8)
+NUM_CASES = 200 if FULL else 64
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def cases() -> list[Case]:
     """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
-    return everyday_cases(NUM_CASES - NUM_FRESH, seed=7) + make_cases(NUM_FRESH, seed=seed)
+    return make_cases(NUM_CASES - NUM_CASES // 4, seed=7) + make_cases(NUM_CASES // 4, seed=seed)
 
 
 def metric(server: Server, name: str) -> float:
