@@ -14,6 +14,10 @@ from collections import Counter
 from random import Random, SystemRandom
 
 VARIABLE = "HADAL_FRESH"
+FULL = os.environ.get("HADAL_FULL") == "1"
+"""Sizes of `make test-all`; `make test` runs a slice of the same tests."""
+NUM_SEEDS = int(os.environ.get("HADAL_SEEDS", "5" if FULL else "3"))
+"""Fresh ones beside the fixed ones, of a test that runs worlds."""
 RUN = os.environ.get(VARIABLE) or str(SystemRandom().randrange(2**48))
 os.environ[VARIABLE] = (
     RUN  # For the other processes of this run (pytest-xdist): they draw the same.

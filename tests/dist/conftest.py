@@ -3,24 +3,20 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, finish, launch, wait_until
+from tests.dist.serving import RANKED, Server, StartServer, finish, launch, wait_until
 
-__all__ = ["Server", "StartServer", "wait_until"]
+__all__ = ["Server", "StartServer", "starting", "wait_until"]
 
 
-@pytest.fixture
-def start_server() -> Iterator[StartServer]:
-    """`start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`: a
-    server that is ready.
-
-    Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: do not
-    wait for it.
-    """
+@contextmanager
+def starting() -> Iterator[StartServer]:
+    """What `start_server` yields; its servers end with the block."""
     servers: list[Server] = []
     folders: list[Path] = []
 
@@ -49,6 +45,18 @@ def start_server() -> Iterator[StartServer]:
 
 
 @pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """`start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`: a
+    server that is ready.
+
+    Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: do not
+    wait for it.
+    """
+    with starting() as start:
+        yield start
+
+
+@pytest.fixture
 def folder() -> Iterator[Path]:
     """For a disk cache. Short-lived, and on a disk where the temporary folder is."""
     made = Path(tempfile.mkdtemp(prefix="hadal-c-"))
@@ -59,14 +67,12 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """One server for a whole module, for tests that leave it as they found it."""
-    folder = Path(tempfile.mkdtemp(prefix="hadal-t-"))
-    running = launch(folder, (), {})
-    try:
-        running.wait_ready()
-        yield running
-        finish(running)
-    finally:
-        if running.process.poll() is None:
-            running.process.kill()
-            running.process.wait(STOP_TIMEOUT_S)
-        shutil.rmtree(folder, ignore_errors=True)
+    with starting() as start:
+        yield start()
+
+
+@pytest.fixture(scope="module")
+def ranked() -> Iterator[Server]:
+    """The same with units of many ranks, for tests after which it is whole again."""
+    with starting() as start:
+        yield start(**RANKED)

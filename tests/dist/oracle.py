@@ -5,10 +5,10 @@ serving must equal.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cache
 
 import httpx
 import torch
@@ -21,9 +21,20 @@ from hadal.gateway.vocabulary import read_vocabulary
 from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate
 from hadal.runtime.resolve import model_folder
+from tests.fresh import FULL
 
-FULL = os.environ.get("HADAL_FULL") == "1"
+__all__ = [
+    "FULL",
+    "MAX_TOKENS",
+    "Case",
+    "complete_all",
+    "differences",
+    "everyday_cases",
+    "make_cases",
+]
+
 MAX_TOKENS = 160
+EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,25 @@ class Case:
     output: tuple[int, ...]
 
 
+def everyday_cases(num_cases: int, seed: int) -> list[Case]:
+    """So many of a seed of the file's own at full sizes; else the first of those that all files
+    share, because the plain loop takes longer for them than most tests for all else.
+    """
+    if FULL:
+        return make_cases(num_cases, seed)
+    assert num_cases <= NUM_EVERYDAY
+    return make_cases(NUM_EVERYDAY, EVERYDAY_SEED)[:num_cases]
+
+
 def make_cases(num_cases: int, seed: int) -> list[Case]:
     """Held-out chat prompts of every task, each third one made long by the conversations before
     it.
     """
+    return list(_cases(num_cases, seed))
+
+
+@cache
+def _cases(num_cases: int, seed: int) -> tuple[Case, ...]:
     folder = model_folder("")
     vocabulary = read_vocabulary(folder)
     chat = read_chat_format(folder, vocabulary)
@@ -56,7 +82,7 @@ def make_cases(num_cases: int, seed: int) -> list[Case]:
         prompt = chat.prompt(turns, max_tokens=weights.config.max_position_embeddings).ids
         output = generate(weights, prompt, MAX_TOKENS, weights.config.eos_token_ids)
         cases.append(Case(prompt, tuple(output)))
-    return cases
+    return tuple(cases)
 
 
 def _long_past(rng: random.Random, examples: list[Example], num_turns: int) -> list[Turn]:

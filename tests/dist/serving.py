@@ -30,6 +30,17 @@ SMALL: dict[str, Any] = {
     "decode": {"threads": 1, "kv_memory_mb": 64},
 }
 """What every server of the tests has unless a test says otherwise."""
+RANKED: dict[str, Any] = {
+    "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
+    "decode": {
+        "ranks": 4,
+        "threads": 1,
+        "kv_memory_mb": 32,
+        "max_requests": 8,
+        "redundant_experts": 32,
+    },
+}
+"""Units of many ranks."""
 
 
 FORMED = re.compile(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,13 @@ from hadal.runtime.process.process import EXIT_CONFIG
 from hadal.runtime.resolve import model_folder
 from tests.dist.cached import audit, cache_fields, settle
 from tests.dist.chats import Chat, ChatMaker, Named, talk, with_kv, wrong
+from tests.dist.conftest import starting
 from tests.dist.oracle import FULL
 from tests.dist.segments import cut_off, flip_bits, flip_records, names_on_disk, put_back, tables_of
 from tests.dist.serving import START_TIMEOUT_S, Server, StartServer
 from tests.fresh import fresh
 
-NUM_CHATS = 30 if FULL else 5
+NUM_CHATS, NUM_OF_ANOTHER = (30, 30) if FULL else (5, 2)
 MAX_LOG_LINES = 6
 """Of the cache, in a server's life: one for what happened, from each of its processes."""
 FAULTS: dict[str, Callable[[Path, random.Random], int]] = {"bits": flip_bits, "cut": cut_off}
@@ -46,14 +48,30 @@ def chats() -> list[Chat]:
     return ChatMaker(41).chats(NUM_CHATS)
 
 
-def written(start_server: StartServer, chats: list[Chat], cache: dict[str, Any]) -> dict[str, int]:
+def write(start_server: StartServer, chats: list[Chat], cache: dict[str, Any]) -> None:
     """Let a server write the chats' KV and end."""
     server = start_server(cache=cache)
     assert wrong(chats, talk(server.url, server.model, chats)) == []
-    seen = settle(server)
-    assert seen[STORED_BLOCKS] > 0
+    assert settle(server)[STORED_BLOCKS] > 0
     assert server.stop() == 0
-    return seen
+
+
+@pytest.fixture(scope="module")
+def once_written(chats: list[Chat]) -> Iterator[Path]:
+    """What a server left on disk that kept nothing in memory."""
+    with tempfile.TemporaryDirectory(prefix="hadal-c-") as made, starting() as start:
+        write(start, chats, cache_fields(Path(made), memory=False))
+        yield Path(made)
+
+
+@pytest.fixture
+def written(once_written: Path, folder: Path) -> Path:
+    """A copy of it, to be broken."""
+    subprocess.run(
+        ["cp", "-a", "--sparse=always", f"{once_written}/.", str(folder)], timeout=30, check=True
+    )
+    assert names_on_disk(folder) == names_on_disk(once_written)
+    return folder
 
 
 def check_serves(server: Server, chats: list[Chat]) -> dict[str, int]:
@@ -84,12 +102,11 @@ def check_log(server: Server, what: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_damage(start_server: StartServer, chats: list[Chat], folder: Path, fault: str) -> None:
+def test_damage(start_server: StartServer, chats: list[Chat], written: Path, fault: str) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
-    written(start_server, chats, cache_fields(folder, memory=False))
-    assert FAULTS[fault](folder, random.Random(seed)) > 0
-    server = start_server(cache=cache_fields(folder, memory=False))
+    assert FAULTS[fault](written, random.Random(seed)) > 0
+    server = start_server(cache=cache_fields(written, memory=False))
     seen = check_serves(server, chats)
     if fault == "bits":  # A segment that is cut off is not even opened.
         assert seen[DAMAGED_BLOCKS] > 0
@@ -101,15 +118,14 @@ def test_damage(start_server: StartServer, chats: list[Chat], folder: Path, faul
 
 @pytest.mark.timeout(600)
 def test_a_damaged_table_is_a_miss(
-    start_server: StartServer, chats: list[Chat], folder: Path
+    start_server: StartServer, chats: list[Chat], written: Path
 ) -> None:
     """A record that fails its own check names nothing: there is no block that could be damaged."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
-    written(start_server, chats, cache_fields(folder, memory=False))
-    assert flip_records(folder, random.Random(seed)) > 0
-    assert names_on_disk(folder) == set()
-    server = start_server(cache=cache_fields(folder, memory=False))
+    assert flip_records(written, random.Random(seed)) > 0
+    assert names_on_disk(written) == set()
+    server = start_server(cache=cache_fields(written, memory=False))
     seen = check_serves(server, chats)
     assert seen[STORED_BLOCKS] > 0
     assert seen[DISK_HIT_TOKENS] > 0
@@ -122,9 +138,9 @@ def test_a_stale_table(start_server: StartServer, chats: list[Chat], folder: Pat
     """
     tight = cache_fields(folder, memory=False, disk_mb=1)
     half = len(chats) // 2
-    written(start_server, chats[:half], tight)
+    write(start_server, chats[:half], tight)
     tables = tables_of(folder)
-    written(start_server, chats[half:], tight)
+    write(start_server, chats[half:], tight)
     assert put_back(folder, tables) > 0, "nothing was overwritten; this test shows nothing"
     server = start_server(cache=tight)
     seen = check_serves(server, chats[:half])
@@ -148,12 +164,13 @@ def test_damage_under_a_running_server(
 
 
 @pytest.mark.timeout(600)
-def test_another_models_folder(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+def test_another_models_folder(
+    start_server: StartServer, chats: list[Chat], written: Path, tmp_path: Path
+) -> None:
     """KV of a model is never another's: nothing is hit that was not written by it. Both find their
     own afterwards.
     """
-    written(start_server, chats, cache_fields(folder, memory=False))
-    other = folder / "model"
+    other = tmp_path / "model"
     shutil.copytree(model_folder(""), other)
     config = other / "config.json"
     text = config.read_text(encoding="utf-8")
@@ -161,9 +178,10 @@ def test_another_models_folder(start_server: StartServer, chats: list[Chat], fol
     config.write_text(
         text.replace('"rope_theta": 10000.0', '"rope_theta": 9000.0'), encoding="utf-8"
     )
-    own = ChatMaker(41, load_weights(other)).chats(NUM_CHATS)
-    assert [chat[0].prompt for chat in own] == [chat[0].prompt for chat in chats]
-    fields = {"model": str(other), "cache": cache_fields(folder, memory=False)}
+    own = ChatMaker(41, load_weights(other)).chats(NUM_OF_ANOTHER)
+    assert [chat[0].prompt for chat in own] == [chat[0].prompt for chat in chats[:NUM_OF_ANOTHER]]
+    cache = cache_fields(written, memory=False)
+    fields = {"model": str(other), "cache": cache}
     server = start_server(**fields)
     named = Named()
     for chat in own:
@@ -177,7 +195,7 @@ def test_another_models_folder(start_server: StartServer, chats: list[Chat], fol
     assert settle(server)[DAMAGED_BLOCKS] == 0
     audit(server)
     assert server.stop() == 0
-    for again, those in ((fields, own), ({"cache": cache_fields(folder, memory=False)}, chats)):
+    for again, those in ((fields, own), ({"cache": cache}, chats)):
         server = start_server(**again)
         assert wrong(those, talk(server.url, server.model, those)) == []
         assert settle(server)[DISK_HIT_TOKENS] > 0

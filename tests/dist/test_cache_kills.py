@@ -29,7 +29,7 @@ from tests.dist.serving import Server, StartServer, is_alive, wait_until
 from tests.fresh import fresh
 
 NUM_ROUNDS = 200 if FULL else 4
-NUM_CHATS = 24 if FULL else 12
+NUM_CHATS = 24 if FULL else 8
 NUM_ASKED_AGAIN = 4
 """Chats of the tenant before."""
 CONCURRENCY = 8

@@ -32,9 +32,9 @@ from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 
 ALICE, BOB = "alice-key", "bob-key"
-PROMPT_TOKENS = 1500
+PROMPT_TOKENS = 1500 if FULL else 1000
 """Long enough that computing it takes many times what a hit takes."""
-NUM_SAMPLES = 120 if FULL else 24
+NUM_SAMPLES = 120 if FULL else 18
 """Of each kind."""
 NUM_WARM = 2
 """Rounds before the samples."""

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
+from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
 from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 
-NUM_CASES = 200 if FULL else 40
+NUM_CASES, NUM_FRESH = (200, 50) if FULL else (28, 4)
 
 
 def units(ranks: int, redundant: int = 0, overlap: str = "auto", mode: str = "") -> dict[str, Any]:
@@ -60,7 +60,7 @@ def cases() -> list[Case]:
     """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
-    return make_cases(NUM_CASES - NUM_CASES // 4, seed=17) + make_cases(NUM_CASES // 4, seed=seed)
+    return everyday_cases(NUM_CASES - NUM_FRESH, seed=17) + make_cases(NUM_FRESH, seed=seed)
 
 
 async def trace(server: Server, unit: str) -> set[tuple[str, int]]:

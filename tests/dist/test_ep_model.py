@@ -13,7 +13,7 @@ import torch
 from hadal.overlap.plan import SCHEDULES
 from hadal.runtime.resolve import model_folder
 from tests.dist.ep_ranks import Rank, Script, Served, Way, serve_ways
-from tests.dist.oracle import FULL, Case, make_cases
+from tests.dist.oracle import FULL, Case, everyday_cases
 from tests.unit.comm.groups import run_processes
 
 NUM_TOKENS = 24
@@ -33,7 +33,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return make_cases(40 if FULL else 8, seed=5)
+    return everyday_cases(40 if FULL else 8, seed=5)
 
 
 @pytest.fixture(scope="module")

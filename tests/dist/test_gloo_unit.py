@@ -13,7 +13,7 @@ import time
 import httpx
 import pytest
 
-from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
+from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
 from tests.dist.serving import FORMED, Server, StartServer, noticed_in, wait_until
 
 VICTIM = "decode-0.1"
@@ -25,7 +25,7 @@ leader.
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return make_cases(64 if FULL else 16, seed=41)
+    return everyday_cases(64 if FULL else 16, seed=41)
 
 
 def members(server: Server, unit: str) -> list[str]:

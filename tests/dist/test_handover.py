@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from hadal.runtime.transfer.nixl import package
-from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
+from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
 from tests.dist.serving import Server, StartServer, wait_until
 
 NUM_CASES = 200 if FULL else 24
@@ -29,7 +29,7 @@ TAKEN = re.compile(r"KV of (\S+) comes over (\w+)")
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return make_cases(NUM_CASES, seed=61)
+    return everyday_cases(NUM_CASES, seed=61)
 
 
 def transports(server: Server) -> set[str]:

@@ -24,7 +24,7 @@ from tests.dist.postgres import Postgres, postgres
 from tests.unit.stats.facts import details_of
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_ROUNDS = 100 if os.environ.get("HADAL_FULL") == "1" else 6
+NUM_ROUNDS = 100 if os.environ.get("HADAL_FULL") == "1" else 4
 TIMEOUT_S = 30.0
 ALWAYS = (0, 2**60)
 

@@ -1,4 +1,4 @@
-"""500 requests, 64 at a time, every tenth client walks away: the others finish, and nothing is left
+"""Hundreds of requests, 64 at a time, every tenth client walks away: the others finish, and nothing is left
 behind.
 """
 
@@ -14,9 +14,9 @@ import pytest
 from evals.run import held_out_examples
 from evals.tasks import Example
 from tests.dist.serving import Server, wait_until
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 
-NUM_REQUESTS = 500
+NUM_REQUESTS, NUM_FIRST = (500, 150) if FULL else (300, 100)
 CONCURRENCY = 64
 MAX_GROWTH = 1.10
 """Resident memory after the load, over that after a first round of it."""
@@ -108,7 +108,7 @@ def test_everyone_else_finishes_and_nothing_leaks(server: Server) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     examples = held_out_examples(8, seed=5)
-    asyncio.run(load(server, examples, 150, rng))
+    asyncio.run(load(server, examples, NUM_FIRST, rng))
     before = {name: resident_mb(pid) for name, pid in server.pids().items()}
     ends = asyncio.run(load(server, examples, NUM_REQUESTS, rng))
     after = {name: resident_mb(pid) for name, pid in server.pids().items()}

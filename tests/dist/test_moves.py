@@ -7,11 +7,11 @@ import asyncio
 import httpx
 import pytest
 
-from tests.dist.oracle import FULL, complete_all, differences, make_cases
+from tests.dist.oracle import FULL, complete_all, differences, everyday_cases, make_cases
 from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 
-NUM_CASES = 160 if FULL else 48
+NUM_FIXED, NUM_FRESH = (80, 80) if FULL else (24, 8)
 MAX_ROUNDS = 6
 
 
@@ -33,7 +33,7 @@ def test_tokens_are_the_plain_loops_while_requests_move(start_server: StartServe
     """
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
-    cases = make_cases(NUM_CASES // 2, seed=23) + make_cases(NUM_CASES // 2, seed=seed)
+    cases = everyday_cases(NUM_FIXED, seed=23) + make_cases(NUM_FRESH, seed=seed)
     server = start_server(
         prefill={"kv_memory_mb": 32, "max_requests": 8},
         decode={"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2},

@@ -20,13 +20,12 @@ import torch
 from hadal.comm.group import PeerLost
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.plans import Member
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 from tests.unit.comm.groups import run_processes
 from tests.unit.comm.test_mesh import exchange_sized, shuffle
 
-FULL = os.environ.get("HADAL_FULL") == "1"
-NUM_ROUNDS = 100 if FULL else 20
-NUM_STOPS = 10 if FULL else 3
+NUM_ROUNDS = 100 if FULL else 12
+NUM_STOPS = 10 if FULL else 2
 NUM_RANKS = 3
 NOTICE_LIMIT_S = 1.0
 DEADLINE_S = 4.0

@@ -15,11 +15,10 @@ import pytest
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS
 from tests.dist.serving import Server, StartServer
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 
 VOCAB = 1500
-NUM_LONG, NUM_SHORT = 10, 120
-NUM_STEPS = 60
+NUM_LONG, NUM_SHORT, NUM_STEPS = (10, 120, 60) if FULL else (7, 84, 42)
 
 
 def prompts(seed: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
+from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
 from tests.dist.serving import FORMED, Server, StartServer, noticed_in, wait_until
 from tests.fresh import fresh
 
@@ -40,7 +40,7 @@ class Findings:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return make_cases(24, seed=23)
+    return everyday_cases(24, seed=23)
 
 
 def ranks(server: Server) -> dict[str, int]:

@@ -28,7 +28,7 @@ from tests.dist.test_load import load
 from tests.fresh import fresh
 from tests.unit.sim.recorded import replay_alone
 
-NUM_REQUESTS = 1000 if FULL else 120
+NUM_REQUESTS = 1000 if FULL else 80
 CONCURRENCY = 32
 FROM_OUTSIDE = {"Submit", "Cancel", "Drain"}
 """What clients and a signal do. All else has to come of what the roles themselves say and ask

@@ -30,8 +30,8 @@ from tests.dist.oracle import FULL
 from tests.dist.serving import Server, StartServer, wait_until
 from tests.fresh import fresh
 
-NUM_ROUNDS, NUM_STARVED = (30, 10) if FULL else (4, 1)
-NUM_FIXED = 3
+NUM_ROUNDS, NUM_STARVED = (30, 10) if FULL else (3, 1)
+NUM_FIXED = 2
 """Of the rounds where not all are run; the others are new in every run."""
 NUM_SPINNING = 30
 """Processes that only spin, beside a server on a starved machine."""

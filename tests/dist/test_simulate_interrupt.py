@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 NUM_JOBS = 2
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-DELAYS_S = (0.0, 0.05, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5)
+DELAYS_S = (0.0, 0.2, 0.7, 2.5)
 """After the first process of the simulation is there: when it is born, imports, is given its part,
 is at work.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.oracle import Case, complete_all, differences, make_cases
+from tests.dist.oracle import Case, complete_all, differences, everyday_cases
 from tests.dist.serving import SOURCE, StartServer
 
 STAGED = """
@@ -28,7 +28,7 @@ KvCache.__init__ = functools.partialmethod(KvCache.__init__, is_staged=True)
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return make_cases(16, seed=47)
+    return everyday_cases(16, seed=47)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -19,12 +19,13 @@ from contextlib import contextmanager
 import pytest
 
 from tests.dist.conftest import StartServer
-from tests.dist.serving import wait_until
-from tests.dist.test_rank_processes import RANKED, complete, metric
+from tests.dist.serving import RANKED, Server, wait_until
+from tests.dist.test_rank_processes import complete, metric
+from tests.fresh import FULL
 
 NUM_SPINNING = 15
 """On one processor: the load that thirty make on two."""
-SPIN_S = 120.0 if os.environ.get("HADAL_FULL") == "1" else 15.0
+SPIN_S = 120.0 if FULL else 10.0
 NOTICED_S = 3.0
 BUSY_S = 1.5
 """More where other tests run beside this one."""
@@ -83,10 +84,8 @@ def test_a_starved_server_gives_nobody_up_and_loses_nothing(start_server: StartS
 
 
 @pytest.mark.parametrize("unit", ["decode-0", "prefill-0"])
-def test_a_frozen_leader_is_noticed_within_three_seconds(
-    start_server: StartServer, unit: str
-) -> None:
-    server = start_server(**RANKED)
+def test_a_frozen_leader_is_noticed_within_three_seconds(ranked: Server, unit: str) -> None:
+    server = ranked
     undisturbed = complete(server, 200)
     answers: list[str] = []
     asking = threading.Thread(target=lambda: answers.append(complete(server, 200)))

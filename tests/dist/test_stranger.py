@@ -20,9 +20,9 @@ import httpx
 import pytest
 
 from tests.dist.serving import Server, StartServer, wait_until
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 
-NUM_ATTACKS = 10_000 if os.environ.get("HADAL_FULL") else 500
+NUM_ATTACKS = 10_000 if FULL else 300
 TIMEOUT_S = 240.0
 
 STRANGER = r"""

@@ -6,7 +6,6 @@ are what they would have been. `HADAL_FULL=1`: 30 rounds.
 
 from __future__ import annotations
 
-import os
 import signal
 import statistics
 import threading
@@ -17,12 +16,12 @@ import httpx
 import pytest
 
 from tests.dist.conftest import StartServer
-from tests.dist.serving import START_TIMEOUT_S, Server, wait_until
-from tests.dist.test_rank_processes import RANKED, complete, metric
+from tests.dist.serving import RANKED, START_TIMEOUT_S, Server, wait_until
+from tests.dist.test_rank_processes import complete, metric
 from tests.dist.test_supervision import stream
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 
-NUM_ROUNDS = 30 if os.environ.get("HADAL_FULL") == "1" else 4
+NUM_ROUNDS = 30 if FULL else 2
 BACK_S = 3.0
 BUSY_S = 2.0
 """More where other tests run beside this one."""
@@ -69,9 +68,9 @@ def ranks_of(server: Server, unit: str) -> dict[str, int]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_leaders_ranks_are_taken_over_with_their_kv_while_answers_stream(
-    start_server: StartServer, number: signal.Signals
+    ranked: Server, number: signal.Signals
 ) -> None:
-    server, random = start_server(**RANKED), Random(fresh().randrange(2**40))
+    server, random = ranked, Random(fresh().randrange(2**40))
     undisturbed = Streams(server, 1).join()[0]
     ranks, back_s, num_lost = ranks_of(server, "decode-0"), [], 0.0
     for _ in range(NUM_ROUNDS if number == signal.SIGKILL else 1):
@@ -90,14 +89,14 @@ def test_a_leaders_ranks_are_taken_over_with_their_kv_while_answers_stream(
     print(
         f"{number.name}: still for {statistics.median(back_s):.2f} s, at worst {max(back_s):.2f} s"
     )
-    assert num_lost <= len(back_s) // 4, "KV was lost that did not travel from rank to rank"
+    assert num_lost <= max(1, len(back_s) // 4), "KV was lost that did not travel from rank to rank"
     assert ranks_of(server, "decode-0") == ranks
     assert httpx.get(f"{server.url}/audit", timeout=30).status_code == 200
     assert max(back_s) < BACK_S + BUSY_S + (number == signal.SIGSTOP) * BACK_S
 
 
-def test_prefill_ranks_are_kept_as_well(start_server: StartServer) -> None:
-    server = start_server(**RANKED)
+def test_prefill_ranks_are_kept_as_well(ranked: Server) -> None:
+    server = ranked
     undisturbed = complete(server, 60)
     ranks = ranks_of(server, "prefill-0")
     old_pid, killed_s = server.kill("prefill-0"), time.monotonic()

@@ -6,7 +6,6 @@ beside the fixed ones, HADAL_FULL=1 ten thousand.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from functools import partial
 
@@ -15,14 +14,19 @@ import pytest
 from hadal.core import cache
 from hadal.core.config import CacheConfig
 from hadal.roles.prefill.leader import PrefillLeader
-from tests.fresh import fresh
+from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
 from tests.sim.disk import DiskFaults
 from tests.sim.test_world import run_seed
 from tests.sim.world import World, core_of
 
-NUM_SEEDS = 10_000 if os.environ.get("HADAL_FULL") else 40
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+NUM_FIXED = 10_000 if FULL else 20
+STEP = 20 if FULL else 5
+NUM_CALM = 8 if FULL else 4
+"""Worlds for each kind of cache."""
+NUM_BAD = 12 if FULL else 5
+"""Worlds with a bad disk."""
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 
 
 def counts_of(worlds: list[World]) -> Counter[str]:
@@ -36,9 +40,9 @@ def counts_of(worlds: list[World]) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 20))
+@pytest.mark.parametrize("first", range(0, NUM_FIXED, STEP))
 def test_fixed_seeds(first: int) -> None:
-    for seed in range(first, first + 20):
+    for seed in range(first, first + STEP):
         run_seed(seed, chats_world)
 
 
@@ -56,7 +60,7 @@ def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> N
             chats_world, cache=config, ranks=ranks, disk_faults=DiskFaults(), is_calm=True
         )
         make.__name__ = "calm chats_world"  # type: ignore[attr-defined]
-        return counts_of([run_seed(seed, make) for seed in range(8)])
+        return counts_of([run_seed(seed, make) for seed in range(NUM_CALM)])
 
     memory, disk, both, off = (run(config) for config in (MEMORY, DISK, BOTH, OFF))
     assert not any(count for name, count in off.items() if name != cache.MISS_TOKENS)
@@ -80,7 +84,7 @@ def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
     faults = DiskFaults(load_rate=0.2, damage_rate=0.2, store_rate=0.2, drop_rate=0.2)
     make = partial(chats_world, cache=DISK, disk_faults=faults, is_calm=True)
     make.__name__ = "bad disk"  # type: ignore[attr-defined]
-    counts = counts_of([run_seed(seed, make) for seed in range(12)])
+    counts = counts_of([run_seed(seed, make) for seed in range(NUM_BAD)])
     assert (
         min(
             counts[cache.DAMAGED_BLOCKS],

@@ -8,7 +8,6 @@ checked, and nothing may stay held. HADAL_SEEDS=N runs N fresh seeds beside the 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from random import Random
 
@@ -19,14 +18,18 @@ from hadal.core.messages import Ahead, Cancel, Decode, Generation, PrefillAhead
 from hadal.core.wire import AnyMessage
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
-from tests.fresh import fresh
+from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.engine import VOCAB
 from tests.sim.scenario import RANK_TIMEOUT_S, longest_output, random_sampling
 from tests.sim.test_world import run_seed
 from tests.sim.world import Faults, World, core_of
 
-FIXED_SEEDS = list(range(24))
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+NUM_SEEN = 12
+"""Seeds that see hints go every way."""
+FIXED_SEEDS = list(range(NUM_SEEN, 24 if FULL else 16))
+"""The others."""
+NUM_RANKED = 10 if FULL else 5
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 
 
 class EarlyWorld(World):
@@ -149,14 +152,14 @@ def test_early_pulls_come_to_the_same_tokens(seed: int) -> None:
     run_seed(seed, early_world)
 
 
-@pytest.mark.parametrize("seed", [*range(10), *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", [*range(NUM_RANKED), *FRESH_SEEDS])
 def test_early_pulls_into_units_of_many_ranks(seed: int) -> None:
     run_seed(seed, ranked_early_world)
 
 
 def test_the_seeds_see_hints_go_every_way() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(NUM_SEEN):
         counts += run_seed(seed, early_world).counts  # type: ignore[attr-defined]
     print(counts)
     for what in ("hints", "seated", "ignored", "went on", "had no seat", "cancelled"):

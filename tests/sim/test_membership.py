@@ -7,7 +7,6 @@ order, or is made void by a reset; those who are alive are told of a death withi
 
 from __future__ import annotations
 
-import os
 import statistics
 from random import Random
 
@@ -18,14 +17,15 @@ from hadal.core.messages import RankForm, UnitUp
 from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
 from hadal.roles.ranks.ranks import RankedLeader
-from tests.fresh import fresh
+from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.experts import NUM_EXPERTS
 from tests.sim.host import Host
 from tests.sim.ranks import RankHost
 from tests.sim.world import Faults, World, is_whole
 
-FIXED_SEEDS = list(range(15))
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+FIXED_SEEDS = list(range(15 if FULL else 8))
+NUM_LATENCIES = 12 if FULL else 6
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 RANK_TIMEOUT_S = 1.5
 NOTICED_S = 0.21
 """From a death to the supervisor's word of it, in this world."""
@@ -209,7 +209,7 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
     ("how", "limit_s"), [("kill", NOTICED_S + 0.1), ("stop", 2.0), ("hang", 2.0)]
 )
 def test_survivors_are_told_in_time(how: str, limit_s: float) -> None:
-    latencies = [latency_s(seed, how) for seed in range(12)]
+    latencies = [latency_s(seed, how) for seed in range(NUM_LATENCIES)]
     for name, found in zip(("told", "going on"), zip(*latencies, strict=True), strict=True):
         print(f"{how}: {name} after {statistics.median(found):.3f} s, worst {max(found):.3f} s")
     assert max(told for told, _ in latencies) <= limit_s

@@ -5,7 +5,6 @@ without them.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from statistics import fmean
 
@@ -16,13 +15,15 @@ from hadal.core.messages import Load
 from hadal.core.wire import AnyMessage
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import STALL_STEPS_MAX
-from tests.fresh import fresh
+from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.scenario import uneven_world
 from tests.sim.test_world import run_seed
 from tests.sim.world import World
 
-FIXED_SEEDS = list(range(10))
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "3")))]
+FIXED_SEEDS = list(range(10 if FULL else 4))
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
+NUM_PAIRS = 10 if FULL else 6
+"""Of worlds with moves and without."""
 
 
 class Watch:
@@ -82,9 +83,8 @@ def test_nobody_notices_a_move(seed: int) -> None:
 def test_moves_make_the_unit_evener() -> None:
     # Worlds differ by .04 to either side with one message more or less; moves are worth that in the
     # mean.
-    num = 10
     kinds = {
-        kind: [run_watched(seed, kind, is_calm=True) for seed in range(num)]
+        kind: [run_watched(seed, kind, is_calm=True) for seed in range(NUM_PAIRS)]
         for kind in ("auto", "no_moves")
     }
     kv = {
@@ -94,5 +94,5 @@ def test_moves_make_the_unit_evener() -> None:
     assert kv["auto"] > kv["no_moves"] + 0.02, kv
     assert [sum(watch.num_moved for watch in kinds[kind]) > 0 for kind in kinds] == [True, False]
     assert (
-        sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * num * 30
+        sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * NUM_PAIRS * 30
     )  # Few: nobody is sent back and forth.

@@ -7,7 +7,6 @@ should be shows.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from random import Random
 
@@ -16,14 +15,14 @@ import pytest
 from hadal.core.cache import num_names
 from hadal.core.messages import Cached, Resume
 from hadal.core.wire import AnyMessage
-from tests.fresh import fresh
+from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.chats import MEMORY, chats_world
 from tests.sim.scenario import ranked_world, uneven_world
 from tests.sim.test_world import LIMIT_S
 from tests.sim.world import World
 
-SEEDS = range(12)
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+SEEDS = range(12 if FULL else 5)
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 
 
 class Watched:

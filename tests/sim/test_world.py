@@ -7,18 +7,18 @@ repeats it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
 
-from tests.fresh import fresh
+from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.scenario import pressured_world, random_world, ranked_world
 from tests.sim.world import World
 
 LIMIT_S = 3000.0
-FIXED_SEEDS = list(range(40))
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+FIXED_SEEDS = list(range(40 if FULL else 20))
+NUM_RANKED, NUM_PRESSURED = (24, 6) if FULL else (12, 4)
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 
 
 def run_seed(seed: int, make_world: Callable[[int], World] = random_world) -> World:
@@ -49,13 +49,13 @@ def test_fresh_seed(seed: int) -> None:
     run_seed(seed)
 
 
-@pytest.mark.parametrize("seed", [*range(24), *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", [*range(NUM_RANKED), *FRESH_SEEDS])
 def test_ranks_come_and_go(seed: int) -> None:
     run_seed(seed, ranked_world)
 
 
 def test_preemption_loses_nothing() -> None:
-    worlds = [run_seed(seed, pressured_world) for seed in [*range(6), *FRESH_SEEDS]]
+    worlds = [run_seed(seed, pressured_world) for seed in [*range(NUM_PRESSURED), *FRESH_SEEDS]]
     assert sum(world.num_returned["preempted"] for world in worlds) > len(worlds)
 
 

@@ -98,12 +98,15 @@ def _rank_main(
 
 
 def run_processes(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `function(group, *arguments)` on every rank, each a spawned process; return the results
-    by rank.
+    """Call `function(group, *arguments)` on every rank, each a process of its own; return the
+    results by rank.
 
-    The function is of a module's top level, and what it takes and returns can be pickled.
+    They are forked off one that has loaded torch and runs nothing: eight imports of it would take
+    longer than most of what they are for. The function is of a module's top level, and what it
+    takes and returns can be pickled.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tests.unit.comm.groups"])
     pipes, processes = [], []
     try:
         for rank in range(num_ranks):

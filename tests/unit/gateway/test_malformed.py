@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hadal.gateway.service import ServedModel
+from tests.fresh import FULL
 
 from .malformed import CHAT_FIELDS, COMPLETION_FIELDS, bodies
 from .world import World, spell, world
@@ -19,7 +20,7 @@ CHAT: dict[str, Any] = {
     "max_tokens": 2,
 }
 COMPLETION: dict[str, Any] = {"model": "small", "prompt": "hi", "max_tokens": 2}
-BATCH = 40
+BATCH, NUM_BATCHES = 40, 15 if FULL else 5
 
 
 async def _throw(it: World, path: str, body: bytes) -> None:
@@ -45,7 +46,7 @@ def _throw_all(model: ServedModel, path: str, all_bodies: list[bytes]) -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=NUM_BATCHES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -55,7 +56,7 @@ def test_chat(model: ServedModel, all_bodies: list[bytes]) -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=NUM_BATCHES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

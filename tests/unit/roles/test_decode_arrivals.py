@@ -15,11 +15,12 @@ from hadal.core.seams import Freed, Pull, RankReset, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, of, sent
 
-SEEDS = [*range(4), *(fresh().randrange(1 << 30) for _ in range(2))]
+NUM_FIXED, NUM_FRESH = (4, 2) if FULL else (2, 1)
+SEEDS = [*range(NUM_FIXED), *(fresh().randrange(1 << 30) for _ in range(NUM_FRESH))]
 LEASE_S = 5.0
 
 

@@ -14,11 +14,12 @@ from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.policy.decode_balance import MoveTerms
 from hadal.roles.decode.leader import DecodeLeader
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, done, of, sent
 
-SEEDS = [*range(4), *(fresh().randrange(1 << 30) for _ in range(2))]
+NUM_FIXED, NUM_FRESH = (4, 2) if FULL else (2, 1)
+SEEDS = [*range(NUM_FIXED), *(fresh().randrange(1 << 30) for _ in range(NUM_FRESH))]
 POOLS = ("p0", "p1")
 
 

@@ -31,11 +31,12 @@ from hadal.policy.routing import Prefix
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import Part, Prompt, cut, pack
 from hadal.roles.ranks.pools import RankPools
-from tests.fresh import fresh
+from tests.fresh import FULL, fresh
 from tests.unit.roles.driving import done, generation, of, prefill, sent
 from tests.unit.roles.rank_worlds import PrefillWorld
 
-SEEDS = [*range(4), *(fresh().randrange(1 << 30) for _ in range(2))]
+NUM_FIXED, NUM_FRESH = (4, 2) if FULL else (2, 1)
+SEEDS = [*range(NUM_FIXED), *(fresh().randrange(1 << 30) for _ in range(NUM_FRESH))]
 POOLS = ("p0", "p1")
 
 
