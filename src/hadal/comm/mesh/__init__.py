@@ -1,1 +1,1 @@
-"""TODO src/hadal/comm/mesh."""
+"""Our own group of ranks over TCP: the frames and connections of one pair, and the mesh of all."""

@@ -1,1 +1,1 @@
-"""TODO src/hadal/roles/decode."""
+"""The leader of a decode unit: what runs in which slot, the table of its ranks, and their steps."""

@@ -1,1 +1,1 @@
-"""TODO src/hadal/roles/unit."""
+"""What the leaders of prefill and decode share: steps in flight, schedules, stores to disk."""

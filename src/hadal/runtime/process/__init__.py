@@ -1,1 +1,1 @@
-"""TODO src/hadal/runtime/process."""
+"""Processes: how the supervisor forks, starts, watches and ends them, their logs and private files."""

@@ -1,1 +1,1 @@
-"""TODO src/hadal/runtime/store."""
+"""The disk cache: segments of blocks, who owns them, reads and writes beside the steps."""

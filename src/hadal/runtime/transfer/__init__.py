@@ -1,1 +1,1 @@
-"""TODO src/hadal/runtime/transfer."""
+"""KV blocks and experts' weights on their way between pools: shared memory, NIXL or TCP."""

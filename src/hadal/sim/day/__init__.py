@@ -1,1 +1,1 @@
-"""TODO src/hadal/sim/day."""
+"""The published day: its load, its cache, its units as a fluid and in windows, and its figures."""

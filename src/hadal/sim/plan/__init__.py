@@ -1,1 +1,1 @@
-"""TODO src/hadal/sim/plan."""
+"""The planner: traffic in, the cheapest deployment out, tried in a simulated world."""

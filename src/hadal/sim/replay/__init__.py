@@ -1,1 +1,1 @@
-"""TODO src/hadal/sim/replay."""
+"""A recorded run of live roles, lived and decided again."""
