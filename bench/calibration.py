@@ -37,7 +37,7 @@ from bench.calibration_silicon import silicon
 from bench.shared_data import SILICON, find, why_missing
 from hadal.cli import app
 from hadal.perf.hardware import HARDWARE
-from hadal.perf.layer import Layer, MicroBatch
+from hadal.perf.layer import Layer, MicroBatchLoad
 from hadal.perf.roofline import BOUNDS, CONSTANTS, CURVES, Roofline
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs
 from hadal.perf.step import Links, StepModel, expected_places
@@ -158,7 +158,7 @@ def _profile() -> str:
 
 def _training() -> str:
     hardware, model = HARDWARE["h800"], DEEPSEEK_V3
-    batch = MicroBatch(4096, causal_pairs(4096, 0), 4096, 4096)
+    batch = MicroBatchLoad(4096, causal_pairs(4096, 0), 4096, 4096)
     links = Links(model, hardware, 64)
     links_s = links.normal_s(4096, 1.0, is_overlapped=True)
     some, all_sms = (

@@ -26,7 +26,7 @@ from bench.day_parts import cache_of, placed
 from hadal.core.balance import OFF, TURNS
 from hadal.core.config import PREFILL
 from hadal.overlap.plan import SCHEDULES, Schedule
-from hadal.perf.layer import MicroBatch
+from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.step import StepModel
 from hadal.sim.day.cache import CacheDay
 from hadal.sim.day.curves import prefill_reading, prefill_world
@@ -101,7 +101,7 @@ def even_step_s(model: StepModel, work: StepWork) -> float:
         num = 1 if schedule.offset is None else 2
         by = 1.0 / (num * model.num_ranks)
         imbalance = model.expected_imbalance(PREFILL, work.tokens * by, work.tokens / work.texts)
-        batch = MicroBatch(
+        batch = MicroBatchLoad(
             work.tokens * by,
             work.positions * by,
             work.context_tokens * by,

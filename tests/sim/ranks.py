@@ -19,7 +19,7 @@ import numpy as np
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
 from hadal.core.wire import AnyMessage
-from hadal.roles.ranks.rank import Progress, RankRole
+from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine
@@ -367,7 +367,7 @@ class RankHost(Host):
 
     def _progress(self) -> None:
         compute = self.compute
-        super().handle(Progress(compute.num_ops, compute.is_computing, compute.lost))  # type: ignore[arg-type]
+        super().handle(RankProgress(compute.num_ops, compute.is_computing, compute.lost))  # type: ignore[arg-type]
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -21,7 +21,7 @@ from hadal.gateway.auth import Tenant
 from hadal.gateway.books import Books
 from hadal.gateway.errors import ApiError
 from hadal.gateway.mailbox import Mailbox
-from hadal.gateway.openai import Ask
+from hadal.gateway.openai import CommonFields
 from hadal.gateway.replies import Reply, Times
 from hadal.gateway.service import Choice, Work
 from hadal.gateway.stream import Assembler
@@ -120,7 +120,7 @@ class Call:
         self._tell_front = tell_front
         self._books = books
         self._tenant = tenant
-        ask = Ask(
+        ask = CommonFields(
             model=MODEL,
             stream=True,
             include_usage=True,

@@ -42,7 +42,7 @@ from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.front.front import Front
 from hadal.roles.leaders import make_leader
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.ranks.book import Phase, RankBook
+from hadal.roles.ranks.book import RankBook, RankPhase
 from hadal.roles.ranks.rank import RankRole
 from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
@@ -230,9 +230,9 @@ class World:
         self, name: str, role: str, epoch: str, pool_name: str
     ) -> PrefillLeader | DecodeLeader:
         config, num_blocks = self.config, self.pool_blocks[role]
-        units = replace(units_of(config, role), kv_blocks=num_blocks)
+        units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
         deployment = (
-            replace(config, prefill=units) if role == "prefill" else replace(config, decode=units)
+            msgspec.structs.replace(config, prefill=units) if role == "prefill" else msgspec.structs.replace(config, decode=units)
         )
         # Engines report no ops, so steps are not priced: no layers.
         model = replace(
@@ -516,7 +516,9 @@ def core_of(host: Host) -> PrefillLeader | DecodeLeader | None:
 
 def is_whole(leader: RankedLeader) -> bool:
     """Whether every rank of the unit is in its generation, and that runs."""
-    return leader.book.phase is Phase.RUNNING and len(leader.book.members) == leader.book.num_ranks
+    return (
+        leader.book.phase is RankPhase.RUNNING and len(leader.book.members) == leader.book.num_ranks
+    )
 
 
 def process_names(config: Deployment) -> list[str]:

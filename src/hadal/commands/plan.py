@@ -106,7 +106,7 @@ def plan(
     """Find the cheapest deployments of DeepSeek-V3/R1 for a traffic and a promise on latency; say
     why others lose.
     """
-    from hadal.commands.plan_run import Asked, run
+    from hadal.commands.plan_run import PlanOptions, run
     from hadal.sim.plan.traffic import EXAMPLE
 
     if example_traffic:
@@ -114,7 +114,7 @@ def plan(
         return
     try:
         run(
-            Asked(
+            PlanOptions(
                 traffic,
                 slo,
                 hardware,

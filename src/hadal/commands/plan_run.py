@@ -25,7 +25,13 @@ from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import MEAN, parse_slo
 from hadal.progress import Bar
 from hadal.sim.plan.deploy import deployment_of, heading_of, notes_of
-from hadal.sim.plan.plan import DayRules, HardwarePlans, Options, Plan, price_hardware
+from hadal.sim.plan.plan import (
+    DayRules,
+    DeploymentPlan,
+    HardwarePlans,
+    SearchOptions,
+    price_hardware,
+)
 from hadal.sim.plan.search import (
     Row,
     Search,
@@ -103,7 +109,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_plans(
-    folder: Path, plans: Sequence[Plan], report: dict[str, Any], model: str
+    folder: Path, plans: Sequence[DeploymentPlan], report: dict[str, Any], model: str
 ) -> list[Path]:
     """A deployment for each plan, best first, and plan.json. Raises ValueError if the folder cannot
     be written.
@@ -127,7 +133,7 @@ def write_plans(
     return [*paths, folder / "plan.json"]
 
 
-def plan_object(plan: Plan) -> dict[str, Any]:
+def plan_object(plan: DeploymentPlan) -> dict[str, Any]:
     """A plan for programs: units last in every name."""
     decode, prefill = plan.decode_unit, plan.prefill_unit
     return {
@@ -178,7 +184,7 @@ def row_object(row: Row) -> dict[str, Any]:
     }
 
 
-def measured_object(plan: Plan, measured: Measured) -> dict[str, Any]:
+def measured_object(plan: DeploymentPlan, measured: Measured) -> dict[str, Any]:
     """What the simulator saw, beside the plan that it saw."""
     ttft, tpot = measured.ttft_s, measured.tpot_s
     return {
@@ -206,7 +212,7 @@ def measured_object(plan: Plan, measured: Measured) -> dict[str, Any]:
 def show(
     console: Console,
     search: Search,
-    plans: Sequence[Plan],
+    plans: Sequence[DeploymentPlan],
     rows: Sequence[Row],
     notes: Sequence[str],
     day: FleetDay,
@@ -239,7 +245,7 @@ def show(
         console.print(f"[yellow]extrapolated[/yellow] {flag}")
 
 
-def _plans(search: Search, plans: Sequence[Plan]) -> Table:
+def _plans(search: Search, plans: Sequence[DeploymentPlan]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("")
     table.add_column("deployment", ratio=1)
@@ -275,7 +281,7 @@ def _plans(search: Search, plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _promise(search: Search, best: Plan, num_verify: int) -> Table | Text:
+def _promise(search: Search, best: DeploymentPlan, num_verify: int) -> Table | Text:
     """The promise, what the step model says, and what the simulator saw."""
     if not num_verify:
         return Text(
@@ -364,7 +370,7 @@ def _range(least: int, most: int) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """The options of `hadal plan`, as they were given."""
 
     traffic: Path | None
@@ -384,7 +390,7 @@ class Asked:
     as_json: bool
 
 
-def run(asked: Asked) -> None:
+def run(asked: PlanOptions) -> None:
     """Search, print, write. Raises ValueError, one line that says what to change."""
     if asked.out is not None:
         check_folder(asked.out)
@@ -423,7 +429,7 @@ def run(asked: Asked) -> None:
         console.print(f"Written: {path}", soft_wrap=True)
 
 
-def _priced(asked: Asked, advance: Callable[[str, float], None]) -> tuple[Search, list[str]]:
+def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[Search, list[str]]:
     """All pairs of all hardware that has a price, and what is to be said of the rest."""
     promise, traffic, choice = parse_slo(asked.slo), read_traffic(asked.traffic), _choice(asked)
     rent_of = rents(read_prices(asked.prices))
@@ -456,24 +462,26 @@ def _priced(asked: Asked, advance: Callable[[str, float], None]) -> tuple[Search
     return search, notes
 
 
-def _choice(asked: Asked) -> Options:
+def _choice(asked: PlanOptions) -> SearchOptions:
     if asked.experts not in (FP4, FP8):
         raise ValueError(f"--experts is {asked.experts!r}; fp8 or fp4.")
     if not asked.start_s < 86_400.0:
         raise ValueError(
             f"--start is {asked.start_s:g}; a unit that takes a day to start follows no day."
         )
-    return Options((asked.mtp_tokens,), (asked.experts,), DayRules(asked.is_static, asked.start_s))
+    return SearchOptions(
+        (asked.mtp_tokens,), (asked.experts,), DayRules(asked.is_static, asked.start_s)
+    )
 
 
-def _best(search: Search) -> Plan:
+def _best(search: Search) -> DeploymentPlan:
     """The cheapest that kept its promise; where none was simulated, or none kept it, the cheapest
     by price.
     """
     return search.verified[0][0] if search.verified else search.ranked()[0]
 
 
-def _rows(search: Search, best: Plan) -> Iterator[Row]:
+def _rows(search: Search, best: DeploymentPlan) -> Iterator[Row]:
     """What was tried, beside the best: other hardware, every dimension, what could not be
     chosen.
     """
@@ -495,7 +503,7 @@ def _rows(search: Search, best: Plan) -> Iterator[Row]:
 
 
 def _report(
-    search: Search, plans: Sequence[Plan], rows: Sequence[Row], notes: Sequence[str]
+    search: Search, plans: Sequence[DeploymentPlan], rows: Sequence[Row], notes: Sequence[str]
 ) -> dict[str, Any]:
     first = plans[0]
     traffic = first.traffic

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hadal.roles.recording import Opening
-    from hadal.sim.replay.relived import Role
+    from hadal.sim.replay.relived import RelivedRole
     from hadal.sim.replay.replay import ReplayReport
 
 EXIT_DIFFERENT = 1
@@ -71,7 +71,7 @@ def replay(
     sys.exit(EXIT_DIFFERENT if report.difference else 0)
 
 
-def make_role(opening: Opening) -> Role:
+def make_role(opening: Opening) -> RelivedRole:
     """The role that a recorded process hosted, made by the code that made it there. Raises
     ConfigError.
     """

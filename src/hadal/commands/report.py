@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hadal.commands.report_table import render
 from hadal.core.errors import HadalError
-from hadal.runtime.ledger.store import Store, Window, ledger_url, shown
+from hadal.runtime.ledger.store import LedgerWindow, Store, ledger_url, shown
 from hadal.stats.ledger import LedgerError
 from hadal.stats.prices import BUCKET_S, PriceBook, price_list
 from hadal.stats.report import iso, report
@@ -75,7 +75,7 @@ def run(
     return 0
 
 
-def read(url: str, from_us: int, to_us: int, by: str, utc_offset_s: int) -> Window:
+def read(url: str, from_us: int, to_us: int, by: str, utc_offset_s: int) -> LedgerWindow:
     """What a ledger holds of this time. Raises LedgerError, StoreDown, ValueError; none of them
     makes a file.
     """
@@ -105,7 +105,7 @@ def seconds_of(text: str) -> int:
     return seconds
 
 
-def _why_empty(window: Window, offset_s: int) -> str:
+def _why_empty(window: LedgerWindow, offset_s: int) -> str:
     if window.last_completed_us is None:
         return "No request has ended yet. Ask the server something, for example with `hadal chat`."
     return (

@@ -86,7 +86,7 @@ def simulate(
     """Simulate a day of DeepSeek-V3/R1's fleet: nodes, speeds, cache, cost and income, hour by
     hour.
     """
-    from hadal.commands.simulate_run import Asked, read_study, run, study_toml
+    from hadal.commands.simulate_run import SimulateOptions, read_study, run, study_toml
     from hadal.core.errors import HadalError
 
     try:
@@ -106,7 +106,9 @@ def simulate(
             typer.echo(study_toml(study), nl=False)
             return
         run(
-            Asked(study, out, "" if no_windows else hours or "0-23", not no_what_ifs, jobs, as_json)
+            SimulateOptions(
+                study, out, "" if no_windows else hours or "0-23", not no_what_ifs, jobs, as_json
+            )
         )
     except (HadalError, ValueError) as error:
         typer.echo(f"hadal simulate: {error}", err=True)

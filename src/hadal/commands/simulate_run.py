@@ -356,7 +356,7 @@ CACHE_S, LOAD_S, POINT_S, WINDOW_S = 30.0, 6.0, 8.0, 35.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class SimulationPlan:
     """What to simulate."""
 
     study: Study
@@ -387,7 +387,7 @@ class Simulated:
 class Stages:
     """One simulation at work."""
 
-    def __init__(self, plan: Plan, pool: Executor, advance: Advance) -> None:
+    def __init__(self, plan: SimulationPlan, pool: Executor, advance: Advance) -> None:
         self._plan = plan
         self._pool = pool
         self._advance = advance
@@ -552,7 +552,7 @@ def check_promise(study: Study) -> None:
     batch_within(study, expert_ranks(study)[DECODE].imbalance, kv_length_about(study))
 
 
-def simulate(plan: Plan, advance: Advance) -> Simulated:
+def simulate(plan: SimulationPlan, advance: Advance) -> Simulated:
     """Run it all. Raises ConfigError for a study that cannot be, HadalError if a process died."""
     try:
         with processes(plan.num_jobs) as pool:
@@ -572,7 +572,7 @@ RESULT, REPORT, TRACE = "result.json", "report.html", "step.trace.json"
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulateOptions:
     """The options of `hadal simulate`."""
 
     study: Study
@@ -646,9 +646,9 @@ def hours_of(text: str) -> tuple[int, ...]:
     return tuple(index for index in range(24) if hour_beijing(index) in found)
 
 
-def run(asked: Asked) -> None:
+def run(asked: SimulateOptions) -> None:
     """Simulate, print, write. Raises ConfigError and HadalError, one line that says what to do."""
-    plan = Plan(
+    plan = SimulationPlan(
         asked.study,
         hours_of(asked.hours),
         tuple(what_ifs(asked.study)) if asked.has_what_ifs else (),
@@ -674,7 +674,7 @@ def run(asked: Asked) -> None:
     console.print(f"Took {found['seconds']:,.0f} s. Written: {names}", soft_wrap=True)
 
 
-def _with_progress(plan: Plan) -> Simulated:
+def _with_progress(plan: SimulationPlan) -> Simulated:
     with Bar("hadal simulate", plan.work_s) as bar:
         return simulate(plan, lambda what, work_s: bar.update(what, advance=work_s))
 

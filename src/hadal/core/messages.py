@@ -772,7 +772,7 @@ class Delivered(Message, frozen=True):
 
 
 # ---- either way ----
-class Ask(Message, frozen=True):
+class Query(Message, frozen=True):
     """What does the other process have under this path, such as "/audit"?"""
 
     gateway: str
@@ -781,7 +781,7 @@ class Ask(Message, frozen=True):
     query: dict[str, str]
 
 
-class Answer(Message, frozen=True):
+class QueryReply(Message, frozen=True):
     """The answer as HTTP has it."""
 
     gateway: str

@@ -20,7 +20,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Move(StrEnum):
+class Transition(StrEnum):
     """What happens to a request."""
 
     PLACE = "place"
@@ -50,19 +50,19 @@ MAY_OWN: dict[State, frozenset[str]] = {
 there.
 """
 
-_NEXT: dict[tuple[State, Move], State] = {
-    (State.QUEUED, Move.PLACE): State.PREFILLING,
-    (State.PREFILLING, Move.FIRST_TOKEN): State.TRANSFERRING,
-    (State.PREFILLING, Move.FINISH): State.FINISHED,
-    (State.TRANSFERRING, Move.PULLED): State.DECODING,
-    (State.DECODING, Move.FINISH): State.FINISHED,
-    (State.RETRYING, Move.REQUEUE): State.QUEUED,
+_NEXT: dict[tuple[State, Transition], State] = {
+    (State.QUEUED, Transition.PLACE): State.PREFILLING,
+    (State.PREFILLING, Transition.FIRST_TOKEN): State.TRANSFERRING,
+    (State.PREFILLING, Transition.FINISH): State.FINISHED,
+    (State.TRANSFERRING, Transition.PULLED): State.DECODING,
+    (State.DECODING, Transition.FINISH): State.FINISHED,
+    (State.RETRYING, Transition.REQUEUE): State.QUEUED,
     **{
-        (state, Move.LOSE): State.RETRYING
+        (state, Transition.LOSE): State.RETRYING
         for state in (State.PREFILLING, State.TRANSFERRING, State.DECODING)
     },
     **{
-        (state, Move.CANCEL): State.CANCELLED
+        (state, Transition.CANCEL): State.CANCELLED
         for state in (
             State.QUEUED,
             State.PREFILLING,
@@ -74,7 +74,7 @@ _NEXT: dict[tuple[State, Move], State] = {
 }
 
 
-def next_state(state: State, move: Move) -> State:
+def next_state(state: State, move: Transition) -> State:
     """Return the state after `move`. Raises InvariantError for a pair that cannot happen."""
     try:
         return _NEXT[state, move]

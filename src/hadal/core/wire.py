@@ -5,8 +5,6 @@ from __future__ import annotations
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.messages import (
     Ahead,
-    Answer,
-    Ask,
     Audit,
     AuditRequest,
     Cached,
@@ -25,6 +23,8 @@ from hadal.core.messages import (
     PrefillAhead,
     PrefillDone,
     Pulled,
+    Query,
+    QueryReply,
     RankAnswered,
     RankBeat,
     RankDo,
@@ -94,8 +94,8 @@ AnyMessage = (
     | Leave
     | FrontBeat
     | Delivered
-    | Ask
-    | Answer
+    | Query
+    | QueryReply
     | Refused
     | Suspect
     | Sighting

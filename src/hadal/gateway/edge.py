@@ -179,7 +179,7 @@ debug log.
 
 
 @dataclass
-class Seen:
+class AccessRecord:
     """What becomes known of a request while it is worked on, for its line in the access log."""
 
     request_id: str
@@ -216,7 +216,7 @@ class Edge:
             return
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
-        seen = Seen(asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex)
+        seen = AccessRecord(asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex)
         scope[SEEN] = seen
         told = REQUEST_ID.set(seen.request_id)
         start_s = self._now()
@@ -294,7 +294,7 @@ class Edge:
         name = host_name(host)
         return is_loopback(name) or name in self._hosts
 
-    def _log(self, scope: Scope, seen: Seen, taken_ms: float) -> None:
+    def _log(self, scope: Scope, seen: AccessRecord, taken_ms: float) -> None:
         level = logging.DEBUG if scope["path"] in _POLLED and seen.status == 200 else logging.INFO
         if self._settings.access_log == OFF or not access.isEnabledFor(level):
             return

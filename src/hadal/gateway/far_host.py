@@ -23,8 +23,6 @@ from hadal.core.config import GATEWAY_BEAT_S, ROLES
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
-    Answer,
-    Ask,
     Deliver,
     Delivered,
     Drain,
@@ -34,6 +32,8 @@ from hadal.core.messages import (
     Generation,
     Leave,
     Open,
+    Query,
+    QueryReply,
     Totals,
     UnitDown,
 )
@@ -130,7 +130,7 @@ class FarHost(Doors):
                         self._delivered(delivers)
                     case FrontBeat():
                         self._front_spoke(message)
-                    case Ask() | Answer():
+                    case Query() | QueryReply():
                         self.pages.take(message)
                     case Drain():
                         self._draining.set()

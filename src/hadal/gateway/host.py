@@ -17,8 +17,6 @@ from hadal.core.errors import HadalError
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
-    Answer,
-    Ask,
     Audit,
     AuditRequest,
     Cancel,
@@ -30,6 +28,8 @@ from hadal.core.messages import (
     Generation,
     Leave,
     Open,
+    Query,
+    QueryReply,
     Refused,
     Returned,
     Submit,
@@ -119,16 +119,16 @@ class Pages:
         self.table: dict[str, Page] = {}
         self._name = name
         self._send = send
-        self._asked = Questions[Answer]()
+        self._asked = Questions[QueryReply]()
         self._answering: set[asyncio.Task[None]] = set()
 
     async def ask(
         self, whom: str, path: str, query: Mapping[str, str], timeout_s: float
-    ) -> Answer | None:
+    ) -> QueryReply | None:
         """Another process's page; None if it does not answer in time."""
 
         def send(name: str, reply_id: int) -> None:
-            self._send(name, Ask(self._name, reply_id, path, dict(query)))
+            self._send(name, Query(self._name, reply_id, path, dict(query)))
 
         return (await self._asked.ask([whom], send, timeout_s)).get(whom)
 
@@ -136,16 +136,16 @@ class Pages:
         """Whoever was asked is gone."""
         self._asked.give_up()
 
-    def take(self, message: Ask | Answer) -> None:
+    def take(self, message: Query | QueryReply) -> None:
         """Answer a question, or hand an answer to who waits for it."""
-        if isinstance(message, Ask):
+        if isinstance(message, Query):
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
         else:
             self._asked.take(message.gateway, message.reply_id, message)
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: Query) -> None:
         try:
             status, body = await self.table[ask.path](ask.query)
         except HadalError as error:
@@ -154,7 +154,7 @@ class Pages:
         except Exception:
             log.exception("%s cannot be told to %s", ask.path, ask.gateway)
             return
-        self._send(ask.gateway, Answer(self._name, ask.reply_id, status, body))
+        self._send(ask.gateway, QueryReply(self._name, ask.reply_id, status, body))
 
 
 _EXPECTED_S = 8 * GATEWAY_BEAT_S
@@ -496,7 +496,7 @@ class Host(Doors):
                 self._traces.take(unit, reply_id, message)
             case Refused(process, kind_to_num):
                 self.process_to_refused[process] = kind_to_num
-            case Ask() | Answer():
+            case Query() | QueryReply():
                 self.pages.take(message)
             case GatewayBeat(gateway, pid) if gateway in self._outboxes:
                 self._expected.discard(gateway)

@@ -28,7 +28,7 @@ from hadal.core.facts import CANCELLED, REFUSALS
 from hadal.core.messages import FrontSnapshot
 from hadal.gateway.auth import OPERATOR, Keys, Tenant
 from hadal.gateway.books import Books
-from hadal.gateway.edge import SEEN, Edge, Seen
+from hadal.gateway.edge import SEEN, AccessRecord, Edge
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host, Page
@@ -229,7 +229,7 @@ class Generate:
         times = Times(gateway.now())
         request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
         tenant = None
-        seen: Seen = scope[SEEN]
+        seen: AccessRecord = scope[SEEN]
         seen.reply_id = request_id
         try:
             request = Request(scope, receive)

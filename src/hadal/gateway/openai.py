@@ -52,7 +52,7 @@ class Thinking(msgspec.Struct):
     type: str
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -63,7 +63,7 @@ class ChatMessage(msgspec.Struct):
     """One message of a chat as clients write it."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     refusal: str | None = None
     """What the assistant said in the place of content."""
     tool_calls: list[Any] | None = None
@@ -304,7 +304,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Ask:
+class CommonFields:
     """What both endpoints ask of the engine. None: the model's or the deployment's default."""
 
     model: str
@@ -333,7 +333,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class ChatAsk:
-    ask: Ask
+    ask: CommonFields
     turns: tuple[Turn, ...]
     thinking: bool | None
     """None: as the chat template has it."""
@@ -342,7 +342,7 @@ class ChatAsk:
 
 @dataclass(frozen=True)
 class CompletionAsk:
-    ask: Ask
+    ask: CommonFields
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool
 
@@ -411,7 +411,9 @@ def parse_completion(body: bytes) -> CompletionAsk:
     )
 
 
-def with_defaults(ask: Ask, temperature: float, top_p: float, seed: int, index: int) -> Sampling:
+def with_defaults(
+    ask: CommonFields, temperature: float, top_p: float, seed: int, index: int
+) -> Sampling:
     """The sampling of choice `index`: the model's defaults where the client gave none, and a seed
     of its own.
     """
@@ -428,7 +430,7 @@ def _ask(
     max_tokens: int | None,
     max_name: str,
     num_logprobs: int,
-) -> Ask:
+) -> CommonFields:
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(
@@ -441,7 +443,7 @@ def _ask(
         )
     if len(request.stop_token_ids or ()) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids has more than {MAX_STOP_IDS} ids.", "stop_token_ids")
-    return Ask(
+    return CommonFields(
         model=request.model,
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -475,7 +477,7 @@ def _ask(
     )
 
 
-def check_ids(ask: Ask, vocab_size: int) -> None:
+def check_ids(ask: CommonFields, vocab_size: int) -> None:
     """Raise RequestError for a token id that the model does not have."""
     biased = tuple(token for token, _ in ask.sampling.logit_bias)
     for name, tokens in (("stop_token_ids", ask.stop_token_ids), ("logit_bias", biased)):

@@ -33,7 +33,7 @@ from hadal.gateway.chat import (
 from hadal.gateway.errors import ApiError
 from hadal.gateway.openai import (
     PUBLIC,
-    Ask,
+    CommonFields,
     check_ids,
     check_num_ids,
     parse_chat,
@@ -119,7 +119,7 @@ class Choice:
 class Work:
     """A request that passed every check."""
 
-    ask: Ask
+    ask: CommonFields
     choices: tuple[Choice, ...]
     num_prompt_tokens: int
 
@@ -204,7 +204,7 @@ class Service:
             prompts.append((prompt, text if parsed.echo else ""))
         return self._work(parsed.ask, prompts, request_id, tenant, sections=False)
 
-    def _check(self, ask: Ask, tenant: Tenant) -> None:
+    def _check(self, ask: CommonFields, tenant: Tenant) -> None:
         if ask.model != self.model.name:
             raise ApiError(
                 404,
@@ -240,7 +240,7 @@ class Service:
 
     def _work(
         self,
-        ask: Ask,
+        ask: CommonFields,
         prompts: list[tuple[Prompt, str]],
         request_id: str,
         tenant: Tenant,
@@ -281,7 +281,7 @@ class Service:
 
     def _generation(
         self,
-        ask: Ask,
+        ask: CommonFields,
         prompt: Prompt,
         request_id: str,
         seed: int,

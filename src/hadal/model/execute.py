@@ -41,7 +41,7 @@ _STARTS = (DISPATCH_START, COMBINE_START)
 
 
 @dataclass(slots=True)
-class Progress:
+class ComputeProgress:
     """How far the computing thread is, for other threads to look at."""
 
     num_ops: int = 0
@@ -54,10 +54,10 @@ class Recorder:
     """What ran when in one step: sums per kind of op and, if traced, every stretch."""
 
     def __init__(
-        self, progress: Progress | None = None, *, rank: int = 0, is_traced: bool = False
+        self, progress: ComputeProgress | None = None, *, rank: int = 0, is_traced: bool = False
     ) -> None:
         self.events: list[TraceEvent] = []
-        self._progress = progress if progress is not None else Progress()
+        self._progress = progress if progress is not None else ComputeProgress()
         self._rank = rank
         self._is_traced = is_traced
         self._counts: dict[str, int] = {}

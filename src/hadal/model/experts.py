@@ -57,7 +57,7 @@ class Overtaken(HadalError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldLayer:
     """A layer's replicas."""
 
     slots: tuple[int, ...]
@@ -68,7 +68,7 @@ class _Held:
     expert_to_slot: dict[int, int]
 
     @classmethod
-    def of(cls, slots: Iterable[int], gate_up_S: Tensor, down_S: Tensor) -> _Held:
+    def of(cls, slots: Iterable[int], gate_up_S: Tensor, down_S: Tensor) -> _HeldLayer:
         slots = tuple(slots)
         if not len(slots) == len(gate_up_S) == len(down_S):
             raise ValueError(f"{len(slots)} slots for the weights of {len(gate_up_S)} experts.")
@@ -93,18 +93,18 @@ class ExpertStore:
         all_LS = np.tile(np.arange(config.n_routed_experts, dtype=np.int16), (len(moes), 1))
         slots = (all_LS if slots_LS is None else slots_LS).tolist()
         self._held = [
-            _Held.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)
+            _HeldLayer.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)
         ]
         self._lock = threading.Lock()
         """Guards what follows. `_held` needs no lock: a record is taken or exchanged as one
         reference.
         """
         self._generation = 0
-        self._staged: dict[int, tuple[int, _Held]] = {}
+        self._staged: dict[int, tuple[int, _HeldLayer]] = {}
         """Layer -> stage id and record. One at most: a leader changes one layer at a time, and what
         it gave up would take memory that nobody planned for.
         """
-        self._let_go: list[_Held] = []
+        self._let_go: list[_HeldLayer] = []
         """Records of before a flip. Giving back their memory takes longer than a flip may."""
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor] | None:
@@ -228,7 +228,7 @@ class ExpertStore:
         self._held[flip.layer] = record
         return self._with_records(weights, (flip.layer,))
 
-    def _layer(self, layer: int) -> _Held:
+    def _layer(self, layer: int) -> _HeldLayer:
         if not 0 <= layer < len(self._held):
             raise ValueError(f"there is no MoE layer {layer}; the model has {len(self._held)}.")
         return self._held[layer]
@@ -245,7 +245,7 @@ class ExpertStore:
                 )
         return replace(weights, layers=tuple(layers))
 
-    def _begin(self, plan: StagePlan) -> _Held:
+    def _begin(self, plan: StagePlan) -> _HeldLayer:
         """Make room. Raises ValueError if the plan is not for what is here."""
         held = self._layer(plan.layer)
         if len(plan.slots) != len(held.slots):
@@ -266,15 +266,15 @@ class ExpertStore:
         if plan.generation != self._generation:
             raise Overtaken(f"staged for generation {plan.generation}; it is {self._generation}.")
 
-    def _keep(self, plan: StagePlan, record: _Held) -> None:
+    def _keep(self, plan: StagePlan, record: _HeldLayer) -> None:
         with self._lock:
             self._check(plan)
             self._staged[plan.layer] = (plan.stage_id, record)
 
 
 def _arrange(
-    held: _Held, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None
-) -> _Held:
+    held: _HeldLayer, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None
+) -> _HeldLayer:
     """Make a layer's record: what is held is copied, the rest brought; `between` is called before
     each.
     """
@@ -291,7 +291,7 @@ def _arrange(
         else:
             gate_up_S[slot].copy_(held.gate_up_S[old])
             down_S[slot].copy_(held.down_S[old])
-    return _Held.of(slots, gate_up_S, down_S)
+    return _HeldLayer.of(slots, gate_up_S, down_S)
 
 
 class _Reader:

@@ -30,7 +30,7 @@ from hadal.core.plans import (
     StepPlan,
 )
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.execute import Progress, Recorder
+from hadal.model.execute import ComputeProgress, Recorder
 from hadal.model.experts import Membership, log_failure
 from hadal.model.sampler import Drawn, Sampler
 from hadal.overlap.plan import SCHEDULES, Schedule
@@ -171,7 +171,7 @@ class ModelRunner:
         # Two, because a slot number means something else in each kind of plan.
         self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
         self._decode_sampler = Sampler(max_slots, config.vocab_size, self._device)
-        self._progress = Progress()
+        self._progress = ComputeProgress()
         self._is_stepping = False
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:

@@ -70,7 +70,7 @@ _REFIT_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MicroBatchWork:
     """One micro-batch of the rank that has most to do."""
 
     num_tokens: float
@@ -78,10 +78,12 @@ class Work:
     """(token, position it attends to) pairs: for a decode row its context length."""
 
 
-def halve_works(work: Work) -> tuple[Work, Work]:
+def halve_works(work: MicroBatchWork) -> tuple[MicroBatchWork, MicroBatchWork]:
     """The halves of an ideal split."""
     first = (work.num_tokens + 1) // 2
-    return Work(first, work.num_pairs / 2), Work(work.num_tokens - first, work.num_pairs / 2)
+    return MicroBatchWork(first, work.num_pairs / 2), MicroBatchWork(
+        work.num_tokens - first, work.num_pairs / 2
+    )
 
 
 @dataclass(slots=True)
@@ -94,7 +96,7 @@ class _Bin:
     touched: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, work: Work, op_to_seconds: dict[str, float], step: int) -> None:
+    def add(self, work: MicroBatchWork, op_to_seconds: dict[str, float], step: int) -> None:
         self.num_steps += 1
         self.touched = step
         gain = max(_GAIN, 1.0 / self.num_steps)
@@ -132,14 +134,14 @@ class StepCosts:
         """Observed."""
         return self._num_steps
 
-    def observe(self, works: Sequence[Work], op_times: Sequence[OpTime]) -> None:
+    def observe(self, works: Sequence[MicroBatchWork], op_times: Sequence[OpTime]) -> None:
         """Take in a step of one or two micro-batches. Ops that are not in OPS are ignored; an empty
         step is too.
         """
         num = len(works)
         # The model is linear, so the mean of a step's executions is that of a micro-batch of mean
         # size.
-        mean = Work(
+        mean = MicroBatchWork(
             sum(w.num_tokens for w in works) / max(num, 1),
             sum(w.num_pairs for w in works) / max(num, 1),
         )
@@ -167,7 +169,7 @@ class StepCosts:
         if self._num_steps - self._fitted_at >= min(_REFIT_STEPS, self._bins[key].num_steps):
             self._models = None
 
-    def op_seconds(self, work: Work) -> OpSeconds:
+    def op_seconds(self, work: MicroBatchWork) -> OpSeconds:
         """Estimate one micro-batch in one MoE layer. All zero for no tokens, and before anything
         was observed.
         """
@@ -225,7 +227,7 @@ class StepCosts:
             step_s(
                 self,
                 schedule,
-                [Work(num_tokens * by, num_pairs * by)] * num_micro_batches,
+                [MicroBatchWork(num_tokens * by, num_pairs * by)] * num_micro_batches,
                 self.num_layers,
             )
             for by in (0.5, 1.5)
@@ -295,7 +297,9 @@ def _non_negative(matrix_CC: Floats, right_C: Floats, active: NDArray[np.intp]) 
     return found_C.tolist()
 
 
-def step_s(costs: StepCosts, schedule: Schedule, works: Sequence[Work], num_layers: int) -> float:
+def step_s(
+    costs: StepCosts, schedule: Schedule, works: Sequence[MicroBatchWork], num_layers: int
+) -> float:
     """The priced time of a step of `num_layers` layers, dense ones included."""
     times = [costs.op_seconds(work) for work in works]
     num_moe_layers = min(costs.num_moe_layers, num_layers)
@@ -316,8 +320,8 @@ def _moe_s(schedule: Schedule, times: Sequence[OpSeconds], num_layers: int) -> f
 
 def choose(
     costs: StepCosts,
-    whole: Work,
-    halves: tuple[Work, Work],
+    whole: MicroBatchWork,
+    halves: tuple[MicroBatchWork, MicroBatchWork],
     *,
     num_layers: int,
     allowed: Sequence[Schedule],

@@ -14,7 +14,7 @@ from hadal.core.plans import OpTime, TraceEvent
 from hadal.overlap.plan import COMBINE, DISPATCH, Schedule
 from hadal.overlap.trace import WAIT
 from hadal.perf.costs import EVERY_LAYER, NUM_POSTS, OPS, POST
-from hadal.perf.layer import Kernel, MicroBatch
+from hadal.perf.layer import Kernel, MicroBatchLoad
 from hadal.perf.price import OpSeconds, Price, extended, price
 from hadal.perf.roofline import LAUNCH, LINK, Timed
 
@@ -23,7 +23,7 @@ DENSE_LAYERS = "dense layers"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """What of a step lies outside its MoE layers."""
 
     name: str
@@ -31,14 +31,14 @@ class Part:
     bound: str
 
 
-def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> Part:
+def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> StepPart:
     """These kernels `num` times over; what bounds the longest of them bounds the part."""
     longest = max(kernels, key=attrgetter("seconds"))
-    return Part(name, num * sum([kernel.seconds for kernel in kernels]), longest.bound)
+    return StepPart(name, num * sum([kernel.seconds for kernel in kernels]), longest.bound)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageRow:
     """One row of the table: a kernel or an exchange of every MoE layer, or a part outside of
     them.
     """
@@ -65,8 +65,8 @@ class StepPrice:
     num_layers: int
     """MoE layers, the draft's included."""
     walked: Price
-    parts: tuple[Part, ...]
-    micro_batches: tuple[MicroBatch, ...]
+    parts: tuple[StepPart, ...]
+    micro_batches: tuple[MicroBatchLoad, ...]
     kernels: tuple[tuple[Kernel, ...], ...]
     """Kernels of an MoE layer, by micro-batch."""
     ops: tuple[OpSeconds, ...]
@@ -106,7 +106,7 @@ class StepPrice:
         )
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[StageRow, ...]:
         """The table, in the order of a layer."""
         waits = self._waits()
         rows = []
@@ -114,16 +114,18 @@ class StepPrice:
             total_s = self.num_layers * sum(kernels[index].seconds for kernels in self.kernels)
             exposed_s = waits.get(kernel.op, 0.0) if kernel.bound == LINK else total_s
             rows.append(
-                Stage(kernel.op, kernel.name, kernel.seconds, total_s, kernel.bound, exposed_s)
+                StageRow(kernel.op, kernel.name, kernel.seconds, total_s, kernel.bound, exposed_s)
             )
         posts_s = 4 * self.num_layers * sum(op.post for op in self.ops)
         if posts_s > 0.0:
             rows.append(
-                Stage("post", "issue and receive", 4 * self.ops[0].post, posts_s, LAUNCH, posts_s)
+                StageRow(
+                    "post", "issue and receive", 4 * self.ops[0].post, posts_s, LAUNCH, posts_s
+                )
             )
         for part in self.parts:
             rows.append(
-                Stage("step", part.name, part.seconds, part.seconds, part.bound, part.seconds)
+                StageRow("step", part.name, part.seconds, part.seconds, part.bound, part.seconds)
             )
         return tuple(rows)
 

@@ -38,7 +38,7 @@ _KNOWN_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatchLoad:
     """Part of a step: attention as the slowest rank has it, experts and links as the unit's mean
     times imbalance.
     """
@@ -52,8 +52,8 @@ class MicroBatch:
     """Tokens a rank dispatches, mean over the unit."""
     expert_imbalance: float = 1.0
 
-    def scaled(self, by: float) -> MicroBatch:
-        return MicroBatch(
+    def scaled(self, by: float) -> MicroBatchLoad:
+        return MicroBatchLoad(
             self.num_tokens * by,
             self.num_pairs * by,
             self.context_tokens * by,
@@ -87,7 +87,7 @@ class Layer:
     """
 
     def decode(
-        self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float]
+        self, line: Roofline, batch: MicroBatchLoad, links_s: tuple[float, float]
     ) -> tuple[Kernel, ...]:
         """Kernels of an MoE layer."""
         before, after, shared = self._once(line, DECODE, batch.num_tokens, self._decode_rest)
@@ -135,7 +135,7 @@ class Layer:
         return found
 
     def prefill(
-        self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float], ranks: float
+        self, line: Roofline, batch: MicroBatchLoad, links_s: tuple[float, float], ranks: float
     ) -> tuple[Kernel, ...]:
         """Kernels of an MoE layer; a token is received by `ranks` distinct ranks."""
         rows, hidden = self._rows(batch), self.model.hidden_size
@@ -156,14 +156,14 @@ class Layer:
             _kernel(SHARED, "add", line.elementwise(3 * batch.num_tokens * hidden * BF16_BYTES)),
         )
 
-    def dense(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
+    def dense(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
         """The network of a dense layer; its attention is that of the others."""
         return self._once(line, DENSE, batch.num_tokens, self._dense_mlp)[0]
 
     def _dense_mlp(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
         return (self._mlp(line, DENSE, tokens, self.model.intermediate_size),)
 
-    def _rows(self, batch: MicroBatch) -> float:
+    def _rows(self, batch: MicroBatchLoad) -> float:
         return batch.mean_tokens * self.model.num_experts_per_tok * batch.expert_imbalance
 
     def _projections(self, line: Roofline, tokens: float) -> tuple[Kernel, ...]:
@@ -187,7 +187,7 @@ class Layer:
             _kernel(ATTN_IN, "q_b", line.gemm(tokens, queries, q_rank)),
         )
 
-    def _absorbed_core(self, line: Roofline, batch: MicroBatch) -> Kernel:
+    def _absorbed_core(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
         model = self.model
         row_bytes = model.num_attention_heads * (model.latent_dim + model.kv_lora_rank) * BF16_BYTES
         core = line.mla_decode(
@@ -199,7 +199,7 @@ class Layer:
         )
         return _kernel(ATTN_CORE, "core attention", core)
 
-    def _expanded(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
+    def _expanded(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
         model, tokens, context = self.model, batch.num_tokens, batch.context_tokens
         heads, key, value = model.num_attention_heads, model.qk_head_dim, model.v_head_dim
         turned = 2 * tokens * heads * key * BF16_BYTES
@@ -255,7 +255,7 @@ class Layer:
             _kernel(op, f"{op} down", line.gemm(tokens, hidden, width)),
         )
 
-    def _experts(self, line: Roofline, batch: MicroBatch, curve: Curve) -> tuple[Kernel, ...]:
+    def _experts(self, line: Roofline, batch: MicroBatchLoad, curve: Curve) -> tuple[Kernel, ...]:
         model, rows, dtype = self.model, self._rows(batch), self.expert_dtype
         hidden, width = model.hidden_size, model.moe_intermediate_size
         activated = rows * width * (2 * BF16_BYTES + FP8_BYTES)

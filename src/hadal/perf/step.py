@@ -21,9 +21,9 @@ from typing import Protocol
 
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
-from hadal.perf.explain import DENSE_LAYERS, HOST, Part, StepPrice, part_of
+from hadal.perf.explain import DENSE_LAYERS, HOST, StepPart, StepPrice, part_of
 from hadal.perf.hardware import H800, Hardware
-from hadal.perf.layer import Kernel, Layer, MicroBatch, kernels_of, op_seconds
+from hadal.perf.layer import Kernel, Layer, MicroBatchLoad, kernels_of, op_seconds
 from hadal.perf.price import OpSeconds, price_stack
 from hadal.perf.roofline import BF16, CONSTANTS, DTYPE_BYTES, FP4, FP8, Constants, Roofline
 from hadal.perf.shapes import (
@@ -210,7 +210,7 @@ NORMAL_RANKS = (8, 64)
 """Ranges of the tables named in perf/roofline and perf/step."""
 
 
-class Unit(Protocol):
+class PricedUnit(Protocol):
     """What is asked of a StepModel."""
 
     model: ModelConfig
@@ -220,7 +220,9 @@ class Unit(Protocol):
     expert_dtype: str
 
 
-def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) -> tuple[str, ...]:
+def decode_flags(
+    unit: PricedUnit, batch: MicroBatchLoad, kv_tokens: float, queries: int
+) -> tuple[str, ...]:
     """Return what is extrapolated for a decode micro-batch with `queries` tokens of each request."""
     rows = (
         batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
@@ -245,7 +247,7 @@ def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) 
     return _all(unit, found)
 
 
-def prefill_flags(unit: Unit, batch: MicroBatch, prompt_tokens: float) -> tuple[str, ...]:
+def prefill_flags(unit: PricedUnit, batch: MicroBatchLoad, prompt_tokens: float) -> tuple[str, ...]:
     """Return what is extrapolated for a prefill micro-batch."""
     rows = (
         batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
@@ -260,7 +262,7 @@ def prefill_flags(unit: Unit, batch: MicroBatch, prompt_tokens: float) -> tuple[
     return _all(unit, found)
 
 
-def _all(unit: Unit, found: list[str | None]) -> tuple[str, ...]:
+def _all(unit: PricedUnit, found: list[str | None]) -> tuple[str, ...]:
     flags = [flag for flag in found if flag is not None]
     hardware = unit.hardware
     same_chip = (hardware.bf16_flops, hardware.hbm_bytes_per_s) == (
@@ -440,7 +442,7 @@ class StepModel:
         queries = 1 + mtp_tokens
         tokens = requests_per_rank * queries
         context = requests_per_rank * kv_tokens * attention_imbalance
-        whole = MicroBatch(tokens, context * queries, context, tokens)
+        whole = MicroBatchLoad(tokens, context * queries, context, tokens)
         ways = []
         for way in self._ways(schedule, requests_per_rank):
             num = 1 if way.offset is None else 2
@@ -483,7 +485,7 @@ class StepModel:
         new = prompt_tokens - cached_tokens
         prompts = tokens_per_rank / new
         pairs = prompts * causal_pairs(new, cached_tokens) * attention_imbalance
-        whole = MicroBatch(tokens_per_rank, pairs, prompts * prompt_tokens, tokens_per_rank)
+        whole = MicroBatchLoad(tokens_per_rank, pairs, prompts * prompt_tokens, tokens_per_rank)
         ways = []
         for way in self._ways(schedule, tokens_per_rank):
             num = 1 if way.offset is None else 2
@@ -503,7 +505,7 @@ class StepModel:
         self,
         phase: str,
         schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatchLoad],
         *,
         num_rows: float,
         mtp_tokens: int = 0,
@@ -543,7 +545,9 @@ class StepModel:
         )
         return weights + kv_tokens * kv_bytes
 
-    def kernels(self, phase: str, batch: MicroBatch, *, is_overlapped: bool) -> tuple[Kernel, ...]:
+    def kernels(
+        self, phase: str, batch: MicroBatchLoad, *, is_overlapped: bool
+    ) -> tuple[Kernel, ...]:
         """An MoE layer's kernels on one micro-batch."""
         tokens, imbalance = batch.mean_tokens, batch.expert_imbalance
         if phase == DECODE:
@@ -571,7 +575,7 @@ class StepModel:
     def _cheapest(
         self,
         phase: str,
-        ways: list[tuple[Schedule, list[MicroBatch]]],
+        ways: list[tuple[Schedule, list[MicroBatchLoad]]],
         mtp_tokens: int,
         num_rows: float,
     ) -> StepPrice:
@@ -582,7 +586,7 @@ class StepModel:
         self,
         phase: str,
         schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatchLoad],
         mtp_tokens: int,
         num_rows: float,
     ) -> StepPrice:
@@ -595,7 +599,7 @@ class StepModel:
             if is_overlapped
             else self._prefill_line
         )
-        seen: dict[MicroBatch, tuple[tuple[Kernel, ...], OpSeconds]] = {}
+        seen: dict[MicroBatchLoad, tuple[tuple[Kernel, ...], OpSeconds]] = {}
         for batch in micro_batches:
             if batch not in seen:
                 kernels = self.kernels(phase, batch, is_overlapped=is_overlapped)
@@ -624,7 +628,7 @@ class StepModel:
         ]
         parts.append(part_of("output head", heads))
         host_s = self.constants.step_overhead_s + num_rows * self.constants.row_overhead_s
-        parts.append(Part("host and draw", host_s, HOST))
+        parts.append(StepPart("host and draw", host_s, HOST))
         return StepPrice(
             phase=phase,
             schedule=schedule,
@@ -637,8 +641,8 @@ class StepModel:
         )
 
 
-def _with(batch: MicroBatch, imbalance: float) -> MicroBatch:
-    return MicroBatch(
+def _with(batch: MicroBatchLoad, imbalance: float) -> MicroBatchLoad:
+    return MicroBatchLoad(
         batch.num_tokens, batch.num_pairs, batch.context_tokens, batch.mean_tokens, imbalance
     )
 

@@ -151,7 +151,7 @@ class ScalingView:
     """What the last decision came to before floor and nodes bounded it."""
 
 
-class Step(StrEnum):
+class ScalingStep(StrEnum):
     GROW = "grow"
     HOLD = "hold"
     SHRINK = "shrink"
@@ -163,7 +163,7 @@ class Why:
     most.
     """
 
-    step: Step
+    step: ScalingStep
     role: str
     need_now: float
     need_soon: float
@@ -315,9 +315,13 @@ def _bound(levels: Units, limited: Units, role: str) -> str:
 
 def _why(before: Units, after: Units, prefill: _Need, decode: _Need, rules: ScalingRules) -> Why:
     if rules.num_nodes(after) > rules.num_nodes(before):
-        step = Step.GROW
+        step = ScalingStep.GROW
     else:
-        step = Step.SHRINK if rules.num_nodes(after) < rules.num_nodes(before) else Step.HOLD
+        step = (
+            ScalingStep.SHRINK
+            if rules.num_nodes(after) < rules.num_nodes(before)
+            else ScalingStep.HOLD
+        )
     p_size, d_size = rules.prefill.num_bundle or 1, rules.decode.num_bundle or 1
     is_prefill = (prefill.soon - rules.prefill.num_extra) / p_size > (
         decode.soon - rules.decode.num_extra

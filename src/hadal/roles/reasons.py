@@ -41,7 +41,7 @@ def kind_of(reason: str) -> str:
     return reason.split(":", 1)[0]
 
 
-class Answer(NamedTuple):
+class Remedy(NamedTuple):
     """What the front does about a reason."""
 
     is_final: bool
@@ -50,15 +50,15 @@ class Answer(NamedTuple):
     delay_s: float
 
 
-def answer_to(reason: str, num_retries: int) -> Answer:
+def answer_to(reason: str, num_retries: int) -> Remedy:
     """Try again, and when; or never. `num_retries` were counted before."""
     kind = kind_of(reason)
     if kind in (TOO_LONG, NO_TOKEN):
-        return Answer(True, False, 0.0)
+        return Remedy(True, False, 0.0)
     if kind == PREEMPTED:
-        return Answer(False, False, 0.0)
+        return Remedy(False, False, 0.0)
     if kind in (QUEUE_FULL, LEASE_EXPIRED):
-        return Answer(False, False, 2 * BACKOFF_S)
+        return Remedy(False, False, 2 * BACKOFF_S)
     if kind == RANK_LOST:
-        return Answer(False, True, 0.0)  # Other ranks live: nothing to wait for.
-    return Answer(False, True, min(BACKOFF_S * 2.0**num_retries, BACKOFF_MAX_S))
+        return Remedy(False, True, 0.0)  # Other ranks live: nothing to wait for.
+    return Remedy(False, True, min(BACKOFF_S * 2.0**num_retries, BACKOFF_MAX_S))

@@ -23,10 +23,10 @@ from hadal.core.config import Deployment
 from hadal.core.errors import HadalError
 from hadal.core.model_config import ModelConfig
 from hadal.core.seams import Effect, Event, OfferNodes, StartUnit, StopUnit, WithdrawNodes
-from hadal.roles.ranks.rank import Progress
+from hadal.roles.ranks.rank import RankProgress
 
 VERSION = 2
-AnyEvent = Event | Progress
+AnyEvent = Event | RankProgress
 AnyEffect = Effect | StartUnit | StopUnit | OfferNodes | WithdrawNodes
 _LENGTH = struct.Struct(">I")
 

@@ -26,7 +26,7 @@ from hadal.overlap.plan import SCHEDULES
 from hadal.roles.leaders import first_placement
 from hadal.runtime.ledger.store import shown
 from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mode_of
-from hadal.runtime.process.child import Phase, Status
+from hadal.runtime.process.child import ProcessPhase, Status
 from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import UnitPlace, num_nodes, place_units, rank_name, unit_of
@@ -331,7 +331,7 @@ class Banner:
         deployment = self._resolved.deployment
         for name, process in status.processes.items():
             unit, rank = unit_of(name)
-            if process.phase == Phase.RESTING:
+            if process.phase == ProcessPhase.RESTING:
                 if rank is None:
                     yield name, "rests until the fleet needs it"
                 continue

@@ -27,7 +27,7 @@ from hadal.core.seams import (
 )
 from hadal.core.wire import AnyMessage
 from hadal.roles.fleet import Fleet
-from hadal.runtime.process.child import Child, Phase
+from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.topology import unit_of
 
 log = logging.getLogger("hadal.fleet")
@@ -100,7 +100,7 @@ class FleetExecutor:
         """Whether another unit of its role works, so that it can be done without for a while."""
         role = self._role.table.by_name[unit].role
         return any(
-            children[0].phase is Phase.READY
+            children[0].phase is ProcessPhase.READY
             for name, children in self._unit_to_children.items()
             if name != unit and children[0].role == role
         )
@@ -141,7 +141,7 @@ class FleetExecutor:
         if unit in self._kill_at_s:
             return
         first, *ranks = self._unit_to_children[unit]
-        is_running = first.phase in (Phase.STARTING, Phase.READY)
+        is_running = first.phase in (ProcessPhase.STARTING, ProcessPhase.READY)
         for child in self._unit_to_children[unit]:
             child.dismiss()
         if is_running:

@@ -68,7 +68,7 @@ class Leader(Protocol):
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
 
-class Stager(Protocol):
+class ExpertStager(Protocol):
     """The part of runtime/transfer/experts that a host needs; the leader of many ranks is not to
     load it.
     """
@@ -122,7 +122,7 @@ class UnitHost:
         *,
         step_deadline_s: float,
         news: Callable[[float], list[Effect]] = lambda now_s: [],
-        make_stager: Callable[[Wake], Stager] | None = None,
+        make_stager: Callable[[Wake], ExpertStager] | None = None,
         make_disk: Callable[[Wake], DiskWriter | None] = lambda wake: None,
         make_view: Callable[[Wake], DiskReader | None] = lambda wake: None,
         kv_wire: KvWire | None = None,

@@ -45,7 +45,7 @@ from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.fleet import FleetExecutor
-from hadal.runtime.process.child import Child, Phase, Starting, Status, write_status
+from hadal.runtime.process.child import Child, ProcessPhase, Starting, Status, write_status
 from hadal.runtime.process.forks import API_KEYS, Forks, Left, environment, reap_others
 from hadal.runtime.process.logs import TEXT, about
 from hadal.runtime.process.private import make_private, read_private
@@ -255,13 +255,15 @@ class Supervisor:
 
     def _is_ready(self) -> bool:
         return all(
-            child.phase is Phase.READY for child in self._children.values() if child.is_wanted
+            child.phase is ProcessPhase.READY
+            for child in self._children.values()
+            if child.is_wanted
         )
 
     def _can_serve(self) -> bool:
         """Whether a unit of each role works."""
         units = [child for child in self._children.values() if unit_of(child.name)[1] is None]
-        return {unit.role for unit in units if unit.phase is Phase.READY}.issuperset(ROLES)
+        return {unit.role for unit in units if unit.phase is ProcessPhase.READY}.issuperset(ROLES)
 
     def _make_fleet(self) -> FleetExecutor | None:
         if not self._deployment.fleet.is_on:
@@ -284,7 +286,9 @@ class Supervisor:
     def _start_due(self) -> None:
         now_s = time.monotonic()
         due = [
-            c for c in self._children.values() if c.phase is Phase.WAITING and c.start_at_s <= now_s
+            c
+            for c in self._children.values()
+            if c.phase is ProcessPhase.WAITING and c.start_at_s <= now_s
         ]
         if self._forks.is_warming:  # Gateways import other things, and need not wait for torch.
             due = [child for child in due if child.role == GATEWAY]
@@ -301,14 +305,14 @@ class Supervisor:
         if due:
             self._write_status()
         if not self._was_started and all(
-            child.phase is not Phase.WAITING for child in self._children.values()
+            child.phase is not ProcessPhase.WAITING for child in self._children.values()
         ):
             self._was_started = True
             self._announce(self.status())
 
     def _ready(self, name: str) -> None:
         child = self._children.get(name)
-        if child is None or child.phase is not Phase.STARTING:
+        if child is None or child.phase is not ProcessPhase.STARTING:
             return
         child.is_ready(time.monotonic())
         log.info(
@@ -341,7 +345,7 @@ class Supervisor:
                     "the gateway has ended: %s",
                     reason,
                 )
-                child.phase = Phase.ENDED
+                child.phase = ProcessPhase.ENDED
                 self._exit_code = 0
                 continue
             self._clear_after(child)
@@ -394,7 +398,7 @@ class Supervisor:
         """Whether it led ranks that live, and the next one may take them over: not if that was
         tried in vain.
         """
-        ranks_live = any(rank.phase is Phase.READY for rank in self._ranks_of(child.name))
+        ranks_live = any(rank.phase is ProcessPhase.READY for rank in self._ranks_of(child.name))
         return child.is_wanted and ranks_live and child.num_failed_starts < TAKEOVERS_MAX
 
     def _can_spare(self, child: Child) -> bool:
@@ -404,10 +408,12 @@ class Supervisor:
         unit, rank = unit_of(child.name)
         if rank is None and self._fleet is not None and unit in self._fleet.units:
             return self._fleet.has_other(unit)
-        if rank is None or self._children[unit].phase is not Phase.READY:
+        if rank is None or self._children[unit].phase is not ProcessPhase.READY:
             return False
         return any(
-            other.phase is Phase.READY for other in self._ranks_of(unit) if other is not child
+            other.phase is ProcessPhase.READY
+            for other in self._ranks_of(unit)
+            if other is not child
         )
 
     def _clear_after(self, child: Child) -> None:
@@ -457,7 +463,7 @@ class Supervisor:
         one dies as well.
         """
         child = self._children.get(message.unit)
-        if child is None or child.phase is not Phase.READY:
+        if child is None or child.phase is not ProcessPhase.READY:
             return
         is_unit = unit_of(message.unit)[1] is None
         if is_unit and time.monotonic() - child.ready_s < self._deployment.unit_timeout_s:
@@ -473,7 +479,7 @@ class Supervisor:
     def _kill_late_starters(self) -> None:
         now_s = time.monotonic()
         for child in self._children.values():
-            if child.phase is not Phase.STARTING:
+            if child.phase is not ProcessPhase.STARTING:
                 continue
             elapsed_s = now_s - self._begun_s(child, now_s)
             if elapsed_s <= child.start_timeout_s:
@@ -495,7 +501,7 @@ class Supervisor:
         cannot before a rank.
         """
         ranks = self._ranks_of(child.name)
-        ready_s = [rank.ready_s for rank in ranks if rank.phase is Phase.READY]
+        ready_s = [rank.ready_s for rank in ranks if rank.phase is ProcessPhase.READY]
         return max(child.moved_s, min(ready_s, default=now_s)) if ranks else child.moved_s
 
     def _gateway_spoke(self, beat: GatewayBeat) -> None:
@@ -511,7 +517,7 @@ class Supervisor:
         gateways = [self._children[name] for name in gateway_names(self._deployment)]
         now_s, working = (
             time.monotonic(),
-            {child.name: child.pid for child in gateways if child.phase is Phase.READY},
+            {child.name: child.pid for child in gateways if child.phase is ProcessPhase.READY},
         )
         for name in self._gateways.frozen(now_s, working):
             log.warning(
@@ -535,7 +541,7 @@ class Supervisor:
         timeout_s = self._deployment.drain_timeout_s
         self._drain_until_s = time.monotonic() + timeout_s
         fronting = self._children[GATEWAY]
-        if fronting.phase is not Phase.READY and not self._other_gateways():
+        if fronting.phase is not ProcessPhase.READY and not self._other_gateways():
             self._exit_code = 0  # There is no stream to finish.
             return
         self._fleet = None  # What is there is enough for what runs.
@@ -546,11 +552,11 @@ class Supervisor:
         for name in gateway_names(self._deployment)[1:]:
             child = self._children[name]
             child.dismiss()
-            if child.phase is Phase.READY:
+            if child.phase is ProcessPhase.READY:
                 self._wire.send(child.name, Drain())
             else:
                 child.signal(signal.SIGTERM)
-        if fronting.phase is Phase.READY:
+        if fronting.phase is ProcessPhase.READY:
             self._drain_front()
         self._write_status()
 
@@ -566,7 +572,7 @@ class Supervisor:
     def _other_gateways(self) -> list[Child]:
         """Those that work, beside the one with the front."""
         others = (self._children[name] for name in gateway_names(self._deployment)[1:])
-        return [child for child in others if child.phase is Phase.READY]
+        return [child for child in others if child.phase is ProcessPhase.READY]
 
     def _end_drain_if_due(self) -> None:
         if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:
@@ -578,7 +584,7 @@ class Supervisor:
     def _wait_s(self) -> float:
         if self._forks.is_warming:
             return _WARMING_S
-        waits = [c.start_at_s for c in self._children.values() if c.phase is Phase.WAITING]
+        waits = [c.start_at_s for c in self._children.values() if c.phase is ProcessPhase.WAITING]
         if self._drain_until_s is not None:
             waits.append(self._drain_until_s)
         return min(_MAX_WAIT_S, max(0.0, min(waits) - time.monotonic())) if waits else _MAX_WAIT_S

@@ -39,7 +39,7 @@ from hadal.model.deepseek import DeepseekV3
 from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
 from hadal.roles.leaders import first_placement, make_leader, moves_experts
-from hadal.roles.ranks.rank import Progress, RankRole
+from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.roles.recording import MadeCore, MadeRank
 from hadal.runtime.devices import take_gpu
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
@@ -142,13 +142,13 @@ class News:
             self._noted &= set(members.items())
         self._say()
 
-    def take(self, runner: ModelRunner) -> Progress:
+    def take(self, runner: ModelRunner) -> RankProgress:
         """The progress of the runner, now. From the host's thread."""
         lost = runner.lost
         for peer in lost:
             self.peer_lost(peer)
         self._say()
-        return Progress(runner.num_ops, runner.is_computing, lost)
+        return RankProgress(runner.num_ops, runner.is_computing, lost)
 
     def _say(self) -> None:
         """Tell the log, from the host's thread: where all end together, it knows that before it

@@ -23,7 +23,7 @@ from hadal.core.plans import Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 from hadal.perf.explain import StepPrice
-from hadal.perf.layer import MicroBatch, op_seconds
+from hadal.perf.layer import MicroBatchLoad, op_seconds
 from hadal.perf.step import DECODE, PREFILL, StepModel, tokens_per_step
 
 Ints = NDArray[np.int64]
@@ -102,7 +102,7 @@ class PrefillRunner:
         self.work = _work_of(works, self.ranks, batches)
         schedule, num_rows = SCHEDULES[plans[0].schedule], len(drawn) / self._num_living
 
-        def price_of(batches: Sequence[MicroBatch]) -> StepPrice:
+        def price_of(batches: Sequence[MicroBatchLoad]) -> StepPrice:
             return self._model.price_works(PREFILL, schedule, batches, num_rows=num_rows)
 
         self.price = price = price_of(batches)
@@ -123,7 +123,7 @@ class PrefillRunner:
         """Let `num_living` ranks take part from now on."""
         self._num_living = max(1, num_living)
 
-    def _micro_batch(self, works: Sequence[_RankWork], rank: int | None = None) -> MicroBatch:
+    def _micro_batch(self, works: Sequence[_RankWork], rank: int | None = None) -> MicroBatchLoad:
         """Return the micro-batch as its slowest rank has it, or as `rank` has it."""
         slowest = (
             max(works, key=lambda work: work[1] + self._pairs_token * work[0])
@@ -138,7 +138,7 @@ class PrefillRunner:
             if num_texts
             else 1.0
         )
-        return MicroBatch(*slowest[:3], mean_tokens, imbalance)
+        return MicroBatchLoad(*slowest[:3], mean_tokens, imbalance)
 
 
 _RankWork = tuple[int, int, int, int]
@@ -170,7 +170,7 @@ def _sums_of(halves: Sequence[Sequence[_RankWork]]) -> tuple[list[int], list[int
 def _work_of(
     halves: Sequence[Sequence[_RankWork]],
     ranks: tuple[list[int], list[int]],
-    batches: Sequence[MicroBatch],
+    batches: Sequence[MicroBatchLoad],
 ) -> StepWork:
     tokens, pairs = ranks
     return StepWork(
@@ -191,7 +191,7 @@ def pairs_per_token(model: StepModel) -> float:
     """
 
     def own_s(num_tokens: float, num_pairs: float) -> float:
-        batch = MicroBatch(num_tokens, num_pairs, num_tokens, 4096.0, 1.0)
+        batch = MicroBatchLoad(num_tokens, num_pairs, num_tokens, 4096.0, 1.0)
         ops = op_seconds(model.kernels(PREFILL, batch, is_overlapped=model.num_ranks > 1), 0.0)
         return ops.attn_in + ops.attn_core + ops.gate + ops.shared
 
@@ -199,13 +199,13 @@ def pairs_per_token(model: StepModel) -> float:
     return (own_s(8192.0, 16e6) - base_s) / 4096.0 / ((own_s(4096.0, 32e6) - base_s) / 16e6)
 
 
-def _longest(work: StepWork, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBatchLoad]:
     """What a unit's op times are of: each op is as long as on the rank on which it is longest
     (roles/ranks/ranks).
     """
     num = len(batches)
     return [
-        MicroBatch(
+        MicroBatchLoad(
             work.most_tokens / num,
             work.most_positions / num,
             batch.context_tokens,
@@ -268,7 +268,7 @@ class DecodeRunner:
         self._note(slots, batches)
         num_rows = slots.size * (1 + self._mtp_tokens) / self._num_living
 
-        def price_of(batches: Sequence[MicroBatch]) -> StepPrice:
+        def price_of(batches: Sequence[MicroBatchLoad]) -> StepPrice:
             schedule = SCHEDULES[plans[0].schedule]
             return self._model.price_works(
                 DECODE, schedule, batches, num_rows=num_rows, mtp_tokens=self._mtp_tokens
@@ -301,7 +301,7 @@ class DecodeRunner:
         requests_R: Ints = np.count_nonzero(self.is_taken.reshape(-1, self._num_slots), axis=1)
         return requests_R
 
-    def _note(self, slots: Ints, batches: Sequence[MicroBatch]) -> None:
+    def _note(self, slots: Ints, batches: Sequence[MicroBatchLoad]) -> None:
         lengths, ranks = self._length[slots], slots // self._num_slots
         requests_R = np.bincount(ranks, minlength=self._model.num_ranks)
         positions_R = np.bincount(ranks, lengths, minlength=self._model.num_ranks)
@@ -337,7 +337,7 @@ class DecodeRunner:
                 self._is_second[rank * self._num_slots + np.array(slots, np.int64)] = True
         return [self.is_taken & ~self._is_second, self.is_taken & self._is_second]
 
-    def _micro_batch(self, is_in: Bools, rank: int | None = None) -> MicroBatch:
+    def _micro_batch(self, is_in: Bools, rank: int | None = None) -> MicroBatchLoad:
         """Return the micro-batch as its slowest rank has it, or as `rank` has it."""
         queries = 1 + self._mtp_tokens
         shape = (-1, self._num_slots)
@@ -347,7 +347,7 @@ class DecodeRunner:
         num_tokens, context = float(requests_R[slowest] * queries), float(positions_R[slowest])
         mean_tokens = float(requests_R.sum()) / self._num_living * queries
         imbalance = self._model.expected_imbalance(DECODE, mean_tokens) if mean_tokens else 1.0
-        return MicroBatch(num_tokens, context * queries, context, mean_tokens, imbalance)
+        return MicroBatchLoad(num_tokens, context * queries, context, mean_tokens, imbalance)
 
 
 def _slowed(

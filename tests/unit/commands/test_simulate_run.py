@@ -16,8 +16,8 @@ import pytest
 
 import hadal.commands.simulate_run as simulate_run
 from hadal.commands.simulate_run import (
-    Plan,
     Simulated,
+    SimulationPlan,
     Stages,
     check_promise,
     expert_ranks,
@@ -72,7 +72,7 @@ def alternatives() -> tuple[tuple[str, Study], ...]:
 def ran() -> tuple[Simulated, Counter[str], list[tuple[str, float]]]:
     """One day with a window and five alternatives."""
     pool, told = Inline(), list[tuple[str, float]]()
-    plan = Plan(tiny(), (8,), alternatives(), 1)
+    plan = SimulationPlan(tiny(), (8,), alternatives(), 1)
     return (
         Stages(plan, pool, lambda what, work_s: told.append((what, work_s))).run(),
         pool.calls,
@@ -150,7 +150,7 @@ def test_an_alternative_that_cannot_be_says_why_and_ends_nothing() -> None:
 def test_what_was_asked_and_cannot_be_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no batch reaches a TPOT"):
         Stages(
-            Plan(tiny(tpot_ms=1.0, cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1),
+            SimulationPlan(tiny(tpot_ms=1.0, cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1),
             Inline(),
             _tell,
         ).run()
@@ -171,7 +171,7 @@ def test_a_promise_that_no_unit_keeps_is_refused_before_anything_is_measured() -
 def test_without_a_cache_none_is_simulated() -> None:
     pool = Inline()
     made = Stages(
-        Plan(tiny(cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), pool, _tell
+        SimulationPlan(tiny(cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), pool, _tell
     ).run()
     assert "cache_day" not in pool.calls
     assert "run_hour" not in pool.calls
@@ -201,7 +201,7 @@ def test_experts_are_loaded_alike_whatever_the_policy() -> None:
 
 def test_the_work_there_is_grows_with_what_is_asked() -> None:
     def work_s(*hours: int, others: tuple[tuple[str, Study], ...] = ()) -> float:
-        return Plan(tiny(), hours, others, 1).work_s
+        return SimulationPlan(tiny(), hours, others, 1).work_s
 
     assert work_s() < work_s(1) < work_s(1, 2)
     prices, cache_, drafts = (alternatives()[index] for index in (0, 2, 3))
@@ -214,7 +214,7 @@ def test_the_work_there_is_grows_with_what_is_asked() -> None:
 def test_a_process_that_dies_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate_run, "cache_day", die)
     with pytest.raises(HadalError, match="want of memory: try --jobs 1, or a shorter --window"):
-        simulate(Plan(tiny(), (), (), 1), _tell)
+        simulate(SimulationPlan(tiny(), (), (), 1), _tell)
 
 
 def _tell(what: str, work_s: float) -> None:

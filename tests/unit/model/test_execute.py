@@ -13,7 +13,7 @@ import pytest
 
 from hadal.comm.group import Interval
 from hadal.core.plans import TraceEvent
-from hadal.model.execute import Progress, Recorder, execute
+from hadal.model.execute import ComputeProgress, Recorder, execute
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule, order
 
 NUM_LAYERS = 3
@@ -111,7 +111,7 @@ def test_an_untraced_step_keeps_no_events() -> None:
 
 def test_progress_is_seen_from_another_thread() -> None:
     """`num_ops` stands still and `is_waiting` holds while an op waits for a peer, and only then."""
-    progress, arrived, in_op = Progress(), threading.Event(), threading.Event()
+    progress, arrived, in_op = ComputeProgress(), threading.Event(), threading.Event()
     seen: list[tuple[str, bool]] = []
 
     def run_op(micro_batch: int, layer: int, op: str) -> None:

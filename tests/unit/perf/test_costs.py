@@ -18,8 +18,8 @@ from hadal.perf.costs import (
     NUM_POSTS,
     OPS,
     POST,
+    MicroBatchWork,
     StepCosts,
-    Work,
     choose,
     halve_works,
     step_s,
@@ -50,13 +50,13 @@ FIXED: Truth = LINEAR | {
 """A batch so small that reading weights is all: halving it gains nothing."""
 
 
-def seconds_of(truth: Truth, op: str, work: Work) -> float:
+def seconds_of(truth: Truth, op: str, work: MicroBatchWork) -> float:
     fixed, per_token, per_pair = truth[op]
     return (fixed + per_token * work.num_tokens + per_pair * work.num_pairs) * 1e-6
 
 
 def step(
-    truth: Truth, works: Sequence[Work], rng: random.Random, noise: float = 0.1
+    truth: Truth, works: Sequence[MicroBatchWork], rng: random.Random, noise: float = 0.1
 ) -> list[OpTime]:
     times = []
     for op in truth:
@@ -72,7 +72,7 @@ def new() -> StepCosts:
     return StepCosts(NUM_LAYERS, NUM_MOE_LAYERS)
 
 
-def check(costs: StepCosts, truth: Truth, work: Work, within: float) -> None:
+def check(costs: StepCosts, truth: Truth, work: MicroBatchWork, within: float) -> None:
     estimate = costs.op_seconds(work)
     for op in OPS:
         assert getattr(estimate, op) == pytest.approx(seconds_of(truth, op, work), rel=within), op
@@ -85,25 +85,29 @@ def test_learns_from_steps_of_many_sizes(seed: int) -> None:
     for _ in range(400):
         num_tokens = rng.randint(16, 512)
         costs.observe(
-            [work := Work(num_tokens, num_tokens * rng.randint(50, 300))], step(LINEAR, [work], rng)
+            [work := MicroBatchWork(num_tokens, num_tokens * rng.randint(50, 300))],
+            step(LINEAR, [work], rng),
         )
     for num_tokens in (32, 128, 512):
-        check(costs, LINEAR, Work(num_tokens, num_tokens * 150), 0.2)
+        check(costs, LINEAR, MicroBatchWork(num_tokens, num_tokens * 150), 0.2)
 
 
 def test_two_micro_batches_are_two_executions() -> None:
     rng = random.Random(0)
     costs = new()
     for num_tokens in (32, 64, 128, 256) * 5:
-        works = [Work(num_tokens, num_tokens * 100), Work(num_tokens / 2, num_tokens * 10)]
+        works = [
+            MicroBatchWork(num_tokens, num_tokens * 100),
+            MicroBatchWork(num_tokens / 2, num_tokens * 10),
+        ]
         costs.observe(works, step(LINEAR, works, rng, 0.0))
-    check(costs, LINEAR, Work(100, 8000), 0.05)
+    check(costs, LINEAR, MicroBatchWork(100, 8000), 0.05)
 
 
 def test_halves_are_sane_when_only_full_batches_were_seen() -> None:
     """Near half the time, never more than all of it; and right once the halves ran."""
     rng = random.Random(0)
-    whole = Work(256, 256 * 150)
+    whole = MicroBatchWork(256, 256 * 150)
     halves = halve_works(whole)
     for truth in (LINEAR, FIXED):
         costs = new()
@@ -123,7 +127,7 @@ def test_halves_are_sane_when_only_full_batches_were_seen() -> None:
 def test_follows_a_machine_that_slows_down() -> None:
     rng = random.Random(0)
     costs = new()
-    works = [Work(n, n * 100) for n in (64, 128, 256)]
+    works = [MicroBatchWork(n, n * 100) for n in (64, 128, 256)]
     slow = {op: (2 * a, 2 * b, 2 * c) for op, (a, b, c) in LINEAR.items()}
     for truth in (LINEAR, slow):
         for _ in range(40):
@@ -135,7 +139,7 @@ def test_follows_a_machine_that_slows_down() -> None:
 def test_one_hiccup_does_not_turn_the_table() -> None:
     rng = random.Random(0)
     costs = new()
-    work = Work(128, 12800)
+    work = MicroBatchWork(128, 12800)
     for _ in range(20):
         costs.observe([work], step(LINEAR, [work], rng, 0.0))
     before = astuple(costs.op_seconds(work))
@@ -151,8 +155,11 @@ def test_never_negative_and_never_falling() -> None:
     for _ in range(300):
         n = rng.randint(1, 300)
         times = [OpTime(op, 8, rng.random() / n) for op in OPS]
-        costs.observe([Work(n, rng.randint(0, 100_000))], times)
-        small, large = costs.op_seconds(Work(1, 1)), costs.op_seconds(Work(300, 100_000))
+        costs.observe([MicroBatchWork(n, rng.randint(0, 100_000))], times)
+        small, large = (
+            costs.op_seconds(MicroBatchWork(1, 1)),
+            costs.op_seconds(MicroBatchWork(300, 100_000)),
+        )
         assert all(0 <= a <= b for a, b in zip(astuple(small), astuple(large), strict=True))
     for schedule, num in ((SEQUENTIAL, 1), (PREFILL_DUAL, 2)):
         found = costs.rates(schedule, num)
@@ -162,14 +169,16 @@ def test_never_negative_and_never_falling() -> None:
 def test_odd_steps_are_ignored() -> None:
     costs = new()
     costs.observe([], [OpTime("attn_in", 1, 1.0)])
-    costs.observe([Work(0, 0)], [OpTime("attn_in", 1, 1.0)])
-    costs.observe([Work(8, 8)], [OpTime("idle", 1, 1.0)])
-    costs.observe([Work(8, 8)], [])
+    costs.observe([MicroBatchWork(0, 0)], [OpTime("attn_in", 1, 1.0)])
+    costs.observe([MicroBatchWork(8, 8)], [OpTime("idle", 1, 1.0)])
+    costs.observe([MicroBatchWork(8, 8)], [])
     assert costs.num_steps == 0
-    assert set(astuple(costs.op_seconds(Work(8, 8)))) == {0.0}
+    assert set(astuple(costs.op_seconds(MicroBatchWork(8, 8)))) == {0.0}
     assert costs.rates() is None
     for i in range(200):
-        costs.observe([Work(2.0 ** (i % 20), 3.0 ** (i % 17))], [OpTime("attn_in", 1, 1e-3)])
+        costs.observe(
+            [MicroBatchWork(2.0 ** (i % 20), 3.0 ** (i % 17))], [OpTime("attn_in", 1, 1e-3)]
+        )
     assert len(costs._bins) <= MAX_BINS
     with pytest.raises(ValueError, match="9 MoE layers of 8 layers"):
         StepCosts(8, 9)
@@ -180,7 +189,7 @@ def test_rates_are_sums_over_layers() -> None:
     costs = new()
     for _ in range(10):
         for n, length in [(32, 10), (64, 500), (256, 100), (512, 20), (128, 900)]:
-            costs.observe([work := Work(n, n * length)], step(LINEAR, [work], rng, 0.0))
+            costs.observe([work := MicroBatchWork(n, n * length)], step(LINEAR, [work], rng, 0.0))
     rates = costs.rates()
     assert rates.token_s == pytest.approx((8 * 2 + 7 * 0.1) * 1e-6, rel=0.1)
     assert rates.mean_s == pytest.approx(7 * 1e-6, rel=0.1), "experts compute what all ranks send"
@@ -196,7 +205,7 @@ def test_where_only_experts_take_longer_for_more_tokens_they_are_a_tokens_price(
             "attn_core": (100.0 - n, 0.0, 0.0),
             "experts": (10.0, 1.0, 0.0),
         }
-        costs.observe([work := Work(n, 100 * n)], step(truth, [work], rng, 0.0))
+        costs.observe([work := MicroBatchWork(n, 100 * n)], step(truth, [work], rng, 0.0))
     rates = costs.rates()
     assert rates is not None
     assert (rates.token_s, rates.mean_s) == (pytest.approx(7 * 1e-6, rel=0.1), 0.0)
@@ -211,11 +220,13 @@ def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> No
     costs = new()
     for _ in range(10):
         for n, length in [(200, 100), (260, 50), (300, 120), (220, 140)]:
-            costs.observe([work := Work(n, n * length)] * num, step(FIXED, [work] * num, rng, 0.0))
+            costs.observe(
+                [work := MicroBatchWork(n, n * length)] * num, step(FIXED, [work] * num, rng, 0.0)
+            )
     rates = costs.rates(schedule, num)
     for by in (0.6, 1.0, 1.4):
         n, pairs = 245 * by, 245 * 102 * by
-        priced_s = step_s(costs, schedule, [Work(n, pairs)] * num, costs.num_layers)
+        priced_s = step_s(costs, schedule, [MicroBatchWork(n, pairs)] * num, costs.num_layers)
         line_s = rates.step_s + num * (n * rates.all_token_s + pairs * rates.pair_s)
         assert line_s == pytest.approx(priced_s, rel=0.05)
     assert rates.step_s > 0
@@ -238,13 +249,13 @@ def test_a_link_that_is_hidden_costs_no_token_anything() -> None:
 def _learned(truth: dict[str, tuple[float, float, float]], rng: random.Random) -> StepCosts:
     costs = new()
     for n in (100, 200, 300, 400) * 5:
-        costs.observe([work := Work(n, n * 100)], step(truth, [work], rng, 0.0))
+        costs.observe([work := MicroBatchWork(n, n * 100)], step(truth, [work], rng, 0.0))
     return costs
 
 
 # ---- choose ----
 ALLOWED = tuple(SCHEDULES.values())
-WHOLE = Work(512, 512 * 150)
+WHOLE = MicroBatchWork(512, 512 * 150)
 
 
 def learned(truth: Truth, num_steps: int = 30) -> StepCosts:
@@ -302,7 +313,7 @@ def test_chooses_by_regime() -> None:
 
 def test_nothing_to_halve_or_nothing_allowed() -> None:
     costs = learned(LINEAR)
-    one = Work(1, 100)
+    one = MicroBatchWork(1, 100)
     none = choose(
         costs, WHOLE, halve_works(WHOLE), num_layers=8, allowed=[SEQUENTIAL], hysteresis=0
     )
@@ -345,7 +356,7 @@ def test_long_models_are_extrapolated() -> None:
     costs = StepCosts(61, 58)
     rng = random.Random(0)
     for n in (64, 256, 512):
-        work = Work(n, n * 150)
+        work = MicroBatchWork(n, n * 150)
         costs.observe([work], step(LINEAR, [work], rng, 0.0))
     halves = halve_works(WHOLE)
     times = [costs.op_seconds(half) for half in halves]
@@ -356,19 +367,19 @@ def test_long_models_are_extrapolated() -> None:
 
 
 def test_halve_works() -> None:
-    assert halve_works(Work(7, 100)) == (Work(4, 50), Work(3, 50))
+    assert halve_works(MicroBatchWork(7, 100)) == (MicroBatchWork(4, 50), MicroBatchWork(3, 50))
 
 
 def test_what_grows_with_tokens_is_per_token_and_of_the_usual_step() -> None:
     rng, costs = random.Random(3), new()
     assert costs.growing_s("experts") == 0.0
     for _ in range(400):
-        works = [Work(rng.choice([200, 800]), 1000)] * rng.choice([1, 2])
+        works = [MicroBatchWork(rng.choice([200, 800]), 1000)] * rng.choice([1, 2])
         costs.observe(works, step(LINEAR, works, rng, 0.01))
     # 1 us a token and layer; 500 tokens in one micro-batch or two: 750 in a step.
     assert costs.growing_s("experts") == pytest.approx(750e-6, rel=0.25)
     fixed = new()
     for _ in range(400):
-        works = [Work(rng.choice([20, 40, 80]), 1000)]
+        works = [MicroBatchWork(rng.choice([20, 40, 80]), 1000)]
         fixed.observe(works, step(FIXED, works, rng, 0.01))
     assert fixed.growing_s("experts") < 100e-6 < 2000e-6, "reading weights does not become less"

@@ -9,11 +9,7 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 
 from bench.shared_data import EXPERT_LOADS, find, why_missing
-from hadal.perf.step import (
-    PLACED_BY_NODES,
-    expected_imbalance,
-    expected_maximum,
-)
+from hadal.perf.step import PLACED_BY_NODES, expected_imbalance, expected_maximum
 from hadal.policy.experts.balance import rebalance_experts
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from bench.calibration_points import DECODE_PROFILE
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SHARED
-from hadal.perf.layer import Kernel, MicroBatch, kernels_of, op_seconds
+from hadal.perf.layer import Kernel, MicroBatchLoad, kernels_of, op_seconds
 from hadal.perf.step import DECODE, PREFILL, StepModel
 
-PROFILE = MicroBatch(128, 128 * 4096, 64 * 4096, 128)
+PROFILE = MicroBatchLoad(128, 128 * 4096, 64 * 4096, 128)
 
 
 def seconds_of(kernels: Sequence[Kernel]) -> float:
@@ -44,7 +44,7 @@ def test_every_published_kernel_is_priced() -> None:
 def test_what_was_priced_before_costs_the_same_again() -> None:
     model = StepModel(128)
     for tokens, pairs in ((128, 1e6), (64, 1e6), (128, 2e6), (128, 1e6)):
-        batch = MicroBatch(tokens, pairs, pairs, tokens)
+        batch = MicroBatchLoad(tokens, pairs, pairs, tokens)
         for is_overlapped in (False, True):
             priced = model.kernels(DECODE, batch, is_overlapped=is_overlapped)
             assert priced == StepModel(128).kernels(DECODE, batch, is_overlapped=is_overlapped)
@@ -71,7 +71,7 @@ def test_ops_are_the_sums_of_their_kernels(phase: str) -> None:
 def test_imbalance_slows_experts_and_links_and_nothing_else() -> None:
     model = StepModel(72)
     even = op_seconds(model.kernels(DECODE, PROFILE, is_overlapped=True), 0.0)
-    skewed_batch = MicroBatch(128, 128 * 4096, 64 * 4096, 128, expert_imbalance=1.5)
+    skewed_batch = MicroBatchLoad(128, 128 * 4096, 64 * 4096, 128, expert_imbalance=1.5)
     skewed = op_seconds(model.kernels(DECODE, skewed_batch, is_overlapped=True), 0.0)
     assert (skewed.attn_in, skewed.attn_core, skewed.gate, skewed.shared) == (
         even.attn_in,
@@ -85,4 +85,4 @@ def test_imbalance_slows_experts_and_links_and_nothing_else() -> None:
 
 
 def test_a_halved_micro_batch_is_half_of_everything() -> None:
-    assert PROFILE.scaled(0.5) == MicroBatch(64, 64 * 4096, 32 * 4096, 64)
+    assert PROFILE.scaled(0.5) == MicroBatchLoad(64, 64 * 4096, 32 * 4096, 64)

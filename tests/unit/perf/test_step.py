@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hadal.overlap.plan import DECODE_FIVE, SCHEDULES, SEQUENTIAL
 from hadal.perf.hardware import HARDWARE
-from hadal.perf.layer import MicroBatch
+from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.shapes import DEEPSEEK_V3, kv_bytes_per_token
 from hadal.perf.step import DECODE, PREFILL, StepModel, redundant_default, tokens_per_step
 
@@ -200,7 +200,7 @@ def test_a_simulators_way_in_gives_the_same_seconds() -> None:
 
 def test_the_slowest_ranks_attention_counts_and_the_mean_ranks_experts() -> None:
     model = StepModel(144)
-    even = MicroBatch(44, 44 * 5000, 44 * 5000, 44)
+    even = MicroBatchLoad(44, 44 * 5000, 44 * 5000, 44)
     slow = replace(even, num_pairs=60 * 5000, context_tokens=60 * 5000)
     busy = replace(even, mean_tokens=60)
     fair = model.price_works(DECODE, DECODE_FIVE, [even, even], num_rows=88).seconds

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.policy.demand import FLAT, DayShape
-from hadal.policy.scaling import RoleRules, RoleView, ScalingRules, ScalingView, Step, Units, decide
+from hadal.policy.scaling import (
+    RoleRules,
+    RoleView,
+    ScalingRules,
+    ScalingStep,
+    ScalingView,
+    Units,
+    decide,
+)
 
 BUNDLES = ScalingRules(
     RoleRules(4, 0.6, 2, 40, 3, 2),
@@ -49,7 +57,7 @@ def test_bundles_cover_the_role_that_asks_for_most() -> None:
     # 7 units of decode at 0.9 are 7.8: 8 bundles. Prefill of 20 units is (20 - 2) / 3 = 6 of them.
     decision = decide(view(20 * 600.0, 7000.0), BUNDLES)
     assert decision.units == Units(26, 8)
-    assert decision.why.step is Step.GROW
+    assert decision.why.step is ScalingStep.GROW
     assert decision.why.role == "decode"
     decision = decide(view(29.5 * 600.0, 7000.0), BUNDLES)
     assert decision.units == Units(32, 10)
@@ -63,7 +71,7 @@ def test_roles_grow_by_themselves_where_there_are_no_bundles() -> None:
 
 def test_a_bound_is_of_the_role_that_the_decision_speaks_of() -> None:
     why = decide(view(0.0, 7000.0), ALONE).why  # Prefill is at its floor, which nobody asked about.
-    assert (why.role, why.step, why.bound) == ("decode", Step.GROW, "")
+    assert (why.role, why.step, why.bound) == ("decode", ScalingStep.GROW, "")
     assert decide(view(0.0, 0.0), ALONE).why.bound == "floor"
     assert decide(view(0.0, 20_000.0), ALONE).why.bound == "limit"
 
@@ -149,9 +157,9 @@ def test_nodes_beyond_the_last_bundle_go_to_the_role_that_is_shorter() -> None:
 def test_what_was_needed_lately_is_kept() -> None:
     before = Units(29, 9)
     kept = decide(view(0.0, 5000.0, before, need_held=8.5), BUNDLES)
-    assert (kept.units, kept.why.step) == (before, Step.HOLD)
+    assert (kept.units, kept.why.step) == (before, ScalingStep.HOLD)
     shrunk = decide(view(0.0, 5000.0, before, need_held=7.0), BUNDLES)
-    assert (shrunk.units, shrunk.why.step) == (Units(26, 8), Step.SHRINK)
+    assert (shrunk.units, shrunk.why.step) == (Units(26, 8), ScalingStep.SHRINK)
 
 
 def test_what_will_be_needed_soon_is_kept() -> None:

@@ -7,12 +7,12 @@ import numpy as np
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.plans import DecodePlan, Join, Sampling
 from hadal.roles.decode.leader import make_plans, step_balance
-from hadal.roles.unit.schedule import Choice
+from hadal.roles.unit.schedule import ScheduleChoice
 
 
 def test_every_rank_gets_its_own_slots() -> None:
     join = Join(1, (3,), 9, 1, 1, Sampling())
-    choice = Choice("sequential", 2, ())
+    choice = ScheduleChoice("sequential", 2, ())
     plans = make_plans(
         7,
         2,

@@ -6,7 +6,7 @@ import pytest
 
 from hadal.policy.routing import NOTHING, Prefix
 from hadal.roles.prefill.cache import KNOWN_S, LoadBook, LoadMeter
-from hadal.roles.prefill.prompts import Prompt
+from hadal.roles.prefill.prompts import PrefillAttempt
 from tests.unit.roles.driving import generation
 
 
@@ -46,8 +46,8 @@ def test_nothing_is_negative_and_old_measurements_fade_and_end() -> None:
     assert meter.rates(5.1 + KNOWN_S) is None
 
 
-def started(book: LoadBook, now_s: float, name: str, prefix: Prefix = NOTHING) -> Prompt:
-    prompt = Prompt(
+def started(book: LoadBook, now_s: float, name: str, prefix: Prefix = NOTHING) -> PrefillAttempt:
+    prompt = PrefillAttempt(
         generation(name, 200),
         tuple(range(200)),
         rank=0,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.request import Move, State
+from hadal.core.request import State, Transition
 from hadal.policy.admission import AGE_S
 from hadal.roles.front.requests import LATELY_S, Record, RequestBook
 from tests.unit.roles.driving import generation
@@ -24,10 +24,10 @@ def book_of(*names: str) -> RequestBook:
 def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
     book = book_of("a", "b", "c")
     first = book.by_id["a"]
-    book.move(first, Move.PLACE)
+    book.move(first, Transition.PLACE)
     assert book.next_queued(0.0) is book.by_id["b"]
-    book.move(first, Move.LOSE)
-    book.move(first, Move.REQUEUE)
+    book.move(first, Transition.LOSE)
+    book.move(first, Transition.REQUEUE)
     assert book.next_queued(0.0) is first
     assert book.num_queued == 3
 
@@ -46,14 +46,14 @@ def test_priority_is_worth_so_much_waiting_and_no_more() -> None:
     order = []
     while (record := book.next_queued(0.0)) is not None:
         order.append(record.request_id)
-        book.move(record, Move.PLACE)
+        book.move(record, Transition.PLACE)
         record.prefill_unit = "prefill-0"
     assert order == ["b", "a", "d", "c"]  # c came so late that two levels do not make up for it.
     assert book.check() == []
     first = book.by_id["a"]
     first.prefill_unit = None
-    book.move(first, Move.LOSE)
-    book.move(first, Move.REQUEUE)
+    book.move(first, Transition.LOSE)
+    book.move(first, Transition.REQUEUE)
     assert book.next_queued(0.0) is first
 
 
@@ -82,12 +82,12 @@ def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
     order = []
     while (record := book.next_queued(2.0)) is not None:
         order.append(record.request_id)
-        book.move(record, Move.PLACE)
+        book.move(record, Transition.PLACE)
         record.prefill_unit = "prefill-0"
     assert order == ["a0", "b0", "a1", "b1", "a2", "a3"]
     assert book.check() == []
     assert (book.num_tenants_absent("a"), book.num_tenants_absent("c")) == (1, 2)
-    book.move(book.by_id["b0"], Move.CANCEL)
+    book.move(book.by_id["b0"], Transition.CANCEL)
     assert book.tenant_to_placed == {"a": 4, "b": 1}
 
 
@@ -110,20 +110,20 @@ def test_one_that_backs_off_is_passed_over_until_then() -> None:
 def test_blocks_are_counted_while_placed_and_grow() -> None:
     book = book_of("a")
     record = book.by_id["a"]
-    book.move(record, Move.PLACE)
+    book.move(record, Transition.PLACE)
     record.prefill_unit = "prefill-0"
     assert (record.num_blocks, book.num_blocks_placed, book.num_placed) == (1, 1, 1)
     assert (book.grow(record), book.grow(record)) == (1, 0)
     assert book.num_blocks_placed == 2
     assert book.check() == []
-    book.move(record, Move.CANCEL)
+    book.move(record, Transition.CANCEL)
     assert (book.num_blocks_placed, book.by_id, sum(book.counts.values())) == (0, {}, 0)
 
 
 def test_a_step_that_cannot_happen_is_a_bug() -> None:
     book = book_of("a")
     with pytest.raises(InvariantError, match="cannot"):
-        book.move(book.by_id["a"], Move.PULLED)
+        book.move(book.by_id["a"], Transition.PULLED)
 
 
 def test_overdue_are_the_oldest() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages import Cached, UnitUp
-from hadal.core.request import Move
+from hadal.core.request import Transition
 from hadal.roles.front.requests import FrontNames, Record, RequestBook
 from hadal.roles.front.routing import Rooms
 from hadal.roles.front.units import FrontCache, UnitBook
@@ -42,7 +42,7 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     assert made.prefill_unit(record) == ("prefill-0", 192)
     # Not where others wait for longer than it saves.
     other = record_of(made, "b", 1000)
-    made.requests.move(other, Move.PLACE)
+    made.requests.move(other, Transition.PLACE)
     made.units.sent_to_prefill("prefill-0", other)
     assert made.prefill_unit(record) == ("prefill-1", 128)
 
@@ -82,7 +82,7 @@ def test_a_full_unit_is_not_chosen_whatever_it_has(monkeypatch: pytest.MonkeyPat
 def test_room_is_bounded_by_what_runs() -> None:
     made = rooms(max_running=1)
     assert made.has_room(generation("b"))
-    made.requests.move(record_of(made), Move.PLACE)
+    made.requests.move(record_of(made), Transition.PLACE)
     assert not made.has_room(generation("b"))
 
 

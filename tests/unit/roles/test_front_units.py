@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hadal.core.messages import Load, Suspect, UnitUp
-from hadal.core.request import Move
+from hadal.core.request import Transition
 from hadal.roles.front.requests import RequestBook
 from hadal.roles.front.units import UnitBook
 from tests.unit.roles.driving import generation
@@ -114,7 +114,7 @@ def test_a_unit_that_is_down_is_not_shown_and_its_next_life_is_shown_as_it_is() 
 def test_check_sees_a_wrong_sum_of_pairs() -> None:
     made, requests = book(), RequestBook()
     record = requests.add(generation(prompt=100), 9.0)
-    requests.move(record, Move.PLACE)
+    requests.move(record, Transition.PLACE)
     record.prefill_unit = "prefill-0"
     made.sent_to_prefill("prefill-0", record)
     assert made.check([record]) == []

@@ -34,7 +34,7 @@ from hadal.core.seams import (
 from hadal.kv.names import extend, root_of
 from hadal.roles.prefill.cache import LOAD_TIMEOUT_S
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.prefill.prompts import Prompt
+from hadal.roles.prefill.prompts import PrefillAttempt
 from tests.unit.roles.driving import done, of, prefill_plans, sent
 
 ROOT = root_of(b"model")
@@ -308,7 +308,7 @@ def test_what_is_found_is_what_each_rank_has_and_what_the_disk_has_behind_that()
     on_disk = [0, 1, 3, 4, 5, 6]
     names = b"".join(chain[16 * at : 16 * at + 16] for at in on_disk)
     unit.cache.stores.news(DiskNews(names, tuple(Place(1, at) for at in on_disk)))
-    prompt = Prompt(asked("a", 512), asked("a", 512).prompt)
+    prompt = PrefillAttempt(asked("a", 512), asked("a", 512).prompt)
     unit.cache.ask(0.0, None)
     for _ in range(2):
         found = unit.cache.find(prompt)

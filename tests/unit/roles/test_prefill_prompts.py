@@ -29,7 +29,7 @@ from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import AGE_S
 from hadal.policy.routing import Prefix
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.prefill.prompts import Part, Prompt, cut, pack
+from hadal.roles.prefill.prompts import PrefillAttempt, PromptChunk, cut, pack
 from hadal.roles.ranks.pools import RankPools
 from tests.fresh import FULL, fresh
 from tests.unit.roles.driving import done, generation, of, prefill, sent
@@ -155,9 +155,9 @@ def test_a_unit_without_ranks_gives_back_what_waits() -> None:
 
 
 def test_a_prompt_may_be_cut_between_micro_batches() -> None:
-    prompt = Prompt(generation(prompt=100), tuple(range(100)), 0, (4, 5), 100)
-    other = Prompt(generation("b", prompt=10), tuple(range(10)), 0, (6,), 10)
-    first, second = cut([Part(prompt, 30, 100), Part(other, 0, 10)], [40, 0])
+    prompt = PrefillAttempt(generation(prompt=100), tuple(range(100)), 0, (4, 5), 100)
+    other = PrefillAttempt(generation("b", prompt=10), tuple(range(10)), 0, (6,), 10)
+    first, second = cut([PromptChunk(prompt, 30, 100), PromptChunk(other, 0, 10)], [40, 0])
     assert [(p.start, p.end) for p in (*first, *second)] == [(30, 70), (70, 100), (0, 10)]
     assert [part.chunk().sampling is None for part in (*first, *second)] == [True, False, False]
     assert [part.chunk().block_ids for part in (*first, *second)] == [(4, 5), (4, 5), (6,)]
@@ -172,13 +172,18 @@ def pools_of(num_ranks: int, num_blocks: int = 200) -> RankPools:
     return pools
 
 
-def waiting_of(*lengths: int) -> list[Prompt]:
+def waiting_of(*lengths: int) -> list[PrefillAttempt]:
     prompts = (generation(f"r{number}", length) for number, length in enumerate(lengths))
-    return [Prompt(prompt, prompt.prompt, number=number) for number, prompt in enumerate(prompts)]
+    return [
+        PrefillAttempt(prompt, prompt.prompt, number=number)
+        for number, prompt in enumerate(prompts)
+    ]
 
 
-def started_on(pools: RankPools, rank: int, name: str, num_tokens: int, num_planned: int) -> Prompt:
-    prompt = Prompt(
+def started_on(
+    pools: RankPools, rank: int, name: str, num_tokens: int, num_planned: int
+) -> PrefillAttempt:
+    prompt = PrefillAttempt(
         made := generation(name, num_tokens), made.prompt, rank, num_planned=num_planned
     )
     prompt.block_ids = pools[rank].allocate(blocks_for(num_tokens), prompt.key) or ()
@@ -188,7 +193,7 @@ def started_on(pools: RankPools, rank: int, name: str, num_tokens: int, num_plan
 RATES = StepRates(1e-4, 1e-7, 1e-5, 1e-3)
 
 
-def seconds_of(parts: Sequence[Part], rates: StepRates = RATES) -> float:
+def seconds_of(parts: Sequence[PromptChunk], rates: StepRates = RATES) -> float:
     return sum(rates.chunk_s(part.start, part.end - part.start) for part in parts)
 
 
@@ -219,7 +224,7 @@ def test_a_step_keeps_blocks_starts_and_tokens() -> None:
 def test_in_turn_nothing_is_looked_up_for_those_that_wait_behind_full_ranks() -> None:
     found: list[int] = []
 
-    def find(prompt: Prompt) -> dict[int, Prefix]:
+    def find(prompt: PrefillAttempt) -> dict[int, Prefix]:
         found.append(prompt.number)
         return {}
 

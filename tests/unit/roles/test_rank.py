@@ -47,7 +47,7 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
-from hadal.roles.ranks.rank import Progress, RankRole
+from hadal.roles.ranks.rank import RankProgress, RankRole
 from tests.unit.roles.driving import done, of, sent
 
 LEASE = KvLease("pool", (1, 2), (0, 0), 100)
@@ -197,11 +197,11 @@ def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None
 
 def test_a_broken_connection_is_told_at_once() -> None:
     rank = formed_rank()
-    assert rank.handle(0.01, Progress(5, True)) == []
-    assert sent(rank.handle(0.02, Progress(6, False, (0,))), RankBeat) == [
+    assert rank.handle(0.01, RankProgress(5, True)) == []
+    assert sent(rank.handle(0.02, RankProgress(6, False, (0,))), RankBeat) == [
         RankBeat(2, "e1", 1, 6, False, (0,))
     ]
-    assert rank.handle(0.03, Progress(6, False, (0,))) == []
+    assert rank.handle(0.03, RankProgress(6, False, (0,))) == []
     rank.handle(0.03, step(0))
     failed: StepDone = done(0, error="PeerLost: rank 0: closed")
     assert sent(rank.handle(0.04, failed), RankDone)[0].lost == (0,)

@@ -25,8 +25,8 @@ from hadal.roles.ranks.book import (
     NEWS_S,
     SILENT_S,
     TAKEOVER_GRACE_S,
-    Phase,
     RankBook,
+    RankPhase,
 )
 
 NUM_EXPERTS = 8
@@ -73,7 +73,7 @@ class Driver:
     def run(self) -> None:
         self.all_up()
         self.answer()
-        assert self.book.phase is Phase.RUNNING
+        assert self.book.phase is RankPhase.RUNNING
         self.take()
 
     def beat(self, *ranks: int, lost: tuple[int, ...] = ()) -> None:
@@ -114,9 +114,9 @@ def test_the_first_generation_waits_for_everybody() -> None:
     assert [member.epoch for member in plan.members] == ["e0", "e1", "e2", "e3"]
     assert Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_slots).check() == []
     driver.answer(3)
-    assert driver.book.phase is Phase.FORMING
+    assert driver.book.phase is RankPhase.FORMING
     driver.answer()
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
     assert driver.book.notes[-1] == "generation 1 formed in 0.000 s with ranks 0, 1, 2, 3"
 
 
@@ -143,7 +143,7 @@ def test_a_death_is_answered_at_once() -> None:
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.3"], [])
     assert driver.book.generation == 2
     driver.answer()
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
     assert driver.book.check() == []
 
 
@@ -156,10 +156,10 @@ def test_a_death_while_forming_starts_the_next_generation() -> None:
     forms, _ = driver.take()
     assert forms["decode-0.0"].generation == 3
     driver.book.formed(5.2, RankFormed(0, "e0", Formed(2, None)))  # Late.
-    assert driver.book.phase is Phase.FORMING
+    assert driver.book.phase is RankPhase.FORMING
     driver.answer()
     assert list(driver.book.members) == [0, 1]
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
 
 
 def test_a_silent_rank_is_dropped_and_killed() -> None:
@@ -195,12 +195,12 @@ def test_blame_alone_forms_again_with_everybody() -> None:
     driver = Driver()
     driver.run()
     driver.book.broke(0.0, 0, (3,))
-    assert driver.book.phase is Phase.BROKEN
+    assert driver.book.phase is RankPhase.BROKEN
     driver.pass_s(NEWS_S + 0.1, 0, 1, 2, 3)
     forms, killed = driver.take()
     assert (len(forms), killed) == (4, [])
     driver.answer()
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
 
 
 def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
@@ -308,7 +308,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     driver.take()
     driver.now_s = 6.0
     driver.book.rank_up(6.0, up(2, "new"))
-    assert driver.book.phase is Phase.DRAINING
+    assert driver.book.phase is RankPhase.DRAINING
     assert driver.take() == ({}, [])
     driver.book.form(6.0)  # The leader's steps are done.
     forms, _ = driver.take()
@@ -317,7 +317,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     assert forms["decode-0.0"].num_slots == NUM_EXPERTS // 4
     driver.book.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # The dead one's.
     driver.answer(2)
-    assert driver.book.phase is Phase.FORMING
+    assert driver.book.phase is RankPhase.FORMING
 
 
 def test_a_drain_has_a_deadline() -> None:
@@ -342,7 +342,7 @@ def test_a_successor_heard_before_the_death_takes_its_place() -> None:
     assert forms["decode-0.0"].members[2].epoch == "new"
     driver.book.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # The old one's death, late.
     driver.answer()
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
     driver.book.unit_down(5.2, UnitDown("decode-0.2", "killed"))
     assert list(driver.book.members) == [0, 1, 3]
 
@@ -354,7 +354,7 @@ def test_the_dead_do_not_come_back() -> None:
     driver.answer()
     driver.take()
     driver.book.rank_up(5.1, up(2))  # It was on its way.
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
     driver.book.rank_up(9.0, up(2))  # It lives after all, and must be replaced to come back.
     assert driver.take() == ({}, ["decode-0.2"])
 
@@ -364,14 +364,14 @@ def test_without_any_rank_it_waits_for_new_ones() -> None:
     driver.run()
     for rank in range(2):
         driver.book.unit_down(5.0, UnitDown(f"decode-0.{rank}", "killed"))
-    assert driver.book.phase is Phase.WAITING
+    assert driver.book.phase is RankPhase.WAITING
     assert driver.book.check() == []
     driver.take()
     for rank in range(2):
         driver.book.rank_up(6.0, up(rank, f"new{rank}"))
     assert len(driver.take()[0]) == 2
     driver.answer()
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
 
 
 def test_one_that_froze_before_it_was_heard_is_killed() -> None:
@@ -391,7 +391,7 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
     driver.now_s += 100.0
     assert pass_s(3.0) == ["decode-0.3"]
     driver.answer()
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
     assert pass_s(6.0) == [], "it is not asked for again at once"
     driver.book.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
     assert pass_s(9.0) == [], "its successor has the whole grace"
@@ -406,7 +406,7 @@ def test_strangers_are_not_heard() -> None:
     driver.book.unit_down(0.0, UnitDown("decode-0", "killed"))
     driver.book.beat(0.0, RankBeat(9, "e9", 1, 0, False))
     driver.book.formed(0.0, RankFormed(-1, "e", Formed(1, None)))
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
     assert driver.book.num_stale >= 5
 
 
@@ -459,7 +459,7 @@ def test_a_new_leader_asks_who_beats_and_forms_above_what_they_had_with_their_pl
     assert {plan.generation for plan in forms.values()} == {7}
     assert {plan.slot_to_expert for plan in forms.values()} == {rolled.to_bytes()}
     driver.answer()
-    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.phase is RankPhase.RUNNING
     found = driver.book.take_held(2)
     assert found is not None
     assert [kv.ticket for kv in found.kv] == [72]

@@ -5,12 +5,7 @@ are.
 from __future__ import annotations
 
 from hadal.core.cache import Place
-from hadal.core.messages import (
-    Cancel,
-    RankAnswered,
-    RankDo,
-    UnitDown,
-)
+from hadal.core.messages import Cancel, RankAnswered, RankDo, UnitDown
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import Freed, LoadBlocks, Pull, Send, StoreBlocks, UsedBlocks
 from tests.unit.roles.test_ranks import LEASE, Driver, to

@@ -14,7 +14,7 @@ from hadal.core.config import Deployment
 from hadal.core.messages import Cancel, Generation, Submit
 from hadal.core.plans import DecodePlan, Join, Sampling, StepDone
 from hadal.core.seams import DiskNews, Effect, Execute, RankReset, Send, Tick, WakeAt
-from hadal.roles.ranks.rank import Progress
+from hadal.roles.ranks.rank import RankProgress
 from hadal.roles.recording import (
     VERSION,
     Call,
@@ -34,7 +34,7 @@ CALLS = (
     Call(2.5, (Tick(), RankReset((), (0,), ("pool",), 1), DiskNews(b"n", (), b"")), ()),
     Call(
         3.0,
-        (Submit(Generation("a", (1, 2), (), 5, (), 0, Sampling(), 0)), Progress(3, True, (1,))),
+        (Submit(Generation("a", (1, 2), (), 5, (), 0, Sampling(), 0)), RankProgress(3, True, (1,))),
         (),
     ),
     Call(

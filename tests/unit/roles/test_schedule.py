@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hadal.core.plans import OpTime
-from hadal.perf.costs import Work
+from hadal.perf.costs import MicroBatchWork
 from hadal.policy.prefill_balance import PAIRS_PER_TOKEN
 from hadal.roles.unit.schedule import StepScheduler
 
@@ -35,7 +35,7 @@ def learned(link_s: float) -> StepScheduler:
     scheduler = StepScheduler(4, min_split_tokens=8, num_layers=8, num_moe_layers=8)
     for step in range(60):
         tokens = (16, 32, 64)[step % 3]
-        scheduler.costs.observe([Work(tokens, 100 * tokens)], times(tokens, link_s))
+        scheduler.costs.observe([MicroBatchWork(tokens, 100 * tokens)], times(tokens, link_s))
     return scheduler
 
 
@@ -48,7 +48,7 @@ def test_a_fixed_schedule_has_two_micro_batches_once_the_busiest_rank_has_enough
         ("sequential", 1),
         ("decode_five", 2),
     ]
-    assert chosen[1].works == (Work(8, 25), Work(8, 25))
+    assert chosen[1].works == (MicroBatchWork(8, 25), MicroBatchWork(8, 25))
     assert StepScheduler(1, "prefill_dual", 2).choose(0, [(2, 3)]).schedule == "prefill_dual"
     assert StepScheduler(1, "prefill_dual", 0).choose(0, [(1, 1)]).num_micro_batches == 1
 
@@ -99,7 +99,8 @@ def test_micro_batches_are_equal_with_what_experts_do_for_them() -> None:
         tokens, pairs = 32 << step % 3, 4000 << step % 5
         seconds = {"attn_in": 1e-5 * tokens, "attn_core": 1e-7 * pairs, "experts": 4e-5 * tokens}
         scheduler.costs.observe(
-            [Work(tokens, pairs)], [OpTime(op, 8, 8 * each_s) for op, each_s in seconds.items()]
+            [MicroBatchWork(tokens, pairs)],
+            [OpTime(op, 8, 8 * each_s) for op, each_s in seconds.items()],
         )
     rates, chunks = scheduler.rates, [(900, 100), (0, 400)]
     first = scheduler.cut_chunks(chunks)
@@ -117,7 +118,7 @@ def test_a_rank_alone_has_all_tokens_of_its_experts() -> None:
     alone, many = (StepScheduler(num_ranks, num_layers=8, num_moe_layers=8) for num_ranks in (1, 4))
     for scheduler in (alone, many):
         for tokens in (16, 32, 64) * 4:
-            scheduler.costs.observe([Work(tokens, 100 * tokens)], times(tokens, 1e-3))
+            scheduler.costs.observe([MicroBatchWork(tokens, 100 * tokens)], times(tokens, 1e-3))
     assert many.rates.mean_s > 0
     assert (alone.rates.token_s, alone.rates.mean_s) == (
         many.rates.token_s + many.rates.mean_s,
@@ -135,6 +136,6 @@ def test_rates_are_sane_before_and_measured_after() -> None:
     assert 1e-4 < scheduler.rates.token_s < 2e-3
     assert scheduler.rates.dispatch_s > 0
     silent = StepScheduler(4, num_layers=8, num_moe_layers=8)
-    silent.costs.observe([Work(8, 80)], [OpTime("attn_in", 8, 0.0)])
+    silent.costs.observe([MicroBatchWork(8, 80)], [OpTime("attn_in", 8, 0.0)])
     assert not silent.is_calibrated
     assert silent.rates == fresh.rates

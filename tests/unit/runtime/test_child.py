@@ -16,7 +16,7 @@ from hadal.runtime.process.child import (
     RESTART_TIMEOUT_S,
     START_TIMEOUT_S,
     Child,
-    Phase,
+    ProcessPhase,
 )
 
 
@@ -40,7 +40,7 @@ def reap(child: Child, now_s: float = 0.0) -> int:
 def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
     child = make(tmp_path, "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
     start(child, tmp_path)
-    assert child.phase is Phase.STARTING
+    assert child.phase is ProcessPhase.STARTING
     assert child.status().pid == child.pid > 0
     assert reap(child) == 3
     deadline_s = time.monotonic() + 5
@@ -54,7 +54,7 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
         ["decode-0", "WARNING", "one"],
         ["decode-0", "WARNING", "two"],
     ]
-    assert child.phase is Phase.WAITING
+    assert child.phase is ProcessPhase.WAITING
     assert child.pid == 0
 
 
@@ -171,7 +171,7 @@ def test_waiting_for_its_end(tmp_path: Path, number: signal.Signals) -> None:
     assert not child.wait(0.05)
     child.signal(number)
     assert child.wait(10)
-    assert child.phase is Phase.ENDED
+    assert child.phase is ProcessPhase.ENDED
 
 
 def test_one_that_is_replaced_has_not_crashed(tmp_path: Path) -> None:
@@ -208,6 +208,6 @@ def test_one_that_is_not_wanted_rests_when_it_ends_and_counts_no_failure(tmp_pat
         start(child, tmp_path)
         child.dismiss()
         assert reap(child) == 1
-        assert child.phase is Phase.RESTING
+        assert child.phase is ProcessPhase.RESTING
     assert child.why_give_up(0.0) is None
     assert child.pid == 0

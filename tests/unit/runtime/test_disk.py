@@ -413,9 +413,9 @@ def test_a_folder_that_cannot_be_had_is_waited_for_and_not_spun_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[None] = []
-    sweep = writer.Writer._sweep_if_due
+    sweep = writer.DiskWriter._sweep_if_due
     monkeypatch.setattr(
-        writer.Writer, "_sweep_if_due", lambda self: (looks.append(None), sweep(self))[1]
+        writer.DiskWriter, "_sweep_if_due", lambda self: (looks.append(None), sweep(self))[1]
     )
     (tmp_path / "file").write_text("not a folder")
     with host(tmp_path / "file", pause_s=20.0) as one:

@@ -14,7 +14,7 @@ from hadal.core.fleet import Demand, DrainUnit, UnitFacts
 from hadal.core.messages import UnitUp
 from hadal.roles.fleet import make_fleet
 from hadal.runtime.fleet import STOP_S, FleetExecutor
-from hadal.runtime.process.child import Child, Phase
+from hadal.runtime.process.child import Child, ProcessPhase
 
 
 class FakeChild(Child):
@@ -65,13 +65,13 @@ class World:
     def up(self, unit: str) -> None:
         for child in self.children.values():
             if child.name.startswith(unit):
-                child.phase = Phase.READY
+                child.phase = ProcessPhase.READY
         self.executor.tell(self.now_s, UnitUp(unit, unit.split("-")[0], f"{self.now_s}", 1, 1))
 
     def ends(self, unit: str) -> bool:
         """As the supervisor reaps it."""
         child = self.children[unit]
-        child.phase = Phase.WAITING if child.is_wanted else Phase.RESTING
+        child.phase = ProcessPhase.WAITING if child.is_wanted else ProcessPhase.RESTING
         return self.executor.ended(self.now_s, unit, "it ended")
 
     def goes_on(self, rate: int, seconds: int, draining: dict[str, int] | None = None) -> None:
@@ -130,7 +130,7 @@ def test_a_unit_of_many_processes_comes_and_goes_as_one() -> None:
     world.up("decode-0")
     world.goes_on(150, 3)
     names = ("decode-1", "decode-1.0", "decode-1.1")
-    assert [world.children[name].phase for name in names] == [Phase.WAITING] * 3
+    assert [world.children[name].phase for name in names] == [ProcessPhase.WAITING] * 3
     world.ends("decode-0")
     assert all(world.children[name].is_wanted for name in ("decode-0", "decode-0.0", "decode-0.1"))
 
@@ -153,10 +153,10 @@ def test_ranks_that_run_before_their_leader_end_with_a_start_that_is_called_off(
     world.goes_on(150, 3)
     ranks = [world.children[f"decode-1.{index}"] for index in range(2)]
     for rank in ranks:
-        rank.phase = Phase.READY
-    assert world.children["decode-1"].phase is Phase.WAITING
+        rank.phase = ProcessPhase.READY
+    assert world.children["decode-1"].phase is ProcessPhase.WAITING
     world.goes_on(0, 30)
-    assert world.children["decode-1"].phase is Phase.RESTING
+    assert world.children["decode-1"].phase is ProcessPhase.RESTING
     assert all(rank.num_replaced == 1 and not rank.is_wanted for rank in ranks)
 
 
@@ -179,16 +179,16 @@ def test_a_unit_can_be_spared_where_another_of_its_role_works() -> None:
     assert not world.executor.has_other("decode-0")
 
 
-@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.READY])
-def test_a_child_that_is_not_wanted_runs_on_until_it_ends(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [ProcessPhase.STARTING, ProcessPhase.READY])
+def test_a_child_that_is_not_wanted_runs_on_until_it_ends(phase: ProcessPhase) -> None:
     child = FakeChild("decode-0")
     child.phase = phase
     child.dismiss()
     assert child.phase is phase
     child.want(1.0)
     assert child.phase is phase
-    child.phase = Phase.WAITING
+    child.phase = ProcessPhase.WAITING
     child.dismiss()
-    assert child.phase is Phase.RESTING
+    assert child.phase is ProcessPhase.RESTING
     child.want(5.0)
-    assert (child.phase, child.start_at_s) == (Phase.WAITING, 5.0)
+    assert (child.phase, child.start_at_s) == (ProcessPhase.WAITING, 5.0)

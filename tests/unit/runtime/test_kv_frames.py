@@ -18,10 +18,10 @@ from hadal.runtime.transfer import frames
 from hadal.runtime.transfer.frames import (
     About,
     AboutNixl,
-    Ask,
     AskNixl,
     BadPeer,
     Frame,
+    PullChunks,
     blocks_per_chunk,
     checksum,
     receive_bytes,
@@ -69,9 +69,9 @@ GRANT = Grant((1, 2), (3, 4), b"tag")
         About("hadal-a.b.1", "0f", (9, 2, 64, 10), "float32", True),
         AskNixl(),
         AboutNixl(b"\0\xff", 1 << 47, 3),
-        Ask((1, 2), (3, 4), (0,), GRANT),
-        Ask((), (), (), Grant()),
-        Ask(tuple(range(100_000)), (1 << 40,) * 100_000, tuple(range(99)), GRANT),
+        PullChunks((1, 2), (3, 4), (0,), GRANT),
+        PullChunks((), (), (), Grant()),
+        PullChunks(tuple(range(100_000)), (1 << 40,) * 100_000, tuple(range(99)), GRANT),
     ],
 )
 def test_frames_arrive_as_they_were(frame: Frame, is_sealed: bool) -> None:

@@ -18,8 +18,8 @@ from hadal.core.messages import KvLease
 from hadal.runtime.transfer import frames, tcp
 from hadal.runtime.transfer.frames import (
     PURPOSE,
-    Ask,
     AskNixl,
+    PullChunks,
     connect,
     receive_frame,
     receive_head,
@@ -155,12 +155,12 @@ def ask_of(
     generations: tuple[int, ...],
     chunks: tuple[int, ...],
     reader: str = "decode-0",
-) -> Ask:
+) -> PullChunks:
     lease = KvLease(server.address, ids, generations, 64)
-    return Ask(ids, generations, chunks, GRANTS.grant(reader, lease))
+    return PullChunks(ids, generations, chunks, GRANTS.grant(reader, lease))
 
 
-def outcome(server: KvServer, ask: Ask, name: str = "decode-0") -> int:
+def outcome(server: KvServer, ask: PullChunks, name: str = "decode-0") -> int:
     channel, _ = connect("127.0.0.1", server.port, KEY, name, soon())
     with contextlib.closing(channel):
         send_frame(channel, ask)

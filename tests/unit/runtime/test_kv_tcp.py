@@ -15,7 +15,7 @@ import pytest
 
 from hadal.core.handshake import key_of
 from hadal.runtime.transfer import frames, tcp
-from hadal.runtime.transfer.frames import PURPOSE, Ask
+from hadal.runtime.transfer.frames import PURPOSE, PullChunks
 from hadal.runtime.transfer.peers import Channel, NotProven
 from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError, remove_segments
 from hadal.runtime.transfer.tcp import TRIES, KvLink, KvServer
@@ -132,7 +132,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     send_frame = frames.send_frame
 
     def note(channel: Channel, frame: frames.Frame) -> None:
-        if isinstance(frame, Ask):
+        if isinstance(frame, PullChunks):
             seen.append(frame.chunks)
         send_frame(channel, frame)
 

@@ -10,7 +10,7 @@ import pytest
 
 from hadal.core.messages import RankForm, RankStep
 from hadal.core.plans import FormPlan, Member, PrefillPlan
-from hadal.roles.ranks.rank import Progress, RankRole
+from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.runtime.rank import News, Noticing
 
 LINE = re.compile(r"noticed that rank (\d+) is gone: (.+)")
@@ -87,9 +87,9 @@ def test_progress_is_the_runners_and_its_losses_are_told(
     news, _ = woken
     news.forming(form(1, "a", "b", "c"))
     runner = Runner()
-    assert news.take(runner) == Progress(12, True, ())  # type: ignore[arg-type]
+    assert news.take(runner) == RankProgress(12, True, ())  # type: ignore[arg-type]
     runner.lost = (0,)
-    assert news.take(runner) == Progress(12, True, (0,))  # type: ignore[arg-type]
+    assert news.take(runner) == RankProgress(12, True, (0,))  # type: ignore[arg-type]
     assert news.take(runner).lost == (0,)  # type: ignore[arg-type]
     assert [rank for rank, _ in told(caplog)] == [0]
 

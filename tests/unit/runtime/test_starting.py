@@ -6,14 +6,14 @@ import logging
 
 import pytest
 
-from hadal.runtime.process.child import Child, Phase, Starting
+from hadal.runtime.process.child import Child, ProcessPhase, Starting
 from hadal.runtime.process.logs import Doing
 
 
 def children(*names: str) -> list[Child]:
     made = [Child(name, name.partition("-")[0], [], None) for name in names]
     for child in made:
-        child.phase = Phase.STARTING
+        child.phase = ProcessPhase.STARTING
     return made
 
 
@@ -34,7 +34,7 @@ def test_the_log_tells_of_a_long_start(caplog: pytest.LogCaptureFixture) -> None
     for child in those:
         child.is_ready(111.0)
     starting.look(125.0)
-    decode.phase = Phase.STARTING
+    decode.phase = ProcessPhase.STARTING
     starting.look(200.0)
     assert len(caplog.messages) == 1
     starting.look(210.0)
@@ -44,7 +44,7 @@ def test_the_log_tells_of_a_long_start(caplog: pytest.LogCaptureFixture) -> None
 def test_many_are_counted_and_those_that_rest_are_not(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     *those, resting = children(*(f"decode-0.{rank}" for rank in range(7)), "decode-1")
-    resting.phase = Phase.WAITING
+    resting.phase = ProcessPhase.WAITING
     resting.dismiss()
     starting = Starting([*those, resting], has_bar=False)
     starting.look(0.0)

@@ -7,7 +7,7 @@ from functools import cache
 from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
-from hadal.sim.plan.plan import HardwarePlans, Options, price_hardware
+from hadal.sim.plan.plan import HardwarePlans, SearchOptions, price_hardware
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import Pricing
 
@@ -26,5 +26,7 @@ SLO = Slo(2.0, 0.04)
 def small(hardware: str = "h200", usd: float = 2.5) -> HardwarePlans:
     """All pairs of one hardware for SMALL."""
     return price_hardware(
-        Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO), Rent(usd, "given", ""), Options()
+        Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO),
+        Rent(usd, "given", ""),
+        SearchOptions(),
     )

@@ -11,7 +11,13 @@ import pytest
 from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
-from hadal.sim.plan.plan import DayRules, HardwarePlans, Options, Plan, price_hardware
+from hadal.sim.plan.plan import (
+    DayRules,
+    DeploymentPlan,
+    HardwarePlans,
+    SearchOptions,
+    price_hardware,
+)
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import Pricing
 
@@ -27,10 +33,10 @@ def priced(
     **choice: object,
 ) -> HardwarePlans:
     pricing = Pricing(HARDWARE[hardware], DEEPSEEK_V3, traffic, slo)
-    return price_hardware(pricing, Rent(usd, "given", ""), Options(**choice))  # type: ignore[arg-type]
+    return price_hardware(pricing, Rent(usd, "given", ""), SearchOptions(**choice))  # type: ignore[arg-type]
 
 
-def best(**asked: object) -> Plan:
+def best(**asked: object) -> DeploymentPlan:
     return priced(**asked).ranked()[0]  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from hadal.perf.shapes import kv_bytes_per_token
 from hadal.roles.fleet import rules_of
 from hadal.runtime.resolve import plan as resolve
 from hadal.sim.plan.deploy import deployment_of, heading_of, notes_of
-from hadal.sim.plan.plan import DayRules, Options, price_hardware
+from hadal.sim.plan.plan import DayRules, SearchOptions, price_hardware
 from hadal.sim.world.units import kv_blocks
 from tests.unit.sim.plans import small
 from tests.unit.sim.test_plan import best
@@ -50,7 +50,7 @@ def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_p
 def test_a_static_fleet_and_a_part_have_no_fleet_table() -> None:
     found = small()
     static = price_hardware(
-        found.pricing, found.rent, Options(rules=DayRules(is_static=True))
+        found.pricing, found.rent, SearchOptions(rules=DayRules(is_static=True))
     ).ranked()[0]
     made = deployment_of(static)
     assert not made.fleet.is_on

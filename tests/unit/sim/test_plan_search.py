@@ -12,7 +12,7 @@ from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
 from hadal.sim.plan import search as plan_search
-from hadal.sim.plan.plan import Options, Plan, price_hardware
+from hadal.sim.plan.plan import DeploymentPlan, SearchOptions, price_hardware
 from hadal.sim.plan.search import NODES_MAX, Search, impossible, too_large
 from hadal.sim.plan.units import Pricing
 from hadal.sim.plan.verify import Measured, measure
@@ -35,7 +35,7 @@ def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.Monkey
     """
     seen = measure(small().ranked()[0], np.random.default_rng(1))
 
-    def slower(plan: Plan, *_: object) -> Measured:
+    def slower(plan: DeploymentPlan, *_: object) -> Measured:
         return dataclasses.replace(
             seen, promised_tpot_s=1.25 * plan.decode_unit.tpot_s, promised_ttft_s=0.5
         )
@@ -43,7 +43,7 @@ def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plan_search, "measure", slower)
     busy = dataclasses.replace(SMALL, requests_per_s=2000.0)
     pricing = Pricing(HARDWARE["h200"], DEEPSEEK_V3, busy, SLO)
-    search = Search([price_hardware(pricing, Rent(2.5, "given", ""), Options())])
+    search = Search([price_hardware(pricing, Rent(2.5, "given", ""), SearchOptions())])
     before = search.ranked()[0]
     search.verify(1, np.random.default_rng(1), lambda plan, share: None)
     after, kept = search.verified[0]
@@ -67,7 +67,7 @@ def test_it_gives_up_after_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_keeps_it_and_why() -> None:
     pricing = Pricing(HARDWARE["h20"], DEEPSEEK_V3, SMALL, Slo(0.02, 0.001))
-    found = price_hardware(pricing, Rent(1.0, "given", ""), Options())
+    found = price_hardware(pricing, Rent(1.0, "given", ""), SearchOptions())
     assert not Search([found]).ranked()
     text = impossible([found])
     assert "h20 has no prefill unit for it" in text

@@ -12,7 +12,7 @@ from hadal.core.messages import Ahead, Decode, Prefill
 from hadal.core.seams import Send
 from hadal.roles.front import front as front_room
 from hadal.roles.recording import Call, Opening, Recording
-from hadal.sim.replay.relived import Role
+from hadal.sim.replay.relived import RelivedRole
 from hadal.sim.replay.replay import decision_of, replay
 from tests.fresh import fresh
 
@@ -169,13 +169,13 @@ def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
 
 def test_what_a_role_raises_is_compared(recordings: list[Recording]) -> None:
     class Broken:
-        def __init__(self, role: Role) -> None:
+        def __init__(self, role: RelivedRole) -> None:
             self.start = role.start
 
         def handle(self, now_s: float, *events: object) -> list[object]:
             raise RuntimeError("no")
 
-    def broken(opening: Opening) -> Role:
+    def broken(opening: Opening) -> RelivedRole:
         return Broken(make_role(opening)) if opening.process == "prefill-0" else make_role(opening)
 
     report = replay(recordings, broken)

@@ -222,7 +222,7 @@ _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
-class Turn:
+class HolderLock:
     """A lock that knows who holds it: held by a thread for as long as it waits."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Poller:
         congestion: str | None,
         key: bytes,
     ) -> None:
-        self.turn = Turn()
+        self.turn = HolderLock()
         self._host = host
         self._owner = owner
         self._on_accept = on_accept

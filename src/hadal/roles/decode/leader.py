@@ -63,7 +63,7 @@ from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
 from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
-from hadal.roles.unit.schedule import Choice, StepScheduler
+from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.unit import (
     LENGTH,
     STOP,
@@ -89,7 +89,7 @@ def make_plans(
     joins: Sequence[tuple[int, Join]],
     grown: Sequence[tuple[int, int, int]],
     publishes: Sequence[int],
-    choice: Choice,
+    choice: ScheduleChoice,
     second: tuple[tuple[int, ...], ...] | None,
     fills: Mapping[int, Sequence[int]],
     *,
@@ -432,7 +432,7 @@ def _num_full(lease: KvLease) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class _DecodeStep:
     step_id: int
     computed: Bools
     """By slot: whether the plan computes it."""
@@ -497,7 +497,7 @@ class DecodeLeader:
             num_moe_layers=num_moe_layers,
         )
         self._unit = unit
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_DecodeStep] = deque()
         self._num_plans = 0
         self._second: tuple[tuple[int, ...], ...] | None = None
         """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow
@@ -671,7 +671,7 @@ class DecodeLeader:
         self._out += self.slots.moving.done(done.step_id)
         self._out += self._tracer.done(done.step_id, done.events)
 
-    def _take_tokens(self, step: _InFlight, done: StepDone) -> None:
+    def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
@@ -761,7 +761,7 @@ class DecodeLeader:
             moving.joined(ready, step_id)
             computed = table.advance(step_id)
             moving.depart(publishes)
-            self._in_flight.append(_InFlight(step_id, computed, int(np.count_nonzero(computed))))
+            self._in_flight.append(_DecodeStep(step_id, computed, int(np.count_nonzero(computed))))
             self._num_plans += 1
             work = self._work(computed)
             choice = self.scheduler.choose(step_id, work)
@@ -807,7 +807,7 @@ class DecodeLeader:
         num_positions_R = (self.table.length * computed).reshape(shape).sum(axis=1)
         return np.stack((num_requests_R, num_positions_R), axis=1)
 
-    def _trace(self, step_id: int, choice: Choice, work_R2: Ints) -> bool:
+    def _trace(self, step_id: int, choice: ScheduleChoice, work_R2: Ints) -> bool:
         """Note how balanced a plan is; whether it is recorded."""
         balance = step_balance(self.blocks.living, work_R2)
         self._balance.add(balance)

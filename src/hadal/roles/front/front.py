@@ -51,7 +51,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import NO_TOKEN
-from hadal.core.request import Move, State
+from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.core.wire import AnyMessage
 from hadal.policy.admission import Refusal, admit, refuse_lengths
@@ -510,7 +510,7 @@ class Front:
             room = self.rooms.prefill_unit(record)
             if room is None:
                 return  # Those behind it wait too: nobody is overtaken.
-            self.requests.move(record, Move.PLACE)
+            self.requests.move(record, Transition.PLACE)
             record.prefill_unit, record.num_cached = unit, _ = room
             record.last_units = unit, ""
             self.units.sent_to_prefill(unit, record)
@@ -557,7 +557,7 @@ class Front:
             self._finish(now_s, record, (token,), num_cached)
             return
         self._out.append(Deliver(record.request_id, (token,), num_cached=num_cached))
-        self.requests.move(record, Move.FIRST_TOKEN)
+        self.requests.move(record, Transition.FIRST_TOKEN)
         unit = self.handover.unit_for(record)
         if unit is None:
             self._let_go(record)
@@ -588,7 +588,7 @@ class Front:
             self._send(record.prefill_unit, Release(request_id, attempt))
             record.prefill_unit = None
             self.requests.running.pulled(record)
-            self.requests.move(record, Move.PULLED)
+            self.requests.move(record, Transition.PULLED)
 
     def _tokens(self, now_s: float, message: Tokens) -> None:
         for record in self.tokens.early(message):
@@ -606,7 +606,7 @@ class Front:
     def _finish(
         self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0
     ) -> None:
-        self.requests.move(record, Move.FINISH)
+        self.requests.move(record, Transition.FINISH)
         self.totals.finished += 1
         self._finished.count(now_s)
         self._out.append(
@@ -677,17 +677,17 @@ class Front:
                 503,
             )
             return
-        self.requests.move(record, Move.LOSE)
+        self.requests.move(record, Transition.LOSE)
         record.attempt += 1
         if delay_s:
             record.not_before_s = now_s + delay_s
             self._alarm.retry_at(record.not_before_s)
-        self.requests.move(record, Move.REQUEUE)
+        self.requests.move(record, Transition.REQUEUE)
 
     def _fail(self, record: Record, error: str, status: int) -> None:
         """End a request without finishing it."""
         self._let_go(record)
-        self.requests.move(record, Move.CANCEL)
+        self.requests.move(record, Transition.CANCEL)
         if status == CLOSED_STATUS:
             self.totals.cancelled += 1
         else:

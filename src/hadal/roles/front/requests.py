@@ -23,7 +23,7 @@ from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig
 from hadal.core.errors import InvariantError
 from hadal.core.messages import BLOCK_TOKENS, Generation, Tokens
-from hadal.core.request import MAY_OWN, OWNS, Move, State, next_state
+from hadal.core.request import MAY_OWN, OWNS, State, Transition, next_state
 from hadal.core.seams import Closing
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
@@ -357,7 +357,7 @@ class RequestBook:
         while seen_s[first := next(iter(seen_s))] < now_s - LATELY_S:
             del seen_s[first]
 
-    def move(self, record: Record, move: Move) -> None:
+    def move(self, record: Record, move: Transition) -> None:
         """Walk the life's table; raises InvariantError for a move that cannot happen. An ended
         request is forgotten.
         """

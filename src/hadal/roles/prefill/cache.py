@@ -32,7 +32,7 @@ from hadal.core.seams import Effect, LoadBlocks, Send, StoreBlocks, UsedBlocks
 from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
 from hadal.policy.routing import LoadRates, Prefix, choose_prefix, usable_blocks
-from hadal.roles.prefill.prompts import Found, Prompt, Start
+from hadal.roles.prefill.prompts import Found, PrefillAttempt, Start
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.disk_stores import StoreBook
 
@@ -76,7 +76,7 @@ class DiskLoad:
     began_s: float
     predicted_s: float
     deadline_s: float
-    prompt: Prompt | None
+    prompt: PrefillAttempt | None
     """Who waits for it; None: nobody any more."""
     owner: Reader
     """Of `into`."""
@@ -126,7 +126,7 @@ class LoadBook:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, now_s: float, prompt: Prompt, first: int, num_blocks: int) -> DiskLoad:
+    def begin(self, now_s: float, prompt: PrefillAttempt, first: int, num_blocks: int) -> DiskLoad:
         """`prompt`'s blocks from `first` on will be read into the blocks that it has for them."""
         chain = prompt.generation.chain
         names = slice_of(chain, first, first + num_blocks)
@@ -159,7 +159,7 @@ class LoadBook:
             self.meter.observe(now_s, num_loaded, now_s - since_s)
         return load
 
-    def abandon(self, prompt: Prompt) -> None:
+    def abandon(self, prompt: PrefillAttempt) -> None:
         """The prompt does not wait for it any more."""
         for load in self._loads.values():
             if load.prompt is prompt:
@@ -263,7 +263,7 @@ class PrefillCache:
         self._num_shared.clear()
         self._queued_s = self.loads.queued_s()
 
-    def find(self, prompt: Prompt) -> Found:
+    def find(self, prompt: PrefillAttempt) -> Found:
         """What it would begin with on each rank."""
         num_most = min(num_names(prompt.generation.chain), usable_blocks(len(prompt.tokens)))
         chain = slice_of(prompt.generation.chain, 0, num_most)
@@ -367,7 +367,7 @@ class PrefillCache:
         self._pools.free(load.rank, load.into, load.owner)
         return self._used(slice_of(load.names, 0, num))
 
-    def give_up(self, now_s: float) -> list[Prompt]:
+    def give_up(self, now_s: float) -> list[PrefillAttempt]:
         """Let prompts that waited too long for the disk compute instead, in other blocks: the read
         may still write its own. Returns those for which there is no room.
         """
@@ -398,7 +398,7 @@ class PrefillCache:
             self._fetches[rank] += blocks
 
     # ---- a prompt is computed ----
-    def written(self, prompt: Prompt) -> None:
+    def written(self, prompt: PrefillAttempt) -> None:
         """Its KV is there up to `num_done`: let full blocks be found."""
         full = min(prompt.num_done // BLOCK_TOKENS, num_names(prompt.generation.chain))
         if self._keeps and full > prompt.num_named:
@@ -408,7 +408,7 @@ class PrefillCache:
             )
             prompt.num_named = full
 
-    def ahead(self, prompt: Prompt) -> list[Effect]:
+    def ahead(self, prompt: PrefillAttempt) -> list[Effect]:
         """Tell which full blocks of a prompt that goes on are there, if there are more than
         before.
         """
@@ -425,7 +425,7 @@ class PrefillCache:
         )
         return [Send("front", PrefillAhead(self._unit, *prompt.key, lease))]
 
-    def finished(self, prompt: Prompt) -> None:
+    def finished(self, prompt: PrefillAttempt) -> None:
         """Its first token came: count, and store what the disk has not."""
         generation, counts, prefix = prompt.generation, self._counts, prompt.prefix
         counts[cache.MEMORY_HIT_TOKENS] += prefix.num_memory * BLOCK_TOKENS
@@ -439,7 +439,7 @@ class PrefillCache:
             # the event.
             self._begun += self.stores.begin()
 
-    def failed(self, prompt: Prompt) -> None:
+    def failed(self, prompt: PrefillAttempt) -> None:
         """Its token is void, so what it attended to may be: nothing of its rank is found any
         more.
         """

@@ -53,18 +53,25 @@ from hadal.kv.disk_index import BlockIndex
 from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.policy.admission import in_turns
 from hadal.roles.prefill.cache import PrefillCache
-from hadal.roles.prefill.prompts import Part, Prompt, cut, pack, step_balance, work_on
+from hadal.roles.prefill.prompts import (
+    PrefillAttempt,
+    PromptChunk,
+    cut,
+    pack,
+    step_balance,
+    work_on,
+)
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
 from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
-from hadal.roles.unit.schedule import Choice, StepScheduler
+from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.unit import BalanceMeter, Tracer, UnitReporter, finish_of, given_back
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class _PrefillStep:
     step_id: int
-    parts: tuple[Part, ...]
+    parts: tuple[PromptChunk, ...]
     """Of all ranks and their micro-batches, in the order of StepDone's keys."""
     fetches: tuple[tuple[int, ...], ...]
     """By rank."""
@@ -141,15 +148,15 @@ class PrefillLeader:
         # faster.
         self._is_by_cost = request_balance == AUTO and num_ranks > 1
         self._is_in_turn = request_balance == TURNS
-        self._waiting: dict[Key, Prompt] = {}
+        self._waiting: dict[Key, PrefillAttempt] = {}
         """In the order of their turns; tenants take turns beyond that."""
         self._tenants: set[str] = set()
         """Tenants of those that wait, and of some that no longer do."""
         self._num_arrived = 0
-        self._started: dict[Key, Prompt] = {}
+        self._started: dict[Key, PrefillAttempt] = {}
         self._num_tokens_left: int | None = None
         """Of all of them, not yet planned; None: to be counted again."""
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_PrefillStep] = deque()
         self._num_plans = 0
         self._reporter = UnitReporter(
             unit, PREFILL, epoch, self.blocks, num_requests_max, heartbeat_s, self.cache.totals
@@ -223,7 +230,7 @@ class PrefillLeader:
 
     # ---- what comes in ----
     def _accept(self, generation: Generation) -> None:
-        prompt = Prompt(generation, text_of(generation), number=self._num_arrived)
+        prompt = PrefillAttempt(generation, text_of(generation), number=self._num_arrived)
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
             return  # The same message twice.
         num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living
@@ -263,14 +270,14 @@ class PrefillLeader:
             prompt.is_dropped = True
             self._free_if_done(prompt)
 
-    def _free_if_done(self, prompt: Prompt) -> None:
+    def _free_if_done(self, prompt: PrefillAttempt) -> None:
         """Free a dropped prompt's blocks unless a plan in flight still writes them."""
         if prompt.is_dropped and not any(
             prompt.last_step_id == step.step_id for step in self._in_flight
         ):
             self._free_started(prompt)
 
-    def _free_started(self, prompt: Prompt) -> None:
+    def _free_started(self, prompt: PrefillAttempt) -> None:
         del self._started[prompt.key]
         self.blocks.free(prompt.rank, prompt.block_ids, prompt.key)
         if prompt.is_loading:
@@ -352,7 +359,7 @@ class PrefillLeader:
                 self._free_if_done(part.prompt)
         self._out += self._tracer.done(done.step_id, done.events)
 
-    def _written(self, step: _InFlight, void: set[int]) -> None:
+    def _written(self, step: _PrefillStep, void: set[int]) -> None:
         """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not
         what it should be.
         """
@@ -364,13 +371,13 @@ class PrefillLeader:
                 if self._is_pulled_early:
                     self._out += self.cache.ahead(prompt)
 
-    def _give_up(self, prompt: Prompt, error: str) -> None:
+    def _give_up(self, prompt: PrefillAttempt, error: str) -> None:
         if not prompt.is_dropped:
             self._give_back(prompt.key, void(error))
             prompt.is_dropped = True
 
     def _first_token(
-        self, now_s: float, prompt: Prompt, value: int, done: StepDone, key: int
+        self, now_s: float, prompt: PrefillAttempt, value: int, done: StepDone, key: int
     ) -> None:
         generation, index = prompt.generation, len(prompt.generation.output)
         self.cache.finished(prompt)
@@ -402,7 +409,7 @@ class PrefillLeader:
         self._out.append(Send("front", PrefillDone(self._unit, token, lease, num_cached)))
 
     # ---- what goes to the Runner ----
-    def _in_turns(self) -> Iterable[Prompt]:
+    def _in_turns(self) -> Iterable[PrefillAttempt]:
         """Those that wait, in the order in which they may start."""
         if len(self._tenants) < 2:
             return self._waiting.values()
@@ -436,7 +443,7 @@ class PrefillLeader:
                 part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
             works = [work_on(parts) for parts in step.parts]
             choice = self.scheduler.choose(step_id, works)
-            halves: list[tuple[Sequence[Part], Sequence[Part]]] = [
+            halves: list[tuple[Sequence[PromptChunk], Sequence[PromptChunk]]] = [
                 (parts, ()) for parts in step.parts
             ]
             if choice.num_micro_batches == 2:
@@ -451,14 +458,14 @@ class PrefillLeader:
                 ]
             flat = tuple(part for first, second in halves for part in chain(first, second))
             fetches = tuple(self.cache.take_fetches(rank) for rank in range(self.blocks.num_ranks))
-            self._in_flight.append(_InFlight(step_id, flat, fetches))
+            self._in_flight.append(_PrefillStep(step_id, flat, fetches))
             self._out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
 
     def _plans(
         self,
-        step: _InFlight,
-        halves: Sequence[tuple[Sequence[Part], Sequence[Part]]],
-        choice: Choice,
+        step: _PrefillStep,
+        halves: Sequence[tuple[Sequence[PromptChunk], Sequence[PromptChunk]]],
+        choice: ScheduleChoice,
         works: Sequence[tuple[int, int]],
     ) -> tuple[PrefillPlan, ...]:
         """The step's plans, one for each rank. `works`: tokens and pairs by rank."""

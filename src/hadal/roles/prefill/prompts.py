@@ -39,7 +39,7 @@ from hadal.policy.views import PrefillRankView, PromptView
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.unit import history_of
 
-Start = tuple["Prompt", int, Prefix]
+Start = tuple["PrefillAttempt", int, Prefix]
 """A prompt that takes its blocks now, its rank, and what it finds there."""
 Found = Mapping[int, Prefix]
 """rank -> what a prompt finds there; ranks with nothing of it are not in it."""
@@ -52,7 +52,7 @@ it is where a step costs more; steps are shorter the smaller it is.
 
 
 @dataclass(slots=True)
-class Prompt:
+class PrefillAttempt:
     """One attempt, from its arrival until its blocks are leased or freed."""
 
     generation: Generation
@@ -114,10 +114,10 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptChunk:
     """Positions start .. end-1 of a prompt, in one step."""
 
-    prompt: Prompt
+    prompt: PrefillAttempt
     start: int
     end: int
 
@@ -142,32 +142,32 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepContents:
     """What a step takes."""
 
     starts: tuple[Start, ...]
     """In their order. One that the step has no time for yet takes its blocks all the same: its rank
     is settled.
     """
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[PromptChunk, ...], ...]
     """By rank."""
 
 
-def _found_nowhere(prompt: Prompt) -> Found:
+def _found_nowhere(prompt: PrefillAttempt) -> Found:
     return {}
 
 
 def pack(
-    started: Iterable[Prompt],
-    waiting: Iterable[Prompt],
+    started: Iterable[PrefillAttempt],
+    waiting: Iterable[PrefillAttempt],
     pools: RankPools,
     chunk_tokens: int,
     num_requests_max: int,
     rates: StepRates | None = None,
-    find: Callable[[Prompt], Found] = _found_nowhere,
+    find: Callable[[PrefillAttempt], Found] = _found_nowhere,
     *,
     is_in_turn: bool = False,
-) -> Step:
+) -> StepContents:
     """Return a step cut by cost if there are `rates`, by token budgets if not; `is_in_turn`: with
     ranks in turn.
 
@@ -176,7 +176,7 @@ def pack(
     one fits nowhere. `find` tells what of a prompt can be found; until `starts` have their blocks
     that must stay so.
     """
-    rank_to_prompts: list[list[Prompt]] = [[] for _ in range(pools.num_ranks)]
+    rank_to_prompts: list[list[PrefillAttempt]] = [[] for _ in range(pools.num_ranks)]
     num_starts = [num_requests_max] * pools.num_ranks
     for prompt in started:
         num_starts[prompt.rank] -= 1
@@ -190,14 +190,14 @@ def pack(
 
 
 def _pack_cost(
-    rank_to_prompts: Sequence[Sequence[Prompt]],
+    rank_to_prompts: Sequence[Sequence[PrefillAttempt]],
     num_starts: Sequence[int],
-    waiting: Iterable[Prompt],
+    waiting: Iterable[PrefillAttempt],
     pools: RankPools,
     chunk_tokens: int,
     rates: StepRates,
-    find: Callable[[Prompt], Found],
-) -> Step:
+    find: Callable[[PrefillAttempt], Found],
+) -> StepContents:
     """Every rank the same time, as nearly the same tokens as that allows."""
     living = pools.living
     limits = StepLimits(max(1, int(MEAN_SHARE * chunk_tokens)), chunk_tokens)
@@ -221,7 +221,7 @@ def _pack_cost(
     plan = plan_step(
         views, [prompt.view() for prompt, _ in seen], rates, limits, cached if any(cached) else ()
     )
-    parts: list[tuple[Part, ...]] = [()] * pools.num_ranks
+    parts: list[tuple[PromptChunk, ...]] = [()] * pools.num_ranks
     starts: dict[int, Start] = {}
     for of_rank in plan.ranks:
         rank = of_rank.rank
@@ -237,14 +237,14 @@ def _pack_cost(
             for index in of_rank.starts
         ]
         parts[rank] = tuple(
-            Part(prompt, start, start + size)
+            PromptChunk(prompt, start, start + size)
             for (prompt, start), size in zip(prompts, of_rank.sizes, strict=True)
             if size
         )
-    return Step(tuple(starts[index] for index in sorted(starts)), tuple(parts))
+    return StepContents(tuple(starts[index] for index in sorted(starts)), tuple(parts))
 
 
-def _views_with(prompt: Prompt, found: Found) -> dict[int, PromptView]:
+def _views_with(prompt: PrefillAttempt, found: Found) -> dict[int, PromptView]:
     """By rank, as it is where it finds this. Ranks that find the same share a view, which is then
     priced once.
     """
@@ -256,7 +256,7 @@ def _kinds(found: Found) -> list[Prefix]:
     return list({id(prefix): prefix for prefix in found.values()}.values())
 
 
-def _num_left(prompt: Prompt, found: Found) -> int:
+def _num_left(prompt: PrefillAttempt, found: Found) -> int:
     """Tokens that have to be computed where most of it is."""
     return (
         prompt.num_left
@@ -265,14 +265,14 @@ def _num_left(prompt: Prompt, found: Found) -> int:
 
 
 def _pack_tokens(
-    rank_to_prompts: list[list[Prompt]],
+    rank_to_prompts: list[list[PrefillAttempt]],
     num_starts: Sequence[int],
-    waiting: Iterable[Prompt],
+    waiting: Iterable[PrefillAttempt],
     pools: RankPools,
     chunk_tokens: int,
-    find: Callable[[Prompt], Found],
+    find: Callable[[PrefillAttempt], Found],
     is_in_turn: bool,
-) -> Step:
+) -> StepContents:
     """Every rank as many tokens as its budget."""
     ready = [[(p, p.view()) for p in prompts if not p.is_loading] for prompts in rank_to_prompts]
     views = {
@@ -321,7 +321,7 @@ def _pack_tokens(
             num_blocks_free=taken.num_blocks_free - view.num_blocks_needed,
             num_starts_free=taken.num_starts_free - 1,
         )
-    parts: list[tuple[Part, ...]] = []
+    parts: list[tuple[PromptChunk, ...]] = []
     for rank, of_rank in enumerate(ready):
         of_rank = of_rank[:chunk_tokens]
         sizes = pack_chunks(
@@ -329,17 +329,17 @@ def _pack_tokens(
         )
         parts.append(
             tuple(
-                Part(prompt, view.num_context, view.num_context + size)
+                PromptChunk(prompt, view.num_context, view.num_context + size)
                 for (prompt, view), size in zip(of_rank, sizes, strict=False)
             )
         )
     running = {id(part.prompt) for of_rank in parts for part in of_rank}
     # By rank, as their blocks are taken; one without a part waits on, unless it is for the disk.
     starts = [start for start in starts if start[2].num_loading or id(start[0]) in running]
-    return Step(tuple(sorted(starts, key=lambda start: start[1])), tuple(parts))
+    return StepContents(tuple(sorted(starts, key=lambda start: start[1])), tuple(parts))
 
 
-def work_on(parts: Sequence[Part]) -> tuple[int, int]:
+def work_on(parts: Sequence[PromptChunk]) -> tuple[int, int]:
     """Tokens and (token, position) pairs of a rank's parts."""
     return (
         sum(part.end - part.start for part in parts),
@@ -358,7 +358,9 @@ def step_balance(works: Sequence[tuple[int, int]], rates: StepRates) -> dict[str
     return balance_of({ATTENTION: pairs, TOKENS: tokens, TIME: times_s})
 
 
-def cut(parts: Sequence[Part], num_first: Sequence[int]) -> tuple[list[Part], list[Part]]:
+def cut(
+    parts: Sequence[PromptChunk], num_first: Sequence[int]
+) -> tuple[list[PromptChunk], list[PromptChunk]]:
     """The parts of two micro-batches, `num_first` tokens of each part in the first. A prompt cut is
     in both.
     """

@@ -104,7 +104,7 @@ class RankState(StrEnum):
     DROPPED = "dropped"
 
 
-class Phase(StrEnum):
+class RankPhase(StrEnum):
     WAITING = "waiting"
     """Nobody to form with, or not everybody is there yet and the grace goes on."""
     FORMING = "forming"
@@ -122,13 +122,13 @@ _RANK_NEXT: dict[tuple[RankState, str], RankState] = {
     **{(s, "drop"): RankState.DROPPED for s in (RankState.UP, RankState.FORMING, RankState.MEMBER)},
     (RankState.FORMING, "formed"): RankState.MEMBER,
 }
-_PHASE_NEXT: dict[tuple[Phase, str], Phase] = {
-    **{(phase, "form"): Phase.FORMING for phase in Phase},
-    **{(phase, "empty"): Phase.WAITING for phase in Phase},
-    (Phase.FORMING, "formed"): Phase.RUNNING,
-    (Phase.RUNNING, "drain"): Phase.DRAINING,
-    (Phase.RUNNING, "break"): Phase.BROKEN,
-    (Phase.DRAINING, "break"): Phase.BROKEN,
+_PHASE_NEXT: dict[tuple[RankPhase, str], RankPhase] = {
+    **{(phase, "form"): RankPhase.FORMING for phase in RankPhase},
+    **{(phase, "empty"): RankPhase.WAITING for phase in RankPhase},
+    (RankPhase.FORMING, "formed"): RankPhase.RUNNING,
+    (RankPhase.RUNNING, "drain"): RankPhase.DRAINING,
+    (RankPhase.RUNNING, "break"): RankPhase.BROKEN,
+    (RankPhase.DRAINING, "break"): RankPhase.BROKEN,
 }
 _LIVING = (RankState.UP, RankState.FORMING, RankState.MEMBER)
 
@@ -184,7 +184,7 @@ def next_rank_state(state: RankState, move: str) -> RankState:
         raise InvariantError(f"a rank that is {state} cannot {move}") from None
 
 
-def next_phase(phase: Phase, move: str) -> Phase:
+def next_phase(phase: RankPhase, move: str) -> RankPhase:
     """Return a unit's phase after `move`. Raises InvariantError for a pair that cannot happen."""
     try:
         return _PHASE_NEXT[phase, move]
@@ -237,7 +237,7 @@ class RankBook:
                 f"the placement is for {placement.num_ranks} ranks, and the unit has {num_ranks}."
             )
         self.generation = 0
-        self.phase = Phase.WAITING
+        self.phase = RankPhase.WAITING
         self.members: dict[int, str] = {}
         """rank -> epoch, of the newest generation, formed or not."""
         self.effects: list[Effect] = []
@@ -316,7 +316,7 @@ class RankBook:
     @property
     def is_running(self) -> bool:
         """Steps of this generation may be done."""
-        return self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.BROKEN)
+        return self.phase in (RankPhase.RUNNING, RankPhase.DRAINING, RankPhase.BROKEN)
 
     # ---- what comes in ----
     def rank_up(self, now_s: float, message: RankUp) -> None:
@@ -341,9 +341,9 @@ class RankBook:
         self._first_up_s = now_s if self._first_up_s is None else self._first_up_s
         if was_member:
             self._lost(now_s, message.rank, "another process has its name")
-        elif self.phase is Phase.RUNNING:
+        elif self.phase is RankPhase.RUNNING:
             self._move(now_s, "drain")
-        elif self.phase is Phase.WAITING:
+        elif self.phase is RankPhase.WAITING:
             self._form_if_ready(now_s)
 
     def rank_held(self, now_s: float, message: RankHeld) -> None:
@@ -419,7 +419,7 @@ class RankBook:
         formed = message.formed
         if not self._is_heard(now_s, message.rank, message.epoch):
             return
-        if self.phase is not Phase.FORMING or formed.generation != self.generation:
+        if self.phase is not RankPhase.FORMING or formed.generation != self.generation:
             self.num_stale += 1
             return
         rank = self._ranks[message.rank]
@@ -441,7 +441,7 @@ class RankBook:
         more.
         """
         self._blame.add(observer, lost, self.members)
-        if self.phase in (Phase.RUNNING, Phase.DRAINING):
+        if self.phase in (RankPhase.RUNNING, RankPhase.DRAINING):
             self._move(now_s, "break")
             self.notes.append(
                 f"rank {observer} lost {name_peers(lost)}: steps wait until it is known who is gone"
@@ -471,18 +471,18 @@ class RankBook:
         if is_over:
             self.form(now_s)
         match self.phase:
-            case Phase.WAITING:
+            case RankPhase.WAITING:
                 self._form_if_ready(now_s)
-            case Phase.FORMING:
+            case RankPhase.FORMING:
                 self._see_answers(now_s)
-            case Phase.BROKEN:
+            case RankPhase.BROKEN:
                 self._believe_blamers(now_s)
-                if self.phase is Phase.BROKEN and now_s - self._phase_s >= NEWS_S:
+                if self.phase is RankPhase.BROKEN and now_s - self._phase_s >= NEWS_S:
                     self._form_again(now_s)
-            case Phase.DRAINING:
+            case RankPhase.DRAINING:
                 if now_s - self._phase_s >= self._drain_timeout_s:
                     self.form(now_s)
-            case Phase.RUNNING:
+            case RankPhase.RUNNING:
                 if any(rank.state is RankState.UP for rank in self._ranks):
                     self._move(now_s, "drain")
 
@@ -568,7 +568,7 @@ class RankBook:
         """In phase FORMING: go on when everybody answered well, form again when somebody could
         not.
         """
-        if self.phase is not Phase.FORMING:
+        if self.phase is not RankPhase.FORMING:
             return
         missing = self.members.keys() - self._answered.keys()
         if not missing and self._failed_s is None:
@@ -611,14 +611,14 @@ class RankBook:
     def _lost(self, now_s: float, index: int, reason: str) -> None:
         """A member is gone: this generation is over."""
         self.notes.append(f"rank {index} is gone ({reason}): the others go on without it")
-        if self.phase is not Phase.WAITING:
+        if self.phase is not RankPhase.WAITING:
             self.form(now_s)
 
     def _drop(self, now_s: float, index: int, reason: str) -> None:
         """Give a living rank up, and go on without it."""
         was_member = index in self.members
         self._give_up(now_s, index, reason)
-        if was_member and self.phase is not Phase.WAITING:
+        if was_member and self.phase is not RankPhase.WAITING:
             self.form(now_s)
 
     def _give_up(self, now_s: float, index: int, reason: str) -> None:
@@ -706,7 +706,7 @@ class RankBook:
             problems.append(
                 f"generation {self.generation} is {self.phase} with a member that did not form"
             )
-        if self.phase is Phase.WAITING and any(
+        if self.phase is RankPhase.WAITING and any(
             rank.state is RankState.MEMBER for rank in self._ranks
         ):
             problems.append("a member of nothing")

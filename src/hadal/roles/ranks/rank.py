@@ -219,7 +219,7 @@ class RankHoldings:
         )
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class RankProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """How far the rank's compute thread is. The host feeds it before every Tick, before a step's
     result, and whenever `lost` changed.
     """
@@ -261,7 +261,7 @@ class RankRole:
         self._up = RankUp(unit, rank, epoch, host, port, pool, expert_port)
         self._beat_s = beat_s
         self._is_formed = False
-        self._progress = Progress(0, False)
+        self._progress = RankProgress(0, False)
         self._in_flight: deque[tuple[int, int]] = deque()
         """(generation, step id) of what the host was given and has not answered."""
         self._holdings = RankHoldings()
@@ -279,7 +279,7 @@ class RankRole:
         self._next_beat_s = now_s + self._beat_s
         return [Send(SUPERVISOR, self._up), Send(self._leader, self._up), *self._wake()]
 
-    def handle(self, now_s: float, event: Event | Progress) -> list[Effect]:
+    def handle(self, now_s: float, event: Event | RankProgress) -> list[Effect]:
         """Take in one event and return what to do, in order."""
         effects: list[Effect] = []
         match event:
@@ -302,7 +302,7 @@ class RankRole:
             case KvPulled() | BlocksLoaded() | BlocksStored():
                 self._num_asked -= 1
                 effects.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
-            case Progress():
+            case RankProgress():
                 if (
                     not self._is_formed
                 ):  # Whom an older generation lost says nothing about this one.

@@ -77,7 +77,7 @@ from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
-from hadal.roles.ranks.book import PEER_ERRORS, Phase, RankBook
+from hadal.roles.ranks.book import PEER_ERRORS, RankBook, RankPhase
 from hadal.roles.suspects import Absence
 
 # One result of a step out of its ranks' parts. Knows nothing of who is a member.
@@ -134,7 +134,7 @@ class Core(Protocol):
 
 
 @dataclass(slots=True)
-class _Step:
+class _RanksStep:
     """One step under way: what every member has answered so far."""
 
     step_id: int
@@ -175,7 +175,7 @@ class RankedLeader:
         self._unit = unit
         self._num_slots = num_slots
         self._step_timeout_s = step_timeout_s
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_RanksStep] = deque()
         self._held_writes: list[Pull | LoadBlocks] | None = None
         """Not None after a failed step, whose blocks the core takes for free while other ranks may
         still compute in them: what is to be copied into pools waits until the next generation is
@@ -308,10 +308,10 @@ class RankedLeader:
 
     # ---- steps ----
     def _execute(self, now_s: float, effect: Execute) -> None:
-        if self.book.phase is not Phase.RUNNING or self.book.generation != self._generation:
+        if self.book.phase is not RankPhase.RUNNING or self.book.generation != self._generation:
             return  # No step may begin, and the next generation makes this one void.
         plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
-        self._in_flight.append(_Step(plans[0].step_id, self._offsets(plans), now_s))
+        self._in_flight.append(_RanksStep(plans[0].step_id, self._offsets(plans), now_s))
         for rank in self.book.members:
             self._send_rank(rank, RankStep(self._generation, plans[rank]))
 
@@ -380,7 +380,7 @@ class RankedLeader:
             self.num_stale += 1
 
     def _may_plan_experts(self, now_s: float) -> bool:
-        return self.book.phase is Phase.RUNNING and self.experts.may_plan(now_s)
+        return self.book.phase is RankPhase.RUNNING and self.experts.may_plan(now_s)
 
     def _plan_experts(self, now_s: float) -> None:
         """In a Tick of its own, when what the steps wait for is sent."""
@@ -394,7 +394,7 @@ class RankedLeader:
         one.
         """
         book = self.book
-        if book.phase is Phase.DRAINING and not self._in_flight:
+        if book.phase is RankPhase.DRAINING and not self._in_flight:
             book.form(now_s)
         if book.generation != self._generation:
             self._generation = book.generation
@@ -410,7 +410,7 @@ class RankedLeader:
             addresses = {rank: (up.host, up.expert_port) for rank, up in ups.items()}
             self.experts.began(book.generation, book.placement, addresses)
             self._reset_core(now_s)
-        elif book.phase is Phase.WAITING and self._core_members:
+        elif book.phase is RankPhase.WAITING and self._core_members:
             self._reset_core(
                 now_s
             )  # Nobody is left: what they held is given back now, not when they are replaced.

@@ -19,7 +19,7 @@ from hadal.core.plans import OpTime
 from hadal.core.rates import StepRates
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
 from hadal.overlap.split import Bools, Ints, split_chunks, split_ranks
-from hadal.perf.costs import StepCosts, Work, choose, halve_works
+from hadal.perf.costs import MicroBatchWork, StepCosts, choose, halve_works
 from hadal.policy.prefill_balance import UNMEASURED
 
 AUTO = "auto"
@@ -32,12 +32,12 @@ _KEPT_CHOICES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ScheduleChoice:
     """How every rank runs a step."""
 
     schedule: str
     num_micro_batches: int
-    works: tuple[Work, ...]
+    works: tuple[MicroBatchWork, ...]
     """Of the busiest rank, by micro-batch: what the step's times are noted under."""
 
 
@@ -68,27 +68,27 @@ class StepScheduler:
         self._rates_at = -1
         self._last: tuple[Schedule, int] = (SEQUENTIAL, 1)
         """How the last step was run."""
-        self._in_flight: dict[int, tuple[Work, ...]] = {}
+        self._in_flight: dict[int, tuple[MicroBatchWork, ...]] = {}
 
-    def choose(self, step_id: int, rank_to_work: ArrayLike) -> Choice:
+    def choose(self, step_id: int, rank_to_work: ArrayLike) -> ScheduleChoice:
         """Decide for step `step_id`; int [R, 2]: tokens, pairs of a token and a position that it
         attends to.
         """
         rates = self.rates
         tokens_R, pairs_R = np.asarray(rank_to_work, np.int64).T
         busiest = int((rates.token_s * tokens_R + rates.pair_s * pairs_R).argmax())
-        whole = Work(int(tokens_R[busiest]), int(pairs_R[busiest]))
+        whole = MicroBatchWork(int(tokens_R[busiest]), int(pairs_R[busiest]))
         schedule, num = self._decide(whole, int(tokens_R.max()))
         self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
         # Of each op the longest of all ranks' times comes back (roles/ranks/ranks): what grows
         # with tokens from the rank that has most of them, what grows with pairs from the one that
         # has most of those.
-        longest = Work(int(tokens_R.max()), int(pairs_R.max()))
+        longest = MicroBatchWork(int(tokens_R.max()), int(pairs_R.max()))
         self._in_flight[step_id] = (longest,) if num == 1 else halve_works(longest)
-        return Choice(schedule.name, num, works)
+        return ScheduleChoice(schedule.name, num, works)
 
-    def _decide(self, whole: Work, num_tokens_max: int) -> tuple[Schedule, int]:
+    def _decide(self, whole: MicroBatchWork, num_tokens_max: int) -> tuple[Schedule, int]:
         if num_tokens_max < self._num_tokens_min or self._overlap == SEQUENTIAL.name:
             return SEQUENTIAL, 1  # Two micro-batches that hide nothing only make smaller products.
         if self._overlap != AUTO:

@@ -146,7 +146,7 @@ class FactsRefused(HadalError):
 
 
 @dataclass(frozen=True)
-class Window:
+class LedgerWindow:
     """What the ledger holds of a stretch of time."""
 
     tally: Tally
@@ -197,7 +197,9 @@ class Store:
             ledger.write_nodes(connection, facts.nodes)
             return ledger.write_requests(connection, facts.requests)
 
-    def read(self, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0) -> Window:
+    def read(
+        self, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
+    ) -> LedgerWindow:
         """As of one instant, with details of each of `by` (stats/report). Raises LedgerError where
         there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
         """
@@ -206,7 +208,7 @@ class Store:
         try:
             with self._begin(is_reading=True) as connection:
                 ledger.check_schema(connection)
-                return Window(
+                return LedgerWindow(
                     ledger.read_tally(connection, from_us, to_us),
                     ledger.read_nodes(connection, from_us, to_us),
                     ledger.read_details(

@@ -98,7 +98,7 @@ PUT_OFF_MAX_S = 240.0
 _ENTRY = str(Path(__file__).with_name("entry.py"))
 
 
-class Phase(StrEnum):
+class ProcessPhase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     WAITING = "waiting"
@@ -126,7 +126,7 @@ class Child:
         """
         self.name = name
         self.role = role
-        self.phase = Phase.WAITING
+        self.phase = ProcessPhase.WAITING
         self.pid = 0
         self.num_starts = 0
         self.start_at_s = 0.0
@@ -173,7 +173,7 @@ class Child:
             env=environment,
         )
         self.pid = self._process.pid
-        self.phase = Phase.STARTING
+        self.phase = ProcessPhase.STARTING
         self._is_replaced = False
         self.num_starts += 1
         self.started_s = self.moved_s = now_s
@@ -185,8 +185,8 @@ class Child:
 
     def is_ready(self, now_s: float) -> None:
         """It works: from now on its end is a crash, not a failed start."""
-        if self.phase is Phase.STARTING:
-            self.phase = Phase.READY
+        if self.phase is ProcessPhase.STARTING:
+            self.phase = ProcessPhase.READY
             self.ready_s = now_s
             self._start_took_s = max(self._start_took_s, now_s - self.started_s)
             self._failed_starts = 0
@@ -216,16 +216,16 @@ class Child:
         self._process = None
         self.start_at_s = now_s
         if not self._is_wanted:
-            self.phase, self.pid = Phase.RESTING, 0
+            self.phase, self.pid = ProcessPhase.RESTING, 0
             self._failed_starts = self._backoff = 0
             return code
         if not self._is_replaced:
             self._exits_s.append(now_s)
-            if self.phase is Phase.STARTING:
+            if self.phase is ProcessPhase.STARTING:
                 self._failed_starts += 1
             self._backoff = 0 if now_s - self.started_s > _STEADY_S else self._backoff + 1
             self.start_at_s += _BACKOFF_S[min(max(self._backoff - 1, 0), len(_BACKOFF_S) - 1)]
-        self.phase = Phase.WAITING
+        self.phase = ProcessPhase.WAITING
         self.pid = 0
         return code
 
@@ -272,14 +272,14 @@ class Child:
     def dismiss(self) -> None:
         """It need not run. One that does goes on until it ends, and is not started again."""
         self._is_wanted = False
-        if self.phase is Phase.WAITING:
-            self.phase = Phase.RESTING
+        if self.phase is ProcessPhase.WAITING:
+            self.phase = ProcessPhase.RESTING
 
     def want(self, now_s: float) -> None:
         """It is to run: at once if it does not, else again when it has ended."""
         self._is_wanted = True
-        if self.phase is Phase.RESTING:
-            self.phase = Phase.WAITING
+        if self.phase is ProcessPhase.RESTING:
+            self.phase = ProcessPhase.WAITING
             self.start_at_s = max(self.start_at_s, now_s)
 
     def wait(self, timeout_s: float) -> bool:
@@ -291,7 +291,7 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         self._process = None
-        self.phase = Phase.ENDED
+        self.phase = ProcessPhase.ENDED
         self.pid = 0
         return True
 
@@ -339,7 +339,7 @@ class Starting:
 
     def look(self, now_s: float) -> None:
         """Show how far they are. Called a few times a second."""
-        starting = [child for child in self._children if child.phase is Phase.STARTING]
+        starting = [child for child in self._children if child.phase is ProcessPhase.STARTING]
         if self._has_bar:
             if self._bar is None:
                 self._bar = self._stack.enter_context(Bar("hadal serve", 1.0))
@@ -360,7 +360,7 @@ class Starting:
 
     def _text(self, starting: list[Child]) -> str:
         wanted = [child for child in self._children if child.is_wanted]
-        num_ready = sum(child.phase is Phase.READY for child in wanted)
+        num_ready = sum(child.phase is ProcessPhase.READY for child in wanted)
         named = [f"{child.name} {child.doing or 'starts'}" for child in starting[:_MOST_NAMED]]
         if len(starting) > _MOST_NAMED:
             named.append(f"{len(starting) - _MOST_NAMED} more start")
@@ -376,5 +376,5 @@ class Starting:
                     if child.doing and child.doing.total
                     else 0.0
                 )
-                shares.append(1.0 if child.phase is Phase.READY else _OF_A_START * of_told)
+                shares.append(1.0 if child.phase is ProcessPhase.READY else _OF_A_START * of_told)
         return sum(shares) / len(shares) if shares else 1.0

@@ -38,7 +38,7 @@ from hadal.runtime.store.segments import (
     make_buffer,
     sum_of,
 )
-from hadal.runtime.store.writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, Writer
+from hadal.runtime.store.writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, DiskWriter
 
 # Reading blocks of the disk cache into a KV pool: each is verified before a byte of it gets there.
 #
@@ -409,7 +409,7 @@ class DiskStore:
             folder, fingerprint, blocks.shape[1], share_bytes, total_bytes, self.troubles
         )
         own = OwnBlocks(segments, self.troubles)
-        self._writer = Writer(
+        self._writer = DiskWriter(
             own, blocks, self.troubles, wake, queue_bytes, store_deadline_s, pause_s
         )
         self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, load_deadline_s)

@@ -101,7 +101,7 @@ class _Helper:
                 self._done.put(error)
 
 
-class Writer:
+class DiskWriter:
     """Runs StoreBlocks effects in a thread. submit, take and stop are called from the host's
     thread.
     """

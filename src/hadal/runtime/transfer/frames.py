@@ -56,7 +56,7 @@ class About(msgspec.Struct, frozen=True, array_like=True, tag=True):
     has_nixl: bool
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PullChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Send these chunks of the leased blocks."""
 
     block_ids: tuple[int, ...]
@@ -79,7 +79,7 @@ class AboutNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str = ""
 
 
-Frame = About | Ask | AskNixl | AboutNixl
+Frame = About | PullChunks | AskNixl | AboutNixl
 _decoder = msgspec.msgpack.Decoder(Frame)
 
 

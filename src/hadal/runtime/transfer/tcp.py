@@ -25,9 +25,9 @@ from hadal.runtime.transfer.frames import (
     SILENCE_S,
     About,
     AboutNixl,
-    Ask,
     AskNixl,
     BadPeer,
+    PullChunks,
     blocks_per_chunk,
     check_about,
     checksum,
@@ -196,14 +196,14 @@ class KvServer:
         )
         while not self._stopping:
             ask = receive_frame(connection, time.monotonic() + IDLE_S, IDLE_S)
-            if isinstance(ask, Ask):
+            if isinstance(ask, PullChunks):
                 self._send(connection, ask, time.monotonic() + self._lease_s)
             elif isinstance(ask, AskNixl) and self._nixl is not None:
                 send_frame(connection, self._nixl.about(pool))
             else:
                 raise BadPeer(f"it sends {type(ask).__name__}")
 
-    def _send(self, connection: Channel, ask: Ask, deadline_s: float) -> None:
+    def _send(self, connection: Channel, ask: PullChunks, deadline_s: float) -> None:
         pool, per_chunk = self._pool, blocks_per_chunk(self._pool.block_bytes)
         ids, generations = ask.block_ids, ask.generations
         num_chunks = -(-len(ids) // per_chunk)
@@ -327,8 +327,8 @@ class KvLink:
             self._connection.close()
             self._connection = None
 
-    def _ask(self, lease: KvLease, chunks: set[int]) -> Ask:
-        return Ask(
+    def _ask(self, lease: KvLease, chunks: set[int]) -> PullChunks:
+        return PullChunks(
             lease.block_ids, lease.generations, tuple(sorted(chunks)), self._grants.of(lease)
         )
 

@@ -251,7 +251,7 @@ class Day:
         return max(hour.wait_s_max for hour in self.hours)
 
 
-class _Step(NamedTuple):
+class _FluidStep(NamedTuple):
     """What one step added."""
 
     hour: int
@@ -273,7 +273,7 @@ class Hours:
     def __init__(self, engine: Engine, fleet: Fleet) -> None:
         self._engine = engine
         self._fleet = fleet
-        self._steps: list[_Step] = []
+        self._steps: list[_FluidStep] = []
         self._before = self._counters()
         self._num_changes = 0
         self._wanted = fleet.wanted
@@ -292,7 +292,7 @@ class Hours:
         wait_s = engine.prefill_queue / could_prefill + engine.decode_queue / max(num_finished, 1.0)
         nodes = self._fleet.role_to_nodes()
         self._steps.append(
-            _Step(
+            _FluidStep(
                 int((now_s - 0.5 * step_s) % DAY_S // HOUR_S),
                 step_s,
                 nodes[PREFILL],
@@ -325,8 +325,11 @@ class Hours:
         engine = self._engine
         return engine.num_arrived, engine.num_prefilled, engine.num_finished, engine.held_s
 
-    def _hour(self, hour: int, steps: list[_Step]) -> Hour:
-        engine, total = self._engine, _Step(*(sum(column) for column in zip(*steps, strict=True)))
+    def _hour(self, hour: int, steps: list[_FluidStep]) -> Hour:
+        engine, total = (
+            self._engine,
+            _FluidStep(*(sum(column) for column in zip(*steps, strict=True))),
+        )
         prefill_nodes = sum(step.prefill_nodes * step.step_s for step in steps) / total.step_s
         decode_nodes = sum(step.decode_nodes * step.step_s for step in steps) / total.step_s
         tokens_prefilled = total.num_prefilled * engine.tokens_in_request

@@ -11,7 +11,7 @@ from hadal.core.config import Deployment, FleetConfig, LedgerConfig, LimitsConfi
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
-from hadal.sim.plan.plan import Plan, RolePlan
+from hadal.sim.plan.plan import DeploymentPlan, RolePlan
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import BATCH_MAX, prefill_kv_bytes
 from hadal.sim.world.units import kv_blocks
@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def deployment_of(
-    plan: Plan, *, model: str = "", num_prefill: int = 0, num_decode: int = 0
+    plan: DeploymentPlan, *, model: str = "", num_prefill: int = 0, num_decode: int = 0
 ) -> Deployment:
     """The whole fleet, or exactly so many units of each role if both are given. `model`: the
     checkpoint's folder.
@@ -82,7 +82,7 @@ def prompts_max(chunk_tokens: int, traffic: Traffic) -> int:
     return max(16, math.ceil(4.0 * chunk_tokens / traffic.tokens_new))
 
 
-def _fleet(plan: Plan) -> FleetConfig:
+def _fleet(plan: DeploymentPlan) -> FleetConfig:
     prefill, decode = plan.prefill, plan.decode
     return FleetConfig(
         mode=AUTO,
@@ -98,7 +98,7 @@ def _fleet(plan: Plan) -> FleetConfig:
     )
 
 
-def heading_of(plan: Plan) -> list[str]:
+def heading_of(plan: DeploymentPlan) -> list[str]:
     """What the file says of itself."""
     traffic = plan.traffic
     lines = [
@@ -131,7 +131,7 @@ def heading_of(plan: Plan) -> list[str]:
     return lines
 
 
-def notes_of(plan: Plan) -> dict[str, str]:
+def notes_of(plan: DeploymentPlan) -> dict[str, str]:
     """Return why each field is what it is."""
     prefill, decode, unit = plan.prefill, plan.decode, plan.decode_unit
     why = "more do not fit beside the weights" if unit.is_memory_bound else "more would be slower"

@@ -130,7 +130,7 @@ _Unit = TypeVar("_Unit", PrefillUnit, DecodeUnit)
 
 
 @dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """What may vary besides widths, redundancy, batches and sizes of steps."""
 
     mtp_tokens: tuple[int, ...] = (0,)
@@ -171,7 +171,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """One deployment and what a day of it costs."""
 
     hardware: Hardware
@@ -232,7 +232,7 @@ class HardwarePlans:
 
     pricing: Pricing
     rent: Rent
-    choice: Options
+    choice: SearchOptions
     prefill: tuple[PrefillUnit, ...]
     decode: tuple[DecodeUnit, ...]
     prefill_plans: tuple[RolePlan, ...]
@@ -249,10 +249,10 @@ class HardwarePlans:
         ]
         return np.asarray(self.rent.usd * (hours[0][:, None] + hours[1][None, :]))
 
-    def pair(self, prefill: int, decode: int) -> Plan:
+    def pair(self, prefill: int, decode: int) -> DeploymentPlan:
         """The pair of these two."""
         pricing = self.pricing
-        return Plan(
+        return DeploymentPlan(
             pricing.hardware,
             self.rent,
             pricing.traffic,
@@ -265,11 +265,11 @@ class HardwarePlans:
             pricing.mtp_accept,
         )
 
-    def ranked(self) -> list[Plan]:
+    def ranked(self) -> list[DeploymentPlan]:
         """The cheapest pair of each two widths, cheapest first. Ties go to what was tried first:
         the smaller one.
         """
-        found: dict[tuple[int, int], Plan] = {}
+        found: dict[tuple[int, int], DeploymentPlan] = {}
         costs = self.cost_PD
         for flat in np.argsort(costs, axis=None, kind="stable"):
             prefill, decode = divmod(int(flat), costs.shape[1])
@@ -279,7 +279,7 @@ class HardwarePlans:
         return list(found.values())
 
 
-def price_hardware(pricing: Pricing, rent: Rent, choice: Options) -> HardwarePlans:
+def price_hardware(pricing: Pricing, rent: Rent, choice: SearchOptions) -> HardwarePlans:
     """Price all pairs of one hardware."""
     prefill, no_prefill = _sorted(pricing.prefill_units(choice.dtypes))
     decode, no_decode = _sorted(

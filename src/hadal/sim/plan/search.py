@@ -16,7 +16,13 @@ import numpy as np
 from numpy.random import Generator
 
 from hadal.perf.roofline import FP4, FP8
-from hadal.sim.plan.plan import HardwarePlans, Options, Plan, bundled_hours, price_hardware
+from hadal.sim.plan.plan import (
+    DeploymentPlan,
+    HardwarePlans,
+    SearchOptions,
+    bundled_hours,
+    price_hardware,
+)
 from hadal.sim.plan.units import DecodeUnit, PrefillUnit, Rejected
 from hadal.sim.plan.verify import Measured, measure
 
@@ -34,7 +40,7 @@ class Row:
     dimension: str
     """What is not as in the best plan."""
     value: str
-    plan: Plan | None
+    plan: DeploymentPlan | None
     """None: there is none."""
     cost_usd: float | None
     """Cost of a day."""
@@ -42,7 +48,7 @@ class Row:
     """It loses; or, of what could not be chosen, what it would bring."""
 
 
-def why(plan: Plan, best: Plan) -> str:
+def why(plan: DeploymentPlan, best: DeploymentPlan) -> str:
     """Why `plan` costs more than `best`, as a sentence without its full stop."""
     reasons = []
     if plan.hardware != best.hardware:
@@ -98,7 +104,7 @@ def _prefill(unit: PrefillUnit, best: PrefillUnit) -> list[str]:
     ]
 
 
-def dimension_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
+def dimension_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
     """Yield, for each dimension of the best plan, the next best value, and what of the narrowest
     units cannot be.
     """
@@ -149,11 +155,11 @@ def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
         yield Row(f"{one.role} width", one.what, None, None, one.why)
 
 
-def what_if_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
+def what_if_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
     """The same traffic with what was not to be chosen: a static fleet, bundles, drafts, FP4."""
     pricing, choice = found.pricing, found.choice
 
-    def row(name: str, value: str, changed: Options, note: str) -> Iterator[Row]:
+    def row(name: str, value: str, changed: SearchOptions, note: str) -> Iterator[Row]:
         plans = price_hardware(pricing, found.rent, changed).ranked()
         if plans:
             plan, text = plans[0], f"{plans[0].cost_usd / best.cost_usd - 1.0:+.1%} with {plans[0]}"
@@ -176,7 +182,7 @@ def what_if_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
         )
 
 
-def _bundles(best: Plan) -> Row:
+def _bundles(best: DeploymentPlan) -> Row:
     roles = (best.prefill, best.decode)
     ratio = best.prefill.need_peak / best.decode.need_peak
     sizes = (max(1, round(ratio)), 1) if ratio >= 1.0 else (1, max(1, round(1.0 / ratio)))
@@ -212,7 +218,7 @@ _SHARE_MIN = 0.3
 class Rejection:
     """A plan that the simulator refuted."""
 
-    plan: Plan
+    plan: DeploymentPlan
     measured: Measured
     why: str
 
@@ -222,25 +228,27 @@ class Search:
     """The hardware's pairs and what was simulated of them."""
 
     found: list[HardwarePlans]
-    verified: list[tuple[Plan, Measured]] = field(default_factory=list)
+    verified: list[tuple[DeploymentPlan, Measured]] = field(default_factory=list)
     """Plans that kept their promise in the simulator, cheapest first."""
     refuted: list[Rejection] = field(default_factory=list)
 
-    def ranked(self) -> list[Plan]:
+    def ranked(self) -> list[DeploymentPlan]:
         """The cheapest pair of each two widths of each hardware, cheapest first."""
         return sorted(
             (plan for found in self.found for plan in found.ranked()),
             key=lambda plan: plan.cost_usd,
         )
 
-    def of(self, plan: Plan) -> HardwarePlans:
+    def of(self, plan: DeploymentPlan) -> HardwarePlans:
         """The pairs of this plan's hardware."""
         return next(found for found in self.found if found.pricing.hardware == plan.hardware)
 
-    def is_verified(self, plan: Plan) -> bool:
+    def is_verified(self, plan: DeploymentPlan) -> bool:
         return any(_key(plan) == _key(other) for other, _ in self.verified)
 
-    def verify(self, num: int, rng: Generator, progress: Callable[[Plan, float], None]) -> None:
+    def verify(
+        self, num: int, rng: Generator, progress: Callable[[DeploymentPlan, float], None]
+    ) -> None:
         """Simulate the cheapest plans until `num` of them, the very cheapest among them, keep their
         promise.
 
@@ -266,7 +274,7 @@ class Search:
             (plan, seen[_key(plan)]) for plan in self.ranked()[:num] if _key(plan) in seen
         ]
 
-    def _believe_less(self, plan: Plan, measured: Measured) -> None:
+    def _believe_less(self, plan: DeploymentPlan, measured: Measured) -> None:
         found = self.of(plan)
         pricing, slo = found.pricing, plan.slo
         ttft, tpot = slo.ttft_s / measured.promised_ttft_s, slo.tpot_s / measured.promised_tpot_s
@@ -282,7 +290,7 @@ class Search:
         self.found[self.found.index(found)] = price_hardware(changed, found.rent, found.choice)
 
 
-def too_large(plan: Plan) -> str:
+def too_large(plan: DeploymentPlan) -> str:
     """Why nobody plans for so many nodes; empty if one does."""
     if plan.nodes_peak <= NODES_MAX:
         return ""
@@ -311,7 +319,7 @@ def impossible(found: Sequence[HardwarePlans]) -> str:
     return " ".join(lines)
 
 
-def _key(plan: Plan) -> tuple[object, ...]:
+def _key(plan: DeploymentPlan) -> tuple[object, ...]:
     """What tells plans apart: a re-plan with another batch or use is another plan."""
     prefill, decode = plan.prefill_unit, plan.decode_unit
     return str(plan), decode.batch, round(plan.prefill.use, 6), prefill.chunk_tokens

@@ -22,7 +22,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
 from hadal.perf.explain import StepPrice
 from hadal.perf.hardware import Hardware
-from hadal.perf.layer import MicroBatch
+from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import causal_pairs, kv_bytes_per_token
 from hadal.perf.step import DECODE, MTP_ACCEPT, PREFILL, StepModel, expected_maximum, prefill_flags
@@ -387,7 +387,7 @@ class Pricing:
         for schedule in SCHEDULES.values():
             num = 1 if schedule.offset is None else 2
             imbalance = model.expected_imbalance(PREFILL, tokens / num, traffic.tokens_new)
-            batch = MicroBatch(
+            batch = MicroBatchLoad(
                 tokens / num * uneven[0],
                 pairs / num * uneven[1],
                 tokens / num * uneven[0] * traffic.tokens_in / traffic.tokens_new,

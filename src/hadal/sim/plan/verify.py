@@ -24,7 +24,7 @@ from hadal.policy.scaling import RoleRules
 from hadal.sim.day.clock import Floats, Ints
 from hadal.sim.day.fluid import UnitModel
 from hadal.sim.plan.deploy import deployment_of
-from hadal.sim.plan.plan import Plan, RolePlan, fluid_day
+from hadal.sim.plan.plan import DeploymentPlan, RolePlan, fluid_day
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import KV_UNEVEN
 from hadal.sim.world.seen import Requests, quantiles
@@ -91,7 +91,7 @@ class Measured:
     kv_length: float
     prefill_busy_share: float
 
-    def problem(self, plan: Plan) -> str:
+    def problem(self, plan: DeploymentPlan) -> str:
         """Why it misses the promise; empty if it keeps it."""
         slo = plan.slo
         if self.promised_ttft_s > slo.ttft_s:
@@ -117,7 +117,7 @@ class FleetDay:
     """The longest that a queue would have taken."""
 
 
-def part_of(plan: Plan) -> tuple[int, int]:
+def part_of(plan: DeploymentPlan) -> tuple[int, int]:
     """(prefill, decode) units to simulate: the fleet if it is small, else the part that has its
     proportions best.
     """
@@ -143,7 +143,7 @@ def part_of(plan: Plan) -> tuple[int, int]:
 
 
 def measure(
-    plan: Plan, rng: Generator, progress: Callable[[float], None] = lambda share: None
+    plan: DeploymentPlan, rng: Generator, progress: Callable[[float], None] = lambda share: None
 ) -> Measured:
     """Run a part of the plan at the peak's load. `progress` is told the share of simulated time
     that is done.
@@ -191,7 +191,7 @@ def measure(
     )
 
 
-def within_limits(plan: Plan, per_s: float) -> tuple[float, float, float]:
+def within_limits(plan: DeploymentPlan, per_s: float) -> tuple[float, float, float]:
     """(requests/s, seconds before and while it is measured): as wanted, or as near to it as the
     limits allow.
     """
@@ -203,7 +203,7 @@ def within_limits(plan: Plan, per_s: float) -> tuple[float, float, float]:
     return min(per_s, REQUESTS_MAX / (end_s + running_s)), part * settle_s, part * measure_s
 
 
-def fluid_of(plan: Plan, rng: Generator) -> FleetDay:
+def fluid_of(plan: DeploymentPlan, rng: Generator) -> FleetDay:
     """The plan's day as a liquid, under the fleet role that serves; a large fleet's is that of its
     equal parts.
     """
@@ -256,7 +256,7 @@ def fluid_of(plan: Plan, rng: Generator) -> FleetDay:
     )
 
 
-def requests_of(plan: Plan, per_s: float, until_s: float, rng: Generator) -> Requests:
+def requests_of(plan: DeploymentPlan, per_s: float, until_s: float, rng: Generator) -> Requests:
     """Those that run at the start, then Poisson arrivals."""
     num_running = round(per_s * plan.traffic.tokens_out * plan.decode_unit.tpot_s)
     running_in, running_out, done = _running(plan, num_running, rng)
@@ -284,7 +284,7 @@ def arrivals(traffic: Traffic, per_s: float, until_s: float, rng: Generator) -> 
     )
 
 
-def _running(plan: Plan, num: int, rng: Generator) -> tuple[Ints, Ints, Ints]:
+def _running(plan: DeploymentPlan, num: int, rng: Generator) -> tuple[Ints, Ints, Ints]:
     """(tokens in, out, done) of requests met at a random moment: the longer one's output, the
     likelier it is met.
     """

@@ -51,7 +51,7 @@ class Consequence:
 
 
 @dataclass
-class Links:
+class CausalLinks:
     """The causes of all events. An effect is (index of its recording, its number among all effects
     there).
     """
@@ -77,9 +77,9 @@ sending.
 """
 
 
-def link(recordings: Sequence[Recording]) -> Links:
+def link(recordings: Sequence[Recording]) -> CausalLinks:
     """Find the cause of every call."""
-    links, mail = Links(), _mail(recordings)
+    links, mail = CausalLinks(), _mail(recordings)
     num_sent = sum(len(letters) for letters in mail.values())
     num_received = 0
     for index, recording in enumerate(recordings):
@@ -200,7 +200,7 @@ _SHOWN = 400
 """Characters of a value in a difference."""
 
 
-class Role(Protocol):
+class RelivedRole(Protocol):
     """Any role."""
 
     @property
@@ -210,7 +210,7 @@ class Role(Protocol):
     def handle(self) -> Callable[..., Sequence[Any]]: ...
 
 
-MakeRole = Callable[[Opening], Role]
+MakeRole = Callable[[Opening], RelivedRole]
 """Makes the role that a recording's process hosted, as that process did."""
 
 
@@ -236,7 +236,7 @@ class Difference:
 class Life:
     """One role, and how far it has come in its recording."""
 
-    def __init__(self, recording: Recording, role: Role, begin_s: float) -> None:
+    def __init__(self, recording: Recording, role: RelivedRole, begin_s: float) -> None:
         self.recording = recording
         self.num_calls = 0
         self.num_effects = 0

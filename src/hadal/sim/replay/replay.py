@@ -26,10 +26,10 @@ from hadal.core.seams import Send, WakeAt
 from hadal.core.wire import AnyMessage
 from hadal.roles.recording import AnyEffect, AnyEvent, Recording, encode, ns_of, seconds_of
 from hadal.sim.replay.relived import (
+    CausalLinks,
     Consequence,
     Difference,
     Life,
-    Links,
     MakeRole,
     is_of_runner,
     link,
@@ -218,7 +218,7 @@ def decision_of(effect: AnyEffect) -> str | None:
     return None if isinstance(effect, WakeAt) else type(effect).__name__
 
 
-def _steps(recordings: Sequence[Recording], links: Links) -> dict[str, Steps]:
+def _steps(recordings: Sequence[Recording], links: CausalLinks) -> dict[str, Steps]:
     times: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for consequence in links.effect_to_consequence.values():
         recording = recordings[consequence.index]
@@ -235,7 +235,7 @@ def _steps(recordings: Sequence[Recording], links: Links) -> dict[str, Steps]:
     }
 
 
-def _ways(recordings: Sequence[Recording], links: Links) -> dict[tuple[str, str], Way]:
+def _ways(recordings: Sequence[Recording], links: CausalLinks) -> dict[tuple[str, str], Way]:
     delays: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for (sender, _), consequence in links.effect_to_consequence.items():
         if sender != consequence.index:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -250,12 +251,12 @@ def simulated_leader(
     `stores`: what is computed, and blocks that generated text fills, are written there.
     """
     role = name.partition("-")[0]
-    units = replace(units_of(config, role), kv_blocks=kv_blocks(model))
-    cache = replace(config.cache, folder=FINGERPRINT if stores else "")
+    units = msgspec.structs.replace(units_of(config, role), kv_blocks=kv_blocks(model))
+    cache = msgspec.structs.replace(config.cache, folder=FINGERPRINT if stores else "")
     deployment = (
-        replace(config, cache=cache, prefill=units)
+        msgspec.structs.replace(config, cache=cache, prefill=units)
         if role == PREFILL
-        else replace(config, cache=cache, decode=units)
+        else msgspec.structs.replace(config, cache=cache, decode=units)
     )
     shapes = replace(model.model, max_position_embeddings=max_context)
     return make_leader(deployment, shapes, name, role, epoch, fingerprint=FINGERPRINT, index=view)
