@@ -231,9 +231,7 @@ class World:
     ) -> PrefillLeader | DecodeLeader:
         config, num_blocks = self.config, self.pool_blocks[role]
         units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
-        deployment = (
-            msgspec.structs.replace(config, prefill=units) if role == "prefill" else msgspec.structs.replace(config, decode=units)
-        )
+        deployment = msgspec.structs.replace(config, **{role: units})
         # Engines report no ops, so steps are not priced: no layers.
         model = replace(
             DEEPSEEK_V3,

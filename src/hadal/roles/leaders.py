@@ -97,17 +97,17 @@ def num_nodes(units: UnitsConfig) -> int:
 
 
 def keeps_groups(units: UnitsConfig, config: ModelConfig, role: str) -> bool:
-    """Whether a group of experts stays on a node, so that a token goes to few nodes: prefill's
+    """Tell whether a group of experts of this unit stays on a node; see `groups_fit_nodes`."""
+    return groups_fit_nodes(role, num_nodes(units), config.n_group, units.redundant_experts)
+
+
+def groups_fit_nodes(role: str, num_nodes: int, num_groups: int, num_redundant: int) -> bool:
+    """Tell whether a group of experts stays on a node, so that a token goes to few nodes: prefill's
     traffic between nodes is large, and a decode unit has more nodes than the gate has groups
     (DeepSeek EPLB's two policies).
     """
-    nodes = num_nodes(units)
-    return (
-        role == PREFILL
-        and nodes > 1
-        and config.n_group % nodes == 0
-        and units.redundant_experts % nodes == 0
-    )
+    divides = num_groups % num_nodes == 0 and num_redundant % num_nodes == 0
+    return role == PREFILL and num_nodes > 1 and divides
 
 
 def moves_experts(units: UnitsConfig) -> bool:

@@ -28,12 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.balance import AUTO, OFF
-from hadal.core.config import UnitsConfig
 from hadal.core.placement import Placement, spread
 from hadal.perf.shapes import DEEPSEEK_V3, num_moe_layers
 from hadal.perf.step import DECODE, PREFILL
 from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, rank_loads
-from hadal.roles.leaders import keeps_groups
+from hadal.roles.leaders import groups_fit_nodes
 
 Floats = NDArray[np.float64]
 
@@ -152,10 +151,7 @@ def _balanced(
 ) -> ExpertPlan:
     nodes = tuple(rank // ranks_per_node for rank in range(like.num_ranks))
     cluster = Cluster((like.num_slots,) * like.num_ranks, nodes)
-    units = UnitsConfig(
-        ranks=like.num_ranks, ranks_per_node=ranks_per_node, redundant_experts=num_redundant
-    )
-    by_nodes = keeps_groups(units, DEEPSEEK_V3, phase)
+    by_nodes = groups_fit_nodes(phase, nodes[-1] + 1, NUM_GROUPS, num_redundant)
     mode = "hybrid" if by_nodes else "global"
     return balance(
         loads_LE, cluster, mode=mode, num_groups=NUM_GROUPS if by_nodes else 1, weighted=True
