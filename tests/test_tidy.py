@@ -336,3 +336,13 @@ def test_ruff_looks_at_every_folder() -> None:
     )
     seen = set(found.stdout.split())
     fail_on([name(path) for path in python_files("tests") if str(path) not in seen])
+
+
+def test_no_class_name_stands_twice() -> None:
+    """Whoever reads a name knows which one is meant, and so does a search."""
+    name_to_places: dict[str, list[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                name_to_places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
+    fail_on([f"{each}: {', '.join(at)}" for each, at in name_to_places.items() if len(at) > 1])
