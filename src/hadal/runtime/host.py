@@ -82,7 +82,7 @@ class ExpertStager(Protocol):
     def stop(self, timeout_s: float) -> bool: ...
 
 
-class DiskWriter(Protocol):
+class BlockDisk(Protocol):
     """The part of runtime/store/disk that a host needs, where it has a pool and there is a disk
     cache.
     """
@@ -123,7 +123,7 @@ class UnitHost:
         step_deadline_s: float,
         news: Callable[[float], list[Effect]] = lambda now_s: [],
         make_stager: Callable[[Wake], ExpertStager] | None = None,
-        make_disk: Callable[[Wake], DiskWriter | None] = lambda wake: None,
+        make_disk: Callable[[Wake], BlockDisk | None] = lambda wake: None,
         make_view: Callable[[Wake], DiskReader | None] = lambda wake: None,
         kv_wire: KvWire | None = None,
     ) -> None:

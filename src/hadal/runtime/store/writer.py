@@ -81,7 +81,7 @@ class _Helper:
 
     def end(self) -> tuple[list[Block], BaseException | None]:
         """Wait for the piece. A disk that hangs hangs the writer's thread here; who waits for it is
-        answered by `Writer.take`.
+        answered by `DiskWriter.take`.
         """
         if not self._is_busy:
             return [], None
