@@ -111,11 +111,16 @@ def test_a_drain_that_takes_too_long_moves_the_streams(start_server: StartServer
         decode={"max_requests": NUM_SLOTS}, fleet={**FLEET, "drain_timeout_s": 0.3}
     )
     undisturbed = complete(server, 3000)
-    Crowd(server, 3 * NUM_SLOTS, 200).until(lambda: phase(server) == "ready", "a second unit works")
-    answers = Crowd(server, 2, 3000).until(
-        lambda: phase(server, resting(server)) == "resting", "one of them rests"
-    )
-    assert set(answers) == {undisturbed}
+    for _ in range(3):  # The unit that goes may be between two answers.
+        Crowd(server, 3 * NUM_SLOTS, 200).until(
+            lambda: phase(server, resting(server)) == "ready", "a second unit works"
+        )
+        answers = Crowd(server, 2, 3000).until(
+            lambda: phase(server, resting(server)) == "resting", "one of them rests"
+        )
+        assert set(answers) == {undisturbed}
+        if retries(server) > 0.0:
+            break
     assert retries(server) > 0.0
     assert server.stop() == 0
 

@@ -19,6 +19,7 @@ import pytest
 
 from evals.run import held_out_examples
 from hadal.commands.replay import make_role
+from hadal.roles.ranks.rank import RankProgress
 from hadal.roles.recording import Recording
 from hadal.runtime.recorder import RECORD, read_recordings
 from hadal.sim.replay.replay import ReplayReport, replay
@@ -124,9 +125,8 @@ def test_also_where_processes_died(
     )  # The supervisor saw it die.
     # Of a rank's own compute thread, its process alone knows how far it is.
     from_supervisor = {"UnitDown", "LeaderDown", "Sighting", "DiskNews"}
-    assert set(report.outside) <= FROM_OUTSIDE | from_supervisor | (
-        {"Progress"} if units else set()
-    )
+    of_ranks = {RankProgress.__name__} if units else set()
+    assert set(report.outside) <= FROM_OUTSIDE | from_supervisor | of_ranks
     if is_leader:
         assert report.decisions["Resume"] >= 1
     assert report.decisions["StoreBlocks"] > 0
