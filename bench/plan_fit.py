@@ -30,6 +30,7 @@ from hadal.perf.step import StepModel
 from hadal.policy.capacity import Slo
 from hadal.sim.day.curves import uncollected
 from hadal.sim.plan.deploy import prompts_max
+from hadal.sim.plan.search import CONTEXT_MAX, arrivals
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import (
     PAIRS_UNEVEN,
@@ -40,7 +41,6 @@ from hadal.sim.plan.units import (
     Pricing,
     tail_of,
 )
-from hadal.sim.plan.verify import CONTEXT_MAX, arrivals
 from hadal.sim.world.seen import quantiles
 from hadal.sim.world.world import FleetWorld
 

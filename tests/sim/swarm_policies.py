@@ -19,7 +19,7 @@ import hadal.roles.decode.slots as decode_slots
 import hadal.roles.experts.experts as experts
 import hadal.roles.fleet as fleet
 import hadal.roles.front.front as front
-import hadal.roles.front.routing as front_rooms
+import hadal.roles.front.units as front_rooms
 import hadal.roles.prefill.cache as prefill_cache
 import hadal.roles.prefill.prompts as prefill_prompts
 from hadal.core.placement import EMPTY, Placement

@@ -35,10 +35,9 @@ from hadal.comm.layout import (
 )
 from hadal.core.errors import HadalError, InvariantError
 from hadal.core.placement import EMPTY, Placement
-from hadal.kernels import codec as message_kernel
-from hadal.kernels import codec as rows
-from hadal.kernels.codec import MAX_TOP_K, Arrived, unpack
-from hadal.kernels.ops import route
+from hadal.kernels import ops as message_kernel
+from hadal.kernels import ops as rows
+from hadal.kernels.ops import MAX_TOP_K, Arrived, route, unpack
 from hadal.reference.ops import Replicas, Route
 
 # A wire format bound to a hidden size: rows in and out of messages. Knows no peers and no order of
@@ -140,7 +139,7 @@ def ints(message: Tensor, start: int, count: int) -> Tensor:
 # tokens are.
 #
 # Knows no experts: a slot's count is its expert's as long as the placement stays. Adding is one op
-# on the device, or one addition per pair where the kernels unpack (kernels/codec): nobody waits and
+# on the device, or one addition per pair where the kernels unpack (kernels/ops): nobody waits and
 # nothing is copied before `take`.
 #
 # Shapes: L MoE layers, S slots of the rank, M received pairs.

@@ -33,9 +33,12 @@ from hadal.sim.plan.plan import (
     price_hardware,
 )
 from hadal.sim.plan.search import (
+    FleetDay,
+    Measured,
     Row,
     Search,
     dimension_rows,
+    fluid_of,
     impossible,
     too_large,
     what_if_rows,
@@ -43,7 +46,6 @@ from hadal.sim.plan.search import (
 )
 from hadal.sim.plan.traffic import Traffic, azure, mooncake, traffic_from, traffic_of
 from hadal.sim.plan.units import Pricing
-from hadal.sim.plan.verify import FleetDay, Measured, fluid_of
 
 # What `hadal plan` reads and writes: traffic, prices, deployments, plan.json.
 

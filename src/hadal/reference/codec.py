@@ -4,7 +4,7 @@ came back.
 Knows nothing of ranks or messages. Formats: "fp32"; "bf16"; "fp8": E4M3 codes padded with zeros to
 a multiple of 4, then one FP32 scale per 128 channels (the last group ragged), scale = max(amax,
 1e-4) / 448; "fp8_pow2": the scale rounded up to a power of two (DeepSeek-V3, arXiv 2412.19437,
-3.3.3). Fast twin: `hadal.kernels.codec`, bit-equal.
+3.3.3). Fast twin: `hadal.kernels.ops`, bit-equal.
 
 Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token, G groups
 of 128 channels.

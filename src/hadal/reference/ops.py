@@ -1,4 +1,7 @@
-"""RMSNorm: x / rms(x) * weight. Knows nothing of what it normalises."""
+"""The slow twins of the kernels, in plain torch: each is its formula, with the paper's equation.
+
+The tests compare `hadal.kernels.ops` with them, and they run where the kernels cannot.
+"""
 
 from __future__ import annotations
 

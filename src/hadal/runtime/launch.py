@@ -13,6 +13,7 @@ UnitDown at once, or LeaderDown where ranks wait for another leader.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -20,14 +21,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hadal.core.config import GATEWAY_BEAT_S, ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
-from hadal.core.fleet import Demand
+from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
     FRONT,
@@ -41,11 +42,30 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
+from hadal.core.seams import (
+    Event,
+    FleetEffect,
+    OfferNodes,
+    Send,
+    StartUnit,
+    StopUnit,
+    Tick,
+    WakeAt,
+    WithdrawNodes,
+)
+from hadal.core.wire import AnyMessage
 from hadal.policy.suspicion import start_is_over
-from hadal.roles.fleet import make_fleet
+from hadal.roles.fleet import Fleet, make_fleet
 from hadal.roles.recording import MadeFleet
-from hadal.runtime.fleet import FleetExecutor
-from hadal.runtime.process.child import Child, ProcessPhase, Starting, Status, write_status
+from hadal.runtime.process.child import (
+    Child,
+    ProcessPhase,
+    Starting,
+    Status,
+    Watch,
+    look_at,
+    write_status,
+)
 from hadal.runtime.process.forks import API_KEYS, Forks, Left, environment, reap_others
 from hadal.runtime.process.logs import TEXT, about
 from hadal.runtime.process.private import make_private, read_private
@@ -59,7 +79,6 @@ from hadal.runtime.process.process import (
     signal_pipe,
     write_run,
 )
-from hadal.runtime.process.watch import Watch, look_at
 from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (
@@ -74,7 +93,136 @@ from hadal.runtime.topology import (
 from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER, remove_segments, remove_stale_segments
 from hadal.runtime.wire import ZmqWire, socket_path
 
-log = logging.getLogger(__name__)
+# The fleet role at work on one host: units are processes of the supervisor, which it starts and
+# stops.
+#
+# The role decides; this file only moves. A process that is not wanted rests: its child is there and
+# does not run.
+
+
+log = logging.getLogger("hadal.fleet")
+
+STOP_S = 10.0
+"""From SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to
+disk.
+"""
+
+
+class FleetExecutor:
+    """All children but the gateway are units' processes. `send` puts a message on the wire."""
+
+    def __init__(
+        self,
+        role: Fleet,
+        children: Mapping[str, Child],
+        send: Callable[[str, AnyMessage], None],
+        now_s: float,
+    ) -> None:
+        self._role = role
+        self._send = send
+        self._unit_to_children: dict[str, list[Child]] = {}
+        for child in children.values():
+            unit = unit_of(child.name)[0]
+            if unit in role.table.by_name:
+                self._unit_to_children.setdefault(unit, []).append(child)
+                child.dismiss()  # Until the role asks for it.
+        self._kill_at_s: dict[str, float] = {}
+        self._wake_s = math.inf
+        self._gone: list[str] = []
+        """Units that were to be stopped and did not run."""
+        self._apply(now_s, role.start(now_s))
+
+    @property
+    def units(self) -> Collection[str]:
+        """All there may be."""
+        return self._unit_to_children.keys()
+
+    def tell(self, now_s: float, event: Event) -> None:
+        """Something happened that the role is to hear."""
+        self._apply(now_s, self._role.handle(now_s, event))
+
+    def ended(self, now_s: float, unit: str, reason: str) -> bool:
+        """A unit's first process has ended. Whether it runs again is the role's to say; True if it
+        was asked to end.
+        """
+        was_asked = self._kill_at_s.pop(unit, None) is not None
+        for child in self._unit_to_children[unit]:
+            child.dismiss()
+        self.tell(now_s, UnitDown(unit, reason))
+        return was_asked
+
+    def tick(self, now_s: float) -> None:
+        """Time passed: to be called every half second or so."""
+        for unit, kill_at_s in list(self._kill_at_s.items()):
+            if now_s >= kill_at_s:
+                log.warning("%s does not end; it is killed", unit)
+                self._kill_at_s[unit] = math.inf
+                for child in self._unit_to_children[unit]:
+                    child.signal(signal.SIGKILL)
+        gone, self._gone = self._gone, []
+        for unit in gone:
+            self.tell(now_s, UnitDown(unit, "it did not run"))
+        if now_s >= self._wake_s:
+            self._wake_s = math.inf
+            self.tell(now_s, Tick())
+
+    def has_other(self, unit: str) -> bool:
+        """Whether another unit of its role works, so that it can be done without for a while."""
+        role = self._role.table.by_name[unit].role
+        return any(
+            children[0].phase is ProcessPhase.READY
+            for name, children in self._unit_to_children.items()
+            if name != unit and children[0].role == role
+        )
+
+    def _apply(self, now_s: float, effects: Iterable[FleetEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartUnit(unit):
+                    log.info("starting %s%s", unit, self._why("grow"))
+                    for child in self._unit_to_children[unit]:
+                        child.want(now_s)
+                case StopUnit(unit):
+                    self._stop(now_s, unit)
+                case Send(to, message):
+                    self._log_send(message)
+                    self._send(to, message)
+                case WakeAt(time_s):
+                    self._wake_s = time_s
+                case OfferNodes() | WithdrawNodes():
+                    log.debug("%s", effect)  # On one host there is no other work to tell.
+
+    def _log_send(self, message: AnyMessage) -> None:
+        match message:
+            case DrainUnit(unit, timeout_s):
+                log.info("draining %s for at most %.0f s%s", unit, timeout_s, self._why("shrink"))
+            case KeepUnit(unit):
+                log.info("keeping %s", unit)
+
+    def _why(self, step: str) -> str:
+        """What led to it, if the last decision was such a step; units that died are replaced
+        without one.
+        """
+        decision = self._role.decision
+        return f" ({decision.why})" if decision is not None and decision.why.step == step else ""
+
+    def _stop(self, now_s: float, unit: str) -> None:
+        """The first process ends by itself, and the ranks of a unit are ended when it has."""
+        if unit in self._kill_at_s:
+            return
+        first, *ranks = self._unit_to_children[unit]
+        is_running = first.phase in (ProcessPhase.STARTING, ProcessPhase.READY)
+        for child in self._unit_to_children[unit]:
+            child.dismiss()
+        if is_running:
+            log.info("stopping %s", unit)
+            self._kill_at_s[unit] = now_s + STOP_S
+            first.signal(signal.SIGTERM)
+        else:
+            self._gone.append(unit)
+            for rank in ranks:
+                rank.replace()  # It may have started before the leader that it waits for.
+
 
 EXIT_GAVE_UP = 1
 TAKEOVERS_MAX = 2

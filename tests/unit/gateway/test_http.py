@@ -11,8 +11,7 @@ import pytest
 
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import UnitDown
-from hadal.gateway.http import Patience
-from hadal.gateway.places import Bodies
+from hadal.gateway.http import Bodies, Patience
 from hadal.gateway.service import ServedModel
 
 from .model_folder import ASSISTANT, EOS

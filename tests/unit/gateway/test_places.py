@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from hadal.gateway.errors import ApiError
-from hadal.gateway.places import Bodies, Places
+from hadal.gateway.http import Bodies, Places
 
 
 def test_a_tenant_alone_takes_all_and_leaves_another_its_share() -> None:
@@ -32,7 +32,7 @@ def test_a_tenant_alone_takes_all_and_leaves_another_its_share() -> None:
 def test_what_is_begun_and_given_up_takes_places_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hadal.gateway.places.LEFT_S", 0.1)
+    monkeypatch.setattr("hadal.gateway.http.LEFT_S", 0.1)
 
     async def scene() -> None:
         places = Places(6, retry_after_s=2.0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hadal.core.plans import row_bytes
-from hadal.kernels import codec
+from hadal.kernels import ops
 from hadal.kernels.ops import route
 from hadal.reference import codec as slow
 from hadal.reference import ops as slow_route
@@ -47,10 +47,10 @@ def test_kernels_give_the_twins_bits(built: None, wire_format: str, hidden: int,
     x = awkward(9, hidden, seed)
     index = torch.randint(0, 9, (13,), generator=torch.Generator().manual_seed(seed)).int()
     for picked, gap in ((None, 0), (index, 0), (index, 20)):
-        rows = encoded(codec, x, picked, wire_format, gap)
+        rows = encoded(ops, x, picked, wire_format, gap)
         assert torch.equal(rows, encoded(slow, x, picked, wire_format, gap)), seed
         fast, twin = torch.empty(len(rows), hidden), torch.empty(len(rows), hidden)
-        codec.decode(rows[:, gap:], fast, wire_format)
+        ops.decode(rows[:, gap:], fast, wire_format)
         slow.decode(rows[:, gap:], twin, wire_format)
         assert torch.equal(fast, twin), seed
 
@@ -69,7 +69,7 @@ def test_every_e4m3_code_is_its_value(built: None) -> None:
     padded = torch.full((-(-len(x) // 127), 128), 448.0)
     padded[:, :127] = torch.nn.functional.pad(x, (0, padded.shape[0] * 127 - len(x))).view(-1, 127)
     out = torch.empty_like(padded)
-    codec.decode(encoded(codec, padded, None, "fp8"), out, "fp8")
+    ops.decode(encoded(ops, padded, None, "fp8"), out, "fp8")
     assert torch.equal(out[:, :127].flatten()[: len(x)], want)
 
 
@@ -77,8 +77,8 @@ def test_every_e4m3_code_is_its_value(built: None) -> None:
 def test_fp8_error_is_within_its_bound(wire_format: str) -> None:
     x = awkward(40, 300, 5)
     out = torch.empty_like(x)
-    rows = encoded(codec, x, None, wire_format)
-    codec.decode(rows, out, wire_format)
+    rows = encoded(ops, x, None, wire_format)
+    ops.decode(rows, out, wire_format)
     scales = rows[:, 300:].contiguous().view(torch.float32)
     if wire_format == "fp8_pow2":
         assert (torch.frexp(scales).mantissa == 0.5).all()
@@ -95,7 +95,7 @@ def test_fp8_error_is_within_its_bound(wire_format: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("module", [codec, slow])
+@pytest.mark.parametrize("module", [ops, slow])
 def test_what_is_not_finite_stays_so(module: object, bad: float) -> None:
     x = torch.ones(2, 200)
     x[1, 150] = bad
@@ -116,7 +116,7 @@ def test_weighted_sum_is_one_rounding_per_addition(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     y = awkward(num_tokens * top_k, hidden, seed)
-    rows = encoded(codec, y, None, wire_format)
+    rows = encoded(ops, y, None, wire_format)
     at = torch.randperm(num_tokens * top_k, generator=generator).view(num_tokens, top_k).int()
     ids = torch.stack(
         [torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)]
@@ -124,13 +124,13 @@ def test_weighted_sum_is_one_rounding_per_addition(
     )[:num_tokens]
     weights = torch.rand(num_tokens, top_k, generator=generator) * 3
     fast, twin = torch.empty(num_tokens, hidden), torch.empty(num_tokens, hidden)
-    codec.weighted_sum(rows, wire_format, at, ids, weights, fast)
+    ops.weighted_sum(rows, wire_format, at, ids, weights, fast)
     slow.weighted_sum(rows, wire_format, at, ids, weights, twin)
     assert torch.equal(fast, twin), seed
     order = torch.randperm(
         top_k, generator=generator
     )  # The order of a token's choices changes nothing.
-    codec.weighted_sum(rows, wire_format, at[:, order], ids[:, order], weights[:, order], fast)
+    ops.weighted_sum(rows, wire_format, at[:, order], ids[:, order], weights[:, order], fast)
     assert torch.equal(fast, twin), seed
 
 
@@ -172,9 +172,9 @@ def test_route_refuses_unknown_experts(module: str) -> None:
 def test_rows_out_of_range_are_refused(built: None) -> None:
     x, at = torch.zeros(3, 8), torch.tensor([[3]], dtype=torch.int32)
     with pytest.raises(ValueError, match="row"):
-        codec.encode(x, at[0], torch.zeros((1, 32), dtype=torch.uint8), "fp32")
+        ops.encode(x, at[0], torch.zeros((1, 32), dtype=torch.uint8), "fp32")
     with pytest.raises(ValueError, match="row"):
-        codec.weighted_sum(
+        ops.weighted_sum(
             x.view(torch.uint8), "fp32", at, at.long(), x[:1, :1].contiguous(), torch.empty(1, 8)
         )
 
@@ -182,8 +182,8 @@ def test_rows_out_of_range_are_refused(built: None) -> None:
 def test_shapes_are_checked() -> None:
     x = torch.zeros(3, 8)
     with pytest.raises(ValueError, match="rows_NB"):
-        codec.encode(x, None, torch.zeros((3, 31), dtype=torch.uint8), "fp32")
+        ops.encode(x, None, torch.zeros((3, 31), dtype=torch.uint8), "fp32")
     with pytest.raises(ValueError, match="format"):
-        codec.encode(x, None, torch.zeros((3, 32), dtype=torch.uint8), "fp4")
+        ops.encode(x, None, torch.zeros((3, 32), dtype=torch.uint8), "fp4")
     with pytest.raises(ValueError, match="summed"):
-        codec.weighted_sum(torch.zeros((3, 8), dtype=torch.uint8), "fp8", x.int(), x.long(), x, x)
+        ops.weighted_sum(torch.zeros((3, 8), dtype=torch.uint8), "fp8", x.int(), x.long(), x, x)

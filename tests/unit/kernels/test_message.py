@@ -8,7 +8,7 @@ import torch
 from hadal.comm.expert_comm import LOW_LATENCY, NORMAL, Codec, LowLatencyMode, NormalMode
 from hadal.comm.layout import WIRES, WireLayout
 from hadal.core.placement import spread
-from hadal.kernels import codec as message
+from hadal.kernels import ops as message
 from hadal.kernels.ops import route
 from hadal.reference.ops import Replicas
 from tests.fresh import fresh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.kv.handover import HeldLease, LeaseBook
+from hadal.kv.blocks import HeldLease, LeaseBook
 
 
 def lease(name: str, deadline_s: float, *block_ids: int) -> HeldLease:

@@ -10,8 +10,7 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages import Cached, UnitUp
 from hadal.core.request import Transition
 from hadal.roles.front.requests import FrontNames, Record, RequestBook
-from hadal.roles.front.routing import Rooms
-from hadal.roles.front.units import FrontCache, UnitBook
+from hadal.roles.front.units import FrontCache, Rooms, UnitBook
 from tests.unit.roles.driving import generation
 
 NAMES = FrontNames(CacheConfig(), "f0")

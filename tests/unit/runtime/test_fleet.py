@@ -13,7 +13,7 @@ from hadal.core.config import Deployment, FleetConfig, UnitsConfig
 from hadal.core.fleet import Demand, DrainUnit, UnitFacts
 from hadal.core.messages import UnitUp
 from hadal.roles.fleet import make_fleet
-from hadal.runtime.fleet import STOP_S, FleetExecutor
+from hadal.runtime.launch import STOP_S, FleetExecutor
 from hadal.runtime.process.child import Child, ProcessPhase
 
 

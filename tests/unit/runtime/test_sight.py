@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.process.watch import look_at
+from hadal.runtime.process.child import look_at
 
 SPIN = "while True: pass"
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from hadal.runtime.process.watch import Sight, Watch, look_at
+from hadal.runtime.process.child import Sight, Watch, look_at
 
 TIMEOUT_S, PERIOD_S = 2.0, 0.5
 PIDS = {"gateway": 7, "gateway-1": 8}

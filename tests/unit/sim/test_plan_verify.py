@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from hadal.policy.capacity import Slo
-from hadal.sim.plan import verify
-from hadal.sim.plan.traffic import Traffic
-from hadal.sim.plan.verify import (
+from hadal.sim.plan import search
+from hadal.sim.plan.search import (
     MEASURE_S,
     RANKS_MAX,
     REQUESTS_MAX,
@@ -26,6 +25,7 @@ from hadal.sim.plan.verify import (
     requests_of,
     within_limits,
 )
+from hadal.sim.plan.traffic import Traffic
 from tests.unit.sim.plans import SMALL, small
 from tests.unit.sim.test_plan import best, priced
 
@@ -140,7 +140,7 @@ def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(
     ).ranked()[0]
     whole = fluid_of(plan, np.random.default_rng(1))
     monkeypatch.setattr(
-        verify, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
+        search, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
     )
     halves = fluid_of(plan, np.random.default_rng(1))
     # What is rounded up to whole units is so in each half.

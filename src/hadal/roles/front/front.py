@@ -57,8 +57,7 @@ from hadal.core.wire import AnyMessage
 from hadal.policy.admission import Refusal, admit, refuse_lengths
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, Ints, Record, RequestBook
-from hadal.roles.front.routing import Handover, Rooms
-from hadal.roles.front.units import Unit, UnitBook
+from hadal.roles.front.units import Handover, Rooms, Unit, UnitBook
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
 from hadal.roles.unit.unit import RateMeter
 

@@ -48,9 +48,8 @@ from hadal.core.seams import (
     Send,
     Tick,
 )
-from hadal.kv.blocks import blocks_for
+from hadal.kv.blocks import HeldLease, LeaseBook, blocks_for
 from hadal.kv.disk_index import BlockIndex
-from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.policy.admission import in_turns
 from hadal.roles.prefill.cache import PrefillCache
 from hadal.roles.prefill.prompts import (

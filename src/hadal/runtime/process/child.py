@@ -1,5 +1,5 @@
 """One process of a run as its supervisor sees it: how it starts, what it says, how it ends, when it
-may start again.
+may start again, and whether it is frozen.
 
 Knows no roles and no messages.
 """
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,7 +24,9 @@ from typing import IO
 
 import msgspec
 
+from hadal.core.messages import Sighting, Suspect
 from hadal.progress import PERIOD_S, Bar
+from hadal.roles.suspects import Absence, Suspects
 from hadal.runtime.process.forks import Forked, Forks
 from hadal.runtime.process.logs import TEXT, Doing, as_line, doing_of, write_line, written_by
 from hadal.runtime.process.private import append_private
@@ -378,3 +380,94 @@ class Starting:
                 )
                 shares.append(1.0 if child.phase is ProcessPhase.READY else _OF_A_START * of_told)
         return sum(shares) / len(shares) if shares else 1.0
+
+
+# The supervisor's watch over processes that tell it again and again that they work: which of them
+# are frozen? It is the judge and the host in one, so what it suspects it looks at itself, in /proc:
+# whether the process could run. Elsewhere than on Linux nothing is seen.
+
+
+_PROC = Path("/proc")
+_STOPPED = ("T", "t")
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Seconds count from the process's start, over all threads that it has now."""
+
+    waited_s: float
+    """A thread was ready to run and had no processor (proc(5), schedstat)."""
+    is_stopped: bool
+
+
+def look_at(pid: int) -> Sight:
+    """See how a process fares. One that is gone has waited for nothing."""
+    waited_ns = 0
+    try:
+        is_stopped = _state(_PROC / str(pid) / "stat") in _STOPPED
+        for thread in os.scandir(_PROC / str(pid) / "task"):
+            waited_ns += _waited_ns(Path(thread.path) / "schedstat")
+    except OSError:
+        return Sight(0.0, is_stopped=False)
+    return Sight(waited_ns / 1e9, is_stopped)
+
+
+def _state(path: Path) -> str:
+    """The letter behind the command, which stands in brackets and may hold any character."""
+    return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+
+
+def _waited_ns(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii").split()[1])
+    except (
+        OSError,
+        IndexError,
+        ValueError,
+    ):  # The thread has ended, or this kernel does not count it.
+        return 0
+
+
+class Watch:
+    """Times are of whatever clock the caller reads, in seconds."""
+
+    def __init__(
+        self, timeout_s: float, period_s: float, look_at: Callable[[int], Sight] = look_at
+    ) -> None:
+        """A process may be silent for `timeout_s` in which it could run; `frozen` is called every
+        `period_s` at least, unless this process stands still itself.
+        """
+        self._absence = Absence(period_s)
+        self._look_at = look_at
+        self._suspects = Suspects(timeout_s)
+        self._name_to_heard_s: dict[str, float] = {}
+
+    def heard(self, now_s: float, name: str) -> None:
+        """The process of this name spoke."""
+        self._name_to_heard_s[name] = now_s
+
+    def frozen(self, now_s: float, name_to_pid: Mapping[str, int]) -> list[str]:
+        """Which of these, each heard once at least, are frozen. To be called after all that they
+        said was heard.
+        """
+        missed_s = self._absence.called(now_s)
+        for name, heard_s in self._name_to_heard_s.items():
+            self._name_to_heard_s[name] = min(now_s, heard_s + missed_s)
+        frozen = self._suspects.judge(
+            now_s, {name: now_s - self._name_to_heard_s[name] for name in name_to_pid}
+        )
+        asked = [
+            send.message
+            for send in self._suspects.take_effects()
+            if isinstance(send.message, Suspect)
+        ]
+        for suspect in asked:
+            sight = self._look_at(name_to_pid[suspect.process])
+            self._suspects.sighted(
+                now_s, Sighting(suspect.process, sight.waited_s, sight.is_stopped)
+            )
+        return frozen
+
+    def why(self, name: str) -> str:
+        """What was seen of one that is frozen, for the log; empty if nothing is to be said."""
+        return self._suspects.why(name)

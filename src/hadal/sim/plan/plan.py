@@ -5,7 +5,7 @@ traffic, priced.
 
 Both roles run on one kind of hardware. Roles grow by themselves, so a pair costs what its parts
 cost, and all pairs of a hardware are one outer sum. Knows no files and simulates nothing:
-sim/plan/verify does.
+sim/plan/search does.
 """
 
 from __future__ import annotations
