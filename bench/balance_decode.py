@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.decode_rules import PEERS, rule
-from bench.decode_world import Load, Result, World, r1_load, trace_loads
+from bench.decode_world import Result, UnitReport, World, r1_load, trace_loads
 from bench.shared_data import AZURE, MOONCAKE, why_missing
 from hadal.policy.decode_balance import Arrival, Move, MoveTerms, choose_moves, place
 
@@ -41,7 +41,7 @@ class Case:
     terms: MoveTerms | None = None
 
 
-def run(load: Load, case: Case, num_steps: int, seed: int) -> Result:
+def run(load: UnitReport, case: Case, num_steps: int, seed: int) -> Result:
     """Warm up from a unit found in the middle of its work, then measure."""
     world = World(
         load,
@@ -77,7 +77,7 @@ def run(load: Load, case: Case, num_steps: int, seed: int) -> Result:
 
 
 def measure(
-    console: Console, load: Load, cases: Sequence[Case], num_steps: int, num_seeds: int
+    console: Console, load: UnitReport, cases: Sequence[Case], num_steps: int, num_seeds: int
 ) -> None:
     """One table, a row a case."""
     title = (

@@ -33,14 +33,14 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class UnitReport:
     """A stream of prompts in the order they arrive."""
 
     name: str
     source: str
     arrivals: tuple[Arrival, ...]
 
-    def stretched(self, duration_s: float) -> Load:
+    def stretched(self, duration_s: float) -> UnitReport:
         """The same stream in `duration_s`."""
         first_s, last_s = self.arrivals[0].at_s, self.arrivals[-1].at_s
         scale = duration_s / (last_s - first_s)
@@ -48,11 +48,11 @@ class Load:
             self, arrivals=tuple(replace(a, at_s=(a.at_s - first_s) * scale) for a in self.arrivals)
         )
 
-    def first(self, num: int) -> Load:
+    def first(self, num: int) -> UnitReport:
         return replace(self, arrivals=self.arrivals[:num])
 
 
-def mooncake(path: Path) -> Load:
+def mooncake(path: Path) -> UnitReport:
     """Mooncake's conversations; a block seen before is cached, as on a disk that forgets
     nothing.
     """
@@ -71,24 +71,24 @@ def mooncake(path: Path) -> Load:
             arrivals.append(
                 Arrival(row["timestamp"] / 1e3, num_cached, row["input_length"] - num_cached)
             )
-    return Load("mooncake-conv", path.name, tuple(arrivals))
+    return UnitReport("mooncake-conv", path.name, tuple(arrivals))
 
 
-def azure(name: str, path: Path) -> Load:
+def azure(name: str, path: Path) -> UnitReport:
     """Azure's 2023 traces hold lengths only: nothing is cached."""
     with path.open(encoding="utf-8", newline="") as rows:
         read = [
             (datetime.fromisoformat(r["TIMESTAMP"][:26]), int(r["ContextTokens"]))
             for r in csv.DictReader(rows)
         ]
-    return Load(
+    return UnitReport(
         name,
         path.name,
         tuple(Arrival((at - read[0][0]).total_seconds(), 0, max(1, n)) for at, n in read),
     )
 
 
-def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: int) -> Load:
+def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: int) -> UnitReport:
     """Poisson arrivals, lengths lognormal with this mean before they are capped at `most`; nothing
     cached.
     """
@@ -98,14 +98,14 @@ def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: i
     ).astype(int)
     at_s = np.cumsum(random.exponential(1.0, num))
     source = f"synthetic: lognormal, mean {mean:g}, sigma {sigma:g}, at most {most}"
-    return Load(
+    return UnitReport(
         name,
         source,
         tuple(Arrival(float(t), 0, int(n)) for t, n in zip(at_s, lengths, strict=True)),
     )
 
 
-def loads(seed: int = 0) -> list[Load]:
+def loads(seed: int = 0) -> list[UnitReport]:
     """Everything the bench runs on. Where a trace is absent its stand-in says so in `source`."""
     folder = shared_data()
     found: dict[str, Path] = {}

@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.balance_loads import Load, loads
+from bench.balance_loads import UnitReport, loads
 from bench.balance_prefill_sim import (
     RATES,
     STEP_S,
@@ -53,7 +53,7 @@ PUBLISHED = (
 )
 
 
-def rules(load: Load, num_tokens: int) -> dict[str, Callable[[], Rule]]:
+def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
     """Fresh rules by name. Those that cut by cost get the price of a mean step of this load."""
     total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
     budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
@@ -73,7 +73,7 @@ def mark(value: float, target: float, *, is_least: bool) -> str:
     return "met" if (value >= target if is_least else value <= target) else "MISSED"
 
 
-def saturated(console: Console, load: Load, limits: StepLimits, num_ranks: int) -> None:
+def saturated(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
     """One table of a load: all rules, always as many prompts as they want to see."""
     table = Table(title=f"{load.name}, saturated ({load.source}; {len(load.arrivals)} prompts)")
     for name in (
@@ -121,7 +121,7 @@ def saturated(console: Console, load: Load, limits: StepLimits, num_ranks: int) 
             )
 
 
-def open_loop(console: Console, load: Load, limits: StepLimits, num_ranks: int) -> None:
+def open_loop(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
     """Arrivals as in the trace, stretched or squeezed to `SHARE` of what perfectly balanced ranks
     could do.
     """

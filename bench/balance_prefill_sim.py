@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.balance_loads import Arrival, Load
+from bench.balance_loads import Arrival, UnitReport
 from hadal.core.rates import StepRates
 from hadal.policy.prefill_balance import PrefillQueueView, StepLimits, look_ahead, plan_step
 from hadal.policy.views import PromptView
@@ -185,7 +185,7 @@ class Outcome:
         return self.ideal_s / (self.actual_s - STEP_S * self.num_steps) if self.actual_s else 0.0
 
 
-def ideal_s(load: Load, num_ranks: int) -> float:
+def ideal_s(load: UnitReport, num_ranks: int) -> float:
     """Time of all of it if every step were balanced and cost nothing beside its work."""
     token_s = RATES.dispatch_s + MEAN_S
     return (
@@ -198,7 +198,7 @@ def ideal_s(load: Load, num_ranks: int) -> float:
 
 
 def simulate(
-    load: Load, rule: Rule, limits: StepLimits, *, num_ranks: int = 32, is_saturated: bool
+    load: UnitReport, rule: Rule, limits: StepLimits, *, num_ranks: int = 32, is_saturated: bool
 ) -> Outcome:
     """Run a load. Saturated: `WINDOW` prompts a rank are there at any time, and it ends when no
     more come.

@@ -30,8 +30,8 @@ from bench.checkpoints import MID, PEERS, SHIPPED
 from hadal.core.cache import Place
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
-from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import LoadBlocks, StoreBlocks
+from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.runtime.store.disk import DiskStore
 from hadal.runtime.store.segments import Segment, make_buffer, segment_numbers
 
@@ -56,9 +56,9 @@ def block_sizes() -> dict[str, int]:
     }
 
 
-def take(store: DiskStore, count: int) -> list[BlocksLoaded | BlocksStored]:
+def take(store: DiskStore, count: int) -> list[BlocksRead | BlocksStored]:
     """Wait for so many outcomes."""
-    done: list[BlocksLoaded | BlocksStored] = []
+    done: list[BlocksRead | BlocksStored] = []
     until_s = time.monotonic() + TIMEOUT_S
     while len(done) < count:
         if time.monotonic() > until_s:
@@ -120,11 +120,11 @@ class StoreRun:
         count = 0
         for first, names, blocks in self.requests():
             places = tuple(self.places[first : first + len(names)])
-            self.store.submit(LoadBlocks(first, b"".join(names), places, blocks))
+            self.store.submit(ReadBlocks(first, b"".join(names), places, blocks))
             count += 1
         done = take(self.store, count)
         elapsed_s = time.perf_counter() - begun_s
-        assert all(isinstance(one, BlocksLoaded) and one.error is None for one in done), done
+        assert all(isinstance(one, BlocksRead) and one.error is None for one in done), done
         return elapsed_s
 
     def close(self) -> None:

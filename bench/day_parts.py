@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hadal.commands.simulate_run import expert_ranks
 from hadal.sim.day.cache import CacheDay
-from hadal.sim.day.load import cache_day
+from hadal.sim.day.demand import cache_day
 from hadal.sim.day.study import Study
 
 QUICK_CACHE_SAMPLE = 40_000.0

@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Load:
+class UnitReport:
     """Requests as (prompt tokens, output tokens) to draw from."""
 
     name: str
@@ -53,17 +53,17 @@ class Load:
         )
 
 
-def r1_load(seed: int = 1, num: int = 50_000) -> Load:
+def r1_load(seed: int = 1, num: int = 50_000) -> UnitReport:
     """Reasoning: short and long prompts, outputs over a thousand tokens, about 4.4k tokens of KV a
     running request.
     """
     random = np.random.default_rng(seed)
     prompts = np.clip(random.lognormal(np.log(1250), 1.3, num), 16, 65_536).astype(np.int64)
     outputs = np.clip(random.lognormal(np.log(700), 1.0, num), 8, 16_384).astype(np.int64)
-    return Load("r1-like", prompts, outputs)
+    return UnitReport("r1-like", prompts, outputs)
 
 
-def trace_loads() -> list[Load]:
+def trace_loads() -> list[UnitReport]:
     """The public traces that are there."""
     folder, loads = shared_data(), []
     if folder is not None and (path := folder / "mooncake_conversation.jsonl.gz").is_file():
@@ -82,9 +82,9 @@ def trace_loads() -> list[Load]:
     return loads
 
 
-def _load(name: str, pairs: list[tuple[int, int]]) -> Load:
+def _load(name: str, pairs: list[tuple[int, int]]) -> UnitReport:
     kept = np.array([pair for pair in pairs if pair[1] > 0], np.int64)
-    return Load(name, kept[:, 0], kept[:, 1])
+    return UnitReport(name, kept[:, 0], kept[:, 1])
 
 
 @dataclass
@@ -118,7 +118,7 @@ class World:
 
     def __init__(
         self,
-        load: Load,
+        load: UnitReport,
         *,
         num_ranks: int,
         num_slots: int,

@@ -1,4 +1,4 @@
-"""The published day as a liquid, under the fleet role that serves: nodes hour by hour, and what
+"""The published day as a fluid, under the fleet role that serves: nodes hour by hour, and what
 moves them.
 
     python -m bench.fleet_day [--seed N] [--hours-only]

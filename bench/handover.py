@@ -36,7 +36,7 @@ from hadal.core.model_config import read_model_config
 from hadal.runtime.transfer.grants import Grant, Grants
 from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.transfer.nixl import package
-from hadal.runtime.transfer.pool import KvPool, PoolAddress, Shape, pool_name, remove_segments
+from hadal.runtime.transfer.pool import KvPool, PoolAddress, Shape, pool_name, remove_shared_memory
 
 HOST = "127.0.0.1"
 SECRET = b"bench of pulls ..."
@@ -213,7 +213,7 @@ def transports(console: Console, most_blocks: int, seconds: float) -> None:
                     timeout=TIMEOUT_S,
                 )
             finally:
-                remove_segments(run)
+                remove_shared_memory(run)
             by_variant[name] = json.loads(done.stdout)
         for count in (count for count in COUNTS if count <= most_blocks):
             rows = [found[str(count)] for found in by_variant.values()]

@@ -65,8 +65,8 @@ class SwitchGroup:
     def members(self, value: tuple[int, ...]) -> None:
         raise AttributeError("form() makes members.")
 
-    def form(self, generation: int, members: Sequence[Member]) -> None:
-        self._inner.form(generation, members)
+    def form(self, formation: int, members: Sequence[Member]) -> None:
+        self._inner.form(formation, members)
 
     def exchange(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None

@@ -65,8 +65,8 @@ class PacedGroup:
         self.rank = group.rank
         self.members = group.members
 
-    def form(self, generation: int, members: Sequence[Member]) -> None:
-        self._group.form(generation, members)
+    def form(self, formation: int, members: Sequence[Member]) -> None:
+        self._group.form(formation, members)
         self.members = self._group.members
         self._free_s = 0.0
 

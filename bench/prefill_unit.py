@@ -30,7 +30,7 @@ from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.step import StepModel
 from hadal.sim.day.cache import CacheDay
 from hadal.sim.day.curves import prefill_reading, prefill_world
-from hadal.sim.day.load import LoadFigures, day_load
+from hadal.sim.day.demand import DemandFigures, day_demand
 from hadal.sim.day.study import Study
 from hadal.sim.runners import StepWork
 from hadal.sim.world.seen import StepReading, part_inside
@@ -73,7 +73,7 @@ class Run:
         return self.computed_per_s / self.even_per_s
 
 
-def measured(study: Study, load: LoadFigures, cache: CacheDay | None) -> Run:
+def measured(study: Study, load: DemandFigures, cache: CacheDay | None) -> Run:
     """Run it."""
     world = prefill_world(study, placed(study), load, cache)
     return Run(prefill_reading(study, world), even_per_s(study, world))
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     if options.quick:
         study = replace(study, window=replace(study.window, prefill_seconds=QUICK_S))
     cache = cache_of(study, quick=options.quick)
-    load = day_load(study, cache, QUICK_LOAD_SCALE if options.quick else 0).figures()
+    load = day_demand(study, cache, QUICK_LOAD_SCALE if options.quick else 0).figures()
     console = Console(width=max(NUM_COLUMNS, Console().width), highlight=False)
     console.print(
         f"{study.prefill.ranks} ranks of {study.hardware}; prompts of {load.tokens_in:,.0f} tokens,"

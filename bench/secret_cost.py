@@ -60,11 +60,11 @@ def wire_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
 def hand_over(wire: Any, lease: Any) -> None:
     """Let the puller have the lease as it would over the wire of messages."""
     try:
-        from hadal.core.messages import Ahead
+        from hadal.core.messages import PullEarly
         from hadal.runtime.transfer.grants import Grants
     except ImportError:
         return
-    message = Ahead(None, lease)  # type: ignore[arg-type]
+    message = PullEarly(None, lease)  # type: ignore[arg-type]
     wire._grants.keep(message, Grants(SECRET, "front").to("decode-0", message))
 
 

@@ -81,9 +81,9 @@ def planning(batch: int, context: int, steps: int) -> float:
     plans: list[DecodePlan] = []
     blocks = tuple(range(1, 2 + (context - 1) // BLOCK_TOKENS))
     for index in range(batch):
-        generation = Generation(f"r{index}", (5,) * context, (6,), 2 * steps, (1,), 0, SAMPLING, 0)
+        formation = Generation(f"r{index}", (5,) * context, (6,), 2 * steps, (1,), 0, SAMPLING, 0)
         lease = KvLease("pool", blocks, (0,) * len(blocks), context)
-        accepted = leader.handle(0.0, Decode(generation, lease))
+        accepted = leader.handle(0.0, Decode(formation, lease))
         plans += _plans(accepted)
         for effect in accepted:
             if isinstance(effect, Pull):

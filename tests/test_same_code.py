@@ -51,7 +51,7 @@ PLACING = (
 )
 ONLY_LIVE = {
     "roles": {
-        "ranks.book": RANKS,
+        "ranks.membership": RANKS,
         "ranks.ranks": RANKS,
         "experts.experts": PLACING,
         "experts.gain": PLACING,
@@ -78,7 +78,7 @@ DIRECT = {
     ("day.study", "eviction.Arc"): CACHE_DAY,
     ("day.study", "eviction.Lru"): CACHE_DAY,
     ("day.clock", "demand.DayShape"): VALUE,
-    ("day.load", "demand.DayShape"): VALUE,
+    ("day.demand", "demand.DayShape"): VALUE,
     ("day.study", "scaling.RoleRules"): VALUE,
     ("day.study", "scaling.ScalingRules"): VALUE,
     ("day.curves", "scaling.Units"): VALUE,
@@ -88,7 +88,7 @@ DIRECT = {
     ("plan.traffic", "demand.DayShape"): VALUE,
     ("plan.plan", "scaling.RoleRules"): VALUE,
     ("plan.plan", "scaling.ScalingRules"): VALUE,
-    ("plan.verify", "scaling.RoleRules"): VALUE,
+    ("plan.search", "scaling.RoleRules"): VALUE,
     ("plan.plan", "capacity.Slo"): VALUE,
     ("plan.units", "capacity.Slo"): VALUE,
     ("plan.plan", "capacity.units_needed"): SIZES,

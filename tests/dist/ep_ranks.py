@@ -142,9 +142,9 @@ class Rank:
         )
         self.runner = ModelRunner(self.model, max_slots, membership)
 
-    def form(self, generation: int, members: tuple[Member, ...], placement: Placement) -> Formed:
+    def form(self, formation: int, members: tuple[Member, ...], placement: Placement) -> Formed:
         plan = FormPlan(
-            generation, self.num_ranks, members, placement.to_bytes(), placement.num_slots
+            formation, self.num_ranks, members, placement.to_bytes(), placement.num_slots
         )
         formed = self.runner.execute(plan)
         assert isinstance(formed, Formed)
@@ -249,9 +249,9 @@ def serve_ways(
     """
     members = everybody(group, group.epoch, group.port)
     results = []
-    for generation, way in enumerate(ways, 2):
+    for formation, way in enumerate(ways, 2):
         rank = Rank(Path(folder), group, script, len(members), way)
-        formed = rank.form(generation, members, rank.placement)
+        formed = rank.form(formation, members, rank.placement)
         assert formed.error is None, formed.error
         results.append(rank.serve(formed.num_loaded))
     return results

@@ -44,9 +44,9 @@ RANKED: dict[str, Any] = {
 
 
 FORMED = re.compile(
-    r"^\S+ (\S+) .*generation (\d+) formed in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M
+    r"^\S+ (\S+) .*formation (\d+) done in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M
 )
-"""unit, generation, seconds, ranks, in a server's log"""
+"""unit, formation, seconds, ranks, in a server's log"""
 _NOTICED = re.compile(r"^(\S+) (\S+)\.(\d+) .*noticed that rank (\d+) is gone", re.M)
 
 

@@ -67,7 +67,7 @@ def key_of(number: int) -> str:
 
 
 @dataclass
-class Load:
+class UnitReport:
     """Chats under way on a server that will be killed."""
 
     server: Server
@@ -153,7 +153,7 @@ def one_round(
     disk_mb: int,
     rng: random.Random,
     number: int,
-    book: Book,
+    membership: Book,
 ) -> None:
     """Start, look back, write, be killed, look."""
     keys = [key_of(number), key_of(number - 1)]
@@ -168,11 +168,11 @@ def one_round(
     again = chats[:NUM_ASKED_AGAIN]
     answers = talk(server.url, model_of(server, keys[1]), again, key=keys[1])
     assert wrong(again, answers) == []
-    book.num_disk_hit_tokens += counts(server, keys[0])[DISK_HIT_TOKENS]
+    membership.num_disk_hit_tokens += counts(server, keys[0])[DISK_HIT_TOKENS]
     victim = rng.choice(WAYS)
     if victim == "one process":
         victim = rng.choice(sorted(server.pids().keys() - {"gateway"}))
-    load = Load(server, cache, keys[0])
+    load = UnitReport(server, cache, keys[0])
     asyncio.run(load.run(chats, rng, victim))
     told = f"round {number}, {victim} killed"
     asked = sorted(load.answers)
@@ -184,10 +184,10 @@ def one_round(
         assert all(len(load.answers[i]) == len(chat) for i, chat in enumerate(chats)), (
             f"{told}: not all was answered"
         )
-    look(cache, disk_mb, load, book, told)
+    look(cache, disk_mb, load, membership, told)
 
 
-def look(cache: Path, disk_mb: int, load: Load, book: Book, told: str) -> None:
+def look(cache: Path, disk_mb: int, load: UnitReport, membership: Book, told: str) -> None:
     """What lies in the folder after the kill: all of it whole, and under a roomy budget all that
     was ever there.
     """
@@ -196,17 +196,17 @@ def look(cache: Path, disk_mb: int, load: Load, book: Book, told: str) -> None:
         f"{told}: blocks that can be found and are broken"
     )
     if disk_mb == ROOMY_MB:
-        lost = ({record.name for record in book.records} | load.seen) - {
+        lost = ({record.name for record in membership.records} | load.seen) - {
             record.name for record in records
         }
         assert lost == set(), f"{told}: {len(lost)} blocks that could be found before are gone"
-        num_new = len(records - book.records)
+        num_new = len(records - membership.records)
         assert num_new >= load.acknowledged, (
             f"{told}: {load.acknowledged} blocks were durable, {num_new} are there"
         )
-        book.num_killed_writing += num_new > load.acknowledged
-    book.records = records
-    book.num_acknowledged += load.acknowledged
+        membership.num_killed_writing += num_new > load.acknowledged
+    membership.records = records
+    membership.num_acknowledged += load.acknowledged
 
 
 @pytest.mark.timeout(7200)
@@ -216,13 +216,13 @@ def test_every_restart_serves(
 ) -> None:
     seed = 37 if FULL else fresh().randrange(2**31)
     print(f"seed {seed}")
-    rng, book = random.Random(seed), Book()
+    rng, membership = random.Random(seed), Book()
     num_rounds = NUM_ROUNDS // 2
     for number in range(1, num_rounds + 1):
-        one_round(start_server, chats, folder, disk_mb, rng, number, book)
+        one_round(start_server, chats, folder, disk_mb, rng, number, membership)
         if number % 20 == 0:
             print(
-                f"{number} of {num_rounds} rounds, {book.num_acknowledged} blocks durable",
+                f"{number} of {num_rounds} rounds, {membership.num_acknowledged} blocks durable",
                 flush=True,
             )
     # One that ends in peace, and has everything in order.
@@ -230,9 +230,9 @@ def test_every_restart_serves(
     assert wrong(chats, talk(server.url, server.model, chats)) == []
     audit(server)
     print(
-        f"{num_rounds} kills: {book.num_acknowledged} blocks were durable, {len(book.records)} were"
-        f" found at the end; more than had been said in {book.num_killed_writing} rounds; restarts"
-        f" hit {book.num_disk_hit_tokens} tokens"
+        f"{num_rounds} kills: {membership.num_acknowledged} blocks were durable, {len(membership.records)} were"
+        f" found at the end; more than had been said in {membership.num_killed_writing} rounds; restarts"
+        f" hit {membership.num_disk_hit_tokens} tokens"
     )
-    assert book.num_acknowledged > 0
-    assert book.num_disk_hit_tokens > 0
+    assert membership.num_acknowledged > 0
+    assert membership.num_disk_hit_tokens > 0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hadal.core.cache import Place, split
-from hadal.core.seams import LoadBlocks
+from hadal.core.seams import ReadBlocks
 from hadal.runtime.store.disk import Loader
 from hadal.runtime.store.segments import Troubles, segment_bytes
 from hadal.runtime.store.view import DiskView
@@ -109,7 +109,7 @@ class Reader:
         self._next_id += 1
         places = tuple(self.places[name] for name in names)
         self.loader.submit(
-            LoadBlocks(self._next_id, b"".join(names), places, tuple(range(len(names))))
+            ReadBlocks(self._next_id, b"".join(names), places, tuple(range(len(names))))
         )
         until_s = time.monotonic() + TIMEOUT_S
         while not (done := self.loader.take()):

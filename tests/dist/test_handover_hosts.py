@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hadal.runtime.transfer.nixl import package
-from hadal.runtime.transfer.pool import remove_segments
+from hadal.runtime.transfer.pool import remove_shared_memory
 from tests.unit.runtime.kv_peers import RUN, Peer
 
 ADDRESSES = ("10.97.0.1", "10.97.0.2")
@@ -117,7 +117,7 @@ def hosts() -> Iterator[Hosts]:
             subprocess.run(
                 ["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False
             )
-        remove_segments(RUN)
+        remove_shared_memory(RUN)
 
 
 def outcome(line: str) -> tuple[float, str | None, bool, str]:

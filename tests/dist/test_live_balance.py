@@ -68,7 +68,7 @@ LONG_TOKENS = 600 if FULL else 220
 STALL_STEPS = 3
 NUM_SCENES = 10
 """Until a move is seen."""
-ABANDONED = "keeps its placement: the generation is over"
+ABANDONED = "keeps its placement: the formation is over"
 
 Expected = dict[Ask, tuple[int, ...]]
 Answers = Callable[[list[Ask]], Expected]
@@ -227,7 +227,7 @@ def test_balance_rises_while_it_serves(
     async def scene() -> None:
         async with http_client(server.url, NUM_CLIENTS) as http:
             serving = Serving(server, http, regimes[REGIMES[0]])
-            generation = await serving.gauge("hadal_unit_generation")
+            generation = await serving.gauge("hadal_unit_formation")
             is_over = False
             async with serving.loop:
                 watching = asyncio.create_task(watch_steps(http, UNIT, steps, lambda: is_over))
@@ -244,7 +244,7 @@ def test_balance_rises_while_it_serves(
             assert serving.wrong == []
             assert serving.loop.num_answers >= NUM_CLIENTS
             assert await serving.gauge("hadal_replicas_moved_total") > 0
-            assert await serving.gauge("hadal_unit_generation") == generation
+            assert await serving.gauge("hadal_unit_formation") == generation
             assert (await read_metrics(http))["hadal_retries_total"] == 0
             assert (await http.get("/audit")).status_code == 200
 

@@ -64,7 +64,7 @@ def test_units_of_many_ranks_start_answer_and_go_without_a_trace(
     audit = httpx.get(f"{ranked.url}/audit", timeout=30)
     assert audit.status_code == 200, audit.text
     assert metric(ranked, "hadal_unit_ranks") == {"prefill-0": 2.0, "decode-0": 4.0}
-    assert metric(ranked, "hadal_unit_generation") == {"prefill-0": 1.0, "decode-0": 1.0}
+    assert metric(ranked, "hadal_unit_formation") == {"prefill-0": 1.0, "decode-0": 1.0}
     assert ranked.stop() == 0
     assert not any(is_alive(pid) for pid in pids.values())
     assert "Traceback" not in ranked.log()

@@ -44,7 +44,7 @@ from hadal.core.wire import AnyMessage
 from hadal.roles.leaders import first_placement
 from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.resolve import plan
-from hadal.runtime.transfer.pool import remove_segments
+from hadal.runtime.transfer.pool import remove_shared_memory
 from hadal.runtime.wire import ZmqWire
 
 UNIT = "prefill-0"
@@ -156,7 +156,7 @@ class Unit:
                 process.kill()
                 process.wait(10)
         self.wire.close()
-        remove_segments(self.run_id)
+        remove_shared_memory(self.run_id)
 
 
 @pytest.fixture

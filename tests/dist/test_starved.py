@@ -62,7 +62,7 @@ def test_a_starved_server_gives_nobody_up_and_loses_nothing(start_server: StartS
         server = start_server(**RANKED, wait=False)
     server.wait_ready(START_S)
     undisturbed = complete(server, 40)
-    pids, generations = server.pids(), metric(server, "hadal_unit_generation")
+    pids, generations = server.pids(), metric(server, "hadal_unit_formation")
     answers: list[str] = []
     with spinning(NUM_SPINNING):
         end_s = time.monotonic() + SPIN_S
@@ -79,7 +79,7 @@ def test_a_starved_server_gives_nobody_up_and_loses_nothing(start_server: StartS
     assert len(answers) >= len(threads)
     assert set(answers) == {undisturbed}
     assert server.pids() == pids
-    assert metric(server, "hadal_unit_generation") == generations
+    assert metric(server, "hadal_unit_formation") == generations
     assert "process is ended" not in server.log()
 
 

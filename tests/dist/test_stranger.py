@@ -163,7 +163,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
         prefill={"threads": 1, "kv_memory_mb": 64},
     )
     wanted = [ask(server, number) for number in range(10, 14)]
-    pids, num_formed = server.pids(), server.log().count(" formed in ")
+    pids, num_formed = server.pids(), server.log().count(" done in ")
     names = [name.removeprefix("hadal-") for name in server.segments()]
     ports = [port for name, pid in pids.items() if name != "gateway" for port in listening({pid})]
     stranger = as_stranger(
@@ -198,7 +198,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     if os.geteuid() == 0:
         assert found["opened"] == []
     assert server.pids() == pids
-    assert server.log().count(" formed in ") == num_formed, "no unit had to form anew"
+    assert server.log().count(" done in ") == num_formed, "no unit had to form anew"
     assert "refused" in server.log()
     wait_until(
         lambda: num_refused(server) >= found["attacks"] // 2, TIMEOUT_S, "the refusals are counted"

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from hadal.runtime.resolve import model_folder
-from hadal.runtime.transfer.pool import remove_stale_segments
+from hadal.runtime.transfer.pool import remove_stale_shared_memory
 from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive, wait_until
 
 PROMPT = list(range(10, 130))
@@ -209,7 +209,7 @@ def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartS
     swept: set[str] = set()
 
     def all_swept() -> bool:
-        swept.update(remove_stale_segments())
+        swept.update(remove_stale_shared_memory())
         return set(segments) <= swept
 
     wait_until(all_swept, 5.0, "all its segments are swept")

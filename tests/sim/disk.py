@@ -16,8 +16,8 @@ import numpy as np
 
 from hadal.core.cache import Place, split
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import DiskNews, LoadBlocks, StoreBlocks
+from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.seams import DiskNews, ReadBlocks, StoreBlocks
 from hadal.sim.world.process import SimClock
 from tests.sim.engine import Cells, Pool
 
@@ -84,7 +84,7 @@ class SimDisk:
             return self.faults.slow_s * self._random.random()
         return self._random.uniform(0.0, 0.004 + 0.001 * num_blocks)
 
-    def read(self, effect: LoadBlocks, pool: Pool) -> BlocksLoaded:
+    def read(self, effect: ReadBlocks, pool: Pool) -> BlocksRead:
         """What comes of a load, now."""
         assert len(effect.names) == 16 * len(effect.places) == 16 * len(effect.into), (
             "as many of each"
@@ -96,16 +96,16 @@ class SimDisk:
         ):
             chance = self._random.random()
             if chance < self.faults.load_rate:
-                return BlocksLoaded(effect.load_id, at, 0, "input/output error")
+                return BlocksRead(effect.read_id, at, 0, "input/output error")
             if chance < self.faults.load_rate + self.faults.damage_rate:
                 pool.cells[block] = np.arange(
                     BLOCK_TOKENS, dtype=np.uint64
                 )  # Seen too late to leave the block alone.
-                return BlocksLoaded(effect.load_id, at, 1, "checksum")
+                return BlocksRead(effect.read_id, at, 1, "checksum")
             if self.name_to_place.get(name) != place:
-                return BlocksLoaded(effect.load_id, at, 0, "gone")
+                return BlocksRead(effect.read_id, at, 0, "gone")
             pool.cells[block] = self._cells[place]
-        return BlocksLoaded(effect.load_id, len(effect.into))
+        return BlocksRead(effect.read_id, len(effect.into))
 
     def write(self, effect: StoreBlocks, pool: Pool) -> BlocksStored:
         """What comes of a store, now."""

@@ -90,11 +90,11 @@ class Pool:
 
     def __init__(self, num_blocks: int) -> None:
         self.cells: Cells = np.zeros((num_blocks, BLOCK_TOKENS), np.uint64)
-        self.generations = [0] * num_blocks
+        self.versions = [0] * num_blocks
 
     def freed(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
-            self.generations[block] += 1
+            self.versions[block] += 1
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> Cells:
         flat: Cells = self.cells[list(block_ids)].reshape(-1)
@@ -115,8 +115,8 @@ def pull(source: Pool | None, lease: KvLease, target: Pool, into: Sequence[int])
         return "the pool is gone"
     assert len(into) == len(lease.block_ids), "as many blocks as are leased"
     target.write(into, 0, source.read(lease.block_ids, lease.num_tokens).copy())
-    now = tuple(source.generations[block] for block in lease.block_ids)
-    return None if now == lease.generations else "the blocks were freed meanwhile"
+    now = tuple(source.versions[block] for block in lease.block_ids)
+    return None if now == lease.versions else "the blocks were freed meanwhile"
 
 
 class PrefillEngine:

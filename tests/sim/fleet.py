@@ -18,7 +18,7 @@ from typing import Any
 from hadal.core.balance import AUTO
 from hadal.core.config import Deployment, FleetConfig, LimitsConfig, UnitsConfig, units_of
 from hadal.core.fleet import Demand, DrainUnit
-from hadal.core.messages import Ahead, Decode, Prefill, UnitDown, UnitUp
+from hadal.core.messages import Decode, Prefill, PullEarly, UnitDown, UnitUp
 from hadal.core.seams import (
     Event,
     FleetEffect,
@@ -126,7 +126,7 @@ class FleetWorld(World):
             if to == "supervisor" and isinstance(message, Demand):
                 self._perhaps(lambda: self.tell_fleet(message))
                 return
-            if name == "front" and isinstance(message, Prefill | Decode | Ahead):
+            if name == "front" and isinstance(message, Prefill | Decode | PullEarly):
                 assert self.front.units.by_name[to].drain_by_s is None, (
                     f"{type(message).__name__} to draining {to}"
                 )

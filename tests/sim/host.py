@@ -17,8 +17,8 @@ from hadal.core.seams import (
     Event,
     Execute,
     Freed,
-    LoadBlocks,
     Pull,
+    ReadBlocks,
     Send,
     StoreBlocks,
     Tick,
@@ -114,7 +114,7 @@ class Host:
                     self._clock.after(
                         self._random.uniform(0, self._pull_s), lambda e=effect: self._pulled(e)
                     )
-                case LoadBlocks() | StoreBlocks():
+                case ReadBlocks() | StoreBlocks():
                     self._to_disk(effect)
                 case UsedBlocks(places):
                     assert self._disk is not None
@@ -128,7 +128,7 @@ class Host:
                     assert self._deliver is not None
                     self._deliver(effect)
 
-    def _to_disk(self, effect: LoadBlocks | StoreBlocks) -> None:
+    def _to_disk(self, effect: ReadBlocks | StoreBlocks) -> None:
         """Reads one behind the other, writes too."""
         assert self._disk is not None, f"{self.name} has no disk"
         disk, kind = self._disk, type(effect)
@@ -136,12 +136,12 @@ class Host:
         self._disk_free_s[kind] = max(self._disk_free_s.get(kind, 0.0), self._clock.now()) + delay_s
         self._clock.at(self._disk_free_s[kind], lambda: self._disk_done(disk, effect))
 
-    def _disk_done(self, disk: SimDisk, effect: LoadBlocks | StoreBlocks) -> None:
+    def _disk_done(self, disk: SimDisk, effect: ReadBlocks | StoreBlocks) -> None:
         if not self.is_alive:
             return
         pool = self._pools[self.pool_name]
         self.handle(
-            disk.read(effect, pool) if isinstance(effect, LoadBlocks) else disk.write(effect, pool)
+            disk.read(effect, pool) if isinstance(effect, ReadBlocks) else disk.write(effect, pool)
         )
 
     def _wake(self, number: int) -> None:

@@ -36,7 +36,7 @@ ABORT_S = 0.05
 Ident = tuple[int, str]
 """A rank's process: (rank, epoch)."""
 Key = tuple[frozenset[Ident], int, int | None]
-"""Where compute threads meet: members, generation (another leader may count from 1 again), step or
+"""Where compute threads meet: members, formation (another leader may count from 1 again), step or
 a formation.
 """
 
@@ -98,9 +98,9 @@ class Fabric:
 
     def break_link(self, compute: SimCompute, peer: int) -> None:
         """`compute` will notice that its connection to `peer` is gone."""
-        generation = compute.formed_generation
+        formation = compute.formed_generation
         delay_s = self.random.uniform(0, NOTICE_S)
-        self.clock.after(delay_s, lambda: compute.peer_lost(peer, generation))
+        self.clock.after(delay_s, lambda: compute.peer_lost(peer, formation))
 
     def died(self, ident: Ident) -> None:
         """A process ended: the kernel closes its connections."""
@@ -164,8 +164,8 @@ class SimCompute:
         self._next()
 
     def form(self, plan: FormPlan) -> None:
-        self._generation = plan.generation
-        self._queue.append((plan.generation, plan))
+        self._generation = plan.formation
+        self._queue.append((plan.formation, plan))
         running = self._running
         if running is not None:
             self._clock.after(self._random.uniform(0.0, ABORT_S), lambda: self._break_off(running))
@@ -181,10 +181,10 @@ class SimCompute:
     def _next(self) -> None:
         if self._running is not None or not self._queue or self.is_stopped:
             return
-        generation, plan = self._queue.popleft()
+        formation, plan = self._queue.popleft()
         self._running, self._is_completing, self.is_computing = plan, False, True
-        if generation < self._generation:
-            self._fail(f"generation {generation} is over")
+        if formation < self._generation:
+            self._fail(f"formation {formation} is over")
             return
         if isinstance(plan, FormPlan):
             self._begin(plan)
@@ -209,7 +209,7 @@ class SimCompute:
             assert (placement.slot_to_expert_LRS[:, rank] < 0).all(), (
                 f"rank {rank} is gone and holds experts"
             )
-        self.formed_generation = plan.generation
+        self.formed_generation = plan.formation
         self.lost, self._is_broken = (), False
         if isinstance(self._engine, DecodeEngine):
             self._engine.empty()
@@ -242,7 +242,7 @@ class SimCompute:
             return
         self.num_ops += 1
         if isinstance(plan, FormPlan):
-            self._end(Formed(plan.generation, None))
+            self._end(Formed(plan.formation, None))
         else:
             done = self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
             self._end(msgspec.structs.replace(done, slot_counts=self.experts.counted(plan, done)))
@@ -255,22 +255,20 @@ class SimCompute:
     def _staged(self, plan: StagePlan, took_s: float, answer: Callable[[Staged], None]) -> None:
         if (
             self.is_stopped
-            or plan.generation != self.formed_generation
-            or plan.generation != self._generation
+            or plan.formation != self.formed_generation
+            or plan.formation != self._generation
         ):
             # The rank's role drops what belongs to an older generation; so does the background
             # thread.
             return
         if self._random.random() < self._fabric.stage_fault_rate:
             answer(
-                Staged(
-                    plan.generation, plan.stage_id, plan.layer, "CheckpointError: no such tensor"
-                )
+                Staged(plan.formation, plan.stage_id, plan.layer, "CheckpointError: no such tensor")
             )
             return
         num_received, num_read = self.experts.stage(plan, self._fabric.holder)
         answer(
-            Staged(plan.generation, plan.stage_id, plan.layer, None, num_received, num_read, took_s)
+            Staged(plan.formation, plan.stage_id, plan.layer, None, num_received, num_read, took_s)
         )
 
     def _time_out(self, plan: StepPlan | FormPlan) -> None:
@@ -278,14 +276,14 @@ class SimCompute:
             self.lost = self._fabric.absent(self, self._key(plan))
             self._fail("PeerLost: nobody answers")
 
-    def peer_lost(self, peer: int, generation: int) -> None:
+    def peer_lost(self, peer: int, formation: int) -> None:
         """The connection to a peer broke."""
-        if generation != self.formed_generation or self.is_stopped or peer in self.lost:
+        if formation != self.formed_generation or self.is_stopped or peer in self.lost:
             return
         self.lost = (*self.lost, peer)
         self._is_broken = True
         self._tell()
-        if self._running is not None and not self._is_completing and self._generation == generation:
+        if self._running is not None and not self._is_completing and self._generation == formation:
             self._fail(f"PeerLost: rank {peer}: closed")
 
     def _fail(self, error: str) -> None:
@@ -294,7 +292,7 @@ class SimCompute:
         self._fabric.leave(self, self._key(plan))
         self._is_broken = self._is_broken or not isinstance(plan, FormPlan)
         if isinstance(plan, FormPlan):
-            self._end(Formed(plan.generation, error, self.lost))
+            self._end(Formed(plan.formation, error, self.lost))
             return
         if (
             self._random.random() < 0.3

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from hadal.core.messages import BLOCK_TOKENS, Cancel, FrontUp, Key, Release, Returned
 from hadal.core.plans import (
-    BlocksLoaded,
+    BlocksRead,
     BlocksStored,
     Chunk,
     DecodePlan,
@@ -31,9 +31,9 @@ from hadal.core.seams import (
     Event,
     Execute,
     Freed,
-    LoadBlocks,
     Pull,
     RankReset,
+    ReadBlocks,
     Send,
     StoreBlocks,
 )
@@ -122,8 +122,8 @@ class BlockWatch:
                     }
             case KvPulled(request_id, attempt):
                 self._others.pop((KvPulled, (request_id, attempt)), None)
-            case BlocksLoaded(load_id):
-                over = self._others.pop((BlocksLoaded, load_id), None)
+            case BlocksRead(read_id):
+                over = self._others.pop((BlocksRead, read_id), None)
                 for place in (
                     over.places if over is not None else ()
                 ):  # What was not read is computed, by whomever.
@@ -165,9 +165,9 @@ class BlockWatch:
                 self._steps.append((step_id, _UnderWay(frozenset(places), f"step {step_id}")))
             case Pull(request_id, attempt, _, into, rank):
                 self._pull((request_id, attempt), rank, into)
-            case LoadBlocks(load_id, _, _, into, rank):
-                self._begin((BlocksLoaded, load_id), rank, into, f"read {load_id}")
-                self._claim(rank, into, (BlocksLoaded, load_id))
+            case ReadBlocks(read_id, _, _, into, rank):
+                self._begin((BlocksRead, read_id), rank, into, f"read {read_id}")
+                self._claim(rank, into, (BlocksRead, read_id))
             case Send(_, Returned(_, request_id)):
                 self._forget(request_id)
             case StoreBlocks(store_id, _, _, block_ids, rank):

@@ -2,7 +2,7 @@
 client that may leave, and the bill.
 
 The gateway's own code reads the front's deliveries (gateway/replies.Reply,
-gateway/stream.Assembler) and writes the facts (gateway/books). What must be billed is worked out
+gateway/stream.Assembler) and writes the facts (gateway/accounting). What must be billed is worked out
 here by itself, from the tokens that the request has to get.
 """
 
@@ -17,8 +17,8 @@ from hadal.core.facts import CANCELLED, Fact, NodesFact, RequestFact, micros
 from hadal.core.messages import Cancel, Generation
 from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver
+from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import Tenant
-from hadal.gateway.books import Books
 from hadal.gateway.errors import ApiError
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.openai import CommonFields
@@ -97,17 +97,17 @@ class Call:
 
     def __init__(
         self,
-        generations: list[Generation],
+        versions: list[Generation],
         clients: list[Client],
         stops: tuple[str, ...],
         *,
         tenant: Tenant,
         now: Callable[[], float],
         tell_front: Callable[[Cancel], None],
-        books: Books,
+        books: Accounting,
         timeout_s: float,
     ) -> None:
-        self.generations = generations
+        self.versions = versions
         self.clients = clients
         self.stops = stops
         self.end = ""
@@ -116,7 +116,7 @@ class Call:
         """
         self.error = ""
         self.mailbox = Mailbox(cast("Any", None))  # Nobody waits in it, so it needs no event loop.
-        self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(generations)}
+        self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(versions)}
         self._tell_front = tell_front
         self._books = books
         self._tenant = tenant
@@ -124,10 +124,10 @@ class Call:
             model=MODEL,
             stream=True,
             include_usage=True,
-            n=len(generations),
-            max_tokens=generations[0].max_tokens,
+            n=len(versions),
+            max_tokens=versions[0].max_tokens,
             max_name="max_tokens",
-            min_tokens=generations[0].min_tokens,
+            min_tokens=versions[0].min_tokens,
             temperature=None,
             top_p=None,
             sampling=Sampling(),
@@ -142,10 +142,10 @@ class Call:
             Choice(
                 one, Assembler(VOCABULARY, sections=False, stops=stops, min_tokens=one.min_tokens)
             )
-            for one in generations
+            for one in versions
         )
         self.times = Times(now())
-        self.work = Work(ask, choices, len(generations[0].prompt))
+        self.work = Work(ask, choices, len(versions[0].prompt))
         self.reply = Reply(
             self.work,
             self.mailbox,
@@ -174,7 +174,7 @@ class Call:
             for index, deliver in items:
                 self.reply._assemble(index, deliver)
                 name, finish = (
-                    self.generations[index].request_id,
+                    self.versions[index].request_id,
                     self.work.choices[index].assembler.finish,
                 )
                 assert finish is None or name not in self.mailbox.open_ids, (
@@ -211,7 +211,7 @@ class Call:
 
     def check(self, sink: Sink) -> None:
         """What was billed is what came, and what came is what had to come. Of a call that ended."""
-        names = [one.request_id for one in self.generations]
+        names = [one.request_id for one in self.versions]
         facts = [sink.requests.get(name) for name in names]
         if self.end == "lost":
             assert not any(facts), f"{names}: billed by a process that died before they ended"
@@ -223,7 +223,7 @@ class Call:
             f"{names}: billed and shown differ"
         )
         num_answered = sum(fact.tokens_out > 0 for fact in billed)
-        num_prompt = len(self.generations[0].prompt) if num_answered else 0
+        num_prompt = len(self.versions[0].prompt) if num_answered else 0
         assert sum(fact.tokens_in for fact in billed) == num_prompt, (
             f"{names}: the prompt is not billed once"
         )

@@ -15,11 +15,20 @@ from typing import Any
 import msgspec
 
 from hadal.core.balance import OFF
-from hadal.core.messages import Cancel, Generation, Key, Load, Pulled, Returned, Submit, Tokens
+from hadal.core.messages import (
+    Cancel,
+    Generation,
+    Key,
+    Pulled,
+    Returned,
+    Submit,
+    Tokens,
+    UnitReport,
+)
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
+from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import Tenant, salt_of
-from hadal.gateway.books import Books
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.ranks.ranks import RankedLeader
@@ -114,7 +123,7 @@ class SwarmWorld(FleetWorld):
                 generation, priority=random.choice([-1, 0, 0, 1, 5])
             )
         num_choices = random.choice([1, 2, 3]) if "choices" in on else 1
-        generations = [
+        versions = [
             msgspec.structs.replace(
                 generation,
                 request_id=f"{generation.request_id}{'' if index == 0 else f'/{index}'}",
@@ -125,8 +134,8 @@ class SwarmWorld(FleetWorld):
             for index in range(num_choices)
         ]
         call = Call(
-            generations,
-            [Client(one, longest) for one in generations],
+            versions,
+            [Client(one, longest) for one in versions],
             self._stops(generation, random),
             tenant=Tenant(salt_of(generation.salt)),
             now=self.clock.now,
@@ -134,12 +143,12 @@ class SwarmWorld(FleetWorld):
             books=self.books,
             timeout_s=self.config.limits.request_timeout_s,
         )
-        for one, client in zip(generations, call.clients, strict=True):
+        for one, client in zip(versions, call.clients, strict=True):
             if self.config.cache.is_on:
                 self.names.add(msgspec.structs.replace(one, output=tuple(expected_output(one))))
             self.clients[one.request_id] = client
             self.calls[one.request_id] = call
-        for one in generations:
+        for one in versions:
             self.seen["requests"] += 1
             self.hosts["front"].handle(Submit(one))
 
@@ -195,7 +204,7 @@ class SwarmWorld(FleetWorld):
         self.seen["front restarts"] += bool(self.fronts)
         super().start_front()
         front = self.front
-        self.books = Books(
+        self.books = Accounting(
             self.config,
             MODEL,
             self.sink,
@@ -372,7 +381,7 @@ class SwarmWorld(FleetWorld):
                     del self._next_index[life, ticket]
                     self.seen["attempts seated twice"] += 1
         super()._watch(life, message)
-        if isinstance(message, Load):
+        if isinstance(message, UnitReport):
             assert 0 <= message.num_blocks_used <= message.num_blocks, f"{message}"
             assert message.num_requests >= 0, f"{message}"
             assert all(0 < value <= 1 + NEAR for value in message.balance.values()), (
@@ -405,7 +414,7 @@ class SwarmWorld(FleetWorld):
     def _verify_idle(self, name: str, host: Host) -> None:
         """A unit that nobody asks anything of holds nothing."""
         role = host.role
-        core = role.core if isinstance(role, RankedLeader) else role
+        core = role.inner if isinstance(role, RankedLeader) else role
         if isinstance(role, RankedLeader):
             assert is_whole(role), f"{name} is not whole"
             assert not role._asked, f"{name} waits for {role._asked}"
@@ -431,7 +440,7 @@ class SwarmWorld(FleetWorld):
         assert sum(one.tokens_out for one in sums) == sum(
             usage.num_output_tokens for usage in usages
         )
-        assert sum(one.num_requests for one in sums) == sum(len(call.generations) for call in calls)
+        assert sum(one.num_requests for one in sums) == sum(len(call.versions) for call in calls)
         assert sum(one.income_pico_usd for one in sums) == sum(
             f.income_pico_usd for f in self.sink.requests.values()
         )
@@ -463,7 +472,7 @@ class SwarmWorld(FleetWorld):
         seen["preemptions"] = self.num_returned[PREEMPTED]
         seen["faults"] = sum(seen[what] for what in FAULTS_SEEN)
         for leader in self._leaders:
-            seen["generations of units"] += leader.book.generation
+            seen["generations of units"] += leader.membership.formation
             seen["experts: layers flipped"] += leader.experts.num_layers_flipped
             seen["experts: replicas moved"] += leader.experts.num_replicas_moved
             seen["experts: given up"] += leader.experts.num_abandoned

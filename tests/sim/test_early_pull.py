@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import Ahead, Cancel, Decode, Generation, PrefillAhead
+from hadal.core.messages import Cancel, Decode, Generation, PrefilledEarly, PullEarly
 from hadal.core.wire import AnyMessage
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
@@ -42,27 +42,27 @@ class EarlyWorld(World):
         host = self.hosts.get(to)
         core = core_of(host) if host is not None and host.is_alive else None
         if not isinstance(core, DecodeLeader):
-            counts["hints"] += isinstance(message, PrefillAhead)
+            counts["hints"] += isinstance(message, PrefilledEarly)
             super()._arrive(to, message, life)
             return
         before = state_of(core, message)
         super()._arrive(to, message, life)
         after = state_of(core, message)
         match message:
-            case Ahead():
-                counts["seated"] += before is None and after == SlotState.AHEAD
+            case PullEarly():
+                counts["seated"] += before is None and after == SlotState.EARLY
                 counts["ignored"] += after is None
-            case Decode() if before == SlotState.AHEAD:
+            case Decode() if before == SlotState.EARLY:
                 counts["went on"] += after == SlotState.PULLING
             case Decode():
                 counts["had no seat"] += 1
-            case Cancel() if before == SlotState.AHEAD:
+            case Cancel() if before == SlotState.EARLY:
                 counts["cancelled"] += 1
 
 
 def state_of(core: DecodeLeader, message: AnyMessage) -> int | None:
     match message:
-        case Ahead(generation) | Decode(generation):
+        case PullEarly(generation) | Decode(generation):
             key = (generation.request_id, generation.attempt)
         case Cancel(request_id, attempt):
             key = (request_id, attempt)

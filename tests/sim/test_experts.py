@@ -187,18 +187,22 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
         victim.stop()
     else:
         victim.compute.is_hung = True
-    generation = unit.leader.book.generation
+    formation = unit.leader.membership.formation
     unit.world.clock.run(
-        unit.world.clock.now() + 60.0, lambda: unit.leader.book.generation > generation
+        unit.world.clock.now() + 60.0, lambda: unit.leader.membership.formation > formation
     )
-    assert unit.leader.book.generation > generation, (seed, state, how)
+    assert unit.leader.membership.formation > formation, (seed, state, how)
     # It may have been done by all before the loss was known; then it counts, else nothing is left
     # of it.
     num_done = experts.num_layers_flipped - flips
     assert num_done + experts.num_abandoned >= 1, (seed, state, how)
-    absent = set(range(4)) - unit.leader.book.members.keys()
+    absent = set(range(4)) - unit.leader.membership.members.keys()
     left = without(before, absent) if absent else before
-    assert num_done or unit.leader.book.placement.to_bytes() == left.to_bytes(), (seed, state, how)
+    assert num_done or unit.leader.membership.placement.to_bytes() == left.to_bytes(), (
+        seed,
+        state,
+        how,
+    )
     unit.world.clock.run(unit.world.clock.now() + 60.0, lambda: is_whole(unit.leader))
     unit.run_steps(400)
     assert unit.recent() >= unit.within_reach(), (seed, state, how)

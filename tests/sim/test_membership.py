@@ -133,11 +133,11 @@ def run_seed(seed: int) -> SteppingWorld:
         world.run(world.faults.until_s + 1.0)
         world.clock.run(200.0, world.are_whole)
         assert world.are_whole(), [
-            (leader.book.phase, leader.book.members) for leader in world.leaders()
+            (leader.membership.phase, leader.membership.members) for leader in world.leaders()
         ]
-        done = [leader.core.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
+        done = [leader.inner.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
         world.run(world.clock.now() + (0.0 if world.faults.engine_rate else 3.0))
-        later = [leader.core.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
+        later = [leader.inner.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
         assert (
             world.faults.engine_rate or min(b - a for a, b in zip(done, later, strict=True)) > 10
         ), (done, later)
@@ -186,8 +186,8 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
             handle(event)
 
         host.handle = heard  # type: ignore[method-assign]
-    struck_s, num_done = world.clock.now(), leader.core.num_done  # type: ignore[attr-defined]
-    generation = leader.book.generation
+    struck_s, num_done = world.clock.now(), leader.inner.num_done  # type: ignore[attr-defined]
+    formation = leader.membership.formation
     if how == "kill":
         world.kill_unit(victim.name)
     elif how == "stop":
@@ -196,8 +196,8 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
         victim.compute.is_hung = True
 
     def goes_on() -> bool:
-        is_later = leader.book.generation > generation and leader.core.num_done > num_done + 2  # type: ignore[attr-defined]
-        return is_later and leader.book.is_running
+        is_later = leader.membership.formation > formation and leader.inner.num_done > num_done + 2  # type: ignore[attr-defined]
+        return is_later and leader.membership.is_running
 
     world.clock.run(struck_s + 60.0, goes_on)
     assert goes_on(), how

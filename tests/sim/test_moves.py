@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 
 from hadal.core.balance import KV, REQUESTS
-from hadal.core.messages import Load
+from hadal.core.messages import UnitReport
 from hadal.core.wire import AnyMessage
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import STALL_STEPS_MAX
@@ -45,7 +45,7 @@ class Watch:
     def watch(self, life: int, message: AnyMessage) -> None:
         self._watch(life, message)
         if (
-            isinstance(message, Load)
+            isinstance(message, UnitReport)
             and message.unit.startswith("decode")
             and message.num_requests >= 8
         ):

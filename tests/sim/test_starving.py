@@ -30,7 +30,7 @@ def test_nobody_is_given_up_where_everybody_is_late(seed: int, apart_s: float) -
     world = starved(uneven_world(seed, is_calm=True), apart_s)
     assert world.num_deaths == 0
     leaders = [host.role for host in world.hosts.values() if isinstance(host.role, RankedLeader)]
-    assert [leader.book.generation for leader in leaders] == [1] * len(leaders)
+    assert [leader.membership.formation for leader in leaders] == [1] * len(leaders)
     assert world.num_returned["rank lost"] == 0
 
 

@@ -19,7 +19,7 @@ from hadal.core.messages import Key
 from hadal.policy.views import DecodeRanksView
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
-from hadal.roles.front.units import UnitBook
+from hadal.roles.front.units import FrontUnits
 from hadal.roles.ranks.pools import RankPools
 from tests.fresh import NUM_SEEDS, fresh
 from tests.sim.swarm import command, draw, run, run_all, run_seed, shrink
@@ -155,7 +155,7 @@ def test_the_world_sees_by_itself_what_ledgers_may_miss(
 @pytest.mark.full
 def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken so that only a fleet's drains show it."""
-    monkeypatch.setattr(UnitBook, "decode_views", _blind_to_drains(UnitBook.decode_views))
+    monkeypatch.setattr(FrontUnits, "decode_views", _blind_to_drains(FrontUnits.decode_views))
     seed = next(
         seed for seed in range(40) if "fleet" in draw(seed).on and seed in run_all([seed]).errors
     )
@@ -168,14 +168,14 @@ def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _blind_to_drains(views):  # type: ignore[no-untyped-def]
-    def blind(book: UnitBook):  # type: ignore[no-untyped-def]
-        drains = {name: unit.drain_by_s for name, unit in book.by_name.items()}
-        for unit in book.by_name.values():
+    def blind(membership: FrontUnits):  # type: ignore[no-untyped-def]
+        drains = {name: unit.drain_by_s for name, unit in membership.by_name.items()}
+        for unit in membership.by_name.values():
             unit.drain_by_s = None
         try:
-            return views(book)
+            return views(membership)
         finally:
-            for name, unit in book.by_name.items():
+            for name, unit in membership.by_name.items():
                 unit.drain_by_s = drains[name]
 
     return blind

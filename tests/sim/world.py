@@ -42,7 +42,7 @@ from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.front.front import Front
 from hadal.roles.leaders import make_leader
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.ranks.book import RankBook, RankPhase
+from hadal.roles.ranks.membership import RankPhase, UnitMembership
 from hadal.roles.ranks.rank import RankRole
 from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
@@ -245,7 +245,7 @@ class World:
         self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig
     ) -> RankedLeader:
         placement = spread(NUM_LAYERS, NUM_EXPERTS, units.ranks, units.redundant_experts)
-        book = RankBook(
+        membership = UnitMembership(
             name, units.ranks, placement, rank_timeout_s=self.config.rank_timeout_s, grace_s=2.0
         )
         experts = ExpertBalancer(
@@ -254,7 +254,7 @@ class World:
         return RankedLeader(
             name,
             core,
-            book,
+            membership,
             num_slots=units.max_requests,
             experts=experts,
             growing_s=lambda: GROWING_S,
@@ -508,14 +508,15 @@ class World:
 
 def core_of(host: Host) -> PrefillLeader | DecodeLeader | None:
     """What decides about requests in a leader's process."""
-    role = host.role.core if isinstance(host.role, RankedLeader) else host.role
+    role = host.role.inner if isinstance(host.role, RankedLeader) else host.role
     return role if isinstance(role, PrefillLeader | DecodeLeader) else None
 
 
 def is_whole(leader: RankedLeader) -> bool:
     """Whether every rank of the unit is in its generation, and that runs."""
     return (
-        leader.book.phase is RankPhase.RUNNING and len(leader.book.members) == leader.book.num_ranks
+        leader.membership.phase is RankPhase.RUNNING
+        and len(leader.membership.members) == leader.membership.num_ranks
     )
 
 

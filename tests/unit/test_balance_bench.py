@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.balance_loads import Arrival, Load, lognormal, mooncake
+from bench.balance_loads import Arrival, UnitReport, lognormal, mooncake
 from bench.balance_prefill_sim import (
     MEAN_S,
     RATES,
@@ -29,7 +29,7 @@ LOAD = lognormal("test", 1500.0, 1.2, 16_000, 300, seed=3)
 
 
 def test_one_prompt_on_one_rank_costs_what_the_formula_says() -> None:
-    load = Load("one", "", (Arrival(0.0, 100, 2000),))
+    load = UnitReport("one", "", (Arrival(0.0, 100, 2000),))
     out = simulate(load, by_tokens(least_tokens), LIMITS, num_ranks=1, is_saturated=False)
     expected_s = RATES.chunk_s(100, 2000) + 2000 * (RATES.dispatch_s + MEAN_S)
     assert out.end_s == pytest.approx(expected_s + STEP_S)

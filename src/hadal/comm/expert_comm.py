@@ -282,7 +282,7 @@ class Buffers:
 
 
 class LowLatencyMode:
-    """Builds and reads messages in its own buffers, made once per generation."""
+    """Builds and reads messages in its own buffers, made once per formation."""
 
     def __init__(
         self,
@@ -530,7 +530,7 @@ class ExpertComm:
         return handle
 
     def abandon(self) -> None:
-        """A step failed in the middle: its handles will not be finished. With peers the generation
+        """A step failed in the middle: its handles will not be finished. With peers the formation
         is over, too.
         """
         self._free = list(range(MAX_LIVE))

@@ -3,7 +3,7 @@ apart.
 
 Knows no tokens and no experts. A backend implements `Group`; which one is a deployment's choice
 (`tcp`: comm/mesh, `gloo`, `nccl`: comm/torch_group). Every wait has a deadline, and a lost peer
-fails every exchange of its generation, the one in progress included.
+fails every exchange of its formation, the one in progress included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hadal.core.plans import Member
 
 
 class PeerLost(HadalError):
-    """Peers are gone, silent beyond the deadline, or the generation was aborted: this generation is
+    """Peers are gone, silent beyond the deadline, or the formation was aborted: this formation is
     over.
     """
 
@@ -63,10 +63,10 @@ class Group(Protocol):
 
     rank: int
     members: tuple[int, ...]
-    """Living ranks of this generation, this one included, ascending."""
+    """Living ranks of this formation, this one included, ascending."""
 
-    def form(self, generation: int, members: Sequence[Member]) -> None:
-        """Start a generation with these members: drop everything older, connect. Raises PeerLost
+    def form(self, formation: int, members: Sequence[Member]) -> None:
+        """Start a formation with these members: drop everything older, connect. Raises PeerLost
         naming who is not reached within the deadline.
         """
         ...
@@ -85,11 +85,11 @@ class Group(Protocol):
         ...
 
     def abort(self) -> None:
-        """Fail all exchanges of this generation now. From any thread."""
+        """Fail all exchanges of this formation now. From any thread."""
         ...
 
     def lost(self) -> tuple[int, ...]:
-        """Members of this generation whose connection broke, noticed without an exchange. From any
+        """Members of this formation whose connection broke, noticed without an exchange. From any
         thread.
         """
         ...

@@ -1,6 +1,6 @@
 """The ranks of a unit as one exchange over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-A generation is a process group of its own, met through a FileStore in the unit's folder, in a file
+A formation is a process group of its own, met through a FileStore in the unit's folder, in a file
 named after its members. They wait for each other there, where an abort ends the wait; connecting,
 once all are there, is torch's own and takes its deadline if a member dies just then. Everything is
 sent as uint8: gloo knows no float8. An exchange is its counts, then its bytes; `recvs` only say
@@ -37,7 +37,7 @@ from hadal.core.plans import Member
 
 MAX_IN_FLIGHT = 8
 JOIN_TIMEOUT_S = 2.0
-"""How long an aborted generation's thread may take to end before it is left alone: its connections
+"""How long an aborted formation's thread may take to end before it is left alone: its connections
 are closed.
 """
 POLL_S = 0.05
@@ -103,38 +103,36 @@ class TorchGroup:
             )
         self.rank = rank
         self.members: tuple[int, ...] = (rank,)
-        self.generation = -1
+        self.formation = -1
         self.deadline_s = deadline_s
         self._backend = backend
         self._folder = folder
         self._host = host
         self._device = torch.device(device)
         self._lock = threading.Lock()
-        self._failure: PeerLost | None = PeerLost((), "no generation was formed")
+        self._failure: PeerLost | None = PeerLost((), "no formation was formed")
         self._is_aborted = False
-        """This generation was given up, perhaps while it was being formed."""
+        """This formation was given up, perhaps while it was being formed."""
         self._work: queue.Queue[TorchExchange | None] = queue.Queue(MAX_IN_FLIGHT)
         self._thread: threading.Thread | None = None
         self._link: GlooLink | NcclLink | None = None
 
-    def form(self, generation: int, members: Sequence[Member]) -> None:
+    def form(self, formation: int, members: Sequence[Member]) -> None:
         """Leave the group before, and meet these members. Raises PeerLost, naming all others: torch
         does not say who is missing.
         """
-        if generation <= self.generation:
-            raise ValueError(f"generation {generation} is not newer than {self.generation}.")
+        if formation <= self.formation:
+            raise ValueError(f"formation {formation} is not newer than {self.formation}.")
         ranks = tuple(sorted(member.rank for member in members))
         if self.rank not in ranks:
-            raise ValueError(
-                f"rank {self.rank} is not among the members of generation {generation}."
-            )
+            raise ValueError(f"rank {self.rank} is not among the members of formation {formation}.")
         self._leave("formed anew")
-        self.generation, self.members = generation, ranks
+        self.formation, self.members = formation, ranks
         self._is_aborted = False
         others = tuple(rank for rank in ranks if rank != self.rank)
         try:
             if others:
-                self._link = self._connect(self._meet(generation, members), ranks)
+                self._link = self._connect(self._meet(formation, members), ranks)
         except (RuntimeError, ValueError) as error:
             raise PeerLost(others, f"not reached within {self.deadline_s} s: {error}") from error
         self._work = queue.Queue(MAX_IN_FLIGHT)
@@ -150,8 +148,8 @@ class TorchGroup:
         )
         self._thread.start()
 
-    def _meet(self, generation: int, members: Sequence[Member]) -> Store:
-        """Wait in the generation's file until all members are there. Raises PeerLost naming those
+    def _meet(self, formation: int, members: Sequence[Member]) -> Store:
+        """Wait in the formation's file until all members are there. Raises PeerLost naming those
         who are not.
         """
         # A leader that was started anew counts from 1 again: only the processes make the name
@@ -159,7 +157,7 @@ class TorchGroup:
         named = sorted((member.rank, member.epoch) for member in members)
         digest = hashlib.blake2s(repr(named).encode(), digest_size=6).hexdigest()
         self._folder.mkdir(parents=True, exist_ok=True)
-        store = FileStore(str(self._folder / f"generation-{generation}-{digest}"), len(named))
+        store = FileStore(str(self._folder / f"formation-{formation}-{digest}"), len(named))
         store.set_timeout(timedelta(seconds=self.deadline_s))
         store.set(f"here-{self.rank}", "")
         missing = [rank for rank, _ in named]
@@ -279,7 +277,7 @@ class TorchGroup:
                     continue
             thread.join(JOIN_TIMEOUT_S)
             if thread.is_alive():
-                log.warning("%s still waits in the generation before", thread.name)
+                log.warning("%s still waits in the formation before", thread.name)
         link, self._link = self._link, None
         if link is not None:
             link.close()

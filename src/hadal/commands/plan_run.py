@@ -232,7 +232,7 @@ def show(
     console.print(_plans(search, plans))
     console.print(_promise(search, best, num_verify))
     console.print(
-        f"The day under the fleet's own role, as a liquid: {day.nodes_mean:.1f} nodes on average,"
+        f"The day under the fleet's own role, as a fluid: {day.nodes_mean:.1f} nodes on average,"
         f" {day.nodes_peak} at most, {day.tokens_per_s_user:.1f} tokens/s to a user, longest wait"
         f" {day.wait_s_max:.1f} s."
     )

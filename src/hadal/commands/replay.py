@@ -86,7 +86,7 @@ def make_role(opening: Opening) -> RelivedRole:
     match made:
         case recording.MadeFront(epoch, max_context, fingerprint):
             return Front(deployment, epoch=epoch, max_context=max_context, fingerprint=fingerprint)
-        case recording.MadeCore(role, epoch, pool, fingerprint, model):
+        case recording.MadeSoleLeader(role, epoch, pool, fingerprint, model):
             return make_leader(
                 deployment, model, process, role, epoch, pool, fingerprint=fingerprint
             )

@@ -20,7 +20,7 @@ from hadal.commands.day_values import duration
 from hadal.core.errors import HadalError
 from hadal.runtime.ledger.store import LedgerWindow, Store, ledger_url, shown
 from hadal.stats.ledger import LedgerError
-from hadal.stats.prices import BUCKET_S, HOUR_S, PriceBook, price_list
+from hadal.stats.prices import BUCKET_S, HOUR_S, ModelPrices, price_list
 from hadal.stats.report import HOUR, QUANTILES, SHARED, TENANT, Detail, Line, Report, iso, report
 
 # A report as tables for a terminal, the same for what was served and for what was simulated.
@@ -267,14 +267,14 @@ def run(
     to_us = int(now_s * 1e6) + 1
     try:
         from_us = to_us - seconds_of(last) * 1_000_000
-        book = PriceBook(price_list(prices)) if prices else None
+        model_prices = ModelPrices(price_list(prices)) if prices else None
         url = ledger_url(ledger)
         if not url:
             raise LedgerError(
                 "the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER."
             )
         window = read(url, from_us, to_us, by, offset_s)
-        tally = window.tally.priced(book) if book else window.tally
+        tally = window.tally.priced(model_prices) if model_prices else window.tally
         made = report(
             tally,
             window.nodes,

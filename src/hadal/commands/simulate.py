@@ -19,7 +19,7 @@ EPILOG = examples(
     ("hadal simulate --hardware h200 --gpu-hour-usd 2.5 --out h200", "the same day on other GPUs"),
     (
         "hadal simulate --no-windows --no-what-ifs",
-        "in a minute: the fleet as a liquid, no request by itself",
+        "in a minute: the fleet as a fluid, no request by itself",
     ),
     (
         "hadal simulate --hours 14,22 --window 30",

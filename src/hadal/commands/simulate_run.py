@@ -53,7 +53,7 @@ from hadal.sim.day.curves import (
     prefill_point,
     run_hour,
 )
-from hadal.sim.day.load import DayLoad, cache_day, day_load, generator, kv_length_about
+from hadal.sim.day.demand import DayDemand, cache_day, day_demand, generator, kv_length_about
 from hadal.sim.day.result import DayResult, day_result, result_json
 from hadal.sim.day.study import Study, same_cache, same_units, what_ifs
 from hadal.sim.expert_loads import ExpertRanks, expert_share
@@ -131,7 +131,7 @@ def day_table(result: dict[str, Any]) -> Table:
 
 
 def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
-    """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed.
+    """Hour by hour: the fleet as a fluid, and beside it what a window of single requests showed.
     In as many parts as a terminal of `width` columns needs, each with the hours; None: in one.
     """
     rows = [_hour_cells(hour) for hour in result["hours"]]
@@ -147,7 +147,7 @@ def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
         parts[-1].append(at)
     tables = []
     for columns in ([0, *part] for part in parts):
-        table = _table("Hour by hour (Beijing); liquid | window")
+        table = _table("Hour by hour (Beijing); fluid | window")
         for at in columns:
             table.add_column(HOURS[at], justify="right", no_wrap=True)
         for row in rows:
@@ -158,10 +158,10 @@ def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
 
 def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
     """As HOURS names them."""
-    liquid, window = hour["fluid"], hour["window"]
+    fluid, window = hour["fluid"], hour["window"]
 
     def both(key: str, form: str) -> str:
-        left = format(liquid[key], form)
+        left = format(fluid[key], form)
         return (
             f"{left} | {format(window[key], form)}" if window and window[key] is not None else left
         )
@@ -188,7 +188,7 @@ def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
 
 def alternatives_table(result: dict[str, Any]) -> Table:
     """One thing changed at a time."""
-    table = _table("What if (the fleet as a liquid)")
+    table = _table("What if (the fleet as a fluid)")
     table.add_column("", min_width=14, max_width=44)
     for name in ("nodes,\nmean", "peak", "cost, $", "income, $", "margin", "hit", "tok/s\n/user"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -398,7 +398,7 @@ class Stages:
         self._advance("the cache's day", 0.0)
         caches = self._caches()
         self._advance("what the day asks for", 0.0)
-        load = day_load(study, caches[0])
+        load = day_demand(study, caches[0])
         experts = expert_ranks(study)
         self._advance("what units do", LOAD_S)
         points = self._points(study, experts, load, caches[0])
@@ -442,7 +442,7 @@ class Stages:
         ]
 
     def _points(
-        self, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, cache: CacheDay | None
+        self, study: Study, experts: dict[str, ExpertRanks], load: DayDemand, cache: CacheDay | None
     ) -> list[Future[Any]]:
         """A prefill unit's point, then a decode unit's. Raises ConfigError if no batch of it keeps
         the promise.
@@ -458,7 +458,7 @@ class Stages:
         ]
 
     def _other_points(
-        self, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, cache: CacheDay | None
+        self, study: Study, experts: dict[str, ExpertRanks], load: DayDemand, cache: CacheDay | None
     ) -> list[Future[Any]]:
         """The same of an alternative: what cannot be is said where its points are asked for."""
         try:
@@ -468,7 +468,7 @@ class Stages:
             found.set_exception(error)
             return [found]
 
-    def _curves(self, study: Study, load: DayLoad, points: Sequence[Future[Any]]) -> UnitCurves:
+    def _curves(self, study: Study, load: DayDemand, points: Sequence[Future[Any]]) -> UnitCurves:
         computed_per_s, *decode = [self._done(point, "what units do", POINT_S) for point in points]
         figures = load.figures()
         return UnitCurves(
@@ -511,7 +511,7 @@ class Stages:
         name: str,
         study: Study,
         experts: dict[str, ExpertRanks],
-        load: DayLoad,
+        load: DayDemand,
         curves: UnitCurves,
         pending: Sequence[Future[Any]] | None,
     ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the balancers make equal, by name: keys of Load.balance and TracedStep.balance, labels of
+"""What the balancers make equal, by name: keys of UnitReport.balance and TracedStep.balance, labels of
 the gauges.
 
 Each is the mean over the ranks by the maximum of the ranks, 1 at best (DeepSeek-V3/R1 inference

@@ -72,9 +72,9 @@ PREFILL = "prefill"
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
 """What units are for, by the names of their tables in a deployment."""
-RANK_BEAT_S = 0.25
+RANK_HEARTBEAT_S = 0.25
 """Period of a rank's heartbeat to its leader."""
-GATEWAY_BEAT_S = 0.25
+GATEWAY_HEARTBEAT_S = 0.25
 """A gateway tells its supervisor so often that its event loop turns, and the one with the front
 tells the others.
 """
@@ -372,10 +372,10 @@ def _check_deadlines(deployment: Deployment) -> None:
     """Each must leave the ones below it time to speak first."""
     if deployment.unit_timeout_s <= 2 * deployment.heartbeat_s:
         raise ConfigError("unit_timeout_s must exceed two heartbeats (heartbeat_s).")
-    if deployment.rank_timeout_s < 4 * RANK_BEAT_S:
+    if deployment.rank_timeout_s < 4 * RANK_HEARTBEAT_S:
         raise ConfigError(
-            f"rank_timeout_s is {deployment.rank_timeout_s}; ranks report every {RANK_BEAT_S} s, so"
-            f" it must be {4 * RANK_BEAT_S:g} at least, or ranks that are well are dropped."
+            f"rank_timeout_s is {deployment.rank_timeout_s}; ranks report every {RANK_HEARTBEAT_S} s, so"
+            f" it must be {4 * RANK_HEARTBEAT_S:g} at least, or ranks that are well are dropped."
         )
     if deployment.collective_timeout_s <= deployment.rank_timeout_s:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """What the front and the fleet say to each other, as frozen values. The fleet lives beside the
 supervisor.
 
-Everything here may be lost, late or doubled: Demand is said again at every beat and says all there
+Everything here may be lost, late or doubled: Demand is said again at every heartbeat and says all there
 is, and the fleet repeats what the last Demand does not show to have been heard.
 """
 

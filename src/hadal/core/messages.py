@@ -15,7 +15,7 @@ import msgspec
 from hadal.core.cache import Place
 from hadal.core.config import ROLES
 from hadal.core.plans import (
-    BlocksLoaded,
+    BlocksRead,
     BlocksStored,
     Draw,
     Formed,
@@ -198,7 +198,7 @@ class Cancel(Message, frozen=True):
 # ---- prefill leader -> front ----
 class KvLease(msgspec.Struct, frozen=True, array_like=True):
     """A promise that blocks stay as they are until the prefill unit's `lease_s` is over, unless
-    released. The puller checks `generations` once more after copying.
+    released. The puller checks `versions` once more after copying.
     """
 
     source: str
@@ -206,7 +206,7 @@ class KvLease(msgspec.Struct, frozen=True, array_like=True):
     between.
     """
     block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
+    versions: tuple[int, ...]
     """Counter of each block, raised whenever the block is freed: a changed counter means the copy
     is void.
     """
@@ -226,7 +226,7 @@ class PrefillDone(Message, frozen=True):
     """Positions that were not computed: their KV was in the cache."""
 
 
-class PrefillAhead(Message, frozen=True):
+class PrefilledEarly(Message, frozen=True):
     """Some of a prompt's KV is there while the rest is being computed: full blocks from position 0
     on, which stay as they are as long as the attempt does not end. A hint: nobody has to answer it.
     """
@@ -251,7 +251,7 @@ class Cached(Message, frozen=True):
 
 
 # ---- front -> decode leader ----
-class Ahead(Message, frozen=True):
+class PullEarly(Message, frozen=True):
     """Pull what `lease` has already: Decode follows when the prompt is done. A hint: without room
     it is ignored.
     """
@@ -275,7 +275,7 @@ class Resume(Message, frozen=True):
     came is nobody's.
     """
 
-    generations: tuple[Generation, ...]
+    versions: tuple[Generation, ...]
     is_last: bool
 
 
@@ -319,7 +319,7 @@ class Returned(Message, frozen=True):
     """"preempted" (no blocks left), "pull failed", "lease expired", "queue full" ..."""
 
 
-class Load(Message, frozen=True):
+class UnitReport(Message, frozen=True):
     """What a unit holds now. Sent by leaders after every event that changed it, and as a heartbeat.
 
     `num_blocks` and `num_requests_max` are those of the living ranks: they shrink while a rank is
@@ -345,7 +345,7 @@ class Load(Message, frozen=True):
     """Living ranks. The first to tell of a death: capacities follow when the unit has formed
     without the dead.
     """
-    generation: int = 0
+    formation: int = 0
     """Raised whenever the unit formed anew."""
     num_blocks_request: int = 0
     """Usable blocks of its largest living rank: what one request can hold at most."""
@@ -516,12 +516,12 @@ class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Whose blocks `into` are."""
 
 
-class LoadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class ReadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Read blocks of the disk cache into own blocks `into`, verify them, and answer with
-    BlocksLoaded. Until then `into` must be nobody else's.
+    BlocksRead. Until then `into` must be nobody else's.
     """
 
-    load_id: int
+    read_id: int
     """Never used twice by a leader."""
     names: bytes
     places: tuple[Place, ...]
@@ -554,7 +554,7 @@ class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These blocks of a rank's pool were freed: raise their generation before they are used again
+    """These blocks of a rank's pool were freed: raise their version before they are used again
     (see KvLease).
     """
 
@@ -562,7 +562,7 @@ class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rank: int = 0
 
 
-PoolEffect = Pull | LoadBlocks | StoreBlocks | Freed | Named
+PoolEffect = Pull | ReadBlocks | StoreBlocks | Freed | Named
 
 
 # What the leader of a unit of many ranks and its ranks say to each other, as frozen values.
@@ -588,7 +588,7 @@ class RankDone(Message, frozen=True):
 
     rank: int
     epoch: str
-    generation: int
+    formation: int
     done: StepDone
     lost: tuple[int, ...] = ()
     """Peers that the rank holds responsible for the error."""
@@ -601,11 +601,11 @@ class RankFormed(Message, frozen=True):
 
 
 class RankAnswered(Message, frozen=True):
-    """What came of a RankDo that is a Pull, a LoadBlocks or a StoreBlocks."""
+    """What came of a RankDo that is a Pull, a ReadBlocks or a StoreBlocks."""
 
     rank: int
     epoch: str
-    outcome: KvPulled | BlocksLoaded | BlocksStored
+    outcome: KvPulled | BlocksRead | BlocksStored
 
 
 class RankStaged(Message, frozen=True):
@@ -614,18 +614,18 @@ class RankStaged(Message, frozen=True):
     staged: Staged
 
 
-class RankBeat(Message, frozen=True):
+class RankHeartbeat(Message, frozen=True):
     """Heartbeat of a rank's process, with the progress of its compute thread."""
 
     rank: int
     epoch: str
-    generation: int
+    formation: int
     num_ops: int
     """Ops begun since the process started: the thread moves as long as this does."""
     is_computing: bool
     """A step runs and does not wait for a peer: `num_ops` must move."""
     lost: tuple[int, ...] = ()
-    """Peers of this generation whose connection broke."""
+    """Peers of this formation whose connection broke."""
 
 
 class RankHeld(Message, frozen=True):
@@ -641,10 +641,10 @@ class RankHeld(Message, frozen=True):
 
 # ---- leader -> rank ----
 class RankWho(Message, frozen=True):
-    """It beats, and its leader does not know it: a new leader took the unit over."""
+    """It sends heartbeats, and its leader does not know it: a new leader took the unit over."""
 
     epoch: str
-    """Of the beat."""
+    """The epoch that its heartbeat named."""
 
 
 class RankForm(Message, frozen=True):
@@ -652,7 +652,7 @@ class RankForm(Message, frozen=True):
 
 
 class RankStep(Message, frozen=True):
-    generation: int
+    formation: int
     plan: StepPlan
 
 
@@ -662,7 +662,7 @@ class RankStage(Message, frozen=True):
 
 class RankDo(Message, frozen=True):
     """What the unit's leader asks of one rank's pool or disk, to be done by the rank's host. It
-    belongs to no generation, for KV outlives them.
+    belongs to no formation, for KV outlives them.
     """
 
     effect: PoolEffect
@@ -700,7 +700,7 @@ class FrontSnapshot(msgspec.Struct, frozen=True):
 
     is_draining: bool
     state_to_count: dict[str, int]
-    unit_to_load: dict[str, Load]
+    unit_to_report: dict[str, UnitReport]
     """Units that are up and have reported."""
     role_to_units: dict[str, dict[str, int]]
     """Units that are up, and how many ranks of each live."""
@@ -718,14 +718,14 @@ class FrontSnapshot(msgspec.Struct, frozen=True):
 # the front.
 #
 #     another gateway --Open--> front's gateway --Delivered ...--> another gateway        Leave: its client is gone
-#     front's gateway --FrontBeat--> another gateway    a new epoch: it is another front
+#     front's gateway --FrontHeartbeat--> another gateway    a new epoch: it is another front
 #
 # An Open that a front does not live to answer is sent again to the next one, with what was
 # delivered so far.
 
 
 # ---- gateway -> supervisor, and the others' to the front's ----
-class GatewayBeat(Message, frozen=True):
+class GatewayHeartbeat(Message, frozen=True):
     """The gateway's event loop turns, and its port is served. The first one says that it is
     ready.
     """
@@ -741,7 +741,7 @@ class Open(Message, frozen=True):
     """
 
     gateway: str
-    generations: tuple[Generation, ...]
+    versions: tuple[Generation, ...]
     log_id: str = ""
     """The HTTP request's id, by which logs tell of it."""
 
@@ -756,7 +756,7 @@ class Leave(Message, frozen=True):
 
 
 # ---- front's gateway -> another ----
-class FrontBeat(Message, frozen=True):
+class FrontHeartbeat(Message, frozen=True):
     """The front lives."""
 
     epoch: str

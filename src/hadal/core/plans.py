@@ -188,11 +188,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank's part in forming its unit anew: who is in it from now on, and which experts it holds.
 
-    Everything of older generations is void: the rank empties its table, drops late frames, and
+    Everything of older formations is void: the rank empties its table, drops late frames, and
     connects to `members`.
     """
 
-    generation: int
+    formation: int
     num_ranks: int
     """Ranks of the deployment; `members` may be fewer."""
     members: tuple[Member, ...]
@@ -208,7 +208,7 @@ class HeldKv(msgspec.Struct, frozen=True, array_like=True):
     """KV of one attempt in a rank's pool, from position 0 on, whoever leads the unit."""
 
     ticket: int
-    """The front's (see Generation)."""
+    """The front's (see Formation)."""
     block_ids: tuple[int, ...]
     num_tokens: int
     """Positions that may be valid: those of tokens that were delivered are, if they are fewer."""
@@ -234,7 +234,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
     kv: tuple[HeldKv, ...]
     num_freed: dict[int, int]
-    """Block -> how often it was freed: its generation (see KvLease). Those that never were are left
+    """Block -> how often it was freed: its formation (see KvLease). Those that never were are left
     out.
     """
     named: NamedBlocks = NamedBlocks((), b"", b"")
@@ -258,7 +258,7 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     What a rank has staged and not flipped is dropped by the next StagePlan and by any FormPlan.
     """
 
-    generation: int
+    formation: int
     stage_id: int
     """Raised by the leader with each layer that it stages."""
     layer: int
@@ -352,7 +352,7 @@ class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     experts.
     """
 
-    generation: int
+    formation: int
     error: str | None
     lost: tuple[int, ...] = ()
     """Members that could not be reached."""
@@ -363,7 +363,7 @@ class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The outcome of a StagePlan. `error` None: the rank can flip the layer."""
 
-    generation: int
+    formation: int
     stage_id: int
     layer: int
     error: str | None = None
@@ -382,10 +382,10 @@ class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str | None
 
 
-class BlocksLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outcome of a LoadBlocks effect: the first `num_loaded` blocks are filled and verified."""
+class BlocksRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outcome of a ReadBlocks effect: the first `num_loaded` blocks are filled and verified."""
 
-    load_id: int
+    read_id: int
     num_loaded: int
     num_damaged: int = 0
     """1 if the block after those was there and was not what its name says; 0 if it was gone or

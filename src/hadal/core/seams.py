@@ -2,7 +2,7 @@
 Protocols of Clock and Runner.
 
 The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/transfer/kv), the Disk
-seam LoadBlocks and StoreBlocks (live: runtime/store/disk), UsedBlocks and the event DiskNews (live:
+seam ReadBlocks and StoreBlocks (live: runtime/store/disk), UsedBlocks and the event DiskNews (live:
 runtime/store/view).
 
 Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a
@@ -20,12 +20,12 @@ from hadal.core.cache import Place
 from hadal.core.messages import Closing as Closing
 from hadal.core.messages import Deliver as Deliver
 from hadal.core.messages import Freed as Freed
-from hadal.core.messages import LoadBlocks as LoadBlocks
 from hadal.core.messages import Named as Named
 from hadal.core.messages import Pull as Pull
+from hadal.core.messages import ReadBlocks as ReadBlocks
 from hadal.core.messages import StoreBlocks as StoreBlocks
 from hadal.core.plans import (
-    BlocksLoaded,
+    BlocksRead,
     BlocksStored,
     Formed,
     FormPlan,
@@ -135,7 +135,7 @@ Effect = (
     | Form
     | Stage
     | Pull
-    | LoadBlocks
+    | ReadBlocks
     | StoreBlocks
     | UsedBlocks
     | WakeAt
@@ -162,7 +162,7 @@ class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The unit formed anew, says the book of its ranks (roles/ranks) to its leader; steps in flight
+    """The unit formed anew, says the membership of its ranks (roles/ranks) to its leader; steps in flight
     will not be done.
 
     Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank
@@ -174,7 +174,7 @@ class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pools: tuple[str, ...] = ()
     """Address of each rank's KV pool, "" where the rank is dead. Empty: addresses stay as they are.
     """
-    generation: int = 0
+    formation: int = 0
     """The unit's membership from now on."""
     held: dict[int, Held] = {}
     """What the pools of fresh ranks hold that an earlier leader led, by rank."""
@@ -186,7 +186,7 @@ Event = (
     | Formed
     | Staged
     | KvPulled
-    | BlocksLoaded
+    | BlocksRead
     | BlocksStored
     | DiskNews
     | RankReset

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.messages import (
-    Ahead,
     Audit,
     AuditRequest,
     Cached,
@@ -12,25 +11,25 @@ from hadal.core.messages import (
     Decode,
     Delivered,
     Drain,
-    FrontBeat,
+    FrontHeartbeat,
     FrontUp,
-    GatewayBeat,
+    GatewayHeartbeat,
     LeaderDown,
     Leave,
-    Load,
     Open,
     Prefill,
-    PrefillAhead,
     PrefillDone,
+    PrefilledEarly,
+    PullEarly,
     Pulled,
     Query,
     QueryReply,
     RankAnswered,
-    RankBeat,
     RankDo,
     RankDone,
     RankForm,
     RankFormed,
+    RankHeartbeat,
     RankHeld,
     RankStage,
     RankStaged,
@@ -50,6 +49,7 @@ from hadal.core.messages import (
     TraceRequest,
     TurnedAway,
     UnitDown,
+    UnitReport,
     UnitUp,
 )
 
@@ -64,7 +64,7 @@ AnyMessage = (
     | Pulled
     | Tokens
     | Returned
-    | Load
+    | UnitReport
     | UnitUp
     | UnitDown
     | Drain
@@ -74,7 +74,7 @@ AnyMessage = (
     | RankDone
     | RankFormed
     | RankAnswered
-    | RankBeat
+    | RankHeartbeat
     | RankForm
     | RankStep
     | RankStage
@@ -82,17 +82,17 @@ AnyMessage = (
     | RankDo
     | TraceRequest
     | Trace
-    | PrefillAhead
+    | PrefilledEarly
     | Cached
-    | Ahead
+    | PullEarly
     | Stop
     | DrainUnit
     | KeepUnit
     | Demand
-    | GatewayBeat
+    | GatewayHeartbeat
     | Open
     | Leave
-    | FrontBeat
+    | FrontHeartbeat
     | Delivered
     | Query
     | QueryReply

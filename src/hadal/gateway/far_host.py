@@ -2,7 +2,7 @@
 come back on the wire.
 
     Open -------------------> Delivered, Delivered ... its last one final Open -> (the front dies)
-    -> a FrontBeat with another epoch: Open again, with what was delivered -> Delivered ...
+    -> a FrontHeartbeat with another epoch: Open again, with what was delivered -> Delivered ...
 
 So the end of the front costs a stream of this gateway time and nothing else. Every open generation
 is in one table, with all its tokens; a front that is silent is waited for as long as the request
@@ -19,16 +19,16 @@ from itertools import groupby
 
 import msgspec
 
-from hadal.core.config import GATEWAY_BEAT_S, ROLES
+from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
     Deliver,
     Delivered,
     Drain,
-    FrontBeat,
+    FrontHeartbeat,
     FrontSnapshot,
-    GatewayBeat,
+    GatewayHeartbeat,
     Generation,
     Leave,
     Open,
@@ -44,7 +44,7 @@ from hadal.gateway.trace import MAX_WAIT_S
 
 log = logging.getLogger("hadal.gateway")
 
-_SILENT_S = 8 * GATEWAY_BEAT_S
+_SILENT_S = 8 * GATEWAY_HEARTBEAT_S
 """A front that said nothing for so long is taken not to be there: what it said before holds no
 more.
 """
@@ -128,7 +128,7 @@ class FarHost(Doors):
                 match message:
                     case Delivered(delivers):
                         self._delivered(delivers)
-                    case FrontBeat():
+                    case FrontHeartbeat():
                         self._front_spoke(message)
                     case Query() | QueryReply():
                         self.pages.take(message)
@@ -173,10 +173,10 @@ class FarHost(Doors):
         """Take nothing new; what runs goes on."""
         self._draining.set()
 
-    def beat(self, pid: int) -> None:
+    def heartbeat(self, pid: int) -> None:
         """Tell the supervisor, and the gateway with the front, that this process works."""
         for whom in (SUPERVISOR, FRONT):
-            self._wire.send(whom, GatewayBeat(self._name, pid))
+            self._wire.send(whom, GatewayHeartbeat(self._name, pid))
 
     def end(self) -> None:
         """The process ends: the gateway with the front need not wait for it, nor it for what the
@@ -193,12 +193,12 @@ class FarHost(Doors):
             raise overloaded(503, "The front is being restarted; try again.", 1.0, "no_front")
         return answer.status, answer.body
 
-    def _front_spoke(self, beat: FrontBeat) -> None:
+    def _front_spoke(self, heartbeat: FrontHeartbeat) -> None:
         self._heard_s = self._now()
-        self._snapshot, self._gateways = beat.snapshot, beat.gateways
-        if beat.epoch == self._epoch:
+        self._snapshot, self._gateways = heartbeat.snapshot, heartbeat.gateways
+        if heartbeat.epoch == self._epoch:
             return
-        is_first, self._epoch = not self._epoch, beat.epoch
+        is_first, self._epoch = not self._epoch, heartbeat.epoch
         if not is_first:
             log.warning(
                 "the gateway with the front was started again, and %d generations go on there",

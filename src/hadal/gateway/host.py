@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from hadal.core.config import GATEWAY_BEAT_S
+from hadal.core.config import GATEWAY_HEARTBEAT_S
 from hadal.core.errors import HadalError
 from hadal.core.messages import (
     FRONT,
@@ -22,9 +22,9 @@ from hadal.core.messages import (
     Cancel,
     Delivered,
     Drain,
-    FrontBeat,
+    FrontHeartbeat,
     FrontSnapshot,
-    GatewayBeat,
+    GatewayHeartbeat,
     Generation,
     Leave,
     Open,
@@ -157,7 +157,7 @@ class Pages:
         self._send(ask.gateway, QueryReply(self._name, ask.reply_id, status, body))
 
 
-_EXPECTED_S = 8 * GATEWAY_BEAT_S
+_EXPECTED_S = 8 * GATEWAY_HEARTBEAT_S
 """How long a new front expects to hear of the other gateways: what they had open under the one
 before is this one's.
 """
@@ -290,7 +290,7 @@ class Host(Doors):
             self._handle([event for message in messages for event in self._events_of(message)])
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 self._on_units()
-                # Now, not with the next beat: one gateway's health is to be all gateways'.
+                # Now, not with the next heartbeat: one gateway's health is to be all gateways'.
                 self._tell_others()
 
     def check_room(self, tenant: str, num_wanted: int, num_tokens: int = 0) -> None:
@@ -368,9 +368,9 @@ class Host(Doors):
 
         return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 
-    def beat(self, pid: int) -> None:
+    def heartbeat(self, pid: int) -> None:
         """Tell the supervisor and the other gateways that this process works."""
-        self._wire.send(SUPERVISOR, GatewayBeat(GATEWAY, pid))
+        self._wire.send(SUPERVISOR, GatewayHeartbeat(GATEWAY, pid))
         self._tell_others()
 
     def end(self) -> None:
@@ -471,7 +471,9 @@ class Host(Doors):
     # ---- the other gateways ----
     def _tell_others(self) -> None:
         for name in self._outboxes:
-            self._wire.send(name, FrontBeat(self._epoch, self._front.snapshot(), self.gateways))
+            self._wire.send(
+                name, FrontHeartbeat(self._epoch, self._front.snapshot(), self.gateways)
+            )
 
     def _let_in(self, generations: Sequence[Generation]) -> Iterator[Event]:
         """All of a request, or none. Those that a front before this one let in go on."""
@@ -498,7 +500,7 @@ class Host(Doors):
                 self.process_to_refused[process] = kind_to_num
             case Query() | QueryReply():
                 self.pages.take(message)
-            case GatewayBeat(gateway, pid) if gateway in self._outboxes:
+            case GatewayHeartbeat(gateway, pid) if gateway in self._outboxes:
                 self._expected.discard(gateway)
                 if pid != self._ended.get(gateway):
                     self._present[gateway] = pid
@@ -527,7 +529,7 @@ class Host(Doors):
                     self._ended[gateway] = self._present.pop(gateway)
                 self._see_idle()
                 return [Cancel(request_id, -1) for request_id in sorted(left.open_ids)]
-            case GatewayBeat() | Open() | Leave():
+            case GatewayHeartbeat() | Open() | Leave():
                 pass  # Of a gateway that this deployment does not have.
             case _:
                 if isinstance(message, Drain):

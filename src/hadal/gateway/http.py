@@ -27,8 +27,8 @@ from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import HadalError
 from hadal.core.facts import CANCELLED, REFUSALS
 from hadal.core.messages import FrontSnapshot
+from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import OPERATOR, Keys, Tenant
-from hadal.gateway.books import Books
 from hadal.gateway.edge import SEEN, AccessRecord, Edge
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
@@ -166,7 +166,7 @@ class Bodies:
                 del self._tenant_to_waits[tenant]
 
 
-class Places:
+class Permits:
     """HTTP requests that are worked on, from their whole body to the end of their answer."""
 
     def __init__(self, num_max: int, retry_after_s: float) -> None:
@@ -277,7 +277,7 @@ def _missing(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
         down = [unit for index in range(wanted) if (unit := f"{role}-{index}") not in up]
         yield from down[: max(0, wanted - len(up))]
         for unit, num_led in up.items():
-            load = snapshot.unit_to_load.get(unit)
+            load = snapshot.unit_to_report.get(unit)
             absent = load.absent if load is not None else ()
             if not num_led and not absent:
                 # What its leader said last holds no more: its ranks wait for another one.
@@ -327,7 +327,7 @@ class Gateway:
     """Unix time at start."""
     unix_time: Callable[[], float]
     patience: Patience = Patience()
-    books: Books | None = None
+    accounting: Accounting | None = None
     """None: there is no ledger."""
     deployment: Deployment = field(default_factory=Deployment)
     bound_host: str = ""
@@ -340,12 +340,12 @@ class Gateway:
 
     def __post_init__(self) -> None:
         limits = self.service.limits
-        self.places = Places(limits.max_running + limits.max_queued, self.patience.retry_after_s)
+        self.permits = Permits(limits.max_running + limits.max_queued, self.patience.retry_after_s)
 
     @property
     def num_requests(self) -> int:
         """HTTP requests for a generation that are being worked on."""
-        return len(self.places)
+        return len(self.permits)
 
     def check_open(self) -> None:
         """Raise ApiError 503 while there is nobody to do the work."""
@@ -407,21 +407,21 @@ class Generate:
             tenant = gateway.keys.check(request.headers.get("authorization"))
             seen.tenant = tenant.name
             gateway.check_open()
-            gateway.places.check(tenant.name)
+            gateway.permits.check(tenant.name)
             async with gateway.bodies.wait(tenant.name, gateway.patience.body_s):
                 body = await read_body(request, gateway.service.limits.max_body_bytes)
-            with gateway.places.take(tenant.name):
+            with gateway.permits.take(tenant.name):
                 status = await self._answer(request, body, send, times, tenant, request_id)
         except HadalError as error:
             refusal = as_api_error(error)
             status = refusal.status
             if (
-                gateway.books is not None
+                gateway.accounting is not None
                 and tenant is not None
                 and not times.is_read
                 and str(status) in REFUSALS
             ):
-                gateway.books.refused(request_id, times.start_s, tenant, status)
+                gateway.accounting.refused(request_id, times.start_s, tenant, status)
             if status >= 500 and refusal is not error:
                 log.error("the request failed", exc_info=error)
             raise
@@ -474,7 +474,7 @@ class Generate:
                 gateway.metrics.count_usage(reply.usage)
             return status
         except (ClientGone, asyncio.CancelledError):
-            gateway.places.left(tenant.name, len(work.choices))
+            gateway.permits.left(tenant.name, len(work.choices))
             end = CANCELLED
             raise
         except HadalError as error:
@@ -485,8 +485,8 @@ class Generate:
             times.num_tokens = reply.usage.num_output_tokens
 
             def write_down() -> None:
-                if gateway.books is not None:
-                    gateway.books.close(
+                if gateway.accounting is not None:
+                    gateway.accounting.close(
                         work, reply.meters, mailbox.closings, times.start_s, tenant, end
                     )
 
@@ -525,7 +525,7 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
         return 200, gateway.metrics.text(await host.ask_others(COUNTS, COUNTS_TIMEOUT_S))
 
     async def audit(query: Mapping[str, str]) -> tuple[int, bytes]:
-        problems, audits = await host.audit(gateway.snapshot().unit_to_load, AUDIT_TIMEOUT_S)
+        problems, audits = await host.audit(gateway.snapshot().unit_to_report, AUDIT_TIMEOUT_S)
         units = {
             audit.unit: {
                 "num_blocks_used": audit.num_blocks_used,
@@ -537,7 +537,7 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
 
     async def trace(query: Mapping[str, str]) -> tuple[int, bytes]:
         return 200, msgspec.json.encode(
-            await answer_trace(host, gateway.snapshot().unit_to_load, query)
+            await answer_trace(host, gateway.snapshot().unit_to_report, query)
         )
 
     return {"/metrics": metrics, "/audit": audit, "/trace": trace}

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.config import ROLES
-from hadal.core.messages import FrontSnapshot, Load
+from hadal.core.messages import FrontSnapshot, UnitReport
 from hadal.gateway.replies import Usage
 from hadal.runtime.ledger.writer import LedgerCounts
 
@@ -33,9 +33,9 @@ _UNIT_GAUGES = {
         "num_tokens_waiting",
     ),
     "hadal_unit_ranks": ("Living ranks of a unit.", "num_ranks"),
-    "hadal_unit_generation": (
+    "hadal_unit_formation": (
         "Times a unit of several ranks has formed; raised by the loss and the return of a rank.",
-        "generation",
+        "formation",
     ),
     "hadal_step_ms": ("Smoothed duration of a unit's step.", "step_ms"),
     "hadal_overhead_ms": (
@@ -64,7 +64,7 @@ _UNIT_COUNTERS = {
     ),
 }
 _Cached = dict[str, tuple[str, dict[str, str]]]
-"""Metric -> (what it is, the name in Load.cache of each tier; "" where there are no tiers)."""
+"""Metric -> (what it is, the name in UnitReport.cache of each tier; "" where there are no tiers)."""
 _CACHE_COUNTERS: _Cached = {
     "hadal_cache_hit_tokens": (
         "Prompt tokens whose KV a unit found, by where.",
@@ -321,10 +321,10 @@ class _FrontCollector(Collector):
             for kind, number in kind_to_num.items():
                 refused.add_metric((process, kind), number)
         yield refused
-        yield from _unit_metrics(snapshot.unit_to_load)
+        yield from _unit_metrics(snapshot.unit_to_report)
 
 
-def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
+def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
     at_work = {unit: load for unit, load in loads.items() if load.idle_s < _IDLE_S}
     for name, (text, field) in _UNIT_COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("unit",))
@@ -355,7 +355,7 @@ def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
 def _cache_metrics(
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
     metrics: _Cached,
-    loads: dict[str, Load],
+    loads: dict[str, UnitReport],
 ) -> Iterator[Metric]:
     """What a unit does not count has no series."""
     for name, (text, tier_to_field) in metrics.items():

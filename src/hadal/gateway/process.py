@@ -22,11 +22,11 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from hadal.core.config import GATEWAY_BEAT_S, Deployment
+from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import FRONT
+from hadal.gateway.accounting import HEARTBEAT_S, Accounting
 from hadal.gateway.auth import Keys
-from hadal.gateway.books import BEAT_S, Books
 from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
@@ -100,7 +100,7 @@ def make_gateway(
     clock = LiveClock()
     url = ledger_url(deployment.ledger.url)
     sink = open_ledger(url) if url else None
-    books: Books | None = None
+    accounting: Accounting | None = None
     refused: dict[str, dict[str, int]] = {}
     host: Host | FarHost
     if name == GATEWAY:
@@ -116,14 +116,14 @@ def make_gateway(
         )
         names, snapshot = front.names, front.snapshot
         if sink is not None:
-            books = Books(
+            accounting = Accounting(
                 deployment, model.name, sink, lambda: front.units.by_name, clock.now, time.time
             )
         host = Host(
             front,
             wire,
             clock.now,
-            books.look if books else lambda: None,
+            accounting.look if accounting else lambda: None,
             epoch=made.epoch,
             others=gateway_names(deployment)[1:],
         )
@@ -132,14 +132,14 @@ def make_gateway(
         host = FarHost(name, wire, clock.now)
         names, snapshot = FrontNames(deployment.cache, fingerprint), host.snapshot
         if sink is not None:  # Which units are up, the gateway with the front tells.
-            books = Books(deployment, model.name, sink, dict, clock.now, time.time)
+            accounting = Accounting(deployment, model.name, sink, dict, clock.now, time.time)
     return Gateway(
         service=Service(model, deployment.limits, names),
         host=host,
         snapshot=snapshot,
         metrics=Metrics(
             snapshot,
-            (lambda: books.counts) if books else None,
+            (lambda: accounting.counts) if accounting else None,
             refused,
             name if deployment.gateway.processes > 1 else "",
         ),
@@ -148,7 +148,7 @@ def make_gateway(
         created=int(time.time()),
         unix_time=time.time,
         patience=Patience(keep_alive_s=deployment.keep_alive_s),
-        books=books,
+        accounting=accounting,
         deployment=deployment,
         bound_host=deployment.host,
         was_ready=has_served,
@@ -205,7 +205,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(server.serve([listening]))
     counting = loop.create_task(_count_nodes(gateway))
-    beating = loop.create_task(_beat(server, gateway.host))
+    beating = loop.create_task(_heartbeat(server, gateway.host))
     done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
     failed = fronting in done
     if failed:
@@ -221,30 +221,30 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     )  # It waits for a prompt under way.
     gateway.host.end()
     if (
-        gateway.books is not None
-    ):  # It may wait for its database: whoever hears the beat meanwhile waits as well.
-        await loop.run_in_executor(None, gateway.books.end)
+        gateway.accounting is not None
+    ):  # It may wait for its database: whoever sends the heartbeat meanwhile waits as well.
+        await loop.run_in_executor(None, gateway.accounting.end)
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
     return EXIT_FATAL if failed else 0
 
 
-async def _beat(server: uvicorn.Server, host: Host | FarHost) -> None:
+async def _heartbeat(server: uvicorn.Server, host: Host | FarHost) -> None:
     """Tell the supervisor that the event loop turns, from when the port is served until
     cancelled.
     """
     while not server.started:
         await asyncio.sleep(_STARTED_S)
     while True:
-        host.beat(os.getpid())
-        await asyncio.sleep(GATEWAY_BEAT_S)
+        host.heartbeat(os.getpid())
+        await asyncio.sleep(GATEWAY_HEARTBEAT_S)
 
 
 async def _count_nodes(gateway: Gateway) -> None:
     """Tell the ledger now and then which units are up, until cancelled."""
-    while gateway.books is not None:
-        await asyncio.sleep(BEAT_S)
-        gateway.books.look()
+    while gateway.accounting is not None:
+        await asyncio.sleep(HEARTBEAT_S)
+        gateway.accounting.look()
 
 
 async def _drained(host: Host | FarHost, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ when no named block follows it.
 
 Block 0 is scratch: padded rows of a batch write there, so it is never handed out.
 
-Prefilled blocks that wait for a decode rank to copy them are under a lease (`LeaseBook`).
+Prefilled blocks that wait for a decode rank to copy them are under a lease (`Leases`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class BlockAllocator:
             )
         self.num_blocks = num_blocks
         self._free = list(_all_blocks(num_blocks))
-        self._generation = array("i", bytes(4 * num_blocks))
+        self._version = array("i", bytes(4 * num_blocks))
         self._owners: list[Hashable | _Owners] = [None] * num_blocks
         """Each block's owners; None: nobody. Nearly all have one."""
         self._num_owned = 0
@@ -188,7 +188,7 @@ class BlockAllocator:
             raise InvariantError("a ledger that is in use cannot take another one over.")
         self._touched()
         for block, number in num_freed.items():
-            self._generation[block] = number
+            self._version[block] = number
         for owner, blocks in owner_to_blocks.items():
             self._check_numbers(blocks, owner)
             for block in blocks:
@@ -205,7 +205,7 @@ class BlockAllocator:
             if self._owners[block] is None and block not in self._block_to_name
         ]
         for block in self._free:
-            self._generation[block] += 1
+            self._version[block] += 1
         return tuple(self._free)
 
     def _take_names_over(self, block_to_name: Mapping[int, tuple[bytes, bytes]]) -> None:
@@ -259,14 +259,14 @@ class BlockAllocator:
         """Let `owner` go of blocks. Return those whose content is gone with it: nobody else's, and
         without a name.
 
-        Their generations are raised. Raises InvariantError unless `owner` owns every one of them.
+        Their versions are raised. Raises InvariantError unless `owner` owns every one of them.
         """
         if owner is None:
             raise ValueError("nobody has no blocks.")
         self._touched()
         self._check_numbers(blocks, owner)
         gone = []
-        all_owners, named, generation = self._owners, self._block_to_name, self._generation
+        all_owners, named, version = self._owners, self._block_to_name, self._version
         for block in blocks:
             owners = all_owners[block]
             # Not `!=` alone: a dataclass takes long to find out that it is no tuple.
@@ -278,7 +278,7 @@ class BlockAllocator:
             if block in named:
                 self._cache(block)
             else:
-                generation[block] += 1
+                version[block] += 1
                 gone.append(block)
         self._free += gone
         return tuple(gone)
@@ -362,7 +362,7 @@ class BlockAllocator:
         """Names that can be found since the last call, names that no longer can, and the blocks
         that were evicted.
 
-        The generations of the evicted were raised here; whoever keeps generations elsewhere must
+        The versions of the evicted were raised here; whoever keeps versions elsewhere must
         hear of them before anything may write them.
         """
         if not self._changes and not self._evicted:
@@ -378,7 +378,7 @@ class BlockAllocator:
         """Let no block be found any more, and free the cached ones."""
         self._touched()
         for block in [block for block in self._block_to_name if self._owners[block] is None]:
-            self._generation[block] += 1
+            self._version[block] += 1
             self._evicted.append(block)
             self._free.append(block)
         for name in self._name_to_block:
@@ -387,11 +387,11 @@ class BlockAllocator:
             names.clear()
         self._eviction = type(self._eviction)(self.num_usable)
 
-    def generations(self, blocks: Sequence[int]) -> tuple[int, ...]:
+    def versions(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """How often each block's content was given up so far: a lease names these, a changed one
         voids the copy.
         """
-        return tuple(self._generation[block] for block in blocks)
+        return tuple(self._version[block] for block in blocks)
 
     def num_owners(self, block: int) -> int:
         return len(self._owners_of(block))
@@ -496,7 +496,7 @@ class BlockAllocator:
         if before:
             self._unfollow(before)
         self._change(name, False)
-        self._generation[block] += 1
+        self._version[block] += 1
         self._evicted.append(block)
         return block
 
@@ -551,7 +551,7 @@ class HeldLease:
     """Whose blocks they are."""
 
 
-class LeaseBook:
+class Leases:
     """The leases of one prefill unit. All last equally long, so the order of opening is the order
     of deadlines.
     """
@@ -615,7 +615,7 @@ class LeaseBook:
         return [(key, lease.block_ids) for key, lease in self._leases.items() if lease.rank == rank]
 
     def check(self) -> list[str]:
-        """Problems of the book; empty when no lease has a block twice and deadlines are in
+        """Problems of the leases; empty when no lease has a block twice and deadlines are in
         order.
         """
         problems = []

@@ -2,7 +2,7 @@
 layer by layer.
 
 A layer's replicas are one record that is never written again: to change a layer is to put another
-record in its place. `install` does so for all layers of a new placement, between two generations.
+record in its place. `install` does so for all layers of a new placement, between two formations.
 For one layer at a time `stage` builds the record beside the steps that run, in another thread, and
 `flip` exchanges it between two of them:
 
@@ -99,7 +99,7 @@ class ExpertStore:
         """Guards what follows. `_held` needs no lock: a record is taken or exchanged as one
         reference.
         """
-        self._generation = 0
+        self._formation = 0
         self._staged: dict[int, tuple[int, _HeldLayer]] = {}
         """Layer -> stage id and record. One at most: a leader changes one layer at a time, and what
         it gave up would take memory that nobody planned for.
@@ -120,17 +120,17 @@ class ExpertStore:
         return None if slot is None else (held.gate_up_S[slot], held.down_S[slot])
 
     def install(
-        self, weights: ModelWeights, slots_LS: Slots, generation: int
+        self, weights: ModelWeights, slots_LS: Slots, formation: int
     ) -> tuple[ModelWeights, int]:
         """Return the weights with these experts in their slots and how many replicas were read for
         it.
 
-        Layers that stay cost nothing. All that was staged is void, as is what older generations
+        Layers that stay cost nothing. All that was staged is void, as is what older formations
         stage from now on. Raises CheckpointError; the given weights are as they were then. Raises
         ValueError for another number of layers.
         """
         with self._lock:
-            self._generation = generation
+            self._formation = formation
             self._staged.clear()
             self._let_go.clear()
         if len(slots_LS) != len(self._held):
@@ -188,14 +188,14 @@ class ExpertStore:
             _log.log(level, "layer %d was not staged: %s", plan.layer, failure, exc_info=is_bug)
             error = f"{type(failure).__name__}: {failure}"
             return Staged(
-                plan.generation,
+                plan.formation,
                 plan.stage_id,
                 plan.layer,
                 error,
                 elapsed_s=time.perf_counter() - start_s,
             )
         return Staged(
-            plan.generation,
+            plan.formation,
             plan.stage_id,
             plan.layer,
             None,
@@ -263,8 +263,8 @@ class ExpertStore:
         return held
 
     def _check(self, plan: StagePlan) -> None:
-        if plan.generation != self._generation:
-            raise Overtaken(f"staged for generation {plan.generation}; it is {self._generation}.")
+        if plan.formation != self._formation:
+            raise Overtaken(f"staged for formation {plan.formation}; it is {self._formation}.")
 
     def _keep(self, plan: StagePlan, record: _HeldLayer) -> None:
         with self._lock:
@@ -325,15 +325,15 @@ class _Reader:
         return read
 
 
-# A rank's place in its unit: the group it exchanges with and the experts it holds, generation by
-# generation.
+# A rank's place in its unit: the group it exchanges with and the experts it holds, formation by
+# formation.
 #
 # Knows no requests and no steps. `form` and everything that exchanges is called by the computing
 # thread; `abort` and `lost` by any.
 
 
 class Aborted(HadalError):
-    """The generation is over; nothing may run before the next one is formed."""
+    """The formation is over; nothing may run before the next one is formed."""
 
 
 class Membership:
@@ -348,24 +348,24 @@ class Membership:
         self._store = store
         self._is_over = threading.Event()
         self._is_over.set()  # Until the first is formed.
-        self._generation = 0
-        self._blamed: tuple[int, ...] = ()
+        self._formation = 0
+        self._lost_ranks: tuple[int, ...] = ()
         self._placement: Placement | None = None
         """The placement in force."""
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
-        """Join the plan's generation, read the replicas that are new, drop those that went. Answers
+        """Join the plan's formation, read the replicas that are new, drop those that went. Answers
         with its errors.
         """
-        self._generation = plan.generation
+        self._formation = plan.formation
         self._is_over.clear()
-        self._blamed = ()
+        self._lost_ranks = ()
         num_loaded = 0
         error: str | None = None
         try:
             # Connect first: nobody need wait in a connection's deadline for one who has much to
             # read.
-            self._group.form(plan.generation, plan.members)
+            self._group.form(plan.formation, plan.members)
             placement = Placement.from_bytes(
                 plan.slot_to_expert,
                 model.config.n_routed_experts,
@@ -374,25 +374,25 @@ class Membership:
                 plan.weights,
             )
             model.weights, num_loaded = self._store.install(
-                model.weights, placement.slot_to_expert_LRS[:, self.rank], plan.generation
+                model.weights, placement.slot_to_expert_LRS[:, self.rank], plan.formation
             )
             self._comm.install(placement)
             self._placement = placement
         except Exception as failure:
-            log_failure(f"generation {plan.generation} was not formed", failure)
+            log_failure(f"formation {plan.formation} was not formed", failure)
             self._is_over.set()
-            self.blame(failure)
+            self.note_lost(failure)
             error = f"{type(failure).__name__}: {failure}"
-        return Formed(plan.generation, error, self.lost, num_loaded)
+        return Formed(plan.formation, error, self.lost, num_loaded)
 
     def flip(self, flip: LayerFlip, model: DeepseekV3) -> None:
         """Let a layer's experts lie where they have been staged, and its tokens go there, between
         two steps.
 
         Raises ValueError if the flip does not fit the placement, InvariantError if it was not
-        staged. A caller blames either: what the other ranks flipped has to be formed anew.
+        staged. A caller notes either as lost: what the other ranks flipped has to be formed anew.
         """
-        assert self._placement is not None, "the generation was checked before"
+        assert self._placement is not None, "the formation was checked before"
         slots_RS, weights_RS = flip_arrays(flip, self._placement.num_slots)
         placement = self._placement.with_layer(flip.layer, slots_RS, weights_RS)
         weights = self._store.flip(model.weights, flip, self.rank)
@@ -400,18 +400,18 @@ class Membership:
         model.weights, self._placement = weights, placement
 
     def check(self) -> None:
-        """Raise Aborted unless the generation goes on."""
+        """Raise Aborted unless the formation goes on."""
         if self._is_over.is_set():
-            raise Aborted(f"generation {self._generation} is over")
+            raise Aborted(f"formation {self._formation} is over")
 
-    def blame(self, failure: Exception) -> None:
-        """A step failed: whatever the cause, this generation is over, for the peers too."""
+    def note_lost(self, failure: Exception) -> None:
+        """A step failed: whatever the cause, this formation is over, for the peers too."""
         if isinstance(failure, PeerLost):
-            self._blamed = failure.ranks
+            self._lost_ranks = failure.ranks
         self.abort()
 
     def abort(self) -> None:
-        """End the generation: every wait for a peer fails. From any thread."""
+        """End the formation: every wait for a peer fails. From any thread."""
         self._is_over.set()
         self._group.abort()
 
@@ -420,7 +420,7 @@ class Membership:
         """Peers that are held responsible for the last failure, or whose connection broke. From any
         thread.
         """
-        return tuple(sorted({*self._blamed, *self._group.lost()}))
+        return tuple(sorted({*self._lost_ranks, *self._group.lost()}))
 
     def close(self) -> None:
         self._group.close()

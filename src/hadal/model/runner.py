@@ -204,7 +204,7 @@ class ModelRunner:
         except Exception as error:
             log_failure(f"step {plan.step_id} failed", error)
             if self._membership is not None:
-                self._membership.blame(error)
+                self._membership.note_lost(error)
             elapsed_s = time.perf_counter() - start_s
             return StepDone(plan.step_id, (), (), {}, elapsed_s, f"{type(error).__name__}: {error}")
         finally:

@@ -134,7 +134,7 @@ class Shares:
         return row if fits_R[row] else None
 
     def add(self, row: int, arrival: Arrival, count: int = 1) -> None:
-        """Seat it there; `count` -1 takes it away."""
+        """Place it there; `count` -1 takes it away."""
         self.used_R[row] += count * arrival.num_blocks
         self.worst_R[row] += count * arrival.num_blocks_worst
         self.requests_R[row] += count

@@ -28,7 +28,7 @@ from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRates:
+class ReadRates:
     """What reading blocks from disk takes, as measured."""
 
     load_s: float
@@ -72,7 +72,7 @@ def choose_prefix(
     num_shared: int,
     num_disk: int,
     rates: StepRates | None,
-    loads: LoadRates | None,
+    loads: ReadRates | None,
     queued_s: float = 0.0,
 ) -> Prefix:
     """Decide about the `num_disk` blocks that the disk has behind the first `num_memory`.

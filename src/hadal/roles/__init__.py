@@ -6,5 +6,5 @@ order in which the host has to do it. A part of an actor returns its effects as 
 appends them; a part that causes some in the middle of what it does is given the actor's list when it
 is made. What must not take its place by when it came about is kept by its owner until the actor asks
 for it: blocks that were freed go out before any plan that writes them (RankPools.take_freed), and a
-new generation before what the core wants of its ranks (RankBook.effects).
+new formation before what the leader wants of its ranks (UnitMembership.effects).
 """

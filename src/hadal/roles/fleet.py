@@ -537,7 +537,7 @@ class Fleet:
 
     # ---- looking ----
     def check(self) -> list[str]:
-        """Problems of the fleet's book; empty when nodes add up and nobody works or drains who
+        """Problems of the fleet; empty when nodes add up and nobody works or drains who
         should not.
         """
         problems = []

@@ -42,7 +42,7 @@ class MadeFront(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fingerprint: str
 
 
-class MadeCore(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class MadeSoleLeader(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The leader of a unit that is one process."""
 
     role: str
@@ -75,7 +75,7 @@ class MadeFleet(msgspec.Struct, frozen=True, tag=True, array_like=True):
     day_s: float
 
 
-Made = MadeFront | MadeCore | MadeLeader | MadeRank | MadeFleet
+Made = MadeFront | MadeSoleLeader | MadeLeader | MadeRank | MadeFleet
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):

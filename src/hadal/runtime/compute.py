@@ -8,7 +8,7 @@ no roles.
                              ^ idle ^ counts only if step 2 was asked for because of, or before the
                              end of, step 1
 
-A FormPlan voids what was queued before it: steps of the old generation are answered with an error
+A FormPlan voids what was queued before it: steps of the old formation are answered with an error
 and never run.
 """
 
@@ -57,9 +57,9 @@ class Compute:
         self._results: deque[StepDone | Formed | BaseException] = deque()
         self._num_in_flight = 0
         self._num_forms = 0
-        self._generation = 0
+        self._formation = 0
         """Of the newest FormPlan that was queued: what was queued before it is void."""
-        self._running_generation: int | None = None
+        self._running_formation: int | None = None
         """Of the plan that runs; None if none does."""
         self._busy_since_s: float | None = None
         self._ended_s = time.monotonic()
@@ -80,30 +80,30 @@ class Compute:
             raise InvariantError(
                 f"step {plan.step_id}: {MAX_STEPS_IN_FLIGHT} plans are in flight already"
             )
-        is_soon = self._generation > 0 and time.monotonic() - self._ended_s < FOLLOWS_S
+        is_soon = self._formation > 0 and time.monotonic() - self._ended_s < FOLLOWS_S
         follows = follows or self._num_in_flight > 0 or is_soon
         self._num_in_flight += 1
-        self._plans.put((plan, follows, self._generation))
+        self._plans.put((plan, follows, self._formation))
 
     def form(self, plan: FormPlan) -> None:
-        """Break off what runs, void what waits, and form the generation. Needs a runner that can be
+        """Break off what runs, void what waits, and form the formation. Needs a runner that can be
         aborted.
         """
         if self._num_forms >= MAX_FORMS_IN_FLIGHT:
             raise InvariantError(
-                f"generation {plan.generation}: {MAX_FORMS_IN_FLIGHT} generations are being formed"
+                f"formation {plan.formation}: {MAX_FORMS_IN_FLIGHT} formations are being formed"
             )
         self._num_forms += 1
-        self._generation = plan.generation
+        self._formation = plan.formation
         self._runner.abort()
-        self._plans.put((plan, False, plan.generation))
+        self._plans.put((plan, False, plan.formation))
 
     def abort_void(self) -> None:
         """Break off a plan that was void when it began: it was taken in the instant a FormPlan was
         queued.
         """
-        running = self._running_generation
-        if running is not None and running < self._generation:
+        running = self._running_formation
+        if running is not None and running < self._formation:
             self._runner.abort()
 
     def take(self) -> list[StepDone | Formed]:
@@ -142,31 +142,31 @@ class Compute:
                 continue
             if item is None:
                 break
-            plan, follows, generation = item
+            plan, follows, formation = item
             started_s = time.monotonic()
             idle_s = started_s - self._ended_s if follows else 0.0
             if follows:
                 self.overhead_ms += _SMOOTHING * (1000.0 * idle_s - self.overhead_ms)
             self._busy_since_s = started_s
-            self._running_generation = generation
+            self._running_formation = formation
             result: StepDone | Formed | BaseException
             try:
-                result = self._execute(plan, generation, idle_s)
+                result = self._execute(plan, formation, idle_s)
             except BaseException as error:
                 # A runner answers with its errors; one that raises is broken, and the host ends.
                 result = error
             self._ended_s = time.monotonic()
-            self._busy_since_s = self._running_generation = None
+            self._busy_since_s = self._running_formation = None
             self._results.append(result)
             self._wake()
 
     def _execute(
-        self, plan: StepPlan | FormPlan, generation: int, idle_s: float
+        self, plan: StepPlan | FormPlan, formation: int, idle_s: float
     ) -> StepDone | Formed | BaseException:
-        if generation < self._generation:
-            void = f"generation {generation} is over"
+        if formation < self._formation:
+            void = f"formation {formation} is over"
             if isinstance(plan, FormPlan):
-                return Formed(generation, void)
+                return Formed(formation, void)
             return StepDone(plan.step_id, (), (), {}, 0.0, void)
         result = self._runner.execute(plan)
         if isinstance(result, StepDone) and result.op_times:

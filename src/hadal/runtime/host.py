@@ -21,8 +21,8 @@ import msgspec
 from hadal.comm.mesh.link import refused_here
 from hadal.core.cache import Place
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Load, Refused
-from hadal.core.plans import BlocksLoaded, BlocksStored, Staged, StagePlan
+from hadal.core.messages import Refused, UnitReport
+from hadal.core.plans import BlocksRead, BlocksStored, Staged, StagePlan
 from hadal.core.seams import (
     Clock,
     DiskNews,
@@ -31,8 +31,8 @@ from hadal.core.seams import (
     Execute,
     Form,
     Freed,
-    LoadBlocks,
     Pull,
+    ReadBlocks,
     Runner,
     Send,
     Stage,
@@ -75,7 +75,7 @@ class ExpertStager(Protocol):
 
     def submit(self, plan: StagePlan) -> None: ...
 
-    def void(self, generation: int) -> None: ...
+    def void(self, formation: int) -> None: ...
 
     def take(self) -> list[Staged]: ...
 
@@ -87,9 +87,9 @@ class BlockDisk(Protocol):
     cache.
     """
 
-    def submit(self, effect: LoadBlocks | StoreBlocks) -> None: ...
+    def submit(self, effect: ReadBlocks | StoreBlocks) -> None: ...
 
-    def take(self) -> list[BlocksLoaded | BlocksStored]: ...
+    def take(self) -> list[BlocksRead | BlocksStored]: ...
 
     def stop(self, timeout_s: float) -> None: ...
 
@@ -232,11 +232,11 @@ class UnitHost:
                 self._compute.submit(effect.plans[0], follows=self._step_ended)
             elif isinstance(effect, Form) and self._compute:
                 if self._stager:
-                    self._stager.void(effect.plan.generation)
+                    self._stager.void(effect.plan.formation)
                 self._compute.form(effect.plan)
             elif isinstance(effect, Stage) and self._stager:
                 self._stager.submit(effect.plan)
-            elif isinstance(effect, LoadBlocks | StoreBlocks) and self._disk:
+            elif isinstance(effect, ReadBlocks | StoreBlocks) and self._disk:
                 self._disk.submit(effect)
             elif isinstance(effect, UsedBlocks) and self._view:
                 self._view.mark(effect.places)
@@ -251,7 +251,7 @@ class UnitHost:
 
     def _send(self, effect: Send) -> None:
         message = effect.message
-        if isinstance(message, Load) and self._compute:
+        if isinstance(message, UnitReport) and self._compute:
             # Only the host can measure this one.
             message = msgspec.structs.replace(message, overhead_ms=self._compute.overhead_ms)
         self._wire.send(effect.to, message)

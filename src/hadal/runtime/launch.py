@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.core.config import GATEWAY_BEAT_S, ROLES, Deployment, units_of
+from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
@@ -34,7 +34,7 @@ from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
     Drain,
-    GatewayBeat,
+    GatewayHeartbeat,
     LeaderDown,
     RankUp,
     Sighting,
@@ -90,7 +90,12 @@ from hadal.runtime.topology import (
     unit_of,
     url_of,
 )
-from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER, remove_segments, remove_stale_segments
+from hadal.runtime.transfer.pool import (
+    PREFIX,
+    SHM_FOLDER,
+    remove_shared_memory,
+    remove_stale_shared_memory,
+)
 from hadal.runtime.wire import ZmqWire, socket_path
 
 # The fleet role at work on one host: units are processes of the supervisor, which it starts and
@@ -233,7 +238,7 @@ _MAX_WAIT_S = 0.5
 _WARMING_S = 0.02
 """How often it is looked whether units can be forked yet."""
 _STOP_S = 4.0
-_HUNG_S = 8 * GATEWAY_BEAT_S
+_HUNG_S = 8 * GATEWAY_HEARTBEAT_S
 """A gateway that says nothing for so long is killed: its connections wait for the next one in the
 listening socket.
 """
@@ -274,7 +279,7 @@ def serve(resolved: Resolved, options: Options, announce: Announce, forks: Forks
 
     `forks` was started before, so that it imports torch while the deployment is read.
     """
-    for name in remove_stale_segments():
+    for name in remove_stale_shared_memory():
         log.info("removed %s, left by a run that is gone", name)
     _remove_stale_folders()
     host, port = resolved.deployment.host, resolved.deployment.port
@@ -360,7 +365,7 @@ class Supervisor:
                     self._see(message.process)
                 elif isinstance(message, UnitDown):
                     self._given_up(message)
-                elif isinstance(message, GatewayBeat):
+                elif isinstance(message, GatewayHeartbeat):
                     self._gateway_spoke(message)
             self._reap()
             self._kill_late_starters()
@@ -385,7 +390,7 @@ class Supervisor:
                 child.wait(_STOP_S)
         self._forks.close()
         self._wire.close()
-        remove_segments(self._run_id)
+        remove_shared_memory(self._run_id)
         self._write_status()
 
     def status(self) -> Status:
@@ -572,7 +577,7 @@ class Supervisor:
         if not self._ranks_of(
             child.name
         ):  # A leader has none; its ranks' names begin with its own.
-            remove_segments(self._run_id, child.name)
+            remove_shared_memory(self._run_id, child.name)
 
     def _tell(self, child: Child, reason: str) -> None:
         """Say that a process is gone to whom it concerns: of a unit the front, of a rank its
@@ -652,11 +657,11 @@ class Supervisor:
         ready_s = [rank.ready_s for rank in ranks if rank.phase is ProcessPhase.READY]
         return max(child.moved_s, min(ready_s, default=now_s)) if ranks else child.moved_s
 
-    def _gateway_spoke(self, beat: GatewayBeat) -> None:
-        child = self._children[beat.gateway]
-        if beat.pid == child.pid:  # Else its predecessor's last words.
-            self._gateways.heard(time.monotonic(), beat.gateway)
-            self._ready(beat.gateway)
+    def _gateway_spoke(self, heartbeat: GatewayHeartbeat) -> None:
+        child = self._children[heartbeat.gateway]
+        if heartbeat.pid == child.pid:  # Else its predecessor's last words.
+            self._gateways.heard(time.monotonic(), heartbeat.gateway)
+            self._ready(heartbeat.gateway)
 
     def _kill_hung_gateways(self) -> None:
         """Kill gateways whose event loop stands still, or that are stopped. All that they said was

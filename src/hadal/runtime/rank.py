@@ -40,7 +40,7 @@ from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
 from hadal.roles.leaders import first_placement, make_leader, moves_experts
 from hadal.roles.ranks.rank import RankProgress, RankRole
-from hadal.roles.recording import MadeCore, MadeRank
+from hadal.roles.recording import MadeRank, MadeSoleLeader
 from hadal.runtime.devices import take_gpu
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
 from hadal.runtime.memory import max_step_tokens, mode_of
@@ -106,10 +106,10 @@ class News:
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.is_stopping: Callable[[], bool] = lambda: False
-        self._generation = 0
+        self._formation = 0
         self._lock = threading.Lock()
         self._rank_to_epoch: dict[int, str] = {}
-        """Members of the newest generation that the leader asked for."""
+        """Members of the newest formation that the leader asked for."""
         self._noted: set[tuple[int, str]] = set()
         """Processes whose loss was noted, by rank and epoch."""
         self._unsaid: list[tuple[int, str]] = []
@@ -127,12 +127,12 @@ class News:
             self.wake()
 
     def forming(self, plan: FormPlan) -> None:
-        """The leader starts a generation. A member that is none any more is gone, if nobody here
+        """The leader starts a formation. A member that is none any more is gone, if nobody here
         saw it before.
         """
-        if plan.generation <= self._generation:
+        if plan.formation <= self._formation:
             return
-        self._generation = plan.generation
+        self._formation = plan.formation
         members = {member.rank: member.epoch for member in plan.members}
         for peer, epoch in self._rank_to_epoch.items():
             if members.get(peer) != epoch:
@@ -161,7 +161,7 @@ class News:
 
 
 class Noticing:
-    """A rank's role whose news hear of every generation first."""
+    """A rank's role whose news hear of every formation first."""
 
     def __init__(self, role: RankRole, news: News) -> None:
         self._role = role
@@ -246,7 +246,7 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
             fingerprint=run.fingerprint,
         ),
         process.unit,
-        MadeCore(role, process.epoch, kv_wire.address, run.fingerprint, config),
+        MadeSoleLeader(role, process.epoch, kv_wire.address, run.fingerprint, config),
         run.run_id,
         run.deployment,
     )

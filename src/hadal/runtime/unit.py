@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.config import units_of
-from hadal.core.messages import Load, RankDone
+from hadal.core.messages import RankDone, UnitReport
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
-from hadal.roles.ranks.book import Routine
+from hadal.roles.ranks.membership import Routine
 from hadal.roles.ranks.ranks import RankedLeader, make_ranked_leader
 from hadal.roles.recording import MadeLeader
 from hadal.runtime.compute import IDLE
@@ -113,7 +113,7 @@ class Spoken:
         return effects
 
     def _measured(self, effect: Effect) -> Effect:
-        if isinstance(effect, Send) and isinstance(effect.message, Load):
+        if isinstance(effect, Send) and isinstance(effect.message, UnitReport):
             return Send(
                 effect.to, msgspec.structs.replace(effect.message, overhead_ms=self._idle_ms)
             )

@@ -30,7 +30,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from hadal.policy.demand import DAY_S
-from hadal.sim.day.clock import DEEPSEEK_SHARES, Floats, Ints, LoadClock
+from hadal.sim.day.clock import DEEPSEEK_SHARES, DemandClock, Floats, Ints
 from hadal.sim.workload import MAX_TURNS, NO_PREFIX, R1, V3, Workload
 
 Bools = NDArray[np.bool_]
@@ -321,7 +321,7 @@ def generate(
         raise ValueError(
             f"[{start_s}, {end_s}) and scale {scale}: the window is empty or the scale below 1."
         )
-    shape = LoadClock(params.shares)
+    shape = DemandClock(params.shares)
     first, last = (
         float(shape.load_s(at_s + params.lead_s)) for at_s in (start_s - history_s, end_s)
     )
@@ -348,7 +348,7 @@ def placed(
     turns: Turns,
     rows: Ints,
     load_s: Floats,
-    shape: LoadClock,
+    shape: DemandClock,
     start_s: float,
     end_s: float,
 ) -> Workload:

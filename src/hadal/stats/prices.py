@@ -134,7 +134,7 @@ def micro_usd(dollars: str | float) -> int:
 
 
 @dataclass(frozen=True)
-class PriceBook:
+class ModelPrices:
     """Which model is sold at which prices."""
 
     default: PriceList = R1

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hadal.core.facts import CANCELLED, FINISHES, RequestFact, micros
-from hadal.stats.prices import BUCKET_US, PriceBook
+from hadal.stats.prices import BUCKET_US, ModelPrices
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -199,14 +199,14 @@ class Tally:
             )
         return tally
 
-    def priced(self, book: PriceBook) -> Tally:
+    def priced(self, model_prices: ModelPrices) -> Tally:
         """A copy with everything charged by these prices: a tier begins on a quarter hour, so this
         is exact.
         """
         tally = Tally()
         for key, counts in self.key_to_counts.items():
             tally.add_counts(key, counts)
-            charged = book.of(key.model).charge(
+            charged = model_prices.of(key.model).charge(
                 key.bucket * BUCKET_US, counts.tokens_hit, counts.tokens_miss, counts.tokens_out
             )
             tally.key_to_counts[key].income_pico_usd = charged

@@ -52,17 +52,17 @@ def run_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def form_all(groups: Sequence[MeshGroup], generation: int) -> None:
-    """Form one generation of all these groups, together."""
+def form_all(groups: Sequence[MeshGroup], formation: int) -> None:
+    """Form one formation of all these groups, together."""
     members = [member(group) for group in groups]
-    run_threads([lambda group=group: group.form(generation, members) for group in groups])  # type: ignore[misc]
+    run_threads([lambda group=group: group.form(formation, members) for group in groups])  # type: ignore[misc]
 
 
 @contextlib.contextmanager
 def mesh_threads(
     num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any
 ) -> Iterator[list[MeshGroup]]:
-    """Groups of `num_ranks` ranks in this process, formed as generation 1. Use each in one thread
+    """Groups of `num_ranks` ranks in this process, formed as formation 1. Use each in one thread
     (`run_threads`).
     """
     groups = [
@@ -89,7 +89,7 @@ def _rank_main(
             1, [Member(peer, f"e{peer}", "127.0.0.1", port) for peer, port in enumerate(ports)]
         )
         pipe.send(("ok", function(group, *arguments)))
-        pipe.recv()  # All are done: a rank that leaves ends the others' generation.
+        pipe.recv()  # All are done: a rank that leaves ends the others' formation.
     except BaseException as error:
         pipe.send(("error", f"rank {rank}: {type(error).__name__}: {error}"))
         raise

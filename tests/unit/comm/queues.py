@@ -58,7 +58,7 @@ class QueueGroup:
     sent_bytes: list[int] = field(default_factory=list)
     """Of every exchange."""
 
-    def form(self, generation: int, members: Sequence[Member]) -> None:
+    def form(self, formation: int, members: Sequence[Member]) -> None:
         raise NotImplementedError
 
     def exchange(

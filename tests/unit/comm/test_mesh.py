@@ -207,8 +207,8 @@ def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
         assert time.monotonic() - start_s < DEADLINE_S / 2
         assert [error.ranks for error in errors] == [(), ()]
         assert "aborted" in str(errors[1])
-        for generation in (2, 3):
-            form_all(groups, generation)
+        for formation in (2, 3):
+            form_all(groups, formation)
             run_threads([lambda group=group: exchange_sized(group, 100_000) for group in groups])  # type: ignore[misc]
         assert [group.lost() for group in groups] == [()] * 3
 
@@ -216,13 +216,13 @@ def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
 def test_frames_of_an_older_generation_are_never_mistaken_for_newer_ones() -> None:
     """Rank 0 is in the middle of a large frame when it aborts, and reuses that memory."""
     with mesh_threads(2) as groups:
-        for generation in range(2, 6):
-            data = pattern(0, 1, generation, 12_000_000)
+        for formation in range(2, 6):
+            data = pattern(0, 1, formation, 12_000_000)
             groups[0].exchange({1: data})
             groups[0].abort()
             lose(groups[0], lambda: exchange_sized(groups[0], 1))
             data.zero_()
-            form_all(groups, generation)
+            form_all(groups, formation)
             run_threads([lambda group=group: exchange_sized(group, 1_000_000) for group in groups])  # type: ignore[misc]
 
 
@@ -402,7 +402,7 @@ def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() ->
         true.socket.close()
         assert groups[0].refusals.num_refused >= 40
         assert groups[0].lost() == groups[1].lost() == ()
-        assert groups[0].generation == 1
+        assert groups[0].formation == 1
 
 
 def test_strangers_that_only_connect_keep_nobody_out() -> None:
@@ -505,7 +505,7 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
             )  # Done with the HELLO alone where the abort is read a moment later.
             exchange_sized(groups[1], 1000)
 
-        # The peer hears that this generation failed, and whose connection it was.
+        # The peer hears that this formation failed, and whose connection it was.
         error = lose(groups[1], begin)
         assert "rank 0: aborted" in str(error)
         assert told == []

@@ -42,9 +42,9 @@ def gloo_threads(num_ranks: int, deadline_s: float = DEADLINE_S) -> Iterator[lis
             run_threads([group.close for group in groups])
 
 
-def form_all(groups: list[TorchGroup], generation: int, epoch: str = "e") -> None:
+def form_all(groups: list[TorchGroup], formation: int, epoch: str = "e") -> None:
     everybody = members([group.rank for group in groups], epoch)
-    run_threads([lambda group=group: group.form(generation, everybody) for group in groups])  # type: ignore[misc]
+    run_threads([lambda group=group: group.form(formation, everybody) for group in groups])  # type: ignore[misc]
 
 
 def shuffle(group: TorchGroup, seed: int, num_steps: int) -> None:

@@ -22,11 +22,11 @@ from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.recording import (
     VERSION,
     Made,
-    MadeCore,
     MadeFleet,
     MadeFront,
     MadeLeader,
     MadeRank,
+    MadeSoleLeader,
     Opening,
     Recording,
     frame,
@@ -88,8 +88,8 @@ def test_nothing_there(tmp_path: Path) -> None:
     ("process", "made", "kind"),
     [
         ("front", MadeFront("e", 4096, ""), Front),
-        ("prefill-0", MadeCore("prefill", "e", "pool", "", MODEL), PrefillLeader),
-        ("decode-0", MadeCore("decode", "e", "pool", "", MODEL), DecodeLeader),
+        ("prefill-0", MadeSoleLeader("prefill", "e", "pool", "", MODEL), PrefillLeader),
+        ("decode-0", MadeSoleLeader("decode", "e", "pool", "", MODEL), DecodeLeader),
         ("decode-0", MadeLeader("decode", "e", "", MODEL), RankedLeader),
         ("decode-0.1", MadeRank("decode-0", 1, "e", "host", 1, "pool", 0), RankRole),
         ("supervisor", MadeFleet(5.0), Fleet),

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from hadal.commands.report import dollars, render
 from hadal.core.facts import NodesFact
-from hadal.stats.prices import R1, PriceBook
+from hadal.stats.prices import R1, ModelPrices
 from hadal.stats.report import report
 from hadal.stats.tally import Counts, Key, Tally
 
@@ -34,7 +34,7 @@ def text_of(width: int) -> str:
         for role, ranks in (("prefill", 764), ("decode", 1050))
     ]
     made = report(
-        tally.priced(PriceBook(R1.flat())),
+        tally.priced(ModelPrices(R1.flat())),
         nodes,
         START_S * 10**6,
         (START_S + 86_400) * 10**6,

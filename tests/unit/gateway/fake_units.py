@@ -21,12 +21,12 @@ from hadal.core.messages import (
     FrontUp,
     Generation,
     KvLease,
-    Load,
     Prefill,
     PrefillDone,
     Pulled,
     Release,
     Token,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.plans import Draw
@@ -146,7 +146,7 @@ class FakeUnits:
         if rows:
             self._say(tokens_message("decode-0", rows, draws))
             self._say(
-                Load(
+                UnitReport(
                     "decode-0",
                     "decode-0-epoch",
                     NUM_BLOCKS,

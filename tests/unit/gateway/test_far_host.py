@@ -15,7 +15,15 @@ from typing import Any
 import httpx
 
 from hadal.core.config import Deployment, LimitsConfig
-from hadal.core.messages import FRONT, SUPERVISOR, Deliver, Delivered, Drain, GatewayBeat, UnitDown
+from hadal.core.messages import (
+    FRONT,
+    SUPERVISOR,
+    Deliver,
+    Delivered,
+    Drain,
+    GatewayHeartbeat,
+    UnitDown,
+)
 from hadal.core.wire import AnyMessage
 from hadal.gateway.auth import Keys
 from hadal.gateway.far_host import FarHost
@@ -125,7 +133,8 @@ class Pair:
         make_app(self.front_gateway)
         self.wire.front = self.units
         self.tasks = [
-            asyncio.create_task(work) for work in (self.host.run(), self.units.run(), self._beat())
+            asyncio.create_task(work)
+            for work in (self.host.run(), self.units.run(), self._heartbeat())
         ]
 
     async def kill_front(self) -> None:
@@ -135,10 +144,10 @@ class Pair:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         self.front_gateway.service.close()
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
-            self.host.beat(1)
-            self.far.beat(2)
+            self.host.heartbeat(1)
+            self.far.heartbeat(2)
             await asyncio.sleep(0.02)
 
     async def drawn(self, num_tokens: int) -> None:
@@ -329,11 +338,11 @@ def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) 
             it.units.tell(Drain())
             assert not await it.host.wait_idle(0.1)
             it.units.tell(UnitDown(NAME, "killed"))
-            it.units.tell(GatewayBeat(NAME, 2))  # Said before its end, and heard after.
+            it.units.tell(GatewayHeartbeat(NAME, 2))  # Said before its end, and heard after.
             assert await it.host.wait_idle(2.0)
             await asyncio.sleep(0.1)
             assert it.host.gateways == ("gateway",)
-            it.units.tell(GatewayBeat(NAME, 3))
+            it.units.tell(GatewayHeartbeat(NAME, 3))
             await asyncio.sleep(0.05)
             assert it.host.gateways == ("gateway", NAME)
             assert not await it.host.wait_idle(0.1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hadal.core.config import Deployment, FleetConfig, GatewayConfig, UnitsConfig
-from hadal.core.messages import FrontSnapshot, Load, Totals
+from hadal.core.messages import FrontSnapshot, Totals, UnitReport
 from hadal.gateway.http import health_of
 
 DEPLOYMENT = Deployment(prefill=UnitsConfig(units=2), decode=UnitsConfig(units=1, ranks=4))
@@ -17,14 +17,14 @@ FLEET = Deployment(prefill=UnitsConfig(units=1), fleet=FleetConfig(mode="auto", 
 WHOLE = {"prefill": {"prefill-0": 1, "prefill-1": 1}, "decode": {"decode-0": 4}}
 
 
-def load(unit: str, num_ranks: int, *absent: int) -> Load:
-    return Load(unit, "e", 100, 0, 0, 8, 0, num_ranks=num_ranks, absent=absent)
+def load(unit: str, num_ranks: int, *absent: int) -> UnitReport:
+    return UnitReport(unit, "e", 100, 0, 0, 8, 0, num_ranks=num_ranks, absent=absent)
 
 
 def seen(
     deployment: Deployment,
     units: dict[str, dict[str, int]],
-    *loads: Load,
+    *loads: UnitReport,
     has_begun: bool = True,
     is_draining: bool = False,
     gateways: tuple[str, ...] = ("gateway",),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hadal.core.config import LimitsConfig
-from hadal.core.messages import Drain, Generation, Load, UnitDown, UnitUp
+from hadal.core.messages import Drain, Generation, UnitDown, UnitReport, UnitUp
 from hadal.core.plans import PrefillPlan, Sampling
 from hadal.core.seams import Effect, Event, Execute
 from hadal.gateway.host import Host
@@ -112,7 +112,7 @@ class _OneMessage:
     """A wire on which one message comes, then nothing."""
 
     def __init__(self) -> None:
-        self.messages: list[Any] = [Load("decode-0", "e", 1, 0, 0, 1, 0)]
+        self.messages: list[Any] = [UnitReport("decode-0", "e", 1, 0, 0, 1, 0)]
 
     def send(self, to: str, message: Any) -> None:
         raise AssertionError("nothing is sent here")

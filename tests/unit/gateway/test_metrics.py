@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hadal.core.balance import OBJECTIVES
 from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
-from hadal.core.messages import FrontSnapshot, Load, Totals
+from hadal.core.messages import FrontSnapshot, Totals, UnitReport
 from hadal.core.wire import AnyMessage
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import Usage
@@ -26,7 +26,7 @@ def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def scraped_units(*loads: Load) -> dict[tuple[str, ...], float]:
+def scraped_units(*loads: UnitReport) -> dict[tuple[str, ...], float]:
     snapshot = FrontSnapshot(False, {}, {load.unit: load for load in loads}, {}, Totals())
     return scraped(Metrics(lambda: snapshot))
 
@@ -42,7 +42,7 @@ def test_refused_connections_by_process_and_kind() -> None:
 
 
 def test_a_unit_that_rests_shows_nothing_of_steps_that_are_long_over() -> None:
-    load = Load("decode-0", "e", 100, 0, 0, 8, 0, 77, 2.5, 0.25, balance={"kv": 0.5})
+    load = UnitReport("decode-0", "e", 100, 0, 0, 8, 0, 77, 2.5, 0.25, balance={"kv": 0.5})
     of_steps = {
         ("hadal_step_ms", "decode-0"),
         ("hadal_overhead_ms", "decode-0"),
@@ -56,7 +56,7 @@ def test_a_unit_that_rests_shows_nothing_of_steps_that_are_long_over() -> None:
 
 
 def test_every_number_of_the_front_and_the_units() -> None:
-    load = Load("decode-0", "e", 100, 40, 3, 8, 0, 77, 2.5, 0.25)
+    load = UnitReport("decode-0", "e", 100, 40, 3, 8, 0, 77, 2.5, 0.25)
     totals = Totals(
         submitted=9,
         finished=5,
@@ -102,7 +102,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
 
 
 def test_what_the_balancers_did() -> None:
-    decode = Load(
+    decode = UnitReport(
         "decode-0",
         "e",
         100,
@@ -115,7 +115,7 @@ def test_what_the_balancers_did() -> None:
         num_layers_flipped=3,
         num_requests_moved=2,
     )
-    prefill = Load(
+    prefill = UnitReport(
         "prefill-0",
         "e",
         100,
@@ -146,8 +146,8 @@ def test_what_the_balancers_did() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "0.5", [0.5]])
 def test_what_is_no_number_is_left_out(value: object) -> None:
     """The scrape goes on: a unit's mistake hides neither its other numbers nor the other units'."""
-    odd = Load("decode-0", "e", 100, 40, 3, 8, 0, balance={"kv": value, "requests": 0.9})  # type: ignore[dict-item]
-    silent = Load("decode-1", "e", 100, 40, 3, 8, 0)
+    odd = UnitReport("decode-0", "e", 100, 40, 3, 8, 0, balance={"kv": value, "requests": 0.9})  # type: ignore[dict-item]
+    silent = UnitReport("decode-1", "e", 100, 40, 3, 8, 0)
     samples = scraped_units(odd, silent)
     assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [
         ("requests", "decode-0")
@@ -157,26 +157,26 @@ def test_what_is_no_number_is_left_out(value: object) -> None:
 
 def test_names_of_nobody_make_no_series() -> None:
     samples = scraped_units(
-        Load("decode-0", "e", 1, 0, 0, 8, 0, balance={"luck": 0.5, 'k"v\n': 0.5, "time": 0.5})
+        UnitReport("decode-0", "e", 1, 0, 0, 8, 0, balance={"luck": 0.5, 'k"v\n': 0.5, "time": 0.5})
     )
     assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [("time", "decode-0")]
 
 
 def test_a_load_of_before_there_was_balance() -> None:
     """What a unit does not send has a value all the same."""
-    short = msgspec.msgpack.encode(("Load", "decode-0", "e", 100, 40, 3, 8, 0))
+    short = msgspec.msgpack.encode(("UnitReport", "decode-0", "e", 100, 40, 3, 8, 0))
     load = msgspec.msgpack.decode(short, type=AnyMessage)
-    assert isinstance(load, Load)
+    assert isinstance(load, UnitReport)
     samples = scraped_units(load)
     assert samples["hadal_layers_flipped_total", "decode-0"] == 0
     assert not [name for name in samples if name[0] == "hadal_balance"]
 
 
 def test_what_the_caches_did() -> None:
-    prefill = Load(
+    prefill = UnitReport(
         "prefill-0", "e", 100, 0, 0, 8, 0, cache={name: n for n, name in enumerate(CACHE_TOTALS, 1)}
     )
-    decode = Load(
+    decode = UnitReport(
         "decode-0",
         "e",
         100,
@@ -186,7 +186,7 @@ def test_what_the_caches_did() -> None:
         0,
         cache={STORED_BLOCKS: 7, **dict.fromkeys(CACHE_LEVELS, 3), "x": 1},
     )
-    samples = scraped_units(prefill, decode, Load("decode-1", "e", 100, 0, 0, 8, 0))
+    samples = scraped_units(prefill, decode, UnitReport("decode-1", "e", 100, 0, 0, 8, 0))
     assert {
         name: value for name, value in samples.items() if name[0].startswith("hadal_cache")
     } == {

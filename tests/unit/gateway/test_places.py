@@ -8,25 +8,25 @@ from contextlib import ExitStack
 import pytest
 
 from hadal.gateway.errors import ApiError
-from hadal.gateway.http import Bodies, Places
+from hadal.gateway.http import Bodies, Permits
 
 
 def test_a_tenant_alone_takes_all_and_leaves_another_its_share() -> None:
-    places = Places(6, retry_after_s=2.0)
+    permits = Permits(6, retry_after_s=2.0)
     with ExitStack() as held:
         for _ in range(6):
-            held.enter_context(places.take("a"))
+            held.enter_context(permits.take("a"))
         for _ in range(3):
-            held.enter_context(places.take("b"))
+            held.enter_context(permits.take("b"))
         for tenant in ("a", "b"):
-            with pytest.raises(ApiError) as refused, places.take(tenant):
+            with pytest.raises(ApiError) as refused, permits.take(tenant):
                 pass
             assert (refused.value.status, refused.value.headers["Retry-After"]) == (429, "2")
-        assert len(places) == 9
-    assert len(places) == 0
-    with places.take("a"), pytest.raises(ZeroDivisionError), places.take("b"):
+        assert len(permits) == 9
+    assert len(permits) == 0
+    with permits.take("a"), pytest.raises(ZeroDivisionError), permits.take("b"):
         raise ZeroDivisionError
-    assert len(places) == 0
+    assert len(permits) == 0
 
 
 def test_what_is_begun_and_given_up_takes_places_for_a_while(
@@ -35,17 +35,17 @@ def test_what_is_begun_and_given_up_takes_places_for_a_while(
     monkeypatch.setattr("hadal.gateway.http.LEFT_S", 0.1)
 
     async def scene() -> None:
-        places = Places(6, retry_after_s=2.0)
-        places.left("a", 4)
-        with places.take("a"), places.take("a"):
-            with pytest.raises(ApiError), places.take("a"):
+        permits = Permits(6, retry_after_s=2.0)
+        permits.left("a", 4)
+        with permits.take("a"), permits.take("a"):
+            with pytest.raises(ApiError), permits.take("a"):
                 pass
-            with places.take("b"):
-                assert len(places) == 3, "what was given up is not worked on"
+            with permits.take("b"):
+                assert len(permits) == 3, "what was given up is not worked on"
         await asyncio.sleep(0.15)
         with ExitStack() as held:
             for _ in range(6):
-                held.enter_context(places.take("a"))
+                held.enter_context(permits.take("a"))
 
     asyncio.run(scene())
 

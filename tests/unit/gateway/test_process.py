@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hadal.core.config import GATEWAY_BEAT_S, Deployment
-from hadal.core.messages import SUPERVISOR, Drain, GatewayBeat
+from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
+from hadal.core.messages import SUPERVISOR, Drain, GatewayHeartbeat
 from hadal.core.wire import AnyMessage
 from hadal.gateway import process
 from hadal.gateway.auth import Tenant, salt_of
@@ -131,10 +131,10 @@ class _Heard(FakeUnits):
 
     def __init__(self) -> None:
         super().__init__(lambda generation, index: 5)
-        self.beats: list[GatewayBeat] = []
+        self.beats: list[GatewayHeartbeat] = []
 
     def send(self, to: str, message: AnyMessage) -> None:
-        if isinstance(message, GatewayBeat):
+        if isinstance(message, GatewayHeartbeat):
             assert to == SUPERVISOR
             self.beats.append(message)
         super().send(to, message)
@@ -154,12 +154,12 @@ def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop
                 async with httpx.AsyncClient() as client:
                     await client.get(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
             num_heard = len(units.beats)
-            time.sleep(4 * GATEWAY_BEAT_S)  # The loop stands still.
+            time.sleep(4 * GATEWAY_HEARTBEAT_S)  # The loop stands still.
             assert len(units.beats) == num_heard
             gateway.host.drain()
             async with asyncio.timeout(10):
                 await serving
-        assert {beat.pid for beat in units.beats} == {os.getpid()}
+        assert {heartbeat.pid for heartbeat in units.beats} == {os.getpid()}
 
     asyncio.run(run())
 

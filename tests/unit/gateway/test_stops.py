@@ -27,9 +27,9 @@ def test_any_cut_gives_the_definition(
     text: str, patterns: tuple[str, ...], cuts: list[int]
 ) -> None:
     matcher = Matcher(patterns)
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    permits = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     shown, match, rest = "", None, ""
-    for start, end in itertools.pairwise(places):
+    for start, end in itertools.pairwise(permits):
         if match is not None:
             rest += text[start:end]
             continue

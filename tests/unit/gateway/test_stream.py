@@ -53,8 +53,8 @@ def tokens_of(ids: Sequence[int], finish: str | None = "length") -> list[Token]:
 
 def run(assembler: Assembler, tokens: Sequence[Token], cuts: Sequence[int] = ()) -> Piece:
     whole = Piece()
-    places = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
-    for start, end in itertools.pairwise(places):
+    permits = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
+    for start, end in itertools.pairwise(permits):
         piece = assembler.push(tokens[start:end])
         assert "\ud800" not in piece.content
         whole.add(piece)

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.core.messages import Load, Trace, TracedStep, TraceRequest
+from hadal.core.messages import Trace, TracedStep, TraceRequest, UnitReport
 from hadal.core.plans import TraceEvent
 from hadal.core.wire import AnyMessage
 from hadal.gateway.service import ServedModel
@@ -30,8 +30,8 @@ from .world import World, spell
 KEY = "secret-key"
 
 
-def load(unit: str) -> Load:
-    return Load(unit, f"{unit}-epoch", 1000, 0, 0, 64, 0)
+def load(unit: str) -> UnitReport:
+    return UnitReport(unit, f"{unit}-epoch", 1000, 0, 0, 64, 0)
 
 
 def traced(step_id: int, num_ranks: int = 2) -> TracedStep:
@@ -71,7 +71,7 @@ async def up(it: World) -> None:
     for unit in ("prefill-0", "decode-0"):
         it.units.tell(load(unit))
     async with asyncio.timeout(5):
-        while len(it.gateway.snapshot().unit_to_load) < 2:
+        while len(it.gateway.snapshot().unit_to_report) < 2:
             await asyncio.sleep(0)
 
 

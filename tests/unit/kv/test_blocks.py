@@ -62,9 +62,9 @@ def test_free_raises_generations_once_each() -> None:
     blocks = BlockAllocator(4)
     held = blocks.allocate(2, "a")
     assert held is not None
-    before = blocks.generations(held)
+    before = blocks.versions(held)
     assert blocks.free(held, "a") == held
-    assert blocks.generations(held) == tuple(g + 1 for g in before)
+    assert blocks.versions(held) == tuple(g + 1 for g in before)
     assert blocks.check() == []
 
 
@@ -84,7 +84,7 @@ def test_a_named_block_outlives_its_owner_and_is_found() -> None:
     assert blocks.lookup(chain_of("a", "b", "x")) == held[:2]
     assert blocks.lookup(chain_of("x", "b", "c")) == ()
     assert (blocks.num_free, blocks.num_used, blocks.num_named, blocks.owners()) == (5, 0, 3, {})
-    assert blocks.generations(held) == (0, 0, 0)
+    assert blocks.versions(held) == (0, 0, 0)
     assert blocks.take_changes() == (chain, b"", ())
     assert blocks.take_changes() == (b"", b"", ())
 
@@ -128,7 +128,7 @@ def test_eviction_takes_the_end_of_a_text_first() -> None:
     blocks.take_changes()
     assert blocks.allocate(2, "a") == (first[2], first[1])
     assert (blocks.lookup(old), len(blocks.lookup(new))) == (first[:1], 3)
-    assert blocks.generations(first) == (0, 1, 1)
+    assert blocks.versions(first) == (0, 1, 1)
     added, dropped, evicted = blocks.take_changes()
     assert (added, dropped, evicted) == (
         b"",
@@ -272,7 +272,7 @@ class Readers:
         chain = chain_of(*(self.random.randrange(2) for _ in range(self.random.randrange(1, 9))))
         found = self.blocks.lookup(chain)
         for block, name in zip(found, split(chain), strict=False):
-            assert self.content[block] == (self.blocks.generations((block,))[0], name)
+            assert self.content[block] == (self.blocks.versions((block,))[0], name)
         self.blocks.acquire(found, key)
         new = self.blocks.allocate(num_names(chain) - len(found), key)
         if new is None:
@@ -288,14 +288,14 @@ class Readers:
         self.blocks.name(ids[done:more], chain, done)
         for block, name in zip(ids[done:more], [*split(chain)][done:more], strict=True):
             if self.blocks._name_to_block[name] == block:  # Else another has the name.
-                self.content[block] = (self.blocks.generations((block,))[0], name)
+                self.content[block] = (self.blocks.versions((block,))[0], name)
         self.running[key] = (ids, chain, more)
 
     def end(self, key: int) -> None:
         ids, _, _ = self.running.pop(key)
-        before = self.blocks.generations(ids)
+        before = self.blocks.versions(ids)
         gone = self.blocks.free(ids, key)
-        after = self.blocks.generations(ids)
+        after = self.blocks.versions(ids)
         assert [b for b, g, h in zip(ids, before, after, strict=True) if g != h] == list(gone)
 
     def look(self) -> None:
@@ -349,9 +349,9 @@ def test_a_ledger_goes_on_where_another_one_ended() -> None:
     assert sorted(blocks.take_over({2: 4, 3: 1}, {"a": (2, 5)})) == [1, 3, 4, 6, 7]
     assert blocks.check() == []
     assert (blocks.num_used, blocks.num_free) == (2, 5)
-    assert blocks.generations((2, 5, 3, 7)) == (4, 0, 2, 1)
+    assert blocks.versions((2, 5, 3, 7)) == (4, 0, 2, 1)
     assert blocks.free((2, 5), "a") == (2, 5)
-    assert blocks.generations((2, 5)) == (5, 1)
+    assert blocks.versions((2, 5)) == (5, 1)
     assert blocks.allocate(7, "b") is not None
     with pytest.raises(InvariantError, match="in use"):
         blocks.take_over({}, {})

@@ -128,7 +128,7 @@ def nobody(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
 
 
 class Half:
-    """A rank with experts 0 to 7 of every layer, the first of two generations installed."""
+    """A rank with experts 0 to 7 of every layer, the first of two formations installed."""
 
     def __init__(self, peer: Peer, folder: Path | None = None) -> None:
         self.whole = peer.weights
@@ -139,12 +139,12 @@ class Half:
         assert num_read == 0
 
     def stage(
-        self, slots: Sequence[int], stage_id: int, layer: int = 0, generation: int = 1
+        self, slots: Sequence[int], stage_id: int, layer: int = 0, formation: int = 1
     ) -> Staged:
         """The odd experts are asked for at another rank, the even ones have no source."""
         self.asked: list[tuple[int, int]] = []
         plan = StagePlan(
-            generation,
+            formation,
             stage_id,
             layer,
             tuple(slots),
@@ -262,13 +262,13 @@ def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
     half.weights, _ = half.store.install(half.weights, half.slots_LS, 2)
     may_go_on.set()
     thread.join(TIMEOUT_S)
-    assert "generation 1" in (results[0].error or "")
-    assert "generation 1" in (half.stage(new, 3).error or "")
+    assert "formation 1" in (results[0].error or "")
+    assert "formation 1" in (half.stage(new, 3).error or "")
     for stage_id, layer in ((1, 0), (2, 1), (3, 0)):
         with pytest.raises(InvariantError, match="stage"):
             half.flip(new, stage_id, layer)
     half.check()
-    assert half.stage(new, 4, generation=2).error is None
+    assert half.stage(new, 4, formation=2).error is None
     half.flip(new, 4)
     half.check()
 

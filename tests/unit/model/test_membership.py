@@ -1,4 +1,4 @@
-"""Generations of a unit: formed, broken by a lost peer or an abort, formed anew with what is left,
+"""Formations of a unit: formed, broken by a lost peer or an abort, formed anew with what is left,
 and whole again; and within one, layers whose experts move between two steps.
 """
 
@@ -87,10 +87,10 @@ class Rank:
         self.runner = ModelRunner(self.model, 2, Membership(number, self.group, comm, self.store))
         self.prompt = tuple(random_tokens(peer, 11 + 15 * number, seed=number))
 
-    def form(self, ranks: list[Rank], generation: int, placement: Placement) -> Formed:
+    def form(self, ranks: list[Rank], formation: int, placement: Placement) -> Formed:
         members = tuple(member(rank.group) for rank in ranks)
         plan = FormPlan(
-            generation,
+            formation,
             placement.num_ranks,
             members,
             placement.to_bytes(),
@@ -143,9 +143,9 @@ def ranks(plain: Peer) -> Iterator[list[Rank]]:
         rank.runner.close()
 
 
-def form(ranks: list[Rank], generation: int, placement: Placement) -> list[Formed]:
+def form(ranks: list[Rank], formation: int, placement: Placement) -> list[Formed]:
     formed: list[Formed] = run_threads(
-        [lambda r=r: r.form(ranks, generation, placement) for r in ranks]
+        [lambda r=r: r.form(ranks, formation, placement) for r in ranks]
     )
     assert [f.error for f in formed] == [None] * len(ranks)
     return formed
@@ -318,8 +318,8 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
         return counted
 
     results = []
-    for generation, is_moving in enumerate((True, False), 1):
-        form(ranks, generation, placement)
+    for formation, is_moving in enumerate((True, False), 1):
+        form(ranks, formation, placement)
         for rank in ranks:
             rank.model.kept = []
         counted = run_threads([lambda r=r, m=is_moving: one(r, m) for r in ranks])
@@ -367,9 +367,9 @@ def test_a_split_comes_with_the_placement_or_a_flip(plain: Peer, ranks: list[Ran
     parts_RS = random_parts(slots_RS, random.Random(5))
 
     def counts(
-        generation: int, placement: Placement, flips: tuple[LayerFlip, ...] = ()
+        formation: int, placement: Placement, flips: tuple[LayerFlip, ...] = ()
     ) -> np.ndarray:
-        form(ranks, generation, placement)
+        form(ranks, formation, placement)
         done = run_threads([lambda r=r: r.prefill(flips, is_counted=True) for r in ranks])
         return np.stack([np.frombuffer(one.slot_counts, np.int64).reshape(2, -1) for one in done])
 
@@ -395,7 +395,7 @@ def test_a_flip_that_one_rank_did_not_stage_fails_the_step(plain: Peer, ranks: l
     assert all(one.error is not None for one in done)
     assert time.monotonic() - start_s < SOON_S
     assert ranks[0].model.weights is before
-    # The generation is over; the next has the placement of its leader, whoever had flipped.
+    # The formation is over; the next has the placement of its leader, whoever had flipped.
     form(ranks, 2, placement)
     serve(plain, ranks)
     done = run_threads([lambda r=r: r.decode(flips=(LayerFlip(0, 1, b"12"),)) for r in ranks])

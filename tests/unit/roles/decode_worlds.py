@@ -9,7 +9,7 @@ from random import Random
 import msgspec
 
 from hadal.core.cache import Place, split
-from hadal.core.messages import BLOCK_TOKENS, Ahead, Cancel, Decode, Generation, KvLease, Tokens
+from hadal.core.messages import BLOCK_TOKENS, Cancel, Decode, Generation, KvLease, PullEarly, Tokens
 from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Pull, Send, StoreBlocks
 from hadal.kv.blocks import blocks_for
@@ -72,7 +72,7 @@ class DecodeWorld(World):
         if hinted < (num_tokens - 1) // BLOCK_TOKENS and self.random.random() < 0.5:
             hinted = self.num_hinted[name, self.attempts[name]] = hinted + 1
             before = msgspec.structs.replace(g, output=g.output[:-1])
-            self.feed(Ahead(before, self.lease(hinted * BLOCK_TOKENS)))
+            self.feed(PullEarly(before, self.lease(hinted * BLOCK_TOKENS)))
             self.lazy.append(name)
             return
         self.feed(Decode(named(g), self.lease(num_tokens)))
@@ -154,7 +154,7 @@ class DecodeWorld(World):
                 return False
             rank = self.pools.index(lease.source)
             assert rank != pull.rank
-            if self.leader.blocks[rank].generations(lease.block_ids) != lease.generations:
+            if self.leader.blocks[rank].versions(lease.block_ids) != lease.versions:
                 return False
         for position in range(lease.num_tokens):
             index, offset = divmod(position, BLOCK_TOKENS)

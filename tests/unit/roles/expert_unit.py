@@ -138,7 +138,7 @@ class Unit:
     def stage(self, plans: dict[int, StagePlan], error: str | None = None) -> None:
         for rank, plan in plans.items():
             staged = Staged(
-                plan.generation, plan.stage_id, plan.layer, error, len(plan.sources), 0, 0.01
+                plan.formation, plan.stage_id, plan.layer, error, len(plan.sources), 0, 0.01
             )
             assert self.experts.staged(self.now_s, rank, staged) == (
                 error is None or rank == min(plans)

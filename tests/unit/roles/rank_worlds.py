@@ -85,7 +85,7 @@ class World:
         self.now_s = 0.0
         self.ranks = [Rank() for _ in range(num_ranks)]
         self.living: set[int] = set()
-        self.generation = 0
+        self.formation = 0
         self.pools = [""] * num_ranks
         self.steps: deque[tuple[Any, ...]] = deque()
         self.prompts: dict[str, Generation] = {}
@@ -215,13 +215,13 @@ class World:
         for rank in self.ranks:
             rank.table.clear()
         self.living = (self.living - lost) | fresh
-        self.generation += 1
+        self.formation += 1
         for rank in range(len(self.ranks)):
             if rank in fresh:
-                self.pools[rank] = f"pool-{rank}-{self.generation}"
+                self.pools[rank] = f"pool-{rank}-{self.formation}"
             elif rank not in self.living:
                 self.pools[rank] = ""
-        self.feed(RankReset(tuple(lost), tuple(fresh), tuple(self.pools), self.generation))
+        self.feed(RankReset(tuple(lost), tuple(fresh), tuple(self.pools), self.formation))
 
     def reset_at_random(self) -> None:
         alive = sorted(self.living)
@@ -277,7 +277,7 @@ class PrefillWorld(World):
         name, attempt, lease = self.leases.pop(self.random.randrange(len(self.leases)))
         rank = self.pools.index(lease.source)
         self.ranks[rank].verify(name, lease.block_ids, lease.num_tokens)
-        assert self.leader.blocks[rank].generations(lease.block_ids) == lease.generations
+        assert self.leader.blocks[rank].versions(lease.block_ids) == lease.versions
         self.feed(Release(name, attempt))
         self.attempts[name] += 1
         self.lazy.append(name)

@@ -38,7 +38,7 @@ def leader(**options: Any) -> DecodeLeader:
     return DecodeLeader("decode-0", "e1", num_blocks, **(fields | options))
 
 
-def seat(unit: DecodeLeader, name: str, **options: Any) -> list[DecodePlan]:
+def occupant(unit: DecodeLeader, name: str, **options: Any) -> list[DecodePlan]:
     """Let a request in and pull its KV; the plans that came of it."""
     effects = unit.handle(0.0, decode(name, **options))
     assert len(of(effects, Pull)) == 1
@@ -78,7 +78,7 @@ def test_kv_is_pulled_then_two_plans_go_out() -> None:
 def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
     """After plans that were void it is so still: nobody knows whether the Runner saw the join."""
     unit = leader()
-    first, _ = seat(unit, "a")
+    first, _ = occupant(unit, "a")
     reset = RankReset((), (), ("p",), 1)
     again, _ = decode_plans(unit.handle(0.1, reset))
     after, _ = decode_plans(
@@ -95,7 +95,7 @@ def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
 
 def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
     unit = leader()
-    seat(unit, "a")
+    occupant(unit, "a")
     unit.handle(0.0, decode("b"))
     unit.handle(0.0, KvPulled("b", 0, None))
     assert drawn(unit.handle(0.1, done(0, {0: 5}))) == [("a", 1, 5, None)]
@@ -107,7 +107,7 @@ def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
 
 def test_logprobs_are_passed_on() -> None:
     unit = leader()
-    seat(unit, "a")
+    occupant(unit, "a")
     (message,) = sent(
         unit.handle(0.1, StepDone(0, (0,), (5,), {0: Draw(-1.5, ((5, -1.5),))}, 0.01)), Tokens
     )
@@ -116,7 +116,7 @@ def test_logprobs_are_passed_on() -> None:
 
 def test_an_end_by_count_is_left_out_in_time() -> None:
     unit = leader()
-    first, second = seat(unit, "a", max_tokens=3)  # Index 0 came from prefill: two steps.
+    first, second = occupant(unit, "a", max_tokens=3)  # Index 0 came from prefill: two steps.
     assert drawn(unit.handle(0.1, done(first.step_id, {0: 5}))) == [("a", 1, 5, None)]
     effects = unit.handle(0.2, done(second.step_id, {0: 6}))
     assert drawn(effects) == [("a", 2, 6, "length")]
@@ -127,7 +127,7 @@ def test_an_end_by_count_is_left_out_in_time() -> None:
 
 def test_after_a_stop_id_one_token_is_dropped_and_blocks_wait_for_the_plan_in_flight() -> None:
     unit = leader()
-    seat(unit, "a", stop_ids=(9,), max_tokens=50)
+    occupant(unit, "a", stop_ids=(9,), max_tokens=50)
     effects = unit.handle(0.1, done(0, {0: 9}))
     assert drawn(effects) == [("a", 1, 9, "stop")]
     assert of(effects, Freed) == []
@@ -135,20 +135,20 @@ def test_after_a_stop_id_one_token_is_dropped_and_blocks_wait_for_the_plan_in_fl
     assert drawn(effects) == []
     assert len(of(effects, Freed)) == 1
     # The Runner still lists the slot; the next plan says so, and the slot is used again in it.
-    (plan, _) = seat(unit, "b")
+    (plan, _) = occupant(unit, "b")
     assert (plan.leaves, plan.joins[0].slot) == ((0,), 0)
 
 
 def test_a_stop_id_counts_from_min_tokens_on() -> None:
     unit = leader()
-    seat(unit, "a", stop_ids=(9,), min_tokens=2, max_tokens=50)
+    occupant(unit, "a", stop_ids=(9,), min_tokens=2, max_tokens=50)
     assert drawn(unit.handle(0.1, done(0, {0: 9}))) == [("a", 1, 9, None)]
     assert drawn(unit.handle(0.2, done(1, {0: 9}))) == [("a", 2, 9, "stop")]
 
 
 def test_slots_keep_their_own_stop_ids() -> None:
     unit = leader()
-    seat(unit, "a", stop_ids=(1,), max_tokens=50)
+    occupant(unit, "a", stop_ids=(1,), max_tokens=50)
     unit.handle(0.0, decode("b", stop_ids=(2, 3), max_tokens=50))
     unit.handle(0.0, KvPulled("b", 0, None))
     unit.handle(0.1, done(0, {0: 2}))
@@ -161,7 +161,7 @@ def test_slots_keep_their_own_stop_ids() -> None:
 
 def test_a_block_is_added_when_the_position_needs_it() -> None:
     unit = leader()
-    first, second = seat(unit, "a", prompt=62, max_tokens=50)  # Writes position 62, then 63.
+    first, second = occupant(unit, "a", prompt=62, max_tokens=50)  # Writes position 62, then 63.
     assert (first.grown, second.grown) == ((), ())
     (third,) = decode_plans(unit.handle(0.1, done(0, {0: 1})))
     ((slot, position, block),) = third.grown
@@ -171,7 +171,7 @@ def test_a_block_is_added_when_the_position_needs_it() -> None:
 
 def test_history_goes_with_the_join_if_a_penalty_is_on() -> None:
     unit = leader()
-    (plan, _) = seat(unit, "a", sampling=Sampling(frequency_penalty=1.0))
+    (plan, _) = occupant(unit, "a", sampling=Sampling(frequency_penalty=1.0))
     assert (plan.joins[0].prompt, plan.joins[0].output) == (generation("a").prompt, (0,))
 
 
@@ -238,7 +238,7 @@ def test_cancel_while_pulling_waits_for_the_copy() -> None:
 
 def test_cancel_while_computed_waits_for_both_plans() -> None:
     unit = leader()
-    seat(unit, "a", max_tokens=50)
+    occupant(unit, "a", max_tokens=50)
     assert of(unit.handle(0.0, Cancel("a", 0)), Freed) == []
     assert of(unit.handle(0.1, done(0, {0: 1})), Freed) == []
     effects = unit.handle(0.2, done(1, {0: 1}))
@@ -261,7 +261,7 @@ def starved() -> tuple[DecodeLeader, list[Effect]]:
     computes it.
     """
     unit = leader(num_blocks=5)
-    seat(unit, "a", prompt=62, max_tokens=70)
+    occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 10)):
         unit.handle(0.0, decode(name, prompt=prompt, max_tokens=70))
         unit.handle(0.0, KvPulled(name, 0, None))
@@ -290,7 +290,7 @@ def test_nobody_is_seated_while_a_plan_waits_for_blocks() -> None:
 
 def test_one_preempted_while_its_kv_is_copied_goes_when_the_copy_is_done() -> None:
     unit = leader(num_blocks=6)
-    seat(unit, "a", prompt=62, max_tokens=70)
+    occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 63)):
         unit.handle(0.0, decode(name, prompt=prompt, max_tokens=70))
         unit.handle(0.0, KvPulled(name, 0, None))
@@ -306,7 +306,7 @@ def test_one_preempted_while_its_kv_is_copied_goes_when_the_copy_is_done() -> No
 
 def test_one_that_needs_a_block_and_is_the_latest_goes_without_a_pause() -> None:
     unit = leader(num_blocks=4)
-    seat(unit, "a", prompt=62, max_tokens=70)
+    occupant(unit, "a", prompt=62, max_tokens=70)
     unit.handle(0.0, decode("b", prompt=63, max_tokens=70))
     unit.handle(0.0, KvPulled("b", 0, None))
     unit.handle(0.1, done(0, {0: 1}))
@@ -316,21 +316,21 @@ def test_one_that_needs_a_block_and_is_the_latest_goes_without_a_pause() -> None
 
 def test_a_failed_step_gives_everybody_back_and_empties_the_runner() -> None:
     unit = leader()
-    seat(unit, "a", max_tokens=50)
+    occupant(unit, "a", max_tokens=50)
     effects = unit.handle(0.1, done(0, error="a rank failed"))
     assert sent(effects, Returned) == [Returned("decode-0", "a", 0, "step failed: a rank failed")]
     assert drawn(unit.handle(0.2, done(1, {0: 3}))) == []
     assert unit.blocks.num_used == 0
-    (plan, _) = seat(unit, "b")
+    (plan, _) = occupant(unit, "b")
     assert plan.leaves == (0, 1, 2, 3)
     assert unit.audit() == []
 
 
 def test_one_void_token_gives_back_its_request_alone() -> None:
     unit = leader()
-    seat(unit, "a", max_tokens=50)
+    occupant(unit, "a", max_tokens=50)
     unit.handle(0.1, done(0, {0: 3}))
-    seat(unit, "b", max_tokens=50)
+    occupant(unit, "b", max_tokens=50)
     effects = unit.handle(0.2, done(1, {0: 3}))
     assert decode_plans(effects)[0].step_id == 3  # The first that computes b.
     unit.handle(0.3, done(2, {0: 4}))
@@ -346,7 +346,7 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
 def test_a_new_front_finds_nothing_left() -> None:
     unit = leader(num_slots=2)
     unit.handle(0.0, FrontUp("f1"))
-    seat(unit, "a", max_tokens=50)  # Computed.
+    occupant(unit, "a", max_tokens=50)  # Computed.
     unit.handle(0.0, decode("b"))  # Pulling.
     unit.handle(0.0, decode("c"))  # Waiting.
     assert len(sent(unit.handle(0.0, FrontUp("f2")), UnitUp)) == 2  # Front and supervisor.
@@ -364,7 +364,7 @@ def test_the_same_message_twice_is_one_request() -> None:
 
 def test_two_attempts_of_a_request_live_side_by_side() -> None:
     unit = leader()
-    seat(unit, "a", max_tokens=50)
+    occupant(unit, "a", max_tokens=50)
     unit.handle(0.0, Cancel("a", 0))
     assert len(of(unit.handle(0.0, decode("a", attempt=1)), Pull)) == 1
     assert unit.audit() == []
@@ -380,7 +380,7 @@ def test_audit_answers_and_sees_a_leak() -> None:
 
 def test_wrong_results_are_a_bug() -> None:
     unit = leader()
-    seat(unit, "a")
+    occupant(unit, "a")
     with pytest.raises(InvariantError, match="not the one that runs"):
         unit.handle(0.1, done(4))
     with pytest.raises(InvariantError, match="not its plan's slots"):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hadal.core.messages import Ahead, Cancel, Decode, FrontUp, KvLease, Pulled, Returned
+from hadal.core.messages import Cancel, Decode, FrontUp, KvLease, PullEarly, Pulled, Returned
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Freed, Pull, RankReset, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
@@ -29,11 +29,11 @@ def leader(num_blocks: int = 20, num_ranks: int = 1, **options: Any) -> DecodeLe
     return decode_leader(num_blocks, num_ranks, **fields | options)
 
 
-def hint(num_tokens: int, name: str = "a", prompt: int = 300, **options: Any) -> Ahead:
+def hint(num_tokens: int, name: str = "a", prompt: int = 300, **options: Any) -> PullEarly:
     """So many tokens of a prompt are prefilled: blocks 1.. of a pool."""
     whole = decode(name, prompt, **options).generation
     blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
-    return Ahead(
+    return PullEarly(
         msgspec.structs.replace(whole, output=()),
         KvLease("pool", blocks, (0,) * len(blocks), num_tokens),
     )
@@ -57,7 +57,7 @@ def test_a_prompt_comes_in_parts_and_decode_pulls_the_rest() -> None:
     effects = pulled(unit)
     assert of(effects, Pull) == sent(effects, Pulled) == []
     (rest,) = of(unit.handle(0.2, decode(prompt=300)), Pull)
-    assert (leased(rest), rest.lease.num_tokens, rest.lease.generations) == ((4, 5), 108, (0, 0))
+    assert (leased(rest), rest.lease.num_tokens, rest.lease.versions) == ((4, 5), 108, (0, 0))
     assert (*first.into, *second.into, *rest.into) == unit.table.blocks_of(0)
     effects = pulled(unit)
     assert sent(effects, Pulled) == [Pulled("decode-0", "a", 0)]
@@ -353,8 +353,8 @@ def test_the_worlds_see_seats_that_go_on_and_seats_that_go() -> None:
         world.reset(set(), {0, 1})
         for _ in range(800):
             before = {
-                unit.table.seat(slot).key: int(unit.table.num_pulled[slot])
-                for slot in unit.table.slots_in(SlotState.AHEAD).tolist()
+                unit.table.occupant(slot).key: int(unit.table.num_pulled[slot])
+                for slot in unit.table.slots_in(SlotState.EARLY).tolist()
             }
             world.live(1, 5, 0.01)
             for key, num_pulled in before.items():

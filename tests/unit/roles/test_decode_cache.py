@@ -18,7 +18,7 @@ from hadal.core.cache import (
     split,
 )
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Cancel, Decode, KvLease, Load, Returned
+from hadal.core.messages import Cancel, Decode, KvLease, Returned, UnitReport
 from hadal.core.plans import BlocksStored, KvPulled, StepDone
 from hadal.core.seams import DiskNews, Freed, Pull, RankReset, StoreBlocks, Tick
 from hadal.kv.blocks import blocks_for
@@ -64,7 +64,7 @@ class Drive:
         self.steps: list[tuple[int, tuple[int, ...]]] = []
         self.num_drawn: Counter[int] = Counter()
         for message in messages:
-            self.seat(message)
+            self.occupant(message)
 
     def feed(self, event: Any) -> list[Any]:
         effects = self.unit.handle(0.0, event)
@@ -78,7 +78,7 @@ class Drive:
             self.steps.append((plan.step_id, tuple(slots.nonzero()[0].tolist())))
         return effects
 
-    def seat(self, message: Decode) -> None:
+    def occupant(self, message: Decode) -> None:
         self.feed(message)
         self.feed(KvPulled(message.generation.request_id, message.generation.attempt, None))
 
@@ -184,8 +184,8 @@ def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
     names = names_of(text_of(message, *range(1000, 1300)))
     drive = Drive(leader())
     drive.feed(DiskNews(names[2], (Place(3, 3),)))
-    drive.seat(message)
-    drive.seat(request("b", 100))  # It joins two plans later and draws the same text.
+    drive.occupant(message)
+    drive.occupant(request("b", 100))  # It joins two plans later and draws the same text.
     drive.unit.slots.cache.stores._num_writing_max = 1
     drive.run(30)
     assert [store.names for store in drive.stores] == [names[1]]
@@ -211,7 +211,7 @@ def test_what_made_room_on_disk_is_written_again() -> None:
     drive.feed(Cancel("a", 0))
     drive.run(2)
     drive.num_drawn.clear()
-    drive.seat(request("b", 100))
+    drive.occupant(request("b", 100))
     drive.run(30)
     assert [other.names for other in drive.stores] == [store.names] * 2
 
@@ -260,7 +260,7 @@ def test_what_waits_to_be_written_goes_before_any_request() -> None:
     drive.run(2)
     assert drive.unit.blocks.num_used == 2
     drive.num_drawn.clear()
-    drive.seat(
+    drive.occupant(
         request("b", 360, max_tokens=60)
     )  # It takes the 6 that are free, and will need one more.
     assert drive.unit.num_requests == 1
@@ -318,7 +318,7 @@ def test_void_plans_name_nothing_and_the_block_is_named_when_it_is_filled_again(
     message = request("a", 120)
     drive = Drive(leader(num_ranks=2))
     drive.feed(RankReset((), (0, 1), ("p", "q"), 1))
-    drive.seat(message)
+    drive.occupant(message)
     drive.run(7)
     assert drive.stores == []
     drive.steps.clear()
@@ -332,8 +332,8 @@ def test_void_plans_name_nothing_and_the_block_is_named_when_it_is_filled_again(
 def test_a_lost_rank_takes_its_stores_with_it() -> None:
     drive = Drive(leader(num_ranks=2))
     drive.feed(RankReset((), (0, 1), ("p", "q"), 1))
-    drive.seat(request("a", 120))
-    drive.seat(request("b", 111))
+    drive.occupant(request("a", 120))
+    drive.occupant(request("b", 111))
     drive.unit.slots.cache.stores._num_writing_max = 1
     drive.run(90)
     assert [(store.rank, store.positions) for store in drive.stores] == [(0, (1,)), (1, (1,))]
@@ -353,7 +353,7 @@ def test_load_tells_the_counts() -> None:
     drive = Drive(leader(heartbeat_s=0.0), request("a", 120))
     drive.run(9)
     drive.answer(drive.stores[0])
-    (load,) = sent(drive.feed(Tick()), Load)
+    (load,) = sent(drive.feed(Tick()), UnitReport)
     assert load.cache == counted(stored=1, on_disk=1)
 
 

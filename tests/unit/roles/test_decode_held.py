@@ -37,7 +37,7 @@ def taken_over(*held: tuple[HeldKv, ...]) -> tuple[DecodeLeader, list[Effect]]:
             (),
             ranks,
             pools=tuple(f"pool-{rank}" for rank in ranks),
-            generation=7,
+            formation=7,
             held={rank: Held(kv, {1: 3}) for rank, kv in enumerate(held)},
         ),
     )
@@ -134,6 +134,6 @@ def test_another_fronts_kv_is_freed_and_so_is_what_nobody_asks_for() -> None:
 
 def test_a_rank_that_is_lost_before_anybody_goes_on_takes_its_kv_with_it() -> None:
     leader, _ = taken_over((HeldKv(70, (2, 3), 80, 71),), ())
-    handle(leader, 1.1, RankReset((0,), (), pools=("", "pool-1"), generation=8))
+    handle(leader, 1.1, RankReset((0,), (), pools=("", "pool-1"), formation=8))
     effects = handle(leader, 1.2, FrontUp("f"), Resume((asked("a", 70),), is_last=True))
     assert [back.request_id for back in sent(effects, Returned)] == ["a"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hadal.core.messages import Cancel, FrontUp, Load, Pulled
+from hadal.core.messages import Cancel, FrontUp, Pulled, UnitReport
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Freed
 from hadal.policy.decode_balance import Move, MoveTerms
@@ -35,7 +35,7 @@ def test_a_request_moves_and_goes_on_where_it_came() -> None:
         num_tokens,
     )
     assert pull.lease.block_ids == blocks[: len(pull.into)]
-    assert pull.lease.generations == allocator.generations(pull.lease.block_ids)
+    assert pull.lease.versions == allocator.versions(pull.lease.block_ids)
     assert pull.into == unit.leader.table.blocks_of(target)[: len(pull.lease.block_ids)]
     assert source % PER_RANK in unit.plans[0][0].leaves
     effects = unit.feed(KvPulled(name, 0, None))
@@ -54,9 +54,10 @@ def test_a_request_moves_and_goes_on_where_it_came() -> None:
     assert (join.last_token, join.output_index) == (last_token, last_index + 1)
     assert unit.leader.slots.moving.stalls == {2: 1}
     assert (
-        sent(unit.leader.handle(1.0, FrontUp("f")) + unit.leader.handle(9.0, Cancel("", 0)), Load)[
-            -1
-        ].num_requests_moved
+        sent(
+            unit.leader.handle(1.0, FrontUp("f")) + unit.leader.handle(9.0, Cancel("", 0)),
+            UnitReport,
+        )[-1].num_requests_moved
         == 1
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hadal.core.messages import FrontUp, Load, Returned, Trace, TraceRequest, UnitUp
+from hadal.core.messages import FrontUp, Returned, Trace, TraceRequest, UnitReport, UnitUp
 from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.policy.decode_balance import MoveTerms
@@ -40,7 +40,7 @@ def up(unit: DecodeLeader) -> None:
     unit.handle(0.0, RankReset((), (0, 1), POOLS, 1))
 
 
-def seat(unit: DecodeLeader, name: str, **options: Any) -> int:
+def occupant(unit: DecodeLeader, name: str, **options: Any) -> int:
     """The rank it came to."""
     (pull,) = of(unit.handle(0.0, decode(name, **options)), Pull)
     unit.handle(0.0, KvPulled(name, 0, None))
@@ -102,26 +102,26 @@ def test_the_worlds_see_losses_preemption_and_both_ways_to_run() -> None:
 
 def test_a_unit_says_that_it_is_up_once_a_rank_lives() -> None:
     unit = leader()
-    assert sent(unit.start(0.0), UnitUp) == sent(unit.handle(0.0, FrontUp("f")), Load) == []
+    assert sent(unit.start(0.0), UnitUp) == sent(unit.handle(0.0, FrontUp("f")), UnitReport) == []
     effects = unit.handle(0.0, RankReset((), (1,), ("", "p1"), 3))
     up = UnitUp("decode-0", "decode", "e1", 16, 4, 16)
     said = [e for e in of(effects, Send) if isinstance(e.message, UnitUp)]
     assert said == [Send("front", up), Send("supervisor", up)]
-    (load,) = sent(effects, Load)
-    assert (load.num_ranks, load.generation, load.num_blocks, load.num_blocks_request) == (
+    (load,) = sent(effects, UnitReport)
+    assert (load.num_ranks, load.formation, load.num_blocks, load.num_blocks_request) == (
         1,
         3,
         16,
         16,
     )
-    (load,) = sent(unit.handle(0.1, RankReset((), (0,), POOLS, 4)), Load)
+    (load,) = sent(unit.handle(0.1, RankReset((), (0,), POOLS, 4)), UnitReport)
     assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (
         2,
         32,
         8,
         16,
     )
-    (load,) = sent(unit.handle(0.2, RankReset((0, 1), (), ("", ""), 5)), Load)
+    (load,) = sent(unit.handle(0.2, RankReset((0, 1), (), ("", ""), 5)), UnitReport)
     assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (
         0,
         0,
@@ -133,7 +133,7 @@ def test_a_unit_says_that_it_is_up_once_a_rank_lives() -> None:
 def test_requests_go_where_less_kv_is_used_and_plans_have_the_ranks_own_slots() -> None:
     unit = leader()
     up(unit)
-    assert [seat(unit, "a", prompt=200), seat(unit, "b"), seat(unit, "c")] == [0, 1, 1]
+    assert [occupant(unit, "a", prompt=200), occupant(unit, "b"), occupant(unit, "c")] == [0, 1, 1]
     effects = unit.handle(0.1, done(0, {0: 5}))
     (execute,) = of(effects, Execute)
     first, second = execute.plans
@@ -148,7 +148,10 @@ def test_requests_go_where_less_kv_is_used_and_plans_have_the_ranks_own_slots() 
 def test_a_lost_rank_gives_back_and_a_survivor_joins_again_at_its_last_token() -> None:
     unit = leader()
     up(unit)
-    assert [seat(unit, "a", prompt=20, max_tokens=4), seat(unit, "b", max_tokens=9)] == [0, 1]
+    assert [occupant(unit, "a", prompt=20, max_tokens=4), occupant(unit, "b", max_tokens=9)] == [
+        0,
+        1,
+    ]
     unit.handle(0.1, done(0, {0: 5}))
     effects = unit.handle(0.2, RankReset((1,), (), ("p0", ""), 2))
     assert sent(effects, Returned) == [Returned("decode-0", "b", 0, "rank lost")]
@@ -162,7 +165,7 @@ def test_a_lost_rank_gives_back_and_a_survivor_joins_again_at_its_last_token() -
 def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
     unit = leader()
     up(unit)
-    seat(unit, "a", max_tokens=50)
+    occupant(unit, "a", max_tokens=50)
     unit.handle(0.0, TraceRequest(9, 2))
     (third,) = of(unit.handle(0.1, done(0, {0: 1})), Execute)
     assert third.plans[0].is_traced  # type: ignore[union-attr]
@@ -178,8 +181,8 @@ def test_balance_is_told_smoothed_and_by_step() -> None:
     unit = leader()
     up(unit)
     assert [
-        seat(unit, "a", prompt=200, max_tokens=50),
-        seat(unit, "b", prompt=66, max_tokens=50),
+        occupant(unit, "a", prompt=200, max_tokens=50),
+        occupant(unit, "b", prompt=66, max_tokens=50),
     ] == [0, 1]
     unit.handle(0.0, TraceRequest(9, 1))
     unit.handle(0.1, done(0, {0: 1}))
@@ -188,7 +191,7 @@ def test_balance_is_told_smoothed_and_by_step() -> None:
     (step,) = trace.steps
     # The plan is the third: it writes position 202 of the one, and 66 of the other.
     assert step.balance == {"kv": pytest.approx((203 + 67) / 2 / 203), "requests": 1.0}
-    (load,) = sent(unit.handle(9.0, FrontUp("f")), Load)[-1:]
+    (load,) = sent(unit.handle(9.0, FrontUp("f")), UnitReport)[-1:]
     assert 0.5 < load.balance["requests"] < 1.0
     assert 0.5 < load.balance["kv"] < 1.0
 
@@ -197,7 +200,8 @@ def test_in_turn_requests_go_to_the_next_rank_whatever_left() -> None:
     unit = leader(request_balance="turns")
     up(unit)
     assert [
-        seat(unit, name, prompt=length) for name, length in zip("abc", (200, 10, 10), strict=True)
+        occupant(unit, name, prompt=length)
+        for name, length in zip("abc", (200, 10, 10), strict=True)
     ] == [0, 1, 0]
 
 
@@ -205,7 +209,7 @@ def test_by_counts_alone_requests_take_turns() -> None:
     unit = leader(request_balance="off")
     up(unit)
     assert [
-        seat(unit, name, prompt=length)
+        occupant(unit, name, prompt=length)
         for name, length in zip("abcd", (200, 10, 10, 10), strict=True)
     ] == [
         0,

@@ -14,11 +14,11 @@ def table_with(
 ) -> DecodeTable:
     table = DecodeTable(4, 8)
     request = decode(prompt=prompt, max_tokens=max_tokens, stop_ids=stop_ids)
-    assert seat(table, request, 0, block_ids or (7,)) == 0
+    assert occupant(table, request, 0, block_ids or (7,)) == 0
     return table
 
 
-def seat(table: DecodeTable, request: Decode, arrival: int, block_ids: tuple[int, ...]) -> int:
+def occupant(table: DecodeTable, request: Decode, arrival: int, block_ids: tuple[int, ...]) -> int:
     """One whose KV is being pulled."""
     slot = table.reserve(request.generation, request.lease, arrival, block_ids)
     table.prefilled(slot, request.generation, request.lease)
@@ -28,9 +28,9 @@ def seat(table: DecodeTable, request: Decode, arrival: int, block_ids: tuple[int
 
 def test_reserve_takes_the_first_free_slot() -> None:
     table = table_with()
-    assert seat(table, decode("b"), 1, (3,)) == 1
+    assert occupant(table, decode("b"), 1, (3,)) == 1
     table.vacate(0)
-    assert seat(table, decode("c"), 2, (4,)) == 0
+    assert occupant(table, decode("c"), 2, (4,)) == 0
     assert table.check() == []
 
 
@@ -63,13 +63,13 @@ def test_longer_stop_lists_widen_the_array_and_leave_no_trace() -> None:
     table = table_with(stop_ids=(1, 2, 3))
     assert table.stop_ids.shape == (4, 3)
     table.vacate(0)
-    seat(table, decode("b", stop_ids=(9,)), 1, (3,))
+    occupant(table, decode("b", stop_ids=(9,)), 1, (3,))
     assert table.stop_ids[0].tolist() == [9, -1, -1]
 
 
 def test_stop_ids_are_a_slots_own() -> None:
     table = table_with(stop_ids=(1, 2, 3))
-    seat(table, decode("b", stop_ids=(9,)), 1, (3,))
+    occupant(table, decode("b", stop_ids=(9,)), 1, (3,))
     slots = np.array([0, 1])
     for values, stops in (
         ((3, 3), (True, False)),
@@ -90,7 +90,7 @@ def test_a_closing_slot_is_released_with_its_last_plan() -> None:
 
 def test_slots_in_several_states() -> None:
     table = table_with()
-    seat(table, decode("b"), 1, (3,))
+    occupant(table, decode("b"), 1, (3,))
     table.state[1] = SlotState.READY
     assert table.slots_in(SlotState.PULLING).tolist() == [0]
     assert table.slots_in(SlotState.PULLING, SlotState.READY).tolist() == [0, 1]
@@ -98,7 +98,7 @@ def test_slots_in_several_states() -> None:
 
 def test_check_sees_what_does_not_agree() -> None:
     for spoil in (
-        lambda table: table.seats.__setitem__(0, None),
+        lambda table: table.occupants.__setitem__(0, None),
         lambda table: table.length.__setitem__(0, 65),
         lambda table: table.output_index.__setitem__(0, 3),
         lambda table: table.state.__setitem__(0, SlotState.ACTIVE),
@@ -140,7 +140,7 @@ def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
         {2: [0, 5]},
         True,
     )
-    assert (table.state[2], table.seat(2).lease, table.check()) == (SlotState.READY, lease, [])
+    assert (table.state[2], table.occupant(2).lease, table.check()) == (SlotState.READY, lease, [])
     assert (table.tail[2, :3].tolist(), table.is_named[2], table.names[2]) == (
         [9, 8, 7],
         True,

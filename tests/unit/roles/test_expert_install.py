@@ -29,7 +29,7 @@ def test_only_ranks_whose_slots_change_stage() -> None:
     assert plans.keys() == installation.waiting == {1, 2}
     assert plans[1].slots == tuple(slots[1].tolist())
     assert plans[1].sources == (Source(int(slots[1, 0]), "h", 7002),)
-    assert (plans[1].generation, plans[1].stage_id, plans[1].layer) == (3, 5, 0)
+    assert (plans[1].formation, plans[1].stage_id, plans[1].layer) == (3, 5, 0)
     assert not installation.expects(3, Staged(3, 5, 0)), "it was not asked"
     assert not installation.expects(1, Staged(3, 4, 0)), "an earlier one"
     assert not installation.expects(1, Staged(2, 5, 0)), "another generation"

@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.placement import EMPTY, Placement, spread, without
-from hadal.roles.experts.experts import LoadWindow
+from hadal.roles.experts.experts import CountsWindow
 
 NUM_EXPERTS = 6
 
@@ -31,7 +31,7 @@ def test_loads_do_not_depend_on_the_placement() -> None:
         spread(2, NUM_EXPERTS, 3, 6),
         without(spread(2, NUM_EXPERTS, 3), {1}),
     ):
-        window = LoadWindow(2, NUM_EXPERTS, 4, 2.0)
+        window = CountsWindow(2, NUM_EXPERTS, 4, 2.0)
         window.add(placement, dealt(placement, loads), (0, 1, 2))
         assert window.summed().tolist() == loads
         assert [window.num_tokens(layer) for layer in (0, 1)] == [21, 16]
@@ -39,13 +39,13 @@ def test_loads_do_not_depend_on_the_placement() -> None:
 
 def test_empty_slots_hold_no_expert() -> None:
     placement = Placement(2, np.array([[[0, EMPTY], [1, EMPTY]]], np.int16))
-    window = LoadWindow(1, 2, 4, 2.0)
+    window = CountsWindow(1, 2, 4, 2.0)
     window.add(placement, np.array([[[3, 9], [5, 9]]]), (0, 1))
     assert window.summed().tolist() == [[3, 5]]
 
 
 def test_intervals_fade_and_fall_out() -> None:
-    placement, window = spread(1, NUM_EXPERTS, 3), LoadWindow(1, NUM_EXPERTS, 3, 1.0)
+    placement, window = spread(1, NUM_EXPERTS, 3), CountsWindow(1, NUM_EXPERTS, 3, 1.0)
     for number in range(4):
         window.add(
             placement,
@@ -65,7 +65,7 @@ def test_parts_make_one_interval() -> None:
     """Traced steps are counted one by one; the window must not become shorter for that."""
     loads = [[1, 2, 3, 4, 5, 6], [9, 0, 0, 0, 0, 7]]
     first, second = spread(2, NUM_EXPERTS, 3), spread(2, NUM_EXPERTS, 3, 6)
-    once, parts = LoadWindow(2, NUM_EXPERTS, 4, 2.0), LoadWindow(2, NUM_EXPERTS, 4, 2.0)
+    once, parts = CountsWindow(2, NUM_EXPERTS, 4, 2.0), CountsWindow(2, NUM_EXPERTS, 4, 2.0)
     for _ in range(2):
         once.add(first, 2 * dealt(first, loads), (0, 1, 2))
         alone = parts.add(first, dealt(first, loads), (0, 1, 2), is_whole=False)
@@ -84,13 +84,13 @@ def test_parts_make_one_interval() -> None:
 
 
 def test_nothing_received_is_no_interval() -> None:
-    placement, window = spread(1, NUM_EXPERTS, 3), LoadWindow(1, NUM_EXPERTS, 3, 1.0)
+    placement, window = spread(1, NUM_EXPERTS, 3), CountsWindow(1, NUM_EXPERTS, 3, 1.0)
     assert window.add(placement, np.zeros((1, 3, 2), np.int64), (0, 1, 2)) == {}
     assert (len(window), window.balance()) == (0, {})
 
 
 def test_balance_is_of_ranks_as_it_fell() -> None:
-    placement, window = spread(2, NUM_EXPERTS, 3), LoadWindow(2, NUM_EXPERTS, 3, 1.0)
+    placement, window = spread(2, NUM_EXPERTS, 3), CountsWindow(2, NUM_EXPERTS, 3, 1.0)
     counts = np.array([[[1, 1], [2, 2], [3, 3]], [[4, 0], [0, 4], [2, 2]]])
     found = window.add(placement, counts, (0, 1, 2))
     assert found == {EXPERTS: pytest.approx((4 / 6 + 1.0) / 2), EXPERTS_WORST: pytest.approx(4 / 6)}

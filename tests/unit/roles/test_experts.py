@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hadal.core.balance import EXPERTS
-from hadal.core.messages import Load, Trace, TracedStep
+from hadal.core.messages import Trace, TracedStep, UnitReport
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.core.plans import DecodePlan, Staged, StepDone
 from hadal.roles.experts.experts import ExpertBalancer, Installation, InstallState
@@ -68,7 +68,7 @@ def test_replicas_move_where_no_split_helps() -> None:
     assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02), (
         "the best that pairs can be"
     )
-    load = unit.experts.seen(Load("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}))
+    load = unit.experts.seen(UnitReport("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}))
     assert load.balance.keys() == {"kv", "experts", "experts_worst"}
     assert (load.num_replicas_moved, load.num_layers_flipped) == (2, 1)
 
@@ -293,7 +293,7 @@ def test_a_new_generation_abandons_it(state: InstallState) -> None:
     unit.held, unit.counts[:] = before, 0
     unit.experts.began(2, before, {rank: ("h", 7000 + rank) for rank in range(4)})
     again = unit.run(100)
-    assert {each.generation for each in again.values()} == {2}
+    assert {each.formation for each in again.values()} == {2}
     assert min(each.stage_id for each in again.values()) > plan.stage_id
 
 

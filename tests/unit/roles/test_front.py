@@ -19,7 +19,6 @@ from hadal.core.messages import (
     Generation,
     KvLease,
     LeaderDown,
-    Load,
     Prefill,
     PrefillDone,
     Pulled,
@@ -33,6 +32,7 @@ from hadal.core.messages import (
     Tokens,
     TurnedAway,
     UnitDown,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.plans import NO_TOKEN
@@ -324,7 +324,7 @@ def test_a_new_epoch_means_the_old_one_is_gone() -> None:
 
 def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
     made = front()
-    load = Load("decode-0", "d9", 20, 0, 0, 4, 0)
+    load = UnitReport("decode-0", "d9", 20, 0, 0, 4, 0)
     assert of(made.handle(0.1, load), Send) == [Send("decode-0", FrontUp("f1"))]
     assert made.units.by_name["decode-0"].epoch == "d1"
 
@@ -336,7 +336,7 @@ def listen(made: Front, from_s: float, to_s: float, *, waited_share: float) -> l
     downs: list[UnitDown] = []
     while from_s < to_s:
         from_s += 0.5
-        made.handle(from_s, Load("prefill-0", "p1", 20, 0, 0, 4, 0))
+        made.handle(from_s, UnitReport("prefill-0", "p1", 20, 0, 0, 4, 0))
         effects = made.handle(from_s, Tick())
         for suspect in sent(effects, Suspect):
             made.handle(from_s, Sighting(suspect.process, waited_share * from_s, is_stopped=False))
@@ -403,7 +403,7 @@ def test_prefill_goes_to_the_unit_that_will_be_done_first() -> None:
     made.handle(0.0, UnitUp("prefill-1", "prefill", "p2", 20, 4))
     for name, token_s in (("prefill-0", 1e-3), ("prefill-1", 1e-4)):
         epoch = "p1" if name == "prefill-0" else "p2"
-        made.handle(0.0, Load(name, epoch, 20, 0, 0, 4, 0, token_s=token_s, pair_s=1e-9))
+        made.handle(0.0, UnitReport(name, epoch, 20, 0, 0, 4, 0, token_s=token_s, pair_s=1e-9))
     # Ten times as fast: the first three together are done there before one is at the other.
     placed = [made.handle(0.0, Submit(generation(name, 300))) for name in "abc"]
     to = [
@@ -512,11 +512,11 @@ def test_decode_load_is_spread() -> None:
 
 def test_snapshot_says_what_is_held() -> None:
     made = decoding(front())
-    made.handle(0.3, Load("decode-0", "d1", 20, 3, 1, 4, 0))
+    made.handle(0.3, UnitReport("decode-0", "d1", 20, 3, 1, 4, 0))
     shot = made.snapshot()
     assert shot.state_to_count["decoding"] == 1
     assert shot.role_to_units == {"prefill": {"prefill-0": 1}, "decode": {"decode-0": 1}}
-    assert shot.unit_to_load["decode-0"].num_blocks_used == 3
+    assert shot.unit_to_report["decode-0"].num_blocks_used == 3
     made.handle(0.4, tokens(made, "a", 1))
     assert (shot.totals.tokens_out, made.totals.tokens_out) == (1, 2)
 
@@ -529,10 +529,10 @@ def test_check_sees_a_wrong_count() -> None:
 
 def test_a_unit_without_ranks_is_sent_nothing_until_one_is_back() -> None:
     made = front()
-    made.handle(0.0, Load("decode-0", "d1", 0, 0, 0, 0, 0, num_ranks=0))
+    made.handle(0.0, UnitReport("decode-0", "d1", 0, 0, 0, 0, 0, num_ranks=0))
     assert sent(made.handle(0.1, Submit(generation("a"))), Prefill) == []
     assert made.requests.by_id["a"].state == "queued"
-    effects = made.handle(0.2, Load("decode-0", "d1", 20, 0, 0, 4, 0, num_blocks_request=20))
+    effects = made.handle(0.2, UnitReport("decode-0", "d1", 20, 0, 0, 4, 0, num_blocks_request=20))
     assert len(sent(effects, Prefill)) == 1
     assert made.check() == []
 
@@ -567,7 +567,7 @@ def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_wher
     effects = taken_over(made, 1.0, ticket(made, "a"), 12345)
     assert [effect.to for effect in of(effects, Send)] == ["decode-0", "decode-0", "prefill-0"]
     (resume,) = sent(effects, Resume)
-    (going,) = resume.generations
+    (going,) = resume.versions
     assert (going.output, going.ticket, going.attempt, resume.is_last) == (
         (50, 61),
         ticket(made, "a"),
@@ -600,7 +600,7 @@ def test_a_request_on_its_way_to_a_leaderless_unit_is_tried_again_at_once() -> N
 def test_a_unit_that_no_leader_takes_over_is_down() -> None:
     made = decoding(front())
     made.handle(0.4, LeaderDown("decode-0", "killed"))
-    made.handle(0.4 + ORPHAN_S - 0.1, Load("prefill-0", "p1", 20, 0, 0, 4, 0))
+    made.handle(0.4 + ORPHAN_S - 0.1, UnitReport("prefill-0", "p1", 20, 0, 0, 4, 0))
     made.handle(0.4 + ORPHAN_S - 0.1, Tick())
     assert made.requests.by_id["a"].state == "decoding"
     made.handle(0.5 + ORPHAN_S, Tick())

@@ -10,21 +10,21 @@ from hadal.core.balance import AUTO
 from hadal.core.config import Deployment, FleetConfig, LimitsConfig
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.messages import (
-    Ahead,
     Cancel,
     Decode,
     FrontUp,
     KvLease,
-    Load,
     Prefill,
-    PrefillAhead,
     PrefillDone,
+    PrefilledEarly,
+    PullEarly,
     Pulled,
     Release,
     Submit,
     Token,
     Tokens,
     UnitDown,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Send, Tick
@@ -167,20 +167,20 @@ def test_a_prompt_whose_kv_was_to_go_there_goes_elsewhere_at_no_cost() -> None:
         e for e in of(made.handle(0.0, Submit(generation(prompt=200))), Send) if is_(e, Prefill)
     ]
     lease = KvLease("pool", (1, 2), (0, 0), 128)
-    (ahead,) = [
+    (early,) = [
         e
-        for e in of(made.handle(0.1, PrefillAhead(prefill.to, "a", 0, lease)), Send)
-        if is_(e, Ahead)
+        for e in of(made.handle(0.1, PrefilledEarly(prefill.to, "a", 0, lease)), Send)
+        if is_(e, PullEarly)
     ]
-    effects = made.handle(0.2, DrainUnit(ahead.to, 60.0, 1))
-    assert of(effects, Send) == [Send(ahead.to, Cancel("a", 0))]
-    assert held(made, 1.0)[ahead.to] == (1, 0)
+    effects = made.handle(0.2, DrainUnit(early.to, 60.0, 1))
+    assert of(effects, Send) == [Send(early.to, Cancel("a", 0))]
+    assert held(made, 1.0)[early.to] == (1, 0)
     (decode,) = [
         e
         for e in of(made.handle(1.1, PrefillDone(prefill.to, Token("a", 0, 0, 50), LEASE)), Send)
         if is_(e, Decode)
     ]
-    assert decode.to != ahead.to
+    assert decode.to != early.to
     assert made.requests.by_id["a"].attempt == 0
     ok(made)
 
@@ -234,8 +234,8 @@ def test_demand_says_all_there_is_at_every_beat() -> None:
     made.handle(0.2, token(made, unit, "r1", "stop"))
     said = demand(made, 1.0)
     assert (said.tokens_in, said.tokens_out, said.tokens_waiting) == (20, 3, 0)
-    made.handle(1.0, Load(unit, f"d{unit[-1]}", 20, 0, 1, 1, 0, step_ms=20.0))
-    made.handle(1.0, Load("prefill-0", "p0", 20, 0, 1, 1, 0, num_ranks=2, token_s=1e-4))
+    made.handle(1.0, UnitReport(unit, f"d{unit[-1]}", 20, 0, 1, 1, 0, step_ms=20.0))
+    made.handle(1.0, UnitReport("prefill-0", "p0", 20, 0, 1, 1, 0, num_ranks=2, token_s=1e-4))
     rates = {facts.unit: facts.tokens_per_s_max for facts in demand(made, 2.0).units}
     assert rates[unit] == pytest.approx(50.0)
     assert rates["prefill-0"] == pytest.approx(20_000.0)

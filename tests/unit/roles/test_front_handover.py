@@ -10,13 +10,13 @@ import pytest
 
 from hadal.core.config import Deployment
 from hadal.core.messages import (
-    Ahead,
     Cancel,
     Decode,
     KvLease,
     Prefill,
-    PrefillAhead,
     PrefillDone,
+    PrefilledEarly,
+    PullEarly,
     Release,
     Returned,
     Submit,
@@ -49,9 +49,11 @@ def handle(made: Front, event: Any, now_s: float = 0.0) -> list[Effect]:
     return effects
 
 
-def hint(num_tokens: int = 64, attempt: int = 0, unit: str = "prefill-0") -> PrefillAhead:
+def hint(num_tokens: int = 64, attempt: int = 0, unit: str = "prefill-0") -> PrefilledEarly:
     blocks = tuple(range(1, 1 + num_tokens // 64))
-    return PrefillAhead(unit, "a", attempt, KvLease("pool", blocks, (0,) * len(blocks), num_tokens))
+    return PrefilledEarly(
+        unit, "a", attempt, KvLease("pool", blocks, (0,) * len(blocks), num_tokens)
+    )
 
 
 def first_token(attempt: int = 0, finish: str | None = None) -> PrefillDone:
@@ -76,8 +78,8 @@ def test_a_hint_goes_to_a_unit_that_counts_the_request_and_later_ones_and_decode
     None
 ):
     made = front(num_decode=2)
-    (ahead,) = sent(handle(made, hint(64)), Ahead)
-    assert (ahead.generation.prompt, ahead.generation.output, ahead.lease) == (
+    (early,) = sent(handle(made, hint(64)), PullEarly)
+    assert (early.generation.prompt, early.generation.output, early.lease) == (
         tuple(range(100, 300)),
         (),
         hint().lease,
@@ -85,7 +87,7 @@ def test_a_hint_goes_to_a_unit_that_counts_the_request_and_later_ones_and_decode
     assert (used(made), used(made, "decode-1")) == ((1, 4), (0, 0))
     made.units.by_name["decode-0"].changed()
     made.units.by_name["decode-0"].num_requests_max = 1  # Whoever would be chosen now is the other.
-    assert to(handle(made, hint(128)), Ahead) == ["decode-0"]
+    assert to(handle(made, hint(128)), PullEarly) == ["decode-0"]
     effects = handle(made, first_token())
     assert to(effects, Decode) == ["decode-0"]
     assert to(effects, Cancel) == []
@@ -104,29 +106,29 @@ def test_the_first_token_may_need_another_block_at_the_unit() -> None:
 def test_hints_that_are_late_stale_doubled_or_of_others_are_ignored() -> None:
     made = front()
     assert (
-        sent(handle(made, hint(attempt=1)), Ahead)
-        == sent(handle(made, hint(unit="prefill-1")), Ahead)
+        sent(handle(made, hint(attempt=1)), PullEarly)
+        == sent(handle(made, hint(unit="prefill-1")), PullEarly)
         == []
     )
-    assert len(sent(handle(made, hint(128)), Ahead)) == 1
-    assert sent(handle(made, hint(128)), Ahead) == sent(handle(made, hint(64)), Ahead) == []
+    assert len(sent(handle(made, hint(128)), PullEarly)) == 1
+    assert sent(handle(made, hint(128)), PullEarly) == sent(handle(made, hint(64)), PullEarly) == []
     handle(made, first_token())
-    assert sent(handle(made, hint(192)), Ahead) == []
+    assert sent(handle(made, hint(192)), PullEarly) == []
     handle(made, Cancel("a", 0))
     assert handle(made, hint(192)) == []
 
 
 def test_hints_are_ignored_where_they_are_off_or_no_decode_follows() -> None:
-    assert sent(handle(front(early_pull="off"), hint()), Ahead) == []
-    assert sent(handle(front(max_tokens=1), hint()), Ahead) == []
-    assert sent(handle(front(num_decode=0), hint()), Ahead) == []
+    assert sent(handle(front(early_pull="off"), hint()), PullEarly) == []
+    assert sent(handle(front(max_tokens=1), hint()), PullEarly) == []
+    assert sent(handle(front(num_decode=0), hint()), PullEarly) == []
 
 
 def test_a_hint_with_little_news_is_left_for_the_next() -> None:
     made = front(prompt=64 * 40)
-    assert len(sent(handle(made, hint(64 * 4)), Ahead)) == 1
-    assert sent(handle(made, hint(64 * 6)), Ahead) == []
-    assert len(sent(handle(made, hint(64 * 7)), Ahead)) == 1
+    assert len(sent(handle(made, hint(64 * 4)), PullEarly)) == 1
+    assert sent(handle(made, hint(64 * 6)), PullEarly) == []
+    assert len(sent(handle(made, hint(64 * 7)), PullEarly)) == 1
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -152,7 +154,7 @@ def test_a_unit_that_was_told_hears_once_that_it_is_over(is_told: bool) -> None:
         if "a" in made.requests.by_id:
             assert made.requests.by_id["a"].decode_unit is None
             later = [*handle(made, hint(128)), *handle(made, Cancel("a", 0))]
-            assert to(later, Ahead) == to(later, Cancel) == []
+            assert to(later, PullEarly) == to(later, Cancel) == []
 
 
 def test_a_retry_is_hinted_anew() -> None:
@@ -161,8 +163,8 @@ def test_a_retry_is_hinted_anew() -> None:
     handle(made, Returned("prefill-0", "a", 0, "step failed: x"))
     effects = handle(made, Tick(), 10.0)
     assert [message.generation.attempt for message in sent(effects, Prefill)] == [1]
-    (ahead,) = sent(handle(made, hint(64, attempt=1)), Ahead)
-    assert ahead.generation.attempt == 1
+    (early,) = sent(handle(made, hint(64, attempt=1)), PullEarly)
+    assert early.generation.attempt == 1
     assert used(made) == (1, 4)
 
 
@@ -176,7 +178,7 @@ def test_losing_the_decode_unit_costs_a_prompt_nothing(event: UnitDown | Returne
     assert to(effects, Cancel) == to(effects, Release) == to(effects, Prefill) == []
     assert made.totals.retries == 0
     if isinstance(event, UnitDown):
-        assert to(handle(made, hint(192)), Ahead) == ["decode-1"]
+        assert to(handle(made, hint(192)), PullEarly) == ["decode-1"]
         assert to(handle(made, first_token()), Decode) == ["decode-1"]
     else:
         assert to(handle(made, first_token()), Decode) == ["decode-0"]
@@ -186,7 +188,7 @@ def test_a_unit_that_takes_over_is_told_of_all_there_is() -> None:
     made = front(num_decode=2, prompt=64 * 40)
     handle(made, hint(64 * 20))
     handle(made, UnitDown("decode-0", "died"))
-    assert to(handle(made, hint(64 * 21)), Ahead) == ["decode-1"]
+    assert to(handle(made, hint(64 * 21)), PullEarly) == ["decode-1"]
 
 
 def test_the_unit_is_chosen_anew_for_decode_if_it_died() -> None:

@@ -1,4 +1,4 @@
-"""RequestBook: the queue's order, sums, deadlines, and what `check` sees."""
+"""FrontRequests: the queue's order, sums, deadlines, and what `check` sees."""
 
 from __future__ import annotations
 
@@ -10,136 +10,140 @@ import pytest
 from hadal.core.errors import InvariantError
 from hadal.core.request import State, Transition
 from hadal.policy.admission import AGE_S
-from hadal.roles.front.requests import LATELY_S, Record, RequestBook
+from hadal.roles.front.requests import LATELY_S, FrontRequests, Record
 from tests.unit.roles.driving import generation
 
 
-def book_of(*names: str) -> RequestBook:
-    book = RequestBook()
+def book_of(*names: str) -> FrontRequests:
+    membership = FrontRequests()
     for number, name in enumerate(names):
-        book.add(generation(name, 63), 100.0 + number)
-    return book
+        membership.add(generation(name, 63), 100.0 + number)
+    return membership
 
 
 def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
-    book = book_of("a", "b", "c")
-    first = book.by_id["a"]
-    book.move(first, Transition.PLACE)
-    assert book.next_queued(0.0) is book.by_id["b"]
-    book.move(first, Transition.LOSE)
-    book.move(first, Transition.REQUEUE)
-    assert book.next_queued(0.0) is first
-    assert book.num_queued == 3
+    membership = book_of("a", "b", "c")
+    first = membership.by_id["a"]
+    membership.move(first, Transition.PLACE)
+    assert membership.next_queued(0.0) is membership.by_id["b"]
+    membership.move(first, Transition.LOSE)
+    membership.move(first, Transition.REQUEUE)
+    assert membership.next_queued(0.0) is first
+    assert membership.num_queued == 3
 
 
 def test_priority_is_worth_so_much_waiting_and_no_more() -> None:
-    book = RequestBook()
+    membership = FrontRequests()
     for name, arrived_s, priority in (
         ("a", 0.0, 0),
         ("b", 1.0, 1),
         ("c", 2 * AGE_S + 1.0, 2),
         ("d", 0.0, 0),
     ):
-        book.add(
+        membership.add(
             msgspec.structs.replace(generation(name), arrived_s=arrived_s, priority=priority), 100.0
         )
     order = []
-    while (record := book.next_queued(0.0)) is not None:
+    while (record := membership.next_queued(0.0)) is not None:
         order.append(record.request_id)
-        book.move(record, Transition.PLACE)
+        membership.move(record, Transition.PLACE)
         record.prefill_unit = "prefill-0"
     assert order == ["b", "a", "d", "c"]  # c came so late that two levels do not make up for it.
-    assert book.check() == []
-    first = book.by_id["a"]
+    assert membership.check() == []
+    first = membership.by_id["a"]
     first.prefill_unit = None
-    book.move(first, Transition.LOSE)
-    book.move(first, Transition.REQUEUE)
-    assert book.next_queued(0.0) is first
+    membership.move(first, Transition.LOSE)
+    membership.move(first, Transition.REQUEUE)
+    assert membership.next_queued(0.0) is first
 
 
 def test_without_text_only_the_length_of_what_was_streamed_is_kept() -> None:
-    book = RequestBook()
+    membership = FrontRequests()
     asked = msgspec.structs.replace(generation("a"), output=(7, 8, 9))
-    record = book.add(asked, 100.0, keeps_text=False)
+    record = membership.add(asked, 100.0, keeps_text=False)
     assert (record.output, record.num_output) == ([], 3)
     assert (
-        book.add(msgspec.structs.replace(asked, request_id="b"), 100.0).output,
-        book.check(),
+        membership.add(msgspec.structs.replace(asked, request_id="b"), 100.0).output,
+        membership.check(),
     ) == ([7, 8, 9], [])
 
 
-def of_tenant(book: RequestBook, name: str, tenant: str, arrived_s: float) -> Record:
+def of_tenant(membership: FrontRequests, name: str, tenant: str, arrived_s: float) -> Record:
     made = msgspec.structs.replace(generation(name), tenant=tenant, arrived_s=arrived_s)
-    return book.add(made, arrived_s + 100.0)
+    return membership.add(made, arrived_s + 100.0)
 
 
 def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
-    book = RequestBook()
+    membership = FrontRequests()
     for number in range(4):
-        of_tenant(book, f"a{number}", "a", 0.0)
+        of_tenant(membership, f"a{number}", "a", 0.0)
     for number in range(2):
-        of_tenant(book, f"b{number}", "b", 1.0)
+        of_tenant(membership, f"b{number}", "b", 1.0)
     order = []
-    while (record := book.next_queued(2.0)) is not None:
+    while (record := membership.next_queued(2.0)) is not None:
         order.append(record.request_id)
-        book.move(record, Transition.PLACE)
+        membership.move(record, Transition.PLACE)
         record.prefill_unit = "prefill-0"
     assert order == ["a0", "b0", "a1", "b1", "a2", "a3"]
-    assert book.check() == []
-    assert (book.num_tenants_absent("a"), book.num_tenants_absent("c")) == (1, 2)
-    book.move(book.by_id["b0"], Transition.CANCEL)
-    assert book.tenant_to_placed == {"a": 4, "b": 1}
+    assert membership.check() == []
+    assert (membership.num_tenants_absent("a"), membership.num_tenants_absent("c")) == (1, 2)
+    membership.move(membership.by_id["b0"], Transition.CANCEL)
+    assert membership.tenant_to_placed == {"a": 4, "b": 1}
 
 
 def test_a_tenant_that_sends_nothing_for_long_is_not_expected() -> None:
-    book = RequestBook()
-    of_tenant(book, "a0", "a", 0.0)
-    of_tenant(book, "b0", "b", LATELY_S)
-    of_tenant(book, "c0", "c", LATELY_S + 1.0)
-    assert list(book.tenant_to_seen_s) == ["b", "c"]
+    membership = FrontRequests()
+    of_tenant(membership, "a0", "a", 0.0)
+    of_tenant(membership, "b0", "b", LATELY_S)
+    of_tenant(membership, "c0", "c", LATELY_S + 1.0)
+    assert list(membership.tenant_to_seen_s) == ["b", "c"]
 
 
 def test_one_that_backs_off_is_passed_over_until_then() -> None:
-    book = book_of("a", "b")
-    book.by_id["a"].not_before_s = 5.0
-    assert book.next_queued(4.9) is book.by_id["b"]
-    assert book.next_queued(5.0) is book.by_id["a"]
-    assert (book.next_retry_s(1.0), book.next_retry_s(5.0)) == (5.0, math.inf)
+    membership = book_of("a", "b")
+    membership.by_id["a"].not_before_s = 5.0
+    assert membership.next_queued(4.9) is membership.by_id["b"]
+    assert membership.next_queued(5.0) is membership.by_id["a"]
+    assert (membership.next_retry_s(1.0), membership.next_retry_s(5.0)) == (5.0, math.inf)
 
 
 def test_blocks_are_counted_while_placed_and_grow() -> None:
-    book = book_of("a")
-    record = book.by_id["a"]
-    book.move(record, Transition.PLACE)
+    membership = book_of("a")
+    record = membership.by_id["a"]
+    membership.move(record, Transition.PLACE)
     record.prefill_unit = "prefill-0"
-    assert (record.num_blocks, book.num_blocks_placed, book.num_placed) == (1, 1, 1)
-    assert (book.grow(record), book.grow(record)) == (1, 0)
-    assert book.num_blocks_placed == 2
-    assert book.check() == []
-    book.move(record, Transition.CANCEL)
-    assert (book.num_blocks_placed, book.by_id, sum(book.counts.values())) == (0, {}, 0)
+    assert (record.num_blocks, membership.num_blocks_placed, membership.num_placed) == (1, 1, 1)
+    assert (membership.grow(record), membership.grow(record)) == (1, 0)
+    assert membership.num_blocks_placed == 2
+    assert membership.check() == []
+    membership.move(record, Transition.CANCEL)
+    assert (membership.num_blocks_placed, membership.by_id, sum(membership.counts.values())) == (
+        0,
+        {},
+        0,
+    )
 
 
 def test_a_step_that_cannot_happen_is_a_bug() -> None:
-    book = book_of("a")
+    membership = book_of("a")
     with pytest.raises(InvariantError, match="cannot"):
-        book.move(book.by_id["a"], Transition.PULLED)
+        membership.move(membership.by_id["a"], Transition.PULLED)
 
 
 def test_overdue_are_the_oldest() -> None:
-    book = book_of("a", "b", "c")
-    assert [record.request_id for record in book.overdue(101.0)] == ["a", "b"]
+    membership = book_of("a", "b", "c")
+    assert [record.request_id for record in membership.overdue(101.0)] == ["a", "b"]
 
 
 def test_check_sees_owners_that_do_not_fit_the_state() -> None:
-    book = book_of("a")
-    book.by_id["a"].decode_unit = "decode-0"
-    assert any("owns" in problem for problem in book.check())
+    membership = book_of("a")
+    membership.by_id["a"].decode_unit = "decode-0"
+    assert any("owns" in problem for problem in membership.check())
 
 
 def test_check_sees_a_wrong_sum_and_a_lost_place_in_the_queue() -> None:
-    book = book_of("a", "b")
-    book.num_blocks_placed = 1
-    book._tenant_to_queue[""].pop()
-    book.counts[State.QUEUED] = 7
-    assert len(book.check()) == 3
+    membership = book_of("a", "b")
+    membership.num_blocks_placed = 1
+    membership._tenant_to_queue[""].pop()
+    membership.counts[State.QUEUED] = 7
+    assert len(membership.check()) == 3

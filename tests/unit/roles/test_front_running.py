@@ -19,8 +19,8 @@ def record(name: str, prompt: int = 10, unit: str = "decode-0") -> Record:
     return made
 
 
-def seated(running: Running, *records: Record) -> list[int]:
-    tickets = [running.seat(one) for one in records]
+def placed(running: Running, *records: Record) -> list[int]:
+    tickets = [running.enter(one) for one in records]
     for one in records:
         running.pulled(one)
     return tickets
@@ -29,11 +29,11 @@ def seated(running: Running, *records: Record) -> list[int]:
 def test_tokens_of_a_unit_are_counted_together() -> None:
     running = Running(num_rows=2)
     records = [record("a", 62), record("b", 61), record("c")]
-    a, b, c = seated(running, *records)
+    a, b, c = placed(running, *records)
     taken = running.take(
         tokens_message("decode-0", [(c, 1, 7, None), (a, 1, 8, None), (b, 1, 9, "stop")])
     )
-    assert (taken.good.tolist(), taken.gaps, taken.strangers) == ([0, 1, 2], (), ())
+    assert (taken.good.tolist(), taken.gaps, taken.unknown) == ([0, 1, 2], (), ())
     assert taken.num_blocks == 1, "64 tokens of a are known, and the next one needs a place"
     for one in records:
         running.sync(one)
@@ -43,7 +43,7 @@ def test_tokens_of_a_unit_are_counted_together() -> None:
 
 def test_blocks_grow_as_they_are_counted_for_a_request_by_itself() -> None:
     running, one = Running(), record("a", 50)
-    (ticket,) = seated(running, one)
+    (ticket,) = placed(running, one)
     for index in range(1, 300):
         before = one.num_blocks
         taken = running.take(tokens_message("decode-0", [(ticket, index, 7, None)]))
@@ -53,25 +53,25 @@ def test_blocks_grow_as_they_are_counted_for_a_request_by_itself() -> None:
 
 def test_what_is_late_doubled_or_missing() -> None:
     running, a, b = Running(), record("a"), record("b")
-    first, second = seated(running, a, b)
+    first, second = placed(running, a, b)
     again = [(first, 1, 7, None), (second, 3, 7, None)]
     taken = running.take(tokens_message("decode-0", again))
     assert (taken.good.tolist(), taken.gaps) == ([0], (b,))
     taken = running.take(tokens_message("decode-0", again[:1]))
-    assert (taken.good.size, taken.gaps, taken.strangers, taken.num_blocks) == (0, (), (), 0)
+    assert (taken.good.size, taken.gaps, taken.unknown, taken.num_blocks) == (0, (), (), 0)
     running.leave(a)
     assert (a.row, a.num_output) == (-1, 2)
     taken = running.take(tokens_message("decode-0", [(first, 2, 7, None), (first, 2, 7, "stop")]))
-    assert taken.strangers == (first,), "one that ends anyway need not be told"
+    assert taken.unknown == (first,), "one that ends anyway need not be told"
     other = running.take(tokens_message("decode-7", [(second, 1, 7, None)]))
-    assert other.strangers == (second,), "another unit's"
+    assert other.unknown == (second,), "another unit's"
 
 
 def test_a_ticket_is_never_given_out_twice() -> None:
     running, seen = Running(num_rows=1), set()
     for _ in range(50):
         one = record("a")
-        (ticket,) = seated(running, one)
+        (ticket,) = placed(running, one)
         assert running.record_of(ticket) is one
         assert running.ticket_of(one) == ticket
         seen.add(ticket)
@@ -88,17 +88,17 @@ def test_no_front_gives_out_another_s_tickets() -> None:
         Front(Deployment(), epoch=epoch, max_context=1000).requests.running
         for epoch in ("f1", "f2")
     )
-    (ours,), (theirs,) = seated(first, record("a")), seated(second, record("b"))
+    (ours,), (theirs,) = placed(first, record("a")), placed(second, record("b"))
     assert ours != theirs
     taken = second.take(tokens_message("decode-0", [(ours, 1, 61, None)]))
-    assert (taken.good.size, taken.strangers) == (0, (ours,))
+    assert (taken.good.size, taken.unknown) == (0, (ours,))
     assert max(ours, theirs) < 1 << 62
 
 
 def test_more_rows_are_made_as_they_are_needed() -> None:
     running = Running(num_rows=1)
     records = [record(f"r{index}") for index in range(70)]
-    tickets = seated(running, *records)
+    tickets = placed(running, *records)
     assert (len(set(tickets)), len(running)) == (70, 70)
     assert running.check() == []
     assert all(ticket % MAX_ROWS < 128 for ticket in tickets)
@@ -106,7 +106,7 @@ def test_more_rows_are_made_as_they_are_needed() -> None:
 
 def test_early_ones_are_those_that_nobody_said_were_pulled() -> None:
     running, a, b = Running(), record("a"), record("b", unit="decode-1")
-    first, second = running.seat(a), running.seat(b)
+    first, second = running.enter(a), running.enter(b)
     message = tokens_message(
         "decode-0", [(first, 1, 7, None), (second, 1, 7, None), (1 << 60, 1, 7, None)]
     )
@@ -117,16 +117,16 @@ def test_early_ones_are_those_that_nobody_said_were_pulled() -> None:
 
 def test_nobody_is_seated_twice_or_without_a_unit() -> None:
     running, one = Running(), record("a")
-    running.seat(one)
-    with pytest.raises(InvariantError, match="cannot be seated"):
-        running.seat(one)
-    with pytest.raises(InvariantError, match="cannot be seated"):
-        running.seat(Record(generation("b"), 0, 9.0, []))
+    running.enter(one)
+    with pytest.raises(InvariantError, match="cannot enter"):
+        running.enter(one)
+    with pytest.raises(InvariantError, match="cannot enter"):
+        running.enter(Record(generation("b"), 0, 9.0, []))
 
 
 def test_check_sees_a_row_that_is_somebody_else_s() -> None:
     running, one = Running(), record("a")
-    seated(running, one)
+    placed(running, one)
     one.row += 1
     assert "says 1" in running.check()[0]
     one.row = 0

@@ -12,12 +12,12 @@ from hadal.core.messages import (
     Audit,
     AuditRequest,
     FrontUp,
-    Load,
     Prefill,
     PrefillDone,
     Release,
     Returned,
     Tokens,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.plans import Sampling
@@ -71,7 +71,7 @@ def test_tokens_that_are_left_are_counted_while_prompts_come_and_go() -> None:
     unit = leader(heartbeat_s=0.0)
 
     def num_left(effects: list[Effect]) -> int:
-        (load,) = sent(effects, Load)
+        (load,) = sent(effects, UnitReport)
         assert unit.audit() == []
         return load.num_tokens_waiting
 
@@ -166,7 +166,7 @@ def test_release_frees_and_says_so() -> None:
     assert answer.lease is not None
     effects = unit.handle(0.2, Release("a", 0))
     assert set(of(effects, Freed)[0].block_ids) == set(answer.lease.block_ids)
-    assert unit.blocks[0].generations(answer.lease.block_ids) == (1, 1)
+    assert unit.blocks[0].versions(answer.lease.block_ids) == (1, 1)
     assert of(unit.handle(0.2, Release("a", 0)), Freed) == []
 
 
@@ -271,10 +271,10 @@ def test_a_new_front_finds_nothing_left() -> None:
 def test_load_counts_what_waits_and_beats() -> None:
     unit = leader()
     unit.start(0.0)
-    load = sent(unit.handle(0.0, prefill(prompt=200)), Load)[-1]
+    load = sent(unit.handle(0.0, prefill(prompt=200)), UnitReport)[-1]
     assert (load.num_tokens_waiting, load.num_blocks_used, load.num_requests) == (72, 4, 1)
-    assert sent(unit.handle(0.1, Tick()), Load) == []
-    assert len(sent(unit.handle(0.6, Tick()), Load)) == 1
+    assert sent(unit.handle(0.1, Tick()), UnitReport) == []
+    assert len(sent(unit.handle(0.6, Tick()), UnitReport)) == 1
 
 
 def test_audit_answers_the_front() -> None:

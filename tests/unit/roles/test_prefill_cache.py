@@ -14,25 +14,25 @@ from hadal.core.messages import (
     FrontUp,
     Generation,
     Prefill,
-    PrefillAhead,
     PrefillDone,
+    PrefilledEarly,
     Release,
     Returned,
 )
-from hadal.core.plans import BlocksLoaded, BlocksStored, Sampling
+from hadal.core.plans import BlocksRead, BlocksStored, Sampling
 from hadal.core.seams import (
     DiskNews,
     Effect,
     Execute,
     Freed,
-    LoadBlocks,
     RankReset,
+    ReadBlocks,
     StoreBlocks,
     Tick,
     UsedBlocks,
 )
 from hadal.kv.names import extend, root_of
-from hadal.roles.prefill.cache import LOAD_TIMEOUT_S
+from hadal.roles.prefill.cache import READ_TIMEOUT_S
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt
 from tests.unit.roles.driving import done, of, prefill_plans, sent
@@ -144,11 +144,11 @@ def test_a_prompt_that_reads_waits_for_the_disk_while_others_go_on() -> None:
     unit.handle(0.0, news(3))
     effects = unit.handle(0.0, Prefill(asked("a", 200)))
     assert prefill_plans(effects) == []
-    (load,) = of(effects, LoadBlocks)
+    (load,) = of(effects, ReadBlocks)
     assert (load.names, load.places) == (chain_of(3), tuple(Place(3, slot) for slot in range(3)))
     (plan,) = prefill_plans(unit.handle(0.1, Prefill(asked("b", 30))))
     assert [chunk.request_id for chunk in plan.chunks] == ["b"]
-    effects = unit.handle(0.2, BlocksLoaded(load.load_id, 3))
+    effects = unit.handle(0.2, BlocksRead(load.read_id, 3))
     assert of(effects, UsedBlocks) == [UsedBlocks(load.places)]
     (plan,) = prefill_plans(effects)
     assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (
@@ -165,8 +165,8 @@ def test_a_prompt_that_reads_waits_for_the_disk_while_others_go_on() -> None:
 def test_what_is_damaged_is_computed_and_not_asked_for_again() -> None:
     unit = leader()
     unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), LoadBlocks)
-    (plan,) = prefill_plans(unit.handle(0.1, BlocksLoaded(load.load_id, 1, 1, "checksum")))
+    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    (plan,) = prefill_plans(unit.handle(0.1, BlocksRead(load.read_id, 1, 1, "checksum")))
     assert plan.chunks[0].start == 64
     assert unit.cache.totals()[cache.DAMAGED_BLOCKS] == 1
     assert [name in unit.cache.stores.index for name in split(chain_of(3))] == [True, False, True]
@@ -183,7 +183,7 @@ def test_memory_comes_first_and_disk_behind_it() -> None:
     unit.handle(0.0, news(4))
     effects = unit.handle(0.3, Prefill(asked("b", 300)))
     assert of(effects, UsedBlocks) == [UsedBlocks((Place(3, 0),))]
-    (load,) = of(effects, LoadBlocks)
+    (load,) = of(effects, ReadBlocks)
     assert load.names == chain_of(4)[16:]
 
 
@@ -196,16 +196,16 @@ def test_what_is_cheaper_to_compute_is_computed(recompute: str) -> None:
     unit.scheduler._rates_at = 0
     effects = unit.handle(0.1, Prefill(asked("a", 200)))
     if recompute == "off":
-        assert [load.names for load in of(effects, LoadBlocks)] == [chain_of(3)]
+        assert [load.names for load in of(effects, ReadBlocks)] == [chain_of(3)]
         return
     (plan,) = prefill_plans(effects)
     assert plan.chunks[0].start == 0
     finish(unit, 0)
     assert unit.cache.totals()[cache.RECOMPUTED_TOKENS] == 192
-    assert len(of(unit.handle(40.0, Prefill(asked("b", 200, salt=b"x"))), LoadBlocks)) == 0
+    assert len(of(unit.handle(40.0, Prefill(asked("b", 200, salt=b"x"))), ReadBlocks)) == 0
     unit.handle(40.0, done(1, {0: 1}))
     unit.cache.stores.index.put(extend(ROOT, b"", range(192), b"y"), [Place(1, 1)] * 3)
-    assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), LoadBlocks)) == 1, (
+    assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), ReadBlocks)) == 1, (
         "tried again some time"
     )
 
@@ -213,16 +213,16 @@ def test_what_is_cheaper_to_compute_is_computed(recompute: str) -> None:
 def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
     unit = leader()
     unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), LoadBlocks)
-    assert prefill_plans(unit.handle(LOAD_TIMEOUT_S - 0.1, Tick())) == []
-    (plan,) = prefill_plans(unit.handle(LOAD_TIMEOUT_S, Tick()))
+    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    assert prefill_plans(unit.handle(READ_TIMEOUT_S - 0.1, Tick())) == []
+    (plan,) = prefill_plans(unit.handle(READ_TIMEOUT_S, Tick()))
     assert plan.chunks[0].start == 0
     assert not set(plan.chunks[0].block_ids) & set(load.into)
     assert unit.audit() == []
-    finish(unit, 0, LOAD_TIMEOUT_S + 1)
-    unit.handle(LOAD_TIMEOUT_S + 1, Release("a", 0))
+    finish(unit, 0, READ_TIMEOUT_S + 1)
+    unit.handle(READ_TIMEOUT_S + 1, Release("a", 0))
     assert set(unit.blocks[0].owners()) >= set(load.into), "the read may still write them"
-    effects = unit.handle(LOAD_TIMEOUT_S + 2, BlocksLoaded(load.load_id, 3))
+    effects = unit.handle(READ_TIMEOUT_S + 2, BlocksRead(load.read_id, 3))
     assert set(of(effects, Freed)[0].block_ids) == set(load.into), (
         "the names are the computed blocks'"
     )
@@ -232,11 +232,11 @@ def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
 def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
     unit = leader(num_blocks=5)
     unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), LoadBlocks)
-    effects = unit.handle(LOAD_TIMEOUT_S, Release("nobody", 0))  # Whatever wakes it.
+    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    effects = unit.handle(READ_TIMEOUT_S, Release("nobody", 0))  # Whatever wakes it.
     assert [returned.reason for returned in sent(effects, Returned)] == ["queue full"]
     assert (unit.num_requests, unit.blocks.num_used, unit.audit()) == (0, 3, [])
-    unit.handle(LOAD_TIMEOUT_S + 1, BlocksLoaded(load.load_id, 0, 0, "input/output error"))
+    unit.handle(READ_TIMEOUT_S + 1, BlocksRead(load.read_id, 0, 0, "input/output error"))
     assert unit.blocks.num_used == 0
     assert unit.audit() == []
 
@@ -245,11 +245,11 @@ def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
 def test_a_prompt_dropped_while_it_reads_leaves_its_blocks_to_the_read(end: Any) -> None:
     unit = leader()
     unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), LoadBlocks)
+    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
     unit.handle(0.1, end)
     assert (unit.num_requests, set(unit.blocks[0].owners())) == (0, set(load.into))
     assert unit.audit() == []
-    unit.handle(0.2, BlocksLoaded(load.load_id, 3))
+    unit.handle(0.2, BlocksRead(load.read_id, 3))
     assert unit.blocks.num_used == 0
     (plan,) = prefill_plans(unit.handle(0.3, Prefill(asked("b", 200))))
     assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (
@@ -263,7 +263,7 @@ def test_reads_of_lost_ranks_are_forgotten_and_those_of_others_are_answered() ->
     unit = leader(num_ranks=2)
     unit.handle(0.0, RankReset((), (0, 1), ("p0", "p1"), 1))
     unit.handle(0.0, news(3))
-    loads = [of(unit.handle(0.0, Prefill(asked(name, 200))), LoadBlocks)[0] for name in "ab"]
+    loads = [of(unit.handle(0.0, Prefill(asked(name, 200))), ReadBlocks)[0] for name in "ab"]
     assert {load.rank for load in loads} == {0, 1}
     lost = loads[0].rank
     unit.handle(
@@ -272,9 +272,7 @@ def test_reads_of_lost_ranks_are_forgotten_and_those_of_others_are_answered() ->
     assert unit.audit() == []
     assert len(unit.cache.loads) == 1
     (plans,) = [
-        e.plans
-        for e in unit.handle(0.2, BlocksLoaded(loads[1].load_id, 3))
-        if isinstance(e, Execute)
+        e.plans for e in unit.handle(0.2, BlocksRead(loads[1].read_id, 3)) if isinstance(e, Execute)
     ]
     assert plans[1 - lost].chunks[0].start == 192  # type: ignore[union-attr]
     before = plans[1 - lost].fetches  # type: ignore[union-attr]
@@ -286,8 +284,8 @@ def test_reads_of_lost_ranks_are_forgotten_and_those_of_others_are_answered() ->
 def test_what_a_failed_step_was_to_fetch_the_next_one_fetches() -> None:
     unit = leader()
     unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), LoadBlocks)
-    (plan,) = prefill_plans(unit.handle(0.1, BlocksLoaded(load.load_id, 3)))
+    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    (plan,) = prefill_plans(unit.handle(0.1, BlocksRead(load.read_id, 3)))
     assert plan.fetches == load.into
     unit.handle(0.2, done(plan.step_id, {}, error="RuntimeError: no"))
     (plan,) = prefill_plans(unit.handle(0.3, Prefill(asked("b", 200))))
@@ -396,9 +394,9 @@ def test_without_memory_only_the_disk_is_asked() -> None:
     assert sent(effects, Cached) == []
     assert answer_stores(unit, effects) == 3
     assert (unit.blocks.num_named, unit.blocks.num_used) == (0, 0)
-    (load,) = of(unit.handle(1.0, Prefill(asked("b", 200))), LoadBlocks)
+    (load,) = of(unit.handle(1.0, Prefill(asked("b", 200))), ReadBlocks)
     assert load.names == chain_of(3)
-    unit.handle(1.1, BlocksLoaded(load.load_id, 3))
+    unit.handle(1.1, BlocksRead(load.read_id, 3))
     finish(unit, 1)
     unit.handle(1.2, Release("b", 0))
     assert (unit.blocks.num_named, unit.blocks.num_used) == (0, 0)
@@ -431,17 +429,17 @@ def test_without_names_nothing_is_cached() -> None:
 def test_full_blocks_of_a_prompt_that_goes_on_are_told_ahead() -> None:
     unit = leader(chunk_tokens=100, early_pull="auto", has_disk=False)
     unit.handle(0.0, Prefill(asked("a", 300)))
-    (hint,) = sent(unit.handle(0.1, done(0)), PrefillAhead)
+    (hint,) = sent(unit.handle(0.1, done(0)), PrefilledEarly)
     assert (hint.lease.num_tokens, len(hint.lease.block_ids), hint.lease.source) == (64, 1, "pool")
-    (hint,) = sent(unit.handle(0.2, done(1)), PrefillAhead)
+    (hint,) = sent(unit.handle(0.2, done(1)), PrefilledEarly)
     assert (hint.lease.num_tokens, len(hint.lease.block_ids)) == (192, 3)
-    assert sent(unit.handle(0.3, done(2, {0: 3})), PrefillAhead) == []
+    assert sent(unit.handle(0.3, done(2, {0: 3})), PrefilledEarly) == []
 
 
 def test_audit_sees_a_read_that_lost_its_blocks() -> None:
     unit = leader()
     unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), LoadBlocks)
+    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
     assert num_names(load.names) == 3
     unit.blocks[0].free(load.into[:1], unit.cache.loads.of_rank(0)[0].owner)
     assert unit.audit() != []

@@ -13,13 +13,13 @@ import pytest
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS
 from hadal.core.messages import (
-    Load,
     Prefill,
     PrefillDone,
     Release,
     Returned,
     Trace,
     TraceRequest,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.plans import OpTime, PrefillPlan
@@ -303,7 +303,7 @@ def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     unit.handle(0.0, TraceRequest(7, 1))
     effects = unit.handle(0.0, prefill("a", 300))
     first, second = plans_of(effects)[0]
-    load = sent(effects, Load)[-1]
+    load = sent(effects, UnitReport)[-1]
     assert (len(first.chunks), len(second.chunks)) == (1, 0)
     assert load.balance == {ATTENTION: 0.5, TOKENS: 0.5, TIME: 0.5}  # One of two ranks works.
     assert (load.token_s, load.pair_s) == (0.0, 0.0)
@@ -314,12 +314,12 @@ def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     assert unit._reporter.balance == {}  # Nobody is left to be equal to.
 
 
-def reports(unit: PrefillLeader) -> Load:
+def reports(unit: PrefillLeader) -> UnitReport:
     """What it says after a step of 14 ms, of 40 tokens and their pairs."""
     unit.handle(0.0, prefill("a", 40))
     times = (OpTime("attn_in", 4, 4e-3), OpTime("attn_core", 4, 4e-3), OpTime("experts", 3, 6e-3))
     unit.handle(0.1, msgspec.structs.replace(done(0, {0: 1}), op_times=times))
-    (load,) = sent(unit.handle(0.7, Tick()), Load)
+    (load,) = sent(unit.handle(0.7, Tick()), UnitReport)
     # A part is taken to be fixed.
     assert 0.8 * 14e-3 < 40 * load.token_s + 820 * load.pair_s < 14e-3
     return load

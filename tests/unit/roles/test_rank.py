@@ -11,11 +11,11 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     KvLease,
     RankAnswered,
-    RankBeat,
     RankDo,
     RankDone,
     RankForm,
     RankFormed,
+    RankHeartbeat,
     RankHeld,
     RankStage,
     RankStaged,
@@ -24,7 +24,7 @@ from hadal.core.messages import (
     RankWho,
 )
 from hadal.core.plans import (
-    BlocksLoaded,
+    BlocksRead,
     BlocksStored,
     DecodePlan,
     Formed,
@@ -39,8 +39,8 @@ from hadal.core.seams import (
     Execute,
     Form,
     Freed,
-    LoadBlocks,
     Pull,
+    ReadBlocks,
     Send,
     Stage,
     StoreBlocks,
@@ -57,9 +57,9 @@ def make_rank() -> RankRole:
     return RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2")
 
 
-def form(generation: int, epoch: str = "e1") -> RankForm:
+def form(formation: int, epoch: str = "e1") -> RankForm:
     members = (Member(0, "e0", "127.0.0.1", 6999), Member(2, epoch, "127.0.0.1", 7000))
-    return RankForm(FormPlan(generation, 3, members, b"", 4))
+    return RankForm(FormPlan(formation, 3, members, b"", 4))
 
 
 def formed_rank() -> RankRole:
@@ -70,8 +70,8 @@ def formed_rank() -> RankRole:
     return rank
 
 
-def step(step_id: int, generation: int = 1) -> RankStep:
-    return RankStep(generation, DecodePlan(step_id, (), (), ()))
+def step(step_id: int, formation: int = 1) -> RankStep:
+    return RankStep(formation, DecodePlan(step_id, (), (), ()))
 
 
 def test_it_announces_itself_until_it_is_in_a_generation() -> None:
@@ -80,7 +80,7 @@ def test_it_announces_itself_until_it_is_in_a_generation() -> None:
     assert rank.start(0.0) == [Send("supervisor", up), Send("decode-0", up), WakeAt(0.25)]
     assert rank.handle(0.25, Tick()) == [Send("decode-0", up), WakeAt(0.5)]
     rank.handle(0.3, form(1))
-    assert sent(rank.handle(0.5, Tick()), RankBeat) == [RankBeat(2, "e1", 1, 0, False)]
+    assert sent(rank.handle(0.5, Tick()), RankHeartbeat) == [RankHeartbeat(2, "e1", 1, 0, False)]
     assert not sent(rank.handle(0.75, Tick()), RankUp)
 
 
@@ -94,7 +94,7 @@ def test_steps_of_its_generation_run_and_others_are_dropped() -> None:
         RankFormed(2, "e1", Formed(1, None))
     ]
     assert rank.handle(0.0, step(0)) == [Execute((step(0).plan,))]
-    assert rank.handle(0.0, step(1, generation=2)) == []
+    assert rank.handle(0.0, step(1, formation=2)) == []
     assert sent(rank.handle(0.0, done(0)), RankDone) == [RankDone(2, "e1", 1, done(0))]
     assert rank.num_stale == 3
 
@@ -105,18 +105,18 @@ def test_a_new_generation_makes_the_steps_before_it_void() -> None:
     rank.handle(0.0, step(1))
     rank.handle(0.0, form(2))
     assert rank.handle(0.0, done(0, error="PeerLost: aborted")) == []
-    assert rank.handle(0.0, done(1, error="generation 1 is over")) == []
+    assert rank.handle(0.0, done(1, error="formation 1 is over")) == []
     rank.handle(0.0, Formed(2, None))
-    assert of(rank.handle(0.0, step(0, generation=2)), Execute)
+    assert of(rank.handle(0.0, step(0, formation=2)), Execute)
 
 
 def test_an_older_or_foreign_form_is_dropped() -> None:
     rank = formed_rank()
     assert rank.handle(0.0, form(1)) == []
     assert rank.handle(0.0, form(2, epoch="e0")) == []
-    assert rank.generation == 1
+    assert rank.formation == 1
     rank.handle(0.0, form(2))
-    assert rank.handle(0.0, Formed(1, "generation 1 is over")) == []
+    assert rank.handle(0.0, Formed(1, "formation 1 is over")) == []
 
 
 def test_a_rank_that_could_not_form_does_no_steps() -> None:
@@ -183,14 +183,14 @@ def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> Non
 def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None:
     rank = make_rank()
     rank.start(0.0)
-    load = RankDo(LoadBlocks(1, bytes(16), (Place(2, 3),), (4,)))
+    load = RankDo(ReadBlocks(1, bytes(16), (Place(2, 3),), (4,)))
     store = RankDo(StoreBlocks(1, bytes(16), (0,), (5,)))
     assert rank.handle(0.0, load) + rank.handle(0.0, store) == []  # Its predecessor's.
     rank.handle(0.0, form(1))
     assert rank.handle(0.0, load) == [load.effect]
     assert rank.handle(0.0, store) == [store.effect]
     rank.handle(0.0, form(2))
-    loaded, stored = BlocksLoaded(1, 1), BlocksStored(1, (None,))
+    loaded, stored = BlocksRead(1, 1), BlocksStored(1, (None,))
     assert rank.handle(0.0, loaded) == [Send("decode-0", RankAnswered(2, "e1", loaded))]
     assert rank.handle(0.0, stored) == [Send("decode-0", RankAnswered(2, "e1", stored))]
 
@@ -198,15 +198,15 @@ def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None
 def test_a_broken_connection_is_told_at_once() -> None:
     rank = formed_rank()
     assert rank.handle(0.01, RankProgress(5, True)) == []
-    assert sent(rank.handle(0.02, RankProgress(6, False, (0,))), RankBeat) == [
-        RankBeat(2, "e1", 1, 6, False, (0,))
+    assert sent(rank.handle(0.02, RankProgress(6, False, (0,))), RankHeartbeat) == [
+        RankHeartbeat(2, "e1", 1, 6, False, (0,))
     ]
     assert rank.handle(0.03, RankProgress(6, False, (0,))) == []
     rank.handle(0.03, step(0))
     failed: StepDone = done(0, error="PeerLost: rank 0: closed")
     assert sent(rank.handle(0.04, failed), RankDone)[0].lost == (0,)
     rank.handle(0.05, form(2))
-    assert sent(rank.handle(0.5, Tick()), RankBeat)[0].lost == ()
+    assert sent(rank.handle(0.5, Tick()), RankHeartbeat)[0].lost == ()
 
 
 def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_way() -> None:
@@ -217,7 +217,7 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
     assert sent(rank.handle(0.11, RankWho("e1")), RankHeld) == []
     assert sent(rank.handle(0.12, KvPulled("a", 0, None)), RankHeld) == []
     (held,) = sent(rank.handle(0.13, BlocksStored(7, (None,))), RankHeld)
-    assert (held.up.epoch, held.plan.generation, held.held.num_freed) == ("e1", 1, {4: 1})
+    assert (held.up.epoch, held.plan.formation, held.held.num_freed) == ("e1", 1, {4: 1})
     assert sent(rank.handle(0.14, Tick()), RankHeld) == []
     assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == [], (
         "it asks for the process that was here before"

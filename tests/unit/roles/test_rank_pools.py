@@ -24,7 +24,7 @@ def test_a_rank_alone_lives_from_the_start_and_several_wait_to_be_named() -> Non
     )
     pools.reset(RankReset((), (0, 2), ("a", "", "c"), 2))
     assert (pools.living, pools.num_usable, pools.num_blocks_request) == ([0, 2], 8, 4)
-    assert (pools.names, pools.generation) == (["a", "", "c"], 2)
+    assert (pools.names, pools.formation) == (["a", "", "c"], 2)
 
 
 def test_freed_blocks_are_told_once_by_rank() -> None:

@@ -12,16 +12,16 @@ from hadal.core.messages import (
     AuditRequest,
     Cancel,
     KvLease,
-    Load,
     RankAnswered,
-    RankBeat,
     RankDo,
     RankDone,
     RankForm,
     RankFormed,
+    RankHeartbeat,
     RankStep,
     RankUp,
     UnitDown,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.placement import spread
@@ -29,7 +29,7 @@ from hadal.core.plans import Chunk, DecodePlan, Formed, KvPulled, PrefillPlan, S
 from hadal.core.seams import Effect, Event, Execute, Freed, Pull, RankReset, Send, Tick, WakeAt
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import ExpertTerms
-from hadal.roles.ranks.book import RankBook, RankPhase
+from hadal.roles.ranks.membership import RankPhase, UnitMembership
 from hadal.roles.ranks.ranks import RankedLeader
 from tests.unit.roles.driving import of, sent
 
@@ -37,7 +37,7 @@ LEASE = KvLease("pool", (1, 2), (0, 0), 100)
 NUM_SLOTS = 8
 
 
-class Core:
+class InnerLeader:
     """Records what it hears and answers with what the test put into `answers`."""
 
     def __init__(self) -> None:
@@ -58,15 +58,19 @@ class Driver:
     """A leader of three ranks with its core. With `terms` experts are balanced."""
 
     def __init__(self, num_ranks: int = 3, terms: ExpertTerms | None = None) -> None:
-        self.core = Core()
-        book = RankBook("decode-0", num_ranks, spread(1, 12, num_ranks), rank_timeout_s=1.5)
+        self.core = InnerLeader()
+        membership = UnitMembership(
+            "decode-0", num_ranks, spread(1, 12, num_ranks), rank_timeout_s=1.5
+        )
         experts = (
-            None if terms is None else ExpertBalancer(book.placement, (0,) * num_ranks, terms=terms)
+            None
+            if terms is None
+            else ExpertBalancer(membership.placement, (0,) * num_ranks, terms=terms)
         )
         self.leader = RankedLeader(
             "decode-0",
             self.core,
-            book,
+            membership,
             num_slots=NUM_SLOTS,
             step_timeout_s=15.0,
             experts=experts,
@@ -87,13 +91,13 @@ class Driver:
 
     def formed(self) -> list[Effect]:
         effects: list[Effect] = []
-        book = self.leader.book
-        for rank, epoch in list(book.members.items()):
-            effects += self.handle(RankFormed(rank, epoch, Formed(book.generation, None)))
+        membership = self.leader.membership
+        for rank, epoch in list(membership.members.items()):
+            effects += self.handle(RankFormed(rank, epoch, Formed(membership.formation, None)))
         return effects
 
     def run(self) -> None:
-        for rank in range(self.leader.book.num_ranks):
+        for rank in range(self.leader.membership.num_ranks):
             self.up(rank)
         self.formed()
         self.core.heard.clear()
@@ -102,7 +106,7 @@ class Driver:
         """Let the core plan a step."""
         plans = tuple(
             DecodePlan(step_id, (), (), ((rank, 0, 5),))
-            for rank in range(self.leader.book.num_ranks)
+            for rank in range(self.leader.membership.num_ranks)
         )
         self.core.answers = [Execute(plans)]
         effects = self.handle(Cancel("x", 0))
@@ -113,8 +117,10 @@ class Driver:
         self, rank: int, step_id: int, *, error: str | None = None, lost: tuple[int, ...] = ()
     ) -> list[Effect]:
         done = StepDone(step_id, (1,), (10 + rank,), {}, 0.01 * (rank + 1), error)
-        book = self.leader.book
-        return self.handle(RankDone(rank, book.members[rank], book.generation, done, lost))
+        membership = self.leader.membership
+        return self.handle(
+            RankDone(rank, membership.members[rank], membership.formation, done, lost)
+        )
 
     def pass_s(self, seconds: float, *beating: int) -> list[Effect]:
         effects: list[Effect] = []
@@ -122,8 +128,10 @@ class Driver:
         while self.now_s < end_s:
             self.now_s += 0.1
             for rank in beating:
-                epoch = self.leader.book.members[rank]
-                effects += self.handle(RankBeat(rank, epoch, self.leader.book.generation, 0, False))
+                epoch = self.leader.membership.members[rank]
+                effects += self.handle(
+                    RankHeartbeat(rank, epoch, self.leader.membership.formation, 0, False)
+                )
             effects += self.handle(Tick())
         return effects
 
@@ -146,9 +154,9 @@ def test_the_core_hears_of_the_first_generation_when_it_is_formed() -> None:
     assert driver.core.heard == []
     driver.formed()
     assert driver.core.heard == [
-        RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), generation=1)
+        RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), formation=1)
     ]
-    assert driver.leader.take_notes() == ["generation 1 formed in 0.000 s with ranks 0, 1, 2"]
+    assert driver.leader.take_notes() == ["formation 1 done in 0.000 s with ranks 0, 1, 2"]
 
 
 def test_what_all_ranks_held_is_given_back_when_the_last_one_goes() -> None:
@@ -156,13 +164,11 @@ def test_what_all_ranks_held_is_given_back_when_the_last_one_goes() -> None:
     driver.run()
     for rank in range(2):
         driver.handle(UnitDown(f"decode-0.{rank}", "killed"))
-    assert driver.core.heard == [RankReset((0, 1), (), pools=("", ""), generation=3)]
+    assert driver.core.heard == [RankReset((0, 1), (), pools=("", ""), formation=3)]
     driver.up(0, "new0")
     driver.up(1, "new1")
     driver.formed()
-    assert driver.core.heard[1:] == [
-        RankReset((), (0, 1), pools=("pool-0", "pool-1"), generation=4)
-    ]
+    assert driver.core.heard[1:] == [RankReset((), (0, 1), pools=("pool-0", "pool-1"), formation=4)]
 
 
 def test_a_step_goes_to_every_rank_and_comes_back_as_one() -> None:
@@ -247,7 +253,7 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     assert driver.core.heard == [
         KvPulled("a", 0, None),
         KvPulled("b", 0, None),
-        RankReset((1,), (), pools=("pool-0", "", "pool-2"), generation=2),
+        RankReset((1,), (), pools=("pool-0", "", "pool-2"), formation=2),
     ]
     assert to(driver.execute(1), RankStep) == ["decode-0.0", "decode-0.2"]
     driver.done(0, 1)
@@ -258,12 +264,12 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
 def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
     driver = Driver()
     driver.run()
-    load = Load("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
+    load = UnitReport("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
     driver.handle(UnitDown("decode-0.1", "killed"))
     driver.core.answers = [
         Send("front", load)
     ]  # As the core knows it, which hears of the death when they have formed.
-    (seen,) = sent(driver.handle(Cancel("x", 0)), Load)
+    (seen,) = sent(driver.handle(Cancel("x", 0)), UnitReport)
     assert (seen.num_ranks, seen.absent) == (2, (1,))
 
 
@@ -281,7 +287,7 @@ def test_nothing_is_sent_to_a_rank_that_the_core_does_not_know_is_another() -> N
     assert to(effects, Pull) == []
     driver.formed()
     assert driver.heard(RankReset) == [
-        RankReset((1,), (1,), pools=("pool-0", "pool-1", "pool-2"), generation=2)
+        RankReset((1,), (1,), pools=("pool-0", "pool-1", "pool-2"), formation=2)
     ]
     driver.handle(RankAnswered(1, "new", KvPulled("a", 0, None)))
     assert driver.heard(KvPulled) == []
@@ -293,7 +299,7 @@ def test_a_step_that_lost_a_peer_is_not_heard_of() -> None:
     driver.execute(0)
     driver.done(0, 0, error="PeerLost: rank 1: closed", lost=(1,))
     driver.done(1, 0)
-    driver.done(2, 0, error="Aborted: generation 1 is over")
+    driver.done(2, 0, error="Aborted: formation 1 is over")
     assert driver.core.heard == []
     assert to(driver.pass_s(1.2, 0, 1, 2), RankForm) == ["decode-0.0", "decode-0.1", "decode-0.2"]
     driver.formed()
@@ -335,13 +341,13 @@ def test_a_replacement_waits_for_the_steps_in_flight() -> None:
     driver.formed()
     driver.execute(0)
     assert to(driver.up(1, "new"), RankForm) == []
-    assert driver.leader.book.phase is RankPhase.DRAINING
+    assert driver.leader.membership.phase is RankPhase.DRAINING
     assert to(driver.execute(1), RankStep) == []
     driver.done(0, 0)
     assert len(to(driver.done(2, 0), RankForm)) == 3
     driver.formed()
     assert driver.core.heard[-1] == RankReset(
-        (), (1,), pools=("pool-0", "pool-1", "pool-2"), generation=3
+        (), (1,), pools=("pool-0", "pool-1", "pool-2"), formation=3
     )
     assert len(to(driver.execute(1), RankStep)) == 3
 
@@ -377,7 +383,7 @@ def test_the_earlier_of_both_wake_ups_counts() -> None:
 def test_the_audit_holds_the_books_problems_too() -> None:
     driver = Driver()
     driver.run()
-    driver.leader.book.members[0] = "another"
+    driver.leader.membership.members[0] = "another"
     driver.core.answers = [Send("front", Audit("decode-0", 1, 0, 0, ("a block",)))]
     audit = sent(driver.leader.handle(0.0, AuditRequest(1)), Audit)[0]
     assert audit.problems[0] == "a block"

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from hadal.core.cache import Place
 from hadal.core.messages import Cancel, RankAnswered, RankDo, UnitDown
-from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import Freed, LoadBlocks, Pull, Send, StoreBlocks, UsedBlocks
+from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.seams import Freed, Pull, ReadBlocks, Send, StoreBlocks, UsedBlocks
 from tests.unit.roles.test_ranks import LEASE, Driver, to
 
 NAMES = bytes(range(32))
 PLACES = (Place(1, 2), Place(1, 3))
-LOAD = LoadBlocks(4, NAMES, PLACES, (5, 6), rank=1)
+LOAD = ReadBlocks(4, NAMES, PLACES, (5, 6), rank=1)
 STORE = StoreBlocks(4, NAMES, (0, 1), (7, 8), rank=2)
 
 
@@ -30,7 +30,7 @@ def asked() -> Driver:
 
 
 def test_the_core_hears_of_each_once_from_the_rank_that_was_asked() -> None:
-    driver, loaded, stored = asked(), BlocksLoaded(4, 2), BlocksStored(4, PLACES)
+    driver, loaded, stored = asked(), BlocksRead(4, 2), BlocksStored(4, PLACES)
     driver.handle(RankAnswered(2, "e2", loaded))  # Not its read.
     driver.handle(RankAnswered(1, "e0", loaded))  # Not this process.
     driver.handle(RankAnswered(1, "e1", stored))  # A read of the same number.
@@ -47,7 +47,7 @@ def test_a_lost_rank_does_not_answer_and_the_others_do() -> None:
     driver.handle(UnitDown("decode-0.1", "killed"))
     driver.formed()
     driver.core.heard.clear()
-    driver.handle(RankAnswered(1, "e1", BlocksLoaded(4, 2)))
+    driver.handle(RankAnswered(1, "e1", BlocksRead(4, 2)))
     assert driver.core.heard == []
     driver.handle(RankAnswered(2, "e2", BlocksStored(4, PLACES)))
     assert driver.core.heard == [BlocksStored(4, PLACES)]
@@ -62,13 +62,13 @@ def test_after_a_failed_step_nothing_is_copied_into_pools_before_the_next_genera
     driver.execute(0)
     driver.core.answers = [Freed((5, 6), 1), LOAD, Pull("y", 0, LEASE, (7, 8), 2), STORE]
     effects = driver.done(0, 0, error="RuntimeError: no")
-    assert not to(effects, LoadBlocks) + to(effects, Pull)
+    assert not to(effects, ReadBlocks) + to(effects, Pull)
     assert (to(effects, Freed), to(effects, StoreBlocks)) == (["decode-0.1"], ["decode-0.2"])
     driver.core.answers = [Pull("z", 0, LEASE, (9, 10), 2)]
     assert not to(driver.handle(Cancel("x", 0)), Pull)
     driver.handle(UnitDown("decode-0.1", "killed"))
     effects = driver.formed()
-    assert (to(effects, LoadBlocks), to(effects, Pull)) == ([], ["decode-0.2", "decode-0.2"])
+    assert (to(effects, ReadBlocks), to(effects, Pull)) == ([], ["decode-0.2", "decode-0.2"])
     driver.core.answers = [Pull("w", 0, LEASE, (9, 10), 2)]
     assert to(driver.handle(Cancel("x", 0)), Pull) == ["decode-0.2"]
 
@@ -79,7 +79,7 @@ def test_a_read_that_waited_for_the_next_generation_is_answered() -> None:
     driver.execute(0)
     driver.core.answers = [LOAD]
     driver.done(0, 0, error="RuntimeError: no")
-    assert to(driver.formed(), LoadBlocks) == ["decode-0.1"]
+    assert to(driver.formed(), ReadBlocks) == ["decode-0.1"]
     driver.core.heard.clear()
-    driver.handle(RankAnswered(1, "e1", BlocksLoaded(4, 2)))
-    assert driver.core.heard == [BlocksLoaded(4, 2)]
+    driver.handle(RankAnswered(1, "e1", BlocksRead(4, 2)))
+    assert driver.core.heard == [BlocksRead(4, 2)]

@@ -9,7 +9,6 @@ import pytest
 
 from hadal.core.messages import (
     Cancel,
-    Load,
     RankDone,
     RankForm,
     RankStage,
@@ -18,12 +17,13 @@ from hadal.core.messages import (
     Trace,
     TracedStep,
     UnitDown,
+    UnitReport,
 )
 from hadal.core.placement import without
 from hadal.core.plans import LayerFlip, Staged, StepDone
 from hadal.core.seams import Effect, Send, Tick, WakeAt
 from hadal.roles.experts.gain import ExpertTerms
-from hadal.roles.ranks.book import RankPhase
+from hadal.roles.ranks.membership import RankPhase
 from tests.unit.roles.driving import of, sent
 from tests.unit.roles.test_ranks import Driver, to
 
@@ -58,8 +58,8 @@ class Skewed(Driver):
     def counted(self, rank: int, step_id: int) -> list[Effect]:
         counts = np.array([200, 200, 50, 50] if rank == 0 else [50, 50, 50, 50], np.int64)
         done = StepDone(step_id, (), (), {}, 0.01, slot_counts=counts.tobytes())
-        book = self.leader.book
-        return self.handle(RankDone(rank, book.members[rank], book.generation, done))
+        membership = self.leader.membership
+        return self.handle(RankDone(rank, membership.members[rank], membership.formation, done))
 
     def until_staging(self) -> dict[str, RankStage]:
         for _ in range(20):
@@ -75,10 +75,10 @@ class Skewed(Driver):
         raise AssertionError("nothing is staged")
 
     def staged(
-        self, rank: int, epoch: str = "", generation: int = 1, error: str | None = None
+        self, rank: int, epoch: str = "", formation: int = 1, error: str | None = None
     ) -> list[Effect]:
         install = self.leader.experts.installing
-        staged = Staged(generation, install.stage_id if install else 1, 0, error, 1, 0, 0.01)
+        staged = Staged(formation, install.stage_id if install else 1, 0, error, 1, 0, 0.01)
         return self.handle(RankStaged(rank, epoch or f"e{rank}", staged))
 
 
@@ -94,10 +94,10 @@ def test_a_layer_is_staged_flipped_and_formed_with() -> None:
     assert 0 in ranks
     for stage in stages.values():
         assert {source.port for source in stage.plan.sources} <= {7000, 7001, 7002}
-    before = driver.leader.book.placement
+    before = driver.leader.membership.placement
     num_stale = driver.leader.num_stale
     driver.staged(ranks[0], "another")
-    driver.staged(ranks[0], generation=7)
+    driver.staged(ranks[0], formation=7)
     assert driver.leader.num_stale == num_stale + 2
     for rank in ranks:
         assert driver.flips == []
@@ -106,9 +106,9 @@ def test_a_layer_is_staged_flipped_and_formed_with() -> None:
     driver.send()
     assert len(driver.flips) == 1
     for rank in range(3):
-        assert driver.leader.book.placement is before
+        assert driver.leader.membership.placement is before
         driver.counted(rank, driver.next_id - 1)
-    after = driver.leader.book.placement
+    after = driver.leader.membership.placement
     assert after.slot_to_expert_LRS.tobytes() == driver.flips[0].slot_to_expert != before.to_bytes()
     plan = sent(driver.handle(UnitDown("decode-0.1", "killed")), RankForm)[0].plan
     left = without(after, [1])
@@ -118,7 +118,7 @@ def test_a_layer_is_staged_flipped_and_formed_with() -> None:
 @pytest.mark.parametrize("moment", ["staging", "staged", "in flight"])
 def test_a_loss_leaves_the_placement_that_all_had(moment: str) -> None:
     driver, stages = staging()
-    before = driver.leader.book.placement
+    before = driver.leader.membership.placement
     if moment != "staging":
         for name in stages:
             driver.staged(int(name[-1]))
@@ -132,8 +132,8 @@ def test_a_loss_leaves_the_placement_that_all_had(moment: str) -> None:
     driver.up(1, "new")
     driver.handle(Tick())
     driver.formed()
-    assert driver.leader.book.placement.to_bytes() == before.to_bytes()
-    assert driver.leader.book.phase is RankPhase.RUNNING
+    assert driver.leader.membership.placement.to_bytes() == before.to_bytes()
+    assert driver.leader.membership.phase is RankPhase.RUNNING
     driver.staged(0)
     driver.flips.clear()
     driver.step()
@@ -158,8 +158,8 @@ def test_loads_tell_of_experts_and_counts_do_not_reach_the_core() -> None:
     driver.run()
     driver.step()
     assert all(event.slot_counts == b"" for event in driver.heard(StepDone))  # type: ignore[union-attr]
-    driver.core.answers = [Send("front", Load("decode-0", "e", 1, 0, 0, 1, 0))]
-    load = sent(driver.handle(Cancel("x", 0)), Load)[0]
+    driver.core.answers = [Send("front", UnitReport("decode-0", "e", 1, 0, 0, 1, 0))]
+    load = sent(driver.handle(Cancel("x", 0)), UnitReport)[0]
     assert load.balance == {
         "experts": pytest.approx(300 / 500),
         "experts_worst": pytest.approx(300 / 500),

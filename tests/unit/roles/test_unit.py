@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import FrontUp, Load
+from hadal.core.messages import FrontUp, UnitReport
 from hadal.core.seams import WakeAt
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.unit import UnitReporter
@@ -15,19 +15,19 @@ def reporter() -> UnitReporter:
 
 def test_load_is_sent_when_it_changed_and_as_a_beat() -> None:
     unit = reporter()
-    assert len(sent(unit.beat(0.0, 0, 0, None), Load)) == 1
-    assert unit.beat(0.1, 0, 0, None) == []
-    assert sent(unit.beat(0.2, 1, 9, None), Load)[0].num_tokens_waiting == 9
-    assert sent(unit.beat(0.6, 1, 9, None), Load) == []
-    assert len(sent(unit.beat(0.7, 1, 9, None), Load)) == 1
+    assert len(sent(unit.heartbeat(0.0, 0, 0, None), UnitReport)) == 1
+    assert unit.heartbeat(0.1, 0, 0, None) == []
+    assert sent(unit.heartbeat(0.2, 1, 9, None), UnitReport)[0].num_tokens_waiting == 9
+    assert sent(unit.heartbeat(0.6, 1, 9, None), UnitReport) == []
+    assert len(sent(unit.heartbeat(0.7, 1, 9, None), UnitReport)) == 1
 
 
 def test_it_is_woken_for_whatever_comes_first() -> None:
     unit = reporter()
-    assert of(unit.beat(0.0, 0, 0, 0.3), WakeAt) == [WakeAt(0.3)]
-    assert of(unit.beat(0.1, 0, 0, 0.3), WakeAt) == []
-    assert of(unit.beat(0.1, 0, 0, 0.2), WakeAt) == [WakeAt(0.2)]
-    assert of(unit.beat(0.2, 0, 0, None), WakeAt) == [WakeAt(0.5)]
+    assert of(unit.heartbeat(0.0, 0, 0, 0.3), WakeAt) == [WakeAt(0.3)]
+    assert of(unit.heartbeat(0.1, 0, 0, 0.3), WakeAt) == []
+    assert of(unit.heartbeat(0.1, 0, 0, 0.2), WakeAt) == [WakeAt(0.2)]
+    assert of(unit.heartbeat(0.2, 0, 0, None), WakeAt) == [WakeAt(0.5)]
 
 
 def test_a_front_is_new_once() -> None:
@@ -40,7 +40,7 @@ def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:
     unit = reporter()
     unit.balance["kv"] = 0.5
     unit.rates_s = (1e-3, 1e-6)
-    (load,) = sent(unit.beat(0.0, 0, 0, None), Load)
+    (load,) = sent(unit.heartbeat(0.0, 0, 0, None), UnitReport)
     unit.balance["kv"] = 0.75  # A message is never changed after it was sent.
     assert (load.balance, load.token_s, load.pair_s) == ({"kv": 0.5}, 1e-3, 1e-6)
 
@@ -48,5 +48,7 @@ def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:
 def test_load_says_for_how_long_there_was_nothing_to_do() -> None:
     unit = reporter()
     times = ((0.0, 0, 0), (5.0, 0, 0), (9.0, 1, 0), (30.0, 0, 7), (31.0, 0, 0), (61.0, 0, 0))
-    said = [sent(unit.beat(now_s, *work, None), Load)[0].idle_s for now_s, *work in times]
+    said = [
+        sent(unit.heartbeat(now_s, *work, None), UnitReport)[0].idle_s for now_s, *work in times
+    ]
     assert said == [0.0, 5.0, 0.0, 0.0, 1.0, 31.0]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from hadal.core.cache import NAME_BYTES, Place, num_names
-from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import LoadBlocks, StoreBlocks
+from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.runtime.store.disk import DiskStore
 
 BLOCK_BYTES = 5000
@@ -66,14 +66,14 @@ class Host:
 
     def begin_load(self, names: bytes, places: tuple[Place, ...], into: tuple[int, ...]) -> int:
         self._next_id += 1
-        self.store.submit(LoadBlocks(self._next_id, names, places, into))
+        self.store.submit(ReadBlocks(self._next_id, names, places, into))
         return self._next_id
 
-    def load(self, names: bytes, places: tuple[Any, ...], into: tuple[int, ...]) -> BlocksLoaded:
+    def load(self, names: bytes, places: tuple[Any, ...], into: tuple[int, ...]) -> BlocksRead:
         self.begin_load(names, places, into)
         (done,) = wait_for(self.store.take)
-        assert isinstance(done, BlocksLoaded)
-        assert done.load_id == self._next_id
+        assert isinstance(done, BlocksRead)
+        assert done.read_id == self._next_id
         return done
 
     def stop(self) -> None:

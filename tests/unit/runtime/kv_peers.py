@@ -86,8 +86,8 @@ def make_pool(
     return pool
 
 
-def lease_of(address: str, *block_ids: int, generations: tuple[int, ...] | None = None) -> KvLease:
-    return KvLease(address, block_ids, generations or (0,) * len(block_ids), 64 * len(block_ids))
+def lease_of(address: str, *block_ids: int, versions: tuple[int, ...] | None = None) -> KvLease:
+    return KvLease(address, block_ids, versions or (0,) * len(block_ids), 64 * len(block_ids))
 
 
 class Peer:
@@ -165,8 +165,8 @@ def churn(pool: KvPool) -> None:
     while True:
         block_id = int(random.integers(1, pool.num_blocks))
         pool.free((block_id,))
-        write(pool, block_id, int(pool.generations[block_id]))
-        whole[block_id] = pool.generations[block_id]
+        write(pool, block_id, int(pool.versions[block_id]))
+        whole[block_id] = pool.versions[block_id]
         time.sleep(0.002)
 
 

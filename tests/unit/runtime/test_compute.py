@@ -41,7 +41,7 @@ class Waiting:
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
         if isinstance(plan, FormPlan):
             self.aborted.clear()
-            return Formed(plan.generation, None)
+            return Formed(plan.formation, None)
         self.started.release()
         error = "PeerLost: gone" if self.aborted.wait(5) else None
         return StepDone(plan.step_id, (), (), {}, 0.0, error, op_times=(OpTime("experts", 1, 0.0),))
@@ -136,8 +136,8 @@ def test_a_running_step_tells_how_long_it_runs() -> None:
     assert harness.compute.stop(5)
 
 
-def form(generation: int) -> FormPlan:
-    return FormPlan(generation, 2, (), b"", 0)
+def form(formation: int) -> FormPlan:
+    return FormPlan(formation, 2, (), b"", 0)
 
 
 def test_a_generation_breaks_off_the_step_that_waits_and_voids_the_next() -> None:
@@ -154,7 +154,7 @@ def test_a_generation_breaks_off_the_step_that_waits_and_voids_the_next() -> Non
     assert isinstance(first, StepDone)
     assert first.error == "PeerLost: gone"
     assert isinstance(second, StepDone)
-    assert second.error == "generation 0 is over"
+    assert second.error == "formation 0 is over"
     assert formed == Formed(7, None)
     assert harness.compute.num_in_flight == 0
     harness.compute.submit(plan(2), follows=False)  # Of the new generation: it runs.
@@ -168,14 +168,14 @@ def test_an_older_generation_that_was_not_begun_is_never_formed() -> None:
     harness = Harness(runner)
     harness.compute.submit(plan(0), follows=False)
     assert runner.started.acquire(timeout=5)
-    for generation in (1, 2, 3):
-        harness.compute.form(form(generation))
+    for formation in (1, 2, 3):
+        harness.compute.form(form(formation))
     results: list[StepDone | Formed] = []
     while len(results) < 4:
         results += harness.result()
     errors = [result.error for result in results if isinstance(result, Formed)]
     assert [error is None for error in errors[-1:]] == [True]
-    assert {error for error in errors if error} <= {"generation 1 is over", "generation 2 is over"}
+    assert {error for error in errors if error} <= {"formation 1 is over", "formation 2 is over"}
     assert harness.compute.stop(5)
 
 
@@ -183,8 +183,8 @@ def test_too_many_generations_at_once_are_a_bug() -> None:
     runner = SlowRunner(0.2)
     harness = Harness(runner)
     harness.compute.submit(plan(0), follows=False)
-    for generation in range(MAX_FORMS_IN_FLIGHT):
-        harness.compute.form(form(generation + 1))
+    for formation in range(MAX_FORMS_IN_FLIGHT):
+        harness.compute.form(form(formation + 1))
     with pytest.raises(InvariantError, match="being formed"):
         harness.compute.form(form(99))
     assert harness.compute.stop(5)

@@ -302,7 +302,7 @@ def test_more_than_the_queue_holds_is_refused_at_once(
 def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with host(tmp_path, load_deadline_s=0.2) as one:
+    with host(tmp_path, read_deadline_s=0.2) as one:
         names = new_names(2)
         places: Any = one.save(names, (1, 2)).places
         gate, before = threading.Event(), one.pool.copy()

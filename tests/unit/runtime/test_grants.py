@@ -19,9 +19,9 @@ def pull_of(lease: KvLease) -> RankDo:
     return RankDo(Pull("r", 1, lease, lease.block_ids))
 
 
-def lease_of(first: int, num_blocks: int, generation: int = 0) -> KvLease:
+def lease_of(first: int, num_blocks: int, version: int = 0) -> KvLease:
     ids = tuple(range(first, first + num_blocks))
-    return KvLease("prefill-0#1", ids, (generation,) * num_blocks, 64 * num_blocks)
+    return KvLease("prefill-0#1", ids, (version,) * num_blocks, 64 * num_blocks)
 
 
 def test_a_part_of_a_lease_is_pulled_under_the_whole_ones_grant() -> None:
@@ -29,13 +29,13 @@ def test_a_part_of_a_lease_is_pulled_under_the_whole_ones_grant() -> None:
     whole = lease_of(10, 6)
     message = pull_of(whole)
     rank.keep(message, leader.to("decode-0.1", message))
-    part = KvLease(whole.source, whole.block_ids[2:4], whole.generations[2:4], 128)
+    part = KvLease(whole.source, whole.block_ids[2:4], whole.versions[2:4], 128)
     found = rank.of(part)
     assert found.block_ids == whole.block_ids
-    assert rank.allows(found, "decode-0.1", part.source, part.block_ids, part.generations)
-    assert not rank.allows(found, "decode-0.2", part.source, part.block_ids, part.generations)
+    assert rank.allows(found, "decode-0.1", part.source, part.block_ids, part.versions)
+    assert not rank.allows(found, "decode-0.2", part.source, part.block_ids, part.versions)
     elsewhere = KvLease("decode-0#1", (12,), (0,), 64)
-    for other in (lease_of(9, 2), lease_of(15, 2), lease_of(12, 2, generation=1), elsewhere):
+    for other in (lease_of(9, 2), lease_of(15, 2), lease_of(12, 2, version=1), elsewhere):
         assert rank.of(other) == Grant()
 
 
@@ -52,7 +52,7 @@ def test_what_is_kept_is_bounded_by_leases_and_by_their_blocks(
     for lease in long + long[-2:]:
         grants.keep(pull_of(lease), b"tag")
     assert [bool(grants.of(lease).tag) for lease in long] == [False] * 7 + [True] * 3
-    short = [lease_of(number, 1, generation=7) for number in range(200)]
+    short = [lease_of(number, 1, version=7) for number in range(200)]
     for lease in short:
         grants.keep(pull_of(lease), b"tag")
     assert sum(bool(grants.of(lease).tag) for lease in short) == 100

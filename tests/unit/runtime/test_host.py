@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hadal.core.handshake import key_of
-from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, RankStep, RankUp
+from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, RankStep, RankUp, UnitReport
 from hadal.core.plans import (
     Formed,
     FormPlan,
@@ -45,7 +45,7 @@ from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.host import UnitHost
 from hadal.runtime.process.process import EXIT_STUCK, LiveClock
 from hadal.runtime.transfer.experts import ExpertWire, Stager
-from hadal.runtime.transfer.pool import KvPool, pool_name, remove_segments
+from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 from hadal.runtime.wire import ZmqWire
 
 RUN = f"testhost{os.getpid()}"
@@ -70,7 +70,7 @@ class Runner:
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
         if isinstance(plan, FormPlan):
-            return Formed(plan.generation, None)
+            return Formed(plan.formation, None)
         return StepDone(plan.step_id, (0,), (plan.step_id,), {}, 0.0)
 
     def abort(self) -> None:
@@ -121,7 +121,7 @@ def world() -> Iterator[World]:
         host.stop()
         host.close()
         front.close()
-        remove_segments(RUN)
+        remove_shared_memory(RUN)
 
 
 def test_steps_come_back_and_the_next_follows(world: World) -> None:
@@ -193,7 +193,7 @@ def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> N
 def test_freed_blocks_get_a_new_generation(world: World) -> None:
     world.run(Freed((3, 5)), Freed((5,)), Send("front", Cancel("freed", 0)))
     assert world.front.receive(5)
-    assert world.pool.generations.tolist()[:7] == [0, 0, 0, 1, 0, 2, 0]
+    assert world.pool.versions.tolist()[:7] == [0, 0, 0, 1, 0, 2, 0]
     world.host.stop()
     world.join()
 
@@ -223,12 +223,12 @@ def test_the_load_carries_the_measured_overhead(world: World) -> None:
         if isinstance(event, StepDone) and event.step_id < 50:
             time.sleep(0.002)  # A leader this slow keeps its runner waiting.
             return [Execute((PrefillPlan(event.step_id + 1, ()),))]
-        return [Send("front", Load("decode-0", "1", 9, 0, 0, 8, 0, 51, 1.0, 77.0))]
+        return [Send("front", UnitReport("decode-0", "1", 9, 0, 0, 8, 0, 51, 1.0, 77.0))]
 
     world.script.answer = answer
     world.run(Execute((PrefillPlan(0, ()),)))
     (load,) = world.front.receive(10)
-    assert isinstance(load, Load)
+    assert isinstance(load, UnitReport)
     assert 1.5 < load.overhead_ms < 77
     assert load.step_ms == 1.0
     world.host.stop()
@@ -262,7 +262,7 @@ def test_a_generation_is_formed_by_the_runner_and_its_outcome_handled(world: Wor
     )
     world.run(Execute((PrefillPlan(0, ()),)), Form(FormPlan(3, 2, (), b"", 0)))
     assert world.front.receive(5) == [Cancel("formed", 0)]
-    assert [event.generation for event in world.script.events if isinstance(event, Formed)] == [3]
+    assert [event.formation for event in world.script.events if isinstance(event, Formed)] == [3]
     world.host.stop()
     world.join()
 
@@ -281,9 +281,9 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
             num_received = sum(fetch(plan.layer, source, *got) for source in plan.sources)
         except Overtaken as over:
             voided.set()
-            return Staged(plan.generation, plan.stage_id, plan.layer, str(over))
+            return Staged(plan.formation, plan.stage_id, plan.layer, str(over))
         assert all(torch.equal(a, b) for a, b in zip(got, held, strict=True))
-        return Staged(plan.generation, plan.stage_id, plan.layer, None, num_received)
+        return Staged(plan.formation, plan.stage_id, plan.layer, None, num_received)
 
     def answer(now_s: float, event: Event) -> list[Effect]:
         if isinstance(event, StepDone):
@@ -416,7 +416,7 @@ def test_a_stuck_step_ends_the_process() -> None:
         prefix="hadal-w-"
     ) as folder:  # Not the child's: it removes nothing.
         done = run_stuck(folder)
-    remove_segments(RUN)
+    remove_shared_memory(RUN)
     assert done.returncode == EXIT_STUCK
     assert b"its deadline is" in done.stderr
     assert b"in execute" in done.stderr, "it shows where"

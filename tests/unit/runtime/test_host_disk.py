@@ -12,13 +12,13 @@ import pytest
 
 from hadal.core.cache import Place
 from hadal.core.messages import Cancel
-from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import DiskNews, Effect, Event, LoadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.seams import DiskNews, Effect, Event, ReadBlocks, Send, StoreBlocks, UsedBlocks
 from hadal.runtime.host import UnitHost
 from hadal.runtime.process.process import LiveClock
 from hadal.runtime.store.disk import DiskStore
 from hadal.runtime.store.view import DiskView
-from hadal.runtime.transfer.pool import KvPool, pool_name, remove_segments
+from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 from hadal.runtime.wire import ZmqWire
 from tests.unit.runtime.test_host import Runner, World
 
@@ -40,8 +40,8 @@ class Script:
             case DiskNews(added, places) if added:
                 order = sorted(range(len(places)), key=lambda at: added[16 * at])
                 self.places = tuple(places[at] for at in order)
-                return [LoadBlocks(5, NAMES, self.places, (4, 5))]
-            case BlocksLoaded():
+                return [ReadBlocks(5, NAMES, self.places, (4, 5))]
+            case BlocksRead():
                 return [UsedBlocks(self.places), Send("front", Cancel("loaded", 0))]
         return []
 
@@ -74,12 +74,12 @@ def test_blocks_go_to_disk_are_told_of_and_come_back(tmp_path: Path) -> None:
             host.stop()
             host.close()
             front.close()
-            remove_segments(RUN)
+            remove_shared_memory(RUN)
     assert world.failure is None
     (stored,) = [event for event in script.events if isinstance(event, BlocksStored)]
-    (loaded,) = [event for event in script.events if isinstance(event, BlocksLoaded)]
+    (loaded,) = [event for event in script.events if isinstance(event, BlocksRead)]
     assert (stored.store_id, stored.places, stored.error) == (3, script.places, None)
-    assert (loaded.load_id, loaded.num_loaded) == (5, 2)
+    assert (loaded.read_id, loaded.num_loaded) == (5, 2)
 
 
 def test_a_role_without_a_disk_asks_for_none() -> None:
@@ -92,4 +92,4 @@ def test_a_role_without_a_disk_asks_for_none() -> None:
                 host.run([StoreBlocks(3, NAMES, (0, 1), (1, 2))])
         finally:
             host.close()
-            remove_segments(RUN)
+            remove_shared_memory(RUN)

@@ -11,7 +11,7 @@ import pytest
 
 from hadal.runtime.transfer import kv, nixl
 from hadal.runtime.transfer.nixl import NixlAgent
-from hadal.runtime.transfer.pool import KvPool, remove_segments
+from hadal.runtime.transfer.pool import KvPool, remove_shared_memory
 from tests.unit.runtime.kv_peers import RUN, Peer, is_written, lease_of, make_pool, wire_of
 
 pytestmark = pytest.mark.skipif(nixl.package() is None, reason="nixl-cu13 is not installed")
@@ -26,7 +26,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[KvPool]:
     made = make_pool(RUN, "decode-0", NUM_BLOCKS)
     yield made
     made.close()
-    remove_segments(RUN)
+    remove_shared_memory(RUN)
 
 
 def cpu_ticks(pid: int) -> int:

@@ -18,8 +18,8 @@ from hadal.runtime.transfer.pool import (
     PoolError,
     Shape,
     pool_name,
-    remove_segments,
-    remove_stale_segments,
+    remove_shared_memory,
+    remove_stale_shared_memory,
 )
 
 RUN = f"test{os.getpid()}"
@@ -29,7 +29,7 @@ SHAPE: Shape = (9, 2, 64, 10)
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
-    remove_segments(RUN)
+    remove_shared_memory(RUN)
 
 
 def make(unit: str, epoch: str = "1", shape: Shape = SHAPE, dtype: str = "float32") -> KvPool:
@@ -44,7 +44,7 @@ def block(pool: KvPool, index: int) -> bytes:
 
 
 def lease(pool: KvPool, *ids: int) -> KvLease:
-    return KvLease(pool.name, ids, tuple(int(pool.generations[i]) for i in ids), 64 * len(ids))
+    return KvLease(pool.name, ids, tuple(int(pool.versions[i]) for i in ids), 64 * len(ids))
 
 
 def test_a_pull_copies_the_leased_blocks_and_no_others() -> None:
@@ -81,7 +81,7 @@ def test_a_block_freed_during_the_pull_voids_it(monkeypatch: pytest.MonkeyPatch)
 def test_freeing_a_block_twice_in_one_go_counts_twice() -> None:
     pool = make("prefill-0")
     pool.free((2, 2, 5))
-    assert pool.generations.tolist() == [0, 0, 2, 0, 0, 1, 0, 0, 0]
+    assert pool.versions.tolist() == [0, 0, 2, 0, 0, 1, 0, 0, 0]
 
 
 def test_another_process_pulls_what_this_one_wrote() -> None:
@@ -157,11 +157,11 @@ def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
     ],
 )
 def test_a_lease_that_does_not_fit_is_refused(
-    ids: tuple[int, ...], generations: tuple[int, ...], into: tuple[int, ...]
+    ids: tuple[int, ...], versions: tuple[int, ...], into: tuple[int, ...]
 ) -> None:
     source, own = make("prefill-0"), make("decode-0")
     before = bytes(own.cache)
-    assert KvWire(own).pull(KvLease(source.name, ids, generations, 64), into) is not None
+    assert KvWire(own).pull(KvLease(source.name, ids, versions, 64), into) is not None
     assert bytes(own.cache) == before
 
 
@@ -198,7 +198,7 @@ def test_what_dead_owners_left_is_removed_and_what_lives_is_not() -> None:
     subprocess.run([sys.executable, "-c", code], timeout=60, check=False, env=_environment())
     dead = pool_name(RUN, "dead", "1")
     assert (SHM_FOLDER / dead).exists()
-    removed = remove_stale_segments()
+    removed = remove_stale_shared_memory()
     assert dead in removed
     assert living.name not in removed
     assert not (SHM_FOLDER / dead).exists()
@@ -209,7 +209,7 @@ def test_segments_of_one_unit_are_removed() -> None:
         make(unit, epoch).name
         for unit, epoch in (("decode-1", "1"), ("decode-1", "2"), ("decode-10", "1"))
     ]
-    assert sorted(remove_segments(RUN, "decode-1")) == names[:2]
+    assert sorted(remove_shared_memory(RUN, "decode-1")) == names[:2]
     assert (SHM_FOLDER / names[2]).exists()
 
 

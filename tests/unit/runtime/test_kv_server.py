@@ -34,7 +34,7 @@ from hadal.runtime.transfer.peers import (
     answered,
     connecting,
 )
-from hadal.runtime.transfer.pool import KvPool, remove_segments
+from hadal.runtime.transfer.pool import KvPool, remove_shared_memory
 from hadal.runtime.transfer.tcp import KvServer
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, make_pool
 
@@ -49,7 +49,7 @@ def pool() -> Iterator[KvPool]:
     made = make_pool(RUN, "prefill-0", NUM_BLOCKS)
     yield made
     made.close()
-    remove_segments(RUN)
+    remove_shared_memory(RUN)
 
 
 @pytest.fixture
@@ -152,12 +152,12 @@ def test_what_cannot_be_read_ends_the_connection(server: KvServer, body: bytes) 
 def ask_of(
     server: KvServer,
     ids: tuple[int, ...],
-    generations: tuple[int, ...],
+    versions: tuple[int, ...],
     chunks: tuple[int, ...],
     reader: str = "decode-0",
 ) -> PullChunks:
-    lease = KvLease(server.address, ids, generations, 64)
-    return PullChunks(ids, generations, chunks, GRANTS.grant(reader, lease))
+    lease = KvLease(server.address, ids, versions, 64)
+    return PullChunks(ids, versions, chunks, GRANTS.grant(reader, lease))
 
 
 def outcome(server: KvServer, ask: PullChunks, name: str = "decode-0") -> int:
@@ -172,13 +172,13 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(
 ) -> None:
     sound = ask_of(server, (1, 2), (0, 0), (0,))
     assert outcome(server, sound) == frames.CHUNK
-    part = msgspec.structs.replace(sound, block_ids=(2,), generations=(0,))
+    part = msgspec.structs.replace(sound, block_ids=(2,), versions=(0,))
     assert outcome(server, part) == frames.CHUNK
     num_refused = server.refusals.num_refused
     beyond = msgspec.structs.replace(sound, block_ids=(1, 3))
     for ask in (
         beyond,
-        msgspec.structs.replace(sound, generations=(0, 1)),
+        msgspec.structs.replace(sound, versions=(0, 1)),
         msgspec.structs.replace(sound, grant=Grant()),
         msgspec.structs.replace(sound, grant=Grant((1, 2), (0, 0), bytes(32))),
         msgspec.structs.replace(beyond, grant=Grant((1, 3), (0, 0), sound.grant.tag)),
@@ -190,7 +190,7 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(
     # Freed, it is another's: the old lease gets nothing, and nobody has a new one.
     pool.free((2,))
     assert outcome(server, sound) == frames.FREED
-    assert outcome(server, msgspec.structs.replace(sound, generations=(0, 1))) == frames.REFUSED
+    assert outcome(server, msgspec.structs.replace(sound, versions=(0, 1))) == frames.REFUSED
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hadal.core.handshake import key_of
 from hadal.runtime.transfer import frames, tcp
 from hadal.runtime.transfer.frames import PURPOSE, PullChunks
 from hadal.runtime.transfer.peers import Channel, NotProven
-from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError, remove_segments
+from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError, remove_shared_memory
 from hadal.runtime.transfer.tcp import TRIES, KvLink, KvServer
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, is_written, lease_of, make_pool
 
@@ -122,7 +122,7 @@ def pools() -> Iterator[tuple[KvPool, KvPool]]:
     yield source, own
     source.close()
     own.close()
-    remove_segments(RUN)
+    remove_shared_memory(RUN)
 
 
 @pytest.fixture

@@ -16,7 +16,13 @@ import pytest
 
 from hadal.core.errors import ConfigError
 from hadal.runtime.transfer import kv, nixl
-from hadal.runtime.transfer.pool import SHM_FOLDER, KvPool, PoolAddress, pool_name, remove_segments
+from hadal.runtime.transfer.pool import (
+    SHM_FOLDER,
+    KvPool,
+    PoolAddress,
+    pool_name,
+    remove_shared_memory,
+)
 from tests.unit.runtime.kv_peers import (
     RUN,
     Peer,
@@ -41,7 +47,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
     yield
-    remove_segments(RUN)
+    remove_shared_memory(RUN)
 
 
 @pytest.fixture
@@ -81,7 +87,7 @@ def test_freed_blocks_void_a_pull_and_others_do_not(handover: str, pool: KvPool)
         for ids in ((70,), tuple(range(1, 128))):
             assert "freed" in (wire.pull(lease_of(owner.address, *ids), ids) or "")
         assert wire.pull(lease_of(owner.address, 69, 71), (1, 2)) is None
-        assert wire.pull(lease_of(owner.address, 70, generations=(1,)), (1,)) is None
+        assert wire.pull(lease_of(owner.address, 70, versions=(1,)), (1,)) is None
         wire.close()
 
 
@@ -107,12 +113,12 @@ def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(
                     : random.choice([1, 4, 16, 100])
                 ]
             )
-            generations = tuple(int(whole[i]) for i in ids)
+            versions = tuple(int(whole[i]) for i in ids)
             into = ids[::-1]
-            error = wire.pull(lease_of(owner.address, *ids, generations=generations), into)
+            error = wire.pull(lease_of(owner.address, *ids, versions=versions), into)
             if error is None:
                 num_good += 1
-                for block_id, generation, at in zip(ids, generations, into, strict=True):
+                for block_id, generation, at in zip(ids, versions, into, strict=True):
                     assert is_written(pool, at, block_id, generation)
             else:
                 assert "freed" in error
@@ -249,7 +255,7 @@ def test_a_lease_that_does_not_fit_is_refused(handover: str, pool: KvPool) -> No
     before = bytes(pool.cache)
     with Peer("owner", RUN, handover, "127.0.0.1", 9) as owner:
         wire = wire_of(pool, handover)
-        for ids, generations, into in (
+        for ids, versions, into in (
             ((1, 2), (0, 0), (1,)),
             ((1,), (0, 0), (1,)),
             ((9,), (0,), (1,)),
@@ -257,9 +263,7 @@ def test_a_lease_that_does_not_fit_is_refused(handover: str, pool: KvPool) -> No
             ((1,), (0,), (NUM_BLOCKS,)),
             ((1,), (0,), (-1,)),
         ):
-            assert (
-                wire.pull(lease_of(owner.address, *ids, generations=generations), into) is not None
-            )
+            assert wire.pull(lease_of(owner.address, *ids, versions=versions), into) is not None
         assert bytes(pool.cache) == before
         wire.close()
 
@@ -280,6 +284,6 @@ def test_a_restarted_owner_takes_its_predecessors_place(pool: KvPool) -> None:
     for _ in range(3):
         with Peer("owner", RUN, "tcp", "127.0.0.1", 9) as owner:
             assert wire.pull(lease_of(owner.address, 5), (6,)) is None
-        remove_segments(RUN, "prefill-0")
+        remove_shared_memory(RUN, "prefill-0")
     assert list(wire._sources) == [f"hadal-{RUN}.prefill-0"]
     wire.close()

@@ -24,12 +24,12 @@ class Runner:
     lost: tuple[int, ...] = ()
 
 
-def form(generation: int, *epochs: str) -> FormPlan:
+def form(formation: int, *epochs: str) -> FormPlan:
     """Members are those with an epoch."""
     members = tuple(
         Member(rank, epoch, "127.0.0.1", 1) for rank, epoch in enumerate(epochs) if epoch
     )
-    return FormPlan(generation, len(epochs), members, b"", 0)
+    return FormPlan(formation, len(epochs), members, b"", 0)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_role_is_told_of_generations_after_the_news(
     role = RankRole("decode-0", 1, "b", "127.0.0.1", 1, "pool")
     noticing = Noticing(role, news)
     noticing.handle(0.0, RankForm(form(1, "a", "b", "c")))
-    assert role.generation == 1
+    assert role.formation == 1
     noticing.handle(0.0, RankForm(form(2, "", "b", "c")))
     noticing.handle(0.0, RankStep(9, PrefillPlan(0, ())))
     assert [rank for rank, _ in told(caplog)] == [0]

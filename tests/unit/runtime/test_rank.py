@@ -20,7 +20,7 @@ from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.process.process import Run
 from hadal.runtime.rank import ADDRESS, News, make_group, make_runner
 from hadal.runtime.resolve import Resolved, plan
-from hadal.runtime.transfer.pool import KvPool, pool_name, remove_segments
+from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 
 RUN = f"testrank{os.getpid()}"
 PROMPTS = ((5, 6, 7, 8, 9), (11, 12, 13))
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    remove_segments(RUN)
+    remove_shared_memory(RUN)
 
 
 def resolved_of(num_ranks: int, transport: str) -> Resolved:

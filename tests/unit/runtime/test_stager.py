@@ -49,9 +49,9 @@ class Store:
                 rest()
                 num_received += fetch(plan.layer, source, gate_up, down)
             except Overtaken as over:
-                return Staged(plan.generation, plan.stage_id, plan.layer, str(over))
+                return Staged(plan.formation, plan.stage_id, plan.layer, str(over))
             self.got.append(float(gate_up.sum() + down.sum()))
-        return Staged(plan.generation, plan.stage_id, plan.layer, None, num_received)
+        return Staged(plan.formation, plan.stage_id, plan.layer, None, num_received)
 
 
 class Rank:
@@ -66,12 +66,12 @@ class Rank:
         self.stager = Stager(self.store.stage, wire, self.woken.set)
 
     def plan(
-        self, stage_id: int, *, layer: int | None = None, generation: int = 1, experts: int = 2
+        self, stage_id: int, *, layer: int | None = None, formation: int = 1, experts: int = 2
     ) -> StagePlan:
         sources = tuple(
             Source(99 + expert, HOST, self.port) for expert in range(experts)
         )  # The first is held.
-        return StagePlan(generation, stage_id, stage_id if layer is None else layer, (), sources)
+        return StagePlan(formation, stage_id, stage_id if layer is None else layer, (), sources)
 
     def take(self, count: int) -> list[Staged]:
         done: list[Staged] = []
@@ -116,7 +116,7 @@ def test_a_new_generation_voids_what_waits_and_breaks_off_what_runs(rank: Rank) 
     rank.wait_until(lambda: rank.store.begun == [0])
     rank.stager.void(2)
     rank.stager.submit(rank.plan(7))  # Of the old one, late.
-    rank.stager.submit(rank.plan(8, generation=2))
+    rank.stager.submit(rank.plan(8, formation=2))
     rank.store.go.set()
     assert rank.take(1) == [Staged(2, 8, 8, None, 1)]
     assert rank.store.begun == [0, 8]
@@ -126,7 +126,7 @@ def test_a_new_generation_voids_what_waits_and_breaks_off_what_runs(rank: Rank) 
 def test_the_plan_of_a_new_generation_voids_as_well_and_an_old_form_does_not(rank: Rank) -> None:
     for stage_id in range(2):
         rank.stager.submit(rank.plan(stage_id))
-    rank.stager.submit(rank.plan(5, generation=3))
+    rank.stager.submit(rank.plan(5, formation=3))
     rank.stager.void(2)
     rank.store.go.set()
     assert rank.take(1) == [Staged(3, 5, 5, None, 1)]
@@ -138,7 +138,7 @@ def test_a_result_that_came_too_late_is_none(rank: Rank) -> None:
     rank.wait_until(lambda: rank.store.begun == [0])
     rank.stager.void(2)
     rank.store.go.set()
-    rank.stager.submit(rank.plan(1, generation=2))
+    rank.stager.submit(rank.plan(1, formation=2))
     assert rank.take(1) == [Staged(2, 1, 1, None, 1)]
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.messages import (
-    Load,
-    RankBeat,
     RankDone,
     RankForm,
     RankFormed,
+    RankHeartbeat,
     RankUp,
     Sighting,
     UnitDown,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.model_config import read_model_config
@@ -47,8 +47,8 @@ def up(role: str, rank: int, epoch: str = "a") -> RankUp:
     )
 
 
-def formed(rank: int, generation: int, num_loaded: int = 0, epoch: str = "a") -> RankFormed:
-    return RankFormed(rank, f"{epoch}{rank}", Formed(generation, None, num_loaded=num_loaded))
+def formed(rank: int, formation: int, num_loaded: int = 0, epoch: str = "a") -> RankFormed:
+    return RankFormed(rank, f"{epoch}{rank}", Formed(formation, None, num_loaded=num_loaded))
 
 
 def forms(effects: list[Effect]) -> list[str]:
@@ -67,7 +67,7 @@ def test_a_unit_is_up_when_its_ranks_have_formed(
     effects = leader.handle(1.3, formed(1, 1, num_loaded=4))
     told = {e.to for e in effects if isinstance(e, Send) and isinstance(e.message, UnitUp)}
     assert told == {"front", "supervisor"}
-    assert "formed in" in caplog.text
+    assert "done in" in caplog.text
     assert "with ranks 0, 1; 7 copies of experts were read" in caplog.text
 
 
@@ -81,7 +81,7 @@ def test_the_unit_goes_on_without_a_rank_and_says_what_it_took(
     assert forms(leader.handle(1.2, UnitDown("decode-0.1", "killed by SIGKILL"))) == ["decode-0.0"]
     leader.handle(1.45, formed(0, 2, num_loaded=384))
     assert (
-        "generation 2 formed in 0.250 s with ranks 0, without 1; 384 copies of experts were read"
+        "formation 2 done in 0.250 s with ranks 0, without 1; 384 copies of experts were read"
         in caplog.text
     )
     assert "rank 1 is gone (killed by SIGKILL): the others go on without it" in caplog.text
@@ -94,7 +94,7 @@ def test_a_silent_rank_is_to_be_killed() -> None:
     effects: list[Effect] = []
     for tenth in range(11, 31):
         now_s = tenth / 10
-        effects += leader.handle(now_s, RankBeat(0, "a0", 1, tenth, False))
+        effects += leader.handle(now_s, RankHeartbeat(0, "a0", 1, tenth, False))
         effects += leader.handle(now_s, Sighting("decode-0.1", 0.5, is_stopped=False))
         effects += leader.handle(now_s, Tick())
     killed = [
@@ -117,10 +117,10 @@ def test_its_load_tells_how_long_the_ranks_stood_idle() -> None:
     loads = [
         e.message
         for e in leader.handle(2.0, Tick())
-        if isinstance(e, Send) and isinstance(e.message, Load)
+        if isinstance(e, Send) and isinstance(e.message, UnitReport)
     ]
     assert [load.overhead_ms for load in loads] == pytest.approx([4.0], rel=0.01)
-    assert (loads[0].num_ranks, loads[0].generation) == (2, 1)
+    assert (loads[0].num_ranks, loads[0].formation) == (2, 1)
 
 
 def test_it_loads_no_torch() -> None:

@@ -22,7 +22,15 @@ from hadal.core.model_config import read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event
 from hadal.core.wire import AnyMessage
-from hadal.roles.recording import VERSION, Made, MadeCore, MadeFront, Opening, Recording, parse
+from hadal.roles.recording import (
+    VERSION,
+    Made,
+    MadeFront,
+    MadeSoleLeader,
+    Opening,
+    Recording,
+    parse,
+)
 from hadal.runtime.recorder import Tape
 from hadal.sim.replay.relived import Difference, Life, MakeRole
 from hadal.sim.world.process import Process, SimClock
@@ -101,9 +109,9 @@ def record(
             clock.at(at_s, lambda: processes[to].post(message))
 
     made: dict[str, Made] = {
-        "prefill-0": MadeCore("prefill", "p0", "pool-p0", "", MODEL),
-        "decode-0": MadeCore("decode", "d0", "pool-d0", "", MODEL),
-        "decode-1": MadeCore("decode", "d1", "pool-d1", "", MODEL),
+        "prefill-0": MadeSoleLeader("prefill", "p0", "pool-p0", "", MODEL),
+        "decode-0": MadeSoleLeader("decode", "d0", "pool-d0", "", MODEL),
+        "decode-1": MadeSoleLeader("decode", "d1", "pool-d1", "", MODEL),
         "front": MadeFront("f", 2048, "fingerprint"),
     }
     for name, of in made.items():

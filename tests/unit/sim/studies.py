@@ -25,7 +25,7 @@ from hadal.sim.day.curves import (
     prefill_point,
     run_hour,
 )
-from hadal.sim.day.load import DayLoad, cache_day, day_load
+from hadal.sim.day.demand import DayDemand, cache_day, day_demand
 from hadal.sim.day.study import CacheStudy, FleetStudy, Study, UnitsStudy, WindowStudy
 from hadal.sim.sessions import LogNormal, WorkloadParams
 
@@ -69,8 +69,8 @@ def cached_day() -> CacheDay:
 
 
 @cache
-def load() -> DayLoad:
-    return day_load(small(), cached_day(), 10)
+def load() -> DayDemand:
+    return day_demand(small(), cached_day(), 10)
 
 
 @cache

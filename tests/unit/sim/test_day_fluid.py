@@ -53,7 +53,7 @@ def test_all_that_comes_is_served() -> None:
 
 def test_the_middle_of_an_hour_obeys_littles_law() -> None:
     """Requests in decode = those that come in a second x how long one takes; the demand there is
-    the liquid's.
+    the fluid's.
     """
     made, demand, measured = fluid(), load().demand(), curves()
     for index in (2, 9, 22):

@@ -118,8 +118,8 @@ def test_all_keys_are_there() -> None:
     }
     assert result().flat().keys() == DAY_KEYS
     assert all(hour.keys() >= HOUR_KEYS for hour in made["hours"])
-    liquid = {"tokens_per_s_user", "requests_per_rank", "prefill_use"}
-    assert all(hour["fluid"].keys() >= liquid for hour in made["hours"])
+    fluid = {"tokens_per_s_user", "requests_per_rank", "prefill_use"}
+    assert all(hour["fluid"].keys() >= fluid for hour in made["hours"])
     window = made["hours"][LOOKED_AT]["window"]
     assert window.keys() >= WINDOW_KEYS
     assert window["ttft_s"].keys() == window["tpot_s"].keys() == {"p50", "p90", "p99"}
@@ -182,7 +182,7 @@ def test_a_window_is_shown_as_it_was_seen() -> None:
     could = 2.0 * looked().setting.units.prefill * curves().prefill_computed_per_s
     came = reading.tokens_arrived * (1 - looked().hit_share)
     assert window["prefill_use"] == pytest.approx(came / could), (
-        "what comes, as in the liquid, be it computed later"
+        "what comes, as in the fluid, be it computed later"
     )
     assert window["prefill_computed_share"] == pytest.approx(reading.prefill.tokens / came)
     assert window["hit_percent"] == pytest.approx(100 * looked().hit_share)
@@ -197,20 +197,18 @@ def test_a_window_is_shown_as_it_was_seen() -> None:
     assert window["request_imbalance"] >= 1.0
 
 
-def test_speeds_are_the_liquids_as_far_as_windows_agree() -> None:
+def test_speeds_are_the_fluids_as_far_as_windows_agree() -> None:
     """One alone corrects all hours; two what is between them."""
-    liquid = [hour.tokens_per_s_user for hour in fluid().day.hours]
+    flows = [hour.tokens_per_s_user for hour in fluid().day.hours]
     setting_s = looked().setting.token_s
     half = of_decode(token_s=2.0 * setting_s)
     slow = of_decode(token_s=4.0 * setting_s)
     slow = replace(slow, setting=replace(slow.setting, index=12))
-    assert joined(half).report.lines[20].tokens_per_s_user == pytest.approx(
-        liquid[20] / 2, rel=0.01
-    )
+    assert joined(half).report.lines[20].tokens_per_s_user == pytest.approx(flows[20] / 2, rel=0.01)
     made = joined(half, slow).report.lines
-    assert made[4].tokens_per_s_user == pytest.approx(liquid[4] / 2, rel=0.02)
-    assert made[10].tokens_per_s_user == pytest.approx(liquid[10] / 3, rel=0.03)
-    assert made[20].tokens_per_s_user == pytest.approx(liquid[20] / 4, rel=0.02)
+    assert made[4].tokens_per_s_user == pytest.approx(flows[4] / 2, rel=0.02)
+    assert made[10].tokens_per_s_user == pytest.approx(flows[10] / 3, rel=0.03)
+    assert made[20].tokens_per_s_user == pytest.approx(flows[20] / 4, rel=0.02)
     same = of_decode(token_s=setting_s)
     assert joined(same).flat()["tokens_per_s_user"] == pytest.approx(
         joined().flat()["tokens_per_s_user"]

@@ -1,4 +1,4 @@
-"""The day as a liquid, under the real fleet: nothing is lost, nobody waits long, nodes follow the
+"""The day as a fluid, under the real fleet: nothing is lost, nobody waits long, nodes follow the
 published curve.
 """
 

@@ -1,4 +1,4 @@
-"""A window of an hour: a value of its seed, whole ledgers, and the same hour that the liquid
+"""A window of an hour: a value of its seed, whole ledgers, and the same hour that the fluid
 has.
 """
 
@@ -16,7 +16,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.scaling import Units
 from hadal.sim.day.clock import HOUR_S
 from hadal.sim.day.curves import HourWindow, requests_of, run_hour, uncollected, window
-from hadal.sim.day.load import generator, with_tokens_at
+from hadal.sim.day.demand import generator, with_tokens_at
 from tests.unit.sim.studies import (
     LOOKED_AT,
     PLACED,

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from hadal.core.messages import Cancel, KvLease, Release
-from hadal.core.plans import BlocksLoaded, BlocksStored, KvPulled, PrefillPlan, StepDone
+from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import (
     Deliver,
     Effect,
     Event,
     Execute,
     Freed,
-    LoadBlocks,
     Pull,
     RankReset,
+    ReadBlocks,
     Send,
     StoreBlocks,
     Tick,
@@ -140,10 +140,10 @@ def test_a_process_that_ended_hears_nothing() -> None:
 
 
 def test_the_disk_answers_in_its_time() -> None:
-    loaded, stored = BlocksLoaded(3, 1), BlocksStored(4, (None,))
-    role = Scripted([LoadBlocks(3, b"", (), (1,)), StoreBlocks(4, b"", (0,), (1,))])
+    loaded, stored = BlocksRead(3, 1), BlocksStored(4, (None,))
+    role = Scripted([ReadBlocks(3, b"", (), (1,)), StoreBlocks(4, b"", (0,), (1,))])
     _, clock, _ = process(
-        role, disk=lambda effect: (0.3, loaded) if isinstance(effect, LoadBlocks) else (0.2, stored)
+        role, disk=lambda effect: (0.3, loaded) if isinstance(effect, ReadBlocks) else (0.2, stored)
     )
     clock.run(1.0)
     assert role.given == [(0.2, (stored,)), (0.3, (loaded,))]

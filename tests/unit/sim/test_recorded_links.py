@@ -5,14 +5,14 @@ from outside.
 from __future__ import annotations
 
 from hadal.core.config import Deployment
-from hadal.core.messages import Cancel, FrontUp, KvLease, Load, Pulled, Release
+from hadal.core.messages import Cancel, FrontUp, KvLease, Pulled, Release, UnitReport
 from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, Staged, StagePlan, StepDone
 from hadal.core.seams import (
-    BlocksLoaded,
+    BlocksRead,
     Execute,
     Form,
-    LoadBlocks,
     Pull,
+    ReadBlocks,
     Send,
     Stage,
     StoreBlocks,
@@ -78,9 +78,9 @@ def test_the_second_process_of_a_name_hears_what_was_said_to_it() -> None:
 
 
 def test_the_host_adds_to_a_load_on_its_way() -> None:
-    load = Load("p", "e", 1, 0, 0, 1, 0)
+    load = UnitReport("p", "e", 1, 0, 0, 1, 0)
     sent = recording("p", (0, [], [Send("front", load)]))
-    heard = Load("p", "e", 1, 0, 0, 1, 0, overhead_ms=1.5)
+    heard = UnitReport("p", "e", 1, 0, 0, 1, 0, overhead_ms=1.5)
     links = link([sent, recording("front", (3, [heard], []))])
     assert links.effect_to_consequence == {(0, 0): Consequence(1, 0, 0, 3 * MS)}
 
@@ -120,7 +120,7 @@ def test_asked_and_answered() -> None:
     lease = KvLease("pool", (1,), (0,), 64)
     pairs: list[tuple[AnyEffect, AnyEvent]] = [
         (Pull("a", 1, lease, (2,)), KvPulled("a", 1, None)),
-        (LoadBlocks(3, b"", (), ()), BlocksLoaded(3, 0)),
+        (ReadBlocks(3, b"", (), ()), BlocksRead(3, 0)),
         (Form(FormPlan(2, 1, (), b"", 0)), Formed(2, None)),
         (Stage(StagePlan(2, 5, 0, (), ())), Staged(2, 5, 0)),
         (step(4), done(4)),
@@ -128,7 +128,7 @@ def test_asked_and_answered() -> None:
     keys = [key_of(effect) for effect, _ in pairs]
     assert keys == [key_of(event) for _, event in pairs]
     assert len(set(keys)) == len(keys)
-    assert key_of(StoreBlocks(3, b"", (), ())) != key_of(LoadBlocks(3, b"", (), ()))
+    assert key_of(StoreBlocks(3, b"", (), ())) != key_of(ReadBlocks(3, b"", (), ()))
     assert key_of(Tick()) is None
     unit = recording(
         "p", (0, [], [effect for effect, _ in pairs]), (9, [event for _, event in pairs], [])

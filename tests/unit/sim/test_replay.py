@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hadal.commands.replay import make_role
-from hadal.core.messages import Ahead, Decode, Prefill
+from hadal.core.messages import Decode, Prefill, PullEarly
 from hadal.core.seams import Send
 from hadal.roles.front import front as front_room
 from hadal.roles.recording import Call, Opening, Recording
@@ -80,13 +80,15 @@ def test_another_policy_is_noticed(
     difference = report.difference
     assert difference is not None
     assert difference.process == "front"
-    assert difference.what.endswith((": Decode.to", ": Ahead.to"))
+    assert difference.what.endswith((": Decode.to", ": PullEarly.to"))
     assert {difference.recorded, difference.replayed} == {"'decode-0'", "'decode-1'"}
     (front,) = (recording for recording in recordings if recording.process == "front")
     first = next(
         number
         for number, call in enumerate(front.calls)
-        if any(isinstance(e, Send) and isinstance(e.message, Ahead | Decode) for e in call.effects)
+        if any(
+            isinstance(e, Send) and isinstance(e.message, PullEarly | Decode) for e in call.effects
+        )
     )
     assert difference.call == first
     assert report.num_calls < report.num_recorded

@@ -152,9 +152,9 @@ def test_parts_have_defaults_of_their_own() -> None:
 
 
 def test_all_is_sold_at_the_asked_prices() -> None:
-    book = replace(DAY, prices="1/2/3").price_book()
+    membership = replace(DAY, prices="1/2/3").model_prices()
     assert (
-        book.of("deepseek-chat").standard.out
-        == book.of("deepseek-reasoner").standard.out
+        membership.of("deepseek-chat").standard.out
+        == membership.of("deepseek-reasoner").standard.out
         == 3_000_000
     )

@@ -25,7 +25,7 @@ from hadal.sim.day.curves import (
     points_at,
     prefill_point,
 )
-from hadal.sim.day.load import LoadFigures
+from hadal.sim.day.demand import DemandFigures
 from hadal.sim.day.study import Study
 from tests.unit.sim.studies import PLACED, cached_day, curves, load, model, small
 
@@ -154,7 +154,7 @@ def test_nothing_to_measure_is_said() -> None:
 
 def test_a_batch_fits_slots_and_memory() -> None:
     def of(study: Study, kv_length: float) -> float:
-        return batch_max(study, LoadFigures((1.0,) * 24, 100.0, 0.0, 100.0, kv_length))
+        return batch_max(study, DemandFigures((1.0,) * 24, 100.0, 0.0, 100.0, kv_length))
 
     assert of(small(), 500.0) == 32.0
     assert of(small(), 50_000.0) == pytest.approx(of(small(), 100_000.0) * 2, rel=0.01)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hadal.core.cache import NAME_BYTES, slice_of, split
-from hadal.core.plans import BlocksLoaded
-from hadal.core.seams import LoadBlocks, StoreBlocks
+from hadal.core.plans import BlocksRead
+from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.sim.world.seen import chain_of
 from hadal.sim.world.units import DiskSpeed, WorldDisk
 
@@ -20,8 +20,8 @@ def disk(*num_blocks: int, **speed: float) -> WorldDisk:
     )
 
 
-def load(num_blocks: int, rank: int = 0, load_id: int = 0) -> LoadBlocks:
-    return LoadBlocks(load_id, chain_of(0, num_blocks), (), tuple(range(1, num_blocks + 1)), rank)
+def load(num_blocks: int, rank: int = 0, read_id: int = 0) -> ReadBlocks:
+    return ReadBlocks(read_id, chain_of(0, num_blocks), (), tuple(range(1, num_blocks + 1)), rank)
 
 
 def test_what_is_there_is_found_up_to_the_first_that_is_not() -> None:
@@ -108,8 +108,8 @@ def test_a_read_that_fails_brings_what_came_before() -> None:
     made = WorldDisk(
         np.array([9]), BLOCK_BYTES, DiskSpeed(read_bytes_per_s=1e4), lambda now_s, unit, effect: 2
     )
-    begin_s, end_s, loaded = made.load(0.0, "prefill-0", load(5, load_id=4))
-    assert loaded == BlocksLoaded(4, 2, 0, "input/output error")
+    begin_s, end_s, loaded = made.load(0.0, "prefill-0", load(5, read_id=4))
+    assert loaded == BlocksRead(4, 2, 0, "input/output error")
     assert end_s - begin_s == pytest.approx(0.2)
 
 

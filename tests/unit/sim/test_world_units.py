@@ -44,7 +44,7 @@ def test_ranks_die_and_come_back_with_new_pools() -> None:
     assert not made.lose((3,)), "dead already"
     made.form()
     made.form()
-    assert [(reset.lost, reset.fresh, reset.generation) for reset in role.resets[1:]] == [
+    assert [(reset.lost, reset.fresh, reset.formation) for reset in role.resets[1:]] == [
         ((1, 3), (), 2)
     ]
     assert role.resets[1].pools == (before[0], "", before[2], "")

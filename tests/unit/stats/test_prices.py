@@ -12,7 +12,7 @@ from hadal.stats.prices import (
     H800_HOUR_MICRO_USD,
     R1,
     V3,
-    PriceBook,
+    ModelPrices,
     PriceList,
     Rates,
     micro_usd,
@@ -128,6 +128,6 @@ def test_a_tier_within_a_day() -> None:
 
 
 def test_a_book_has_a_list_for_every_model() -> None:
-    book = PriceBook(R1, {"chat": V3})
-    assert book.of("chat") is V3
-    assert book.of("other") is R1
+    model_prices = ModelPrices(R1, {"chat": V3})
+    assert model_prices.of("chat") is V3
+    assert model_prices.of("other") is R1

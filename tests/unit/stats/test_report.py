@@ -17,7 +17,7 @@ from hadal.stats.prices import (
     H800_HOUR_MICRO_USD,
     HOUR_S,
     R1,
-    PriceBook,
+    ModelPrices,
     rent_pico_usd,
     to_micro_usd,
 )
@@ -79,7 +79,9 @@ def published_day() -> Report:
     units = [nodes(f"decode-{i}", "decode", 18) for i in range(7)]
     units += [nodes("decode-7", "decode", 18, 8, 15), nodes("prefill-all", "prefill", 90)]
     units += [nodes("prefill-day", "prefill", 44, 8, 11)]
-    return report(tally.priced(PriceBook(R1.flat())), units, FROM_US, TO_US, utc_offset_s=BEIJING_S)
+    return report(
+        tally.priced(ModelPrices(R1.flat())), units, FROM_US, TO_US, utc_offset_s=BEIJING_S
+    )
 
 
 def test_the_published_cost_is_an_identity() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hadal.core.facts import CANCELLED, RequestFact, micros
-from hadal.stats.prices import BUCKET_US, R1, V3, PriceBook
+from hadal.stats.prices import BUCKET_US, R1, V3, ModelPrices
 from hadal.stats.tally import COUNTERS, Columns, Counts, Key, Tally, counts_of
 
 from .facts import random_facts
@@ -126,7 +126,7 @@ def test_columns_are_the_facts() -> None:
     at_once.add_columns(columns_of(facts[:100]))
     at_once.add_columns(columns_of(facts[100:]))
     assert sum(counts.income_pico_usd for _, counts in at_once) == 0
-    assert at_once.priced(PriceBook(R1)) == one_by_one
+    assert at_once.priced(ModelPrices(R1)) == one_by_one
 
 
 def test_columns_lose_no_token_beyond_a_float() -> None:
@@ -160,7 +160,7 @@ def test_pricing_makes_a_copy_by_model_and_time() -> None:
             Key(bucket, model, "t"),
             Counts(tokens_hit=1, tokens_miss=1, tokens_out=1, income_pico_usd=7),
         )
-    priced = tally.priced(PriceBook(R1, {"chat": V3}))
+    priced = tally.priced(ModelPrices(R1, {"chat": V3}))
     assert {(key.bucket, key.model): counts.income_pico_usd for key, counts in priced} == {
         (noon, "chat"): 1_440_000,
         (night, "chat"): 720_000,
@@ -189,7 +189,7 @@ def test_a_sample_stands_for_all() -> None:
         added.merge(tally)
     assert tally.times(3) == added
     assert dict(tally) == before
-    book = PriceBook(R1)
-    assert tally.times(7).priced(book) == tally.priced(book).times(7), (
+    model_prices = ModelPrices(R1)
+    assert tally.times(7).priced(model_prices) == tally.priced(model_prices).times(7), (
         "charged before or after, it is the same money"
     )

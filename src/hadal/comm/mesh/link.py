@@ -2,7 +2,7 @@
 
 Any thread may call; a lock per direction keeps each stream in order. What a frame means, where its
 payload goes and what a broken connection means are the owner's affair (comm/mesh). Knows no
-generations and no threads.
+formations and no threads.
 
 Polled edge-triggered, so `receive` reads until the socket is empty and `flush` writes until it is
 full.
@@ -26,10 +26,10 @@ from hadal.core.handshake import PROOF_BYTES, TAG_BYTES, Handshake, Seal
 # The bytes between two ranks of the TCP mesh: a header of 24 bytes, then the payload.
 #
 #     CHALLENGE  a nonce, first on a connection
-#     HELLO      who I am, whom I take you for, and the generation I am in, with the proof that I may say so: as soon as
-#                the other's CHALLENGE is there, and at every generation
+#     HELLO      who I am, whom I take you for, and the formation I am in, with the proof that I may say so: as soon as
+#                the other's CHALLENGE is there, and at every formation
 #     DATA       one rank's part of one exchange
-#     ABORT      this generation failed for me: who is lost, and why
+#     ABORT      this formation failed for me: who is lost, and why
 #
 # Where packets leave the host a tag follows every frame after the CHALLENGE (core/handshake). Knows
 # no sockets and keeps no state. What a peer sent is checked here and refused with FrameError.
@@ -57,9 +57,9 @@ class Frame:
     """A header."""
 
     kind: int
-    generation: int
+    formation: int
     sequence: int
-    """Which exchange of its generation a DATA frame belongs to."""
+    """Which exchange of its formation a DATA frame belongs to."""
     num_bytes: int
 
 
@@ -73,19 +73,19 @@ class Hello:
     to_epoch: str
 
 
-def pack_header(kind: int, generation: int, sequence: int, num_bytes: int) -> bytes:
-    return _HEADER.pack(_MAGIC, kind, generation, sequence, num_bytes)
+def pack_header(kind: int, formation: int, sequence: int, num_bytes: int) -> bytes:
+    return _HEADER.pack(_MAGIC, kind, formation, sequence, num_bytes)
 
 
 def unpack_header(data: memoryview, at: int) -> Frame:
     """Read the header that begins at `at`. Raises FrameError."""
-    magic, kind, generation, sequence, num_bytes = _HEADER.unpack_from(data, at)
+    magic, kind, formation, sequence, num_bytes = _HEADER.unpack_from(data, at)
     if magic != _MAGIC or kind not in (HELLO, DATA, ABORT, CHALLENGE):
         raise FrameError(f"no frame of the mesh: {magic!r}, kind {kind}")
     limit = MAX_PAYLOAD_BYTES if kind == DATA else MAX_CONTROL_BYTES
     if num_bytes > limit:
         raise FrameError(f"a frame of {num_bytes} bytes; {limit} is the limit")
-    return Frame(kind, generation, sequence, num_bytes)
+    return Frame(kind, formation, sequence, num_bytes)
 
 
 def pack_challenge(nonce: bytes) -> bytes:
@@ -93,17 +93,17 @@ def pack_challenge(nonce: bytes) -> bytes:
     return pack_header(CHALLENGE, 0, 0, len(nonce)) + nonce
 
 
-def hello_claim(generation: int, hello: Hello) -> bytes:
+def hello_claim(formation: int, hello: Hello) -> bytes:
     """What a HELLO says, as it is proven and sent."""
-    return f"{generation} {hello.rank} {hello.to_rank}\n{hello.epoch}\n{hello.to_epoch}".encode()
+    return f"{formation} {hello.rank} {hello.to_rank}\n{hello.epoch}\n{hello.to_epoch}".encode()
 
 
-def pack_hello(generation: int, claim: bytes, proof: bytes) -> bytes:
+def pack_hello(formation: int, claim: bytes, proof: bytes) -> bytes:
     """A whole HELLO frame; `claim`: its hello_claim."""
-    return pack_header(HELLO, generation, 0, len(proof) + len(claim)) + proof + claim
+    return pack_header(HELLO, formation, 0, len(proof) + len(claim)) + proof + claim
 
 
-def unpack_hello(generation: int, body: bytes) -> tuple[Hello, bytes, bytes]:
+def unpack_hello(formation: int, body: bytes) -> tuple[Hello, bytes, bytes]:
     """(who speaks to whom, the claim, its proof), which is still to be checked. Raises
     FrameError.
     """
@@ -113,16 +113,16 @@ def unpack_hello(generation: int, body: bytes) -> tuple[Hello, bytes, bytes]:
         said, rank, to_rank = map(int, numbers.split(" "))
     except ValueError as error:
         raise FrameError("a malformed HELLO") from error
-    if said != generation:
-        raise FrameError(f"a HELLO for generation {said} in a frame of {generation}")
+    if said != formation:
+        raise FrameError(f"a HELLO for formation {said} in a frame of {formation}")
     return Hello(rank, epoch, to_rank, to_epoch), claim, proof
 
 
-def pack_abort(generation: int, ranks: tuple[int, ...], reason: str) -> bytes:
+def pack_abort(formation: int, ranks: tuple[int, ...], reason: str) -> bytes:
     """A whole ABORT frame."""
     text = reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
     body = f"{' '.join(map(str, ranks[:MAX_LOST_RANKS]))}\n{text}".encode()[:MAX_CONTROL_BYTES]
-    return pack_header(ABORT, generation, 0, len(body)) + body
+    return pack_header(ABORT, formation, 0, len(body)) + body
 
 
 def unpack_abort(body: bytes) -> tuple[tuple[int, ...], str]:
@@ -252,12 +252,12 @@ class Link:
         """The owner has said HELLO before the other side's CHALLENGE was here, without which it
         proves nothing.
         """
-        self.generation = -1
+        self.formation = -1
         """The latest one the peer said HELLO for."""
-        self.said_generation = -1
+        self.said_formation = -1
         """The latest one that we said HELLO for."""
         self.aborted: tuple[int, tuple[int, ...], str] = (-1, (), "")
-        """The peer's latest ABORT: generation, lost ranks, reason."""
+        """The peer's latest ABORT: formation, lost ranks, reason."""
         self.is_broken = False
         """Set by the owner: it is not used any more, and will be closed."""
         self.is_closed = False

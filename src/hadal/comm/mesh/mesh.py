@@ -5,9 +5,9 @@ Small messages leave from the calling thread. What has arrived is taken in by wh
 while nobody waits (the rank computes), one thread does it, and sends what did not fit at once. So
 bytes travel under computation, and a small exchange costs one wake-up.
 
-A generation fails as a whole and at once: by the end of any member's connection, by a deadline, by
+A formation fails as a whole and at once: by the end of any member's connection, by a deadline, by
 a member that says so, or by `abort`. Once PeerLost is raised, no buffer given to it is read or
-written any more. Connections outlive a generation; frames of an older one are dropped. Knows no
+written any more. Connections outlive a formation; frames of an older one are dropped. Knows no
 tokens and no experts.
 """
 
@@ -50,7 +50,7 @@ from hadal.comm.mesh.link import (
 from hadal.core.handshake import NONCE_BYTES, Handshake, is_near
 from hadal.core.plans import Member
 
-# Where the payloads of a generation's exchanges go: into the buffers of an exchange that is
+# Where the payloads of a formation's exchanges go: into the buffers of an exchange that is
 # posted, or into memory of ours until it is.
 #
 # Knows no sockets. All methods but MeshExchange.wait are called under the group's lock, so none of
@@ -107,7 +107,7 @@ class MeshExchange:
 
 
 class Inbox:
-    """The exchanges of one generation, by their sequence number."""
+    """The exchanges of one formation, by their sequence number."""
 
     def __init__(self) -> None:
         self.next_sequence = 0
@@ -418,7 +418,7 @@ class MeshGroup:
     """A rank's end of the mesh. Listens from birth; `port` is where peers connect.
 
     `form`, `exchange` and `wait` are called by one thread; `abort`, `lost` and `close` by any.
-    `on_lost(rank)` is called once per rank and generation, by the mesh's thread or the one that
+    `on_lost(rank)` is called once per rank and formation, by the mesh's thread or the one that
     waits: it is short and does not call back.
     """
 
@@ -437,7 +437,7 @@ class MeshGroup:
         self.rank = rank
         self.epoch = epoch
         self.members: tuple[int, ...] = (rank,)
-        self.generation = -1
+        self.formation = -1
         self.deadline_s = deadline_s
         self.bytes_sent = 0
         """Bytes of the payloads of exchanges; their headers are not counted."""
@@ -451,9 +451,9 @@ class MeshGroup:
         self._links: dict[int, Link] = {}
         self._pending: list[Link] = []
         self._inbox = Inbox()
-        self._failure: tuple[tuple[int, ...], str] | None = ((), "no generation was formed")
+        self._failure: tuple[tuple[int, ...], str] | None = ((), "no formation was formed")
         self._abort = b""
-        """What tells the peers of this generation that it failed; empty while it has not, or if
+        """What tells the peers of this formation that it failed; empty while it has not, or if
         they know.
         """
         self._lost: set[int] = set()
@@ -463,19 +463,17 @@ class MeshGroup:
         self._poller.start()
 
     # ---- what a rank calls ----
-    def form(self, generation: int, members: Sequence[Member]) -> None:
-        """Start a generation. Raises PeerLost naming who is not reached within the deadline, and
+    def form(self, formation: int, members: Sequence[Member]) -> None:
+        """Start a formation. Raises PeerLost naming who is not reached within the deadline, and
         ValueError.
         """
         others = {member.rank: member for member in members if member.rank != self.rank}
         if self.rank not in {member.rank for member in members}:
-            raise ValueError(
-                f"rank {self.rank} is not among the members of generation {generation}."
-            )
-        if generation <= self.generation:
-            raise ValueError(f"generation {generation} is not newer than {self.generation}.")
+            raise ValueError(f"rank {self.rank} is not among the members of formation {formation}.")
+        if formation <= self.formation:
+            raise ValueError(f"formation {formation} is not newer than {self.formation}.")
         with self._poller.turn:
-            self._start_generation(generation, others)
+            self._start_formation(formation, others)
             deadline_s = time.monotonic() + self.deadline_s
             for rank, member in sorted(others.items()):
                 self._greet(rank, member)
@@ -491,7 +489,7 @@ class MeshGroup:
     def exchange(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
     ) -> MeshExchange:
-        """See Group. Raises PeerLost if the generation has failed already."""
+        """See Group. Raises PeerLost if the formation has failed already."""
         self._raise_failure()
         peers = self._peers
         if sends.keys() != set(peers) or (recvs is not None and recvs.keys() != set(peers)):
@@ -510,7 +508,7 @@ class MeshGroup:
         num_sent = 0
         for link in links[at:] + links[:at]:
             view = views[link.rank]
-            head = pack_header(DATA, self.generation, exchange.sequence, len(view))
+            head = pack_header(DATA, self.formation, exchange.sequence, len(view))
             self.bytes_sent += len(view)
             num_sent += link.send(head, view, exchange)
         with self._lock:
@@ -521,11 +519,11 @@ class MeshGroup:
         return exchange
 
     def abort(self) -> None:
-        """Fail this generation's exchanges, or its forming, now; the other members learn of it."""
+        """Fail this formation's exchanges, or its forming, now; the other members learn of it."""
         self._fail((), "aborted")
 
     def lost(self) -> tuple[int, ...]:
-        """Members whose connection ended in this generation."""
+        """Members whose connection ended in this formation."""
         with self._lock:
             return tuple(sorted(self._lost))
 
@@ -553,7 +551,7 @@ class MeshGroup:
                         self._poller.pump(min(left_s, POLL_S))
             if not exchange.is_done:
                 self._raise_failure()
-                raise PeerLost((), "the exchange is of an older generation")
+                raise PeerLost((), "the exchange is of an older formation")
         with self._lock:
             self._inbox.retire(exchange)
 
@@ -567,16 +565,16 @@ class MeshGroup:
 
     # ---- what links tell: mesh_link.Owner ----
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
-        """Where a payload goes: to its exchange, or nowhere if it is of an older generation."""
+        """Where a payload goes: to its exchange, or nowhere if it is of an older formation."""
         if not link.is_proven and frame.kind not in (CHALLENGE, HELLO):
             raise FrameError("it has not proven itself")
         if frame.kind != DATA:
             return memoryview(bytearray(frame.num_bytes))
         try:
             with self._lock:
-                if link.generation < frame.generation or frame.generation > self.generation:
-                    raise FrameError(f"data of generation {frame.generation} before its HELLO")
-                if frame.generation < self.generation or self._failure is not None:
+                if link.formation < frame.formation or frame.formation > self.formation:
+                    raise FrameError(f"data of formation {frame.formation} before its HELLO")
+                if frame.formation < self.formation or self._failure is not None:
                     return None
                 # Decided under the lock: whoever posts the exchange afterwards sees it, and lets
                 # the link go on.
@@ -585,7 +583,7 @@ class MeshGroup:
                     raise PauseLink
                 return self._inbox.place(link.rank, frame)
         except TooLargeError as error:
-            self._fail((), str(error), generation=frame.generation)
+            self._fail((), str(error), formation=frame.formation)
             return None
 
     def ended(self, link: Link, frame: Frame, payload: memoryview | None) -> None:
@@ -599,24 +597,24 @@ class MeshGroup:
             if is_hello_due:
                 self._say_hello(link)
         elif frame.kind == HELLO:
-            hello, claim, proof = unpack_hello(frame.generation, bytes(payload))
+            hello, claim, proof = unpack_hello(frame.formation, bytes(payload))
             if not link.handshake.is_proof(proof, claim):
                 raise FrameError("it does not hold this deployment's secret")
             link.is_proven = True
-            self._hello(link, frame.generation, hello)
+            self._hello(link, frame.formation, hello)
         elif frame.kind == ABORT:
             ranks, reason = unpack_abort(bytes(payload))
-            link.aborted = (frame.generation, ranks, f"rank {link.rank}: {reason}")
+            link.aborted = (frame.formation, ranks, f"rank {link.rank}: {reason}")
             self._heed_abort(link)
         else:
             try:
                 with self._lock:
-                    if frame.generation != self.generation or self._failure is not None:
+                    if frame.formation != self.formation or self._failure is not None:
                         return
                     self.bytes_received += frame.num_bytes
                     self._inbox.complete(link.rank, frame)
             except TooLargeError as error:
-                self._fail((), str(error), generation=frame.generation)
+                self._fail((), str(error), formation=frame.formation)
             self._poller.wake()
 
     def sent(self, exchange: MeshExchange) -> None:
@@ -641,21 +639,21 @@ class MeshGroup:
             is_news = is_member and link.rank not in self._lost
             if is_news:
                 self._lost.add(link.rank)
-            generation = self.generation
+            formation = self.formation
         if not link.is_proven and link.rank < 0:
             self.refusals.count(reason)
         if is_news:
-            self._fail((link.rank,), reason, generation=generation)
+            self._fail((link.rank,), reason, formation=formation)
             if self._on_lost is not None:
                 self._on_lost(link.rank)
 
     # ---- forming ----
-    def _start_generation(self, generation: int, others: Mapping[int, Member]) -> None:
-        """Drop all of the generation before, and the connections that are not wanted any more."""
+    def _start_formation(self, formation: int, others: Mapping[int, Member]) -> None:
+        """Drop all of the formation before, and the connections that are not wanted any more."""
         with self._lock:
             if self._is_closing:
                 raise PeerLost((), "closed")
-            self.generation, self._failure, self._abort = generation, None, b""
+            self.formation, self._failure, self._abort = formation, None, b""
             self._peers = tuple(sorted(others))
             self.members = tuple(sorted({self.rank, *others}))
             self._epochs = {rank: member.epoch for rank, member in others.items()}
@@ -668,14 +666,12 @@ class MeshGroup:
             ]
             for link in stale:
                 del self._links[link.rank]
-            late = [
-                link for link in self._pending if link.rank >= 0 and link.generation < generation
-            ]
+            late = [link for link in self._pending if link.rank >= 0 and link.formation < formation]
             self._pending = [link for link in self._pending if link not in late]
             for link in stale + late:
                 if not link.is_broken:
                     self._poller.doom(link)
-        # Only now: until the generation had changed, a frame of the one before could still begin.
+        # Only now: until the formation had changed, a frame of the one before could still begin.
         self._retire()
         self._poller.reap()
 
@@ -701,10 +697,8 @@ class MeshGroup:
                 self._say_hello(link)
         if link is not None:
             self._heed_abort(link)
-            if link.generation > self.generation:
-                self._fail(
-                    (), f"rank {rank} is in generation {link.generation} already", tell=False
-                )
+            if link.formation > self.formation:
+                self._fail((), f"rank {rank} is in formation {link.formation} already", tell=False)
 
     def _accepted(self, link: Link) -> None:
         with self._lock:
@@ -718,20 +712,20 @@ class MeshGroup:
 
     def _say_hello(self, link: Link) -> None:
         with self._lock:
-            generation = self.generation
+            formation = self.formation
             link.is_hello_due = not link.handshake.is_challenged
             if link.is_hello_due:
                 return
-        claim = hello_claim(generation, Hello(self.rank, self.epoch, link.rank, link.epoch))
-        link.send(pack_hello(generation, claim, link.handshake.proof(claim)))
+        claim = hello_claim(formation, Hello(self.rank, self.epoch, link.rank, link.epoch))
+        link.send(pack_hello(formation, claim, link.handshake.proof(claim)))
         with self._lock:
-            link.said_generation = max(link.said_generation, generation)
-            abort = self._abort if generation == self.generation else b""
+            link.said_formation = max(link.said_formation, formation)
+            abort = self._abort if formation == self.formation else b""
         if abort:
             link.send(abort)
 
-    def _hello(self, link: Link, generation: int, hello: Hello) -> None:
-        """A peer is in `generation`. Raises FrameError if it is not who it should be, or takes us
+    def _hello(self, link: Link, formation: int, hello: Hello) -> None:
+        """A peer is in `formation`. Raises FrameError if it is not who it should be, or takes us
         for another.
         """
         if (hello.to_rank, hello.to_epoch) != (self.rank, self.epoch):
@@ -743,22 +737,22 @@ class MeshGroup:
             raise FrameError(
                 f"rank {link.rank} ({link.epoch}) calls itself {hello.rank} ({hello.epoch})"
             )
-        if is_new and generation < self.generation:
-            raise FrameError(f"rank {hello.rank} is still in generation {generation}")
+        if is_new and formation < self.formation:
+            raise FrameError(f"rank {hello.rank} is still in formation {formation}")
         with self._lock:
             link.rank, link.epoch = hello.rank, hello.epoch
-            link.generation = max(link.generation, generation)
+            link.formation = max(link.formation, formation)
             is_expected = (
-                generation == self.generation and self._epochs.get(hello.rank) == hello.epoch
+                formation == self.formation and self._epochs.get(hello.rank) == hello.epoch
             )
-            ours = self.generation
-            is_ahead = generation > ours and self._links.get(hello.rank) is link
+            ours = self.formation
+            is_ahead = formation > ours and self._links.get(hello.rank) is link
         if is_ahead:  # It has given up ours.
             self._fail(
                 (),
-                f"rank {hello.rank} is in generation {generation} already",
+                f"rank {hello.rank} is in formation {formation} already",
                 tell=False,
-                generation=ours,
+                formation=ours,
             )
         elif is_new and is_expected:
             self._adopt(link)
@@ -778,13 +772,13 @@ class MeshGroup:
 
     def _is_ready(self, rank: int) -> bool:
         link = self._links.get(rank)
-        return link is not None and link.generation == self.generation
+        return link is not None and link.formation == self.formation
 
     # ---- failing ----
     def _heed_abort(self, link: Link) -> None:
-        generation, ranks, reason = link.aborted
-        if generation == self.generation and self._links.get(link.rank) is link:
-            self._fail(ranks, reason, tell=False, generation=generation)
+        formation, ranks, reason = link.aborted
+        if formation == self.formation and self._links.get(link.rank) is link:
+            self._fail(ranks, reason, tell=False, formation=formation)
 
     def _fail(
         self,
@@ -792,26 +786,25 @@ class MeshGroup:
         reason: str,
         *,
         tell: bool = True,
-        generation: int | None = None,
+        formation: int | None = None,
     ) -> None:
-        """End the generation, if it has not ended. The thread that waits raises PeerLost; the peers
+        """End the formation, if it has not ended. The thread that waits raises PeerLost; the peers
         are told.
 
-        `generation`: the one that the caller saw fail; another may have begun since, and goes on.
+        `formation`: the one that the caller saw fail; another may have begun since, and goes on.
         """
         with self._lock:
-            if self._failure is not None or generation not in (None, self.generation):
+            if self._failure is not None or formation not in (None, self.formation):
                 return
-            generation = self.generation
+            formation = self.formation
             self._failure = (ranks, reason)
-            self._abort = pack_abort(generation, ranks, reason) if tell else b""
+            self._abort = pack_abort(formation, ranks, reason) if tell else b""
             # To the others it goes behind their HELLO: who hears anything before it takes us for a
             # stranger.
             links = [
                 link
                 for rank in self._peers
-                if (link := self._links.get(rank)) is not None
-                and link.said_generation == generation
+                if (link := self._links.get(rank)) is not None and link.said_formation == formation
             ]
             abort = self._abort
         if abort:
@@ -826,7 +819,7 @@ class MeshGroup:
             raise PeerLost(*failure)
 
     def _retire(self) -> None:
-        """After it no buffer of this generation is read or written."""
+        """After it no buffer of this formation is read or written."""
         with self._lock:
             links = list(self._links.values())
         for link in links:

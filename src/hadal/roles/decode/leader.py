@@ -30,7 +30,6 @@ from hadal.core.config import DECODE
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     BLOCK_TOKENS,
-    Ahead,
     Audit,
     AuditRequest,
     Cancel,
@@ -38,6 +37,7 @@ from hadal.core.messages import (
     FrontUp,
     Key,
     KvLease,
+    PullEarly,
     Pulled,
     Resume,
     Stop,
@@ -140,7 +140,7 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
     """How a slot enters its rank's table: from the last token delivered, the first time
     prefill's.
     """
-    generation = table.seat(slot).generation
+    generation = table.occupant(slot).generation
     prompt, output = (
         generation.prompt if has_penalty(generation.sampling) else (),
         table.outputs.get(slot, ()),
@@ -169,13 +169,13 @@ def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
     return balance_of({KV: positions, REQUESTS: requests})
 
 
-# Requests on their way into a decode unit: who waits for a seat, and whose KV is being pulled.
+# Requests on their way into a decode unit: who waits for a slot, and whose KV is being pulled.
 #
 #     prefill    | chunk 1 | chunk 2 | chunk 3 = the rest, first token |
 #     hints           Ahead     Ahead            Decode
-#     here            seated, pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
+#     here            a slot,  pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
 #
-# A hint takes a seat only if nobody waits whose prompt is prefilled, and room for the whole prompt
+# A hint takes a slot only if nobody waits whose prompt is prefilled, and room for the whole prompt
 # is there; otherwise it is ignored. Its seat goes, without a word, when a request in decode needs
 # the blocks, when somebody prefilled waits, and when nothing was heard of it for a lease's time:
 # Decode then finds what it would have found without any hint. Blocks that a lease names are
@@ -207,9 +207,9 @@ class DecodeArrivals:
         self._lease_s = lease_s
         self._out = out
         self._is_full = False
-        """Not all who waited had a seat, when they were last looked at."""
+        """Not all who waited had a slot, when they were last looked at."""
         self._deadlines: dict[Key, float] = {}
-        """Of seats AHEAD, and of some that were; the earliest first."""
+        """Slots that are EARLY, and of some that were; the earliest first."""
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -217,17 +217,17 @@ class DecodeArrivals:
 
     # ---- what comes from the front ----
     def accept(self, decode: Decode) -> None:
-        """A request whose prompt is prefilled: it goes on in the seat that a hint took, or waits
+        """A request whose prompt is prefilled: it goes on in the slot that a hint took, or waits
         for one.
         """
         generation, lease = decode.generation, decode.lease
         key = (generation.request_id, generation.attempt)
         slot = self._slots.key_to_slot.get(key)
-        is_ahead = slot is not None and self._table.state[slot] == SlotState.AHEAD
+        is_early = slot is not None and self._table.state[slot] == SlotState.EARLY
         if (
             key in self.waiting
             or key in self._slots.moving.arriving
-            or (slot is not None and not is_ahead)
+            or (slot is not None and not is_early)
         ):
             return  # The same message twice.
         num_known = len(generation.prompt) + len(generation.output)
@@ -246,7 +246,7 @@ class DecodeArrivals:
             self._go_on(slot, decode)
             return
         elif (
-            len(self.waiting) >= self._num_waiting_max + self._num_seats_left
+            len(self.waiting) >= self._num_waiting_max + self._num_slots_left
             or not self._pools.num_living
         ):
             problem = QUEUE_FULL
@@ -257,11 +257,11 @@ class DecodeArrivals:
             self._let_go(slot)
         self._out.append(given_back(self._unit, key, problem))
 
-    def hint(self, now_s: float, ahead: Ahead) -> None:
-        """Some of a prompt is prefilled: take a seat for it if that harms nobody, and begin to
+    def hint(self, now_s: float, hint: PullEarly) -> None:
+        """Some of a prompt is prefilled: take a slot for it if that harms nobody, and begin to
         pull.
         """
-        generation, table = ahead.generation, self._table
+        generation, table = hint.generation, self._table
         key = (generation.request_id, generation.attempt)
         slot = self._slots.key_to_slot.get(key)
         if slot is None:
@@ -269,36 +269,36 @@ class DecodeArrivals:
                 self.waiting
                 or key in self._slots.moving.arriving
                 or self._slots.is_starved
-                or self._is_too_long(ahead)
+                or self._is_too_long(hint)
             ):
                 return
-            if not self._pools.num_living or not (seated := self._slots.seat([ahead])):
+            if not self._pools.num_living or not (placed := self._slots.occupant([hint])):
                 return
-            slot = seated[0]
-        elif table.state[slot] != SlotState.AHEAD:
+            slot = placed[0]
+        elif table.state[slot] != SlotState.EARLY:
             return  # Decode overtook it.
-        elif _num_full(ahead.lease) > _num_full(table.seat(slot).lease):
-            table.set_lease(slot, ahead.lease)
+        elif _num_full(hint.lease) > _num_full(table.occupant(slot).lease):
+            table.set_lease(slot, hint.lease)
         self._deadlines.pop(key, None)  # The newest is the last.
         self._deadlines[key] = now_s + self._lease_s
         self._pull(slot)
 
     @property
-    def _num_seats_left(self) -> int:
-        """Seats for those who come now: they are not queued, even where nobody may be. None while
+    def _num_slots_left(self) -> int:
+        """Slots for those who come now: they are not queued, even where nobody may be. None while
         others wait, for then blocks are short.
         """
         if self._is_full or self._slots.is_starved:
             return 0
         return self._slots.per_rank * self._pools.num_living - len(self._slots.key_to_slot)
 
-    def _is_too_long(self, message: Decode | Ahead) -> bool:
+    def _is_too_long(self, message: Decode | PullEarly) -> bool:
         generation = message.generation
         num_positions = len(generation.prompt) + generation.max_tokens - 1
         return blocks_for(num_positions) > self._table.num_blocks_max
 
     def cancel(self, key: Key) -> None:
-        """Nobody waits for it any more; its seat is its owner's affair."""
+        """Nobody waits for it any more; its slot is its owner's affair."""
         self.waiting.pop(key, None)
         self._deadlines.pop(key, None)
 
@@ -314,35 +314,35 @@ class DecodeArrivals:
         self.waiting.clear()
 
     def expire(self, now_s: float) -> None:
-        """Give up seats whose prompts were not heard of for too long."""
+        """Give up slots whose prompts were not heard of for too long."""
         while self._deadlines:
             key, deadline_s = next(iter(self._deadlines.items()))
             if deadline_s > now_s:
                 return
             del self._deadlines[key]
             slot = self._slots.key_to_slot.get(key)
-            if slot is not None and self._table.state[slot] == SlotState.AHEAD:
+            if slot is not None and self._table.state[slot] == SlotState.EARLY:
                 self._let_go(slot)
 
-    # ---- seats ----
-    def seat_waiting(self) -> None:
+    # ---- slots ----
+    def fill_slots(self) -> None:
         """Give slots and blocks to those who wait, nobody before one who came earlier, and start to
         pull their KV.
         """
-        self._seat_waiting()
+        self._fill_slots()
         self._is_full = bool(self.waiting)
 
-    def _seat_waiting(self) -> None:
+    def _fill_slots(self) -> None:
         while self.waiting:
-            # One whose earlier seat is still being written waits for that, and so do those behind
+            # One whose earlier slot is still being written waits for that, and so do those behind
             # it.
             ready = []
             for key, decode in self.waiting.items():
                 if key in self._slots.key_to_slot:
                     break
                 ready.append(decode)
-            for slot in self._slots.seat(ready):
-                self._go_on(slot, self.waiting.pop(self._table.seat(slot).key))
+            for slot in self._slots.occupant(ready):
+                self._go_on(slot, self.waiting.pop(self._table.occupant(slot).key))
             if not self.waiting or not ready or not self._make_room():
                 return
 
@@ -359,11 +359,11 @@ class DecodeArrivals:
             )
             if num_freed:
                 return True
-        seats = [slot for rank in self._pools.living for slot in slots.ahead_of(rank)]
-        if not seats or any(self._table.is_muted[slot] for slot in seats):
+        occupants = [slot for rank in self._pools.living for slot in slots.early_of(rank)]
+        if not occupants or any(self._table.is_muted[slot] for slot in occupants):
             # Nobody can be spared; or somebody goes already, as soon as the copy for him has ended.
             return False
-        latest = max(seats, key=lambda slot: self._table.seat(slot).arrival)
+        latest = max(occupants, key=lambda slot: self._table.occupant(slot).arrival)
         self._let_go(latest)
         return bool(self._table.state[latest] == SlotState.FREE)
 
@@ -372,11 +372,11 @@ class DecodeArrivals:
 
     # ---- pulls ----
     def _go_on(self, slot: int, decode: Decode) -> None:
-        """A seat's prompt is prefilled: pull what is not here yet."""
+        """A slot's prompt is prefilled: pull what is not here yet."""
         table = self._table
-        self._deadlines.pop(table.seat(slot).key, None)
+        self._deadlines.pop(table.occupant(slot).key, None)
         table.prefilled(slot, decode.generation, decode.lease)
-        self._slots.cache.seated(slot)
+        self._slots.cache.placed(slot)
         self._pull(slot)
 
     def _pull(self, slot: int) -> None:
@@ -384,20 +384,20 @@ class DecodeArrivals:
         table = self._table
         if table.num_pulling[slot]:
             return
-        seat, is_whole = table.seat(slot), table.state[slot] == SlotState.PULLING
-        lease, first = seat.lease, int(table.num_pulled[slot])
+        occupant, is_whole = table.occupant(slot), table.state[slot] == SlotState.PULLING
+        lease, first = occupant.lease, int(table.num_pulled[slot])
         end = len(lease.block_ids) if is_whole else _num_full(lease)
         if end > first:
             table.num_pulling[slot] = end - first
             num_tokens = min(lease.num_tokens, end * BLOCK_TOKENS) - first * BLOCK_TOKENS
             part = KvLease(
-                lease.source, lease.block_ids[first:end], lease.generations[first:end], num_tokens
+                lease.source, lease.block_ids[first:end], lease.versions[first:end], num_tokens
             )
             into = table.blocks_of(slot)[first:end]
-            self._out.append(Pull(*seat.key, part, into, slot // self._slots.per_rank))
+            self._out.append(Pull(*occupant.key, part, into, slot // self._slots.per_rank))
         elif is_whole:
             table.state[slot] = SlotState.READY
-            self._out.append(Send("front", Pulled(self._unit, *seat.key)))
+            self._out.append(Send("front", Pulled(self._unit, *occupant.key)))
 
     def pulled(self, pulled: KvPulled) -> None:
         """A copy from another unit ended."""
@@ -409,7 +409,7 @@ class DecodeArrivals:
         # Of a request that is prefilled, the copy of the rest is its last: the one before it only
         # had a part.
         is_last = table.state[slot] == SlotState.PULLING and num_blocks == len(
-            table.seat(slot).lease.block_ids
+            table.occupant(slot).lease.block_ids
         )
         table.num_pulling[slot] = 0
         if table.is_muted[slot] or table.is_preempted[slot]:
@@ -445,7 +445,7 @@ class DecodeLeader:
 
     `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
     rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
-    steps do not say it better. `lease_s`: how long a seat is kept for a prompt of which nothing is
+    steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
     heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk.
     """
 
@@ -523,7 +523,7 @@ class DecodeLeader:
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say that the unit is up."""
-        return [*self._reporter.up(), *self._beat(now_s)]
+        return [*self._reporter.up(), *self._heartbeat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
         """Take in what happened, in order, and return what to do, in order: one look at the unit
@@ -536,11 +536,11 @@ class DecodeLeader:
         self.slots.held.expire(now_s)
         self._plan()
         if not self.slots.is_starved:
-            self.arrivals.seat_waiting()
+            self.arrivals.fill_slots()
         self._out += self.slots.cache.stores.begin()
         # Before the plans and pulls of this event, which may write these blocks.
         self._out[:0] = self.blocks.take_freed()
-        self._out += self._beat(now_s)
+        self._out += self._heartbeat(now_s)
         return [*self._out]
 
     def _take(self, now_s: float, event: Event) -> None:
@@ -549,7 +549,7 @@ class DecodeLeader:
                 self._step_done(event)
             case Decode():
                 self.arrivals.accept(event)
-            case Ahead():
+            case PullEarly():
                 self.arrivals.hint(now_s, event)
             case KvPulled():
                 self._pulled(event)
@@ -583,8 +583,8 @@ class DecodeLeader:
                     f"{self._unit}: a decode leader cannot take {type(event).__name__}"
                 )
 
-    def _beat(self, now_s: float) -> list[Effect]:
-        return self._reporter.beat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
+    def _heartbeat(self, now_s: float) -> list[Effect]:
+        return self._reporter.heartbeat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
 
     # ---- what comes in ----
     def _pulled(self, pulled: KvPulled) -> None:
@@ -620,7 +620,7 @@ class DecodeLeader:
 
     def _resume(self, event: Resume) -> None:
         """Go on with what an earlier leader's requests left on the ranks."""
-        for generation in event.generations:
+        for generation in event.versions:
             if not self.slots.resume(generation):
                 key = (generation.request_id, generation.attempt)
                 self._out.append(given_back(self._unit, key, RANK_LOST))
@@ -736,7 +736,7 @@ class DecodeLeader:
     def _give_up(self, slot: int, error: str) -> None:
         """A computed slot's token is void: give its request back, and close it."""
         if not self.table.is_muted[slot]:
-            key = self.table.seat(slot).key
+            key = self.table.occupant(slot).key
             self._out.append(given_back(self._unit, key, void(error)))
         self.slots.end(np.array([slot]))
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from hadal.core.balance import AUTO, OFF, TURNS
 from hadal.core.cache import DISK_BLOCKS, NAME_BYTES
-from hadal.core.messages import BLOCK_TOKENS, Ahead, Decode, Generation, Key, KvLease, text_of
+from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, Key, KvLease, PullEarly, text_of
 from hadal.core.plans import Held, HeldKv
 from hadal.core.seams import Effect, Pull
 from hadal.kv.blocks import blocks_for
@@ -40,7 +40,7 @@ from hadal.policy.views import DecodeRanksView, HolderView
 from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools, held_by
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
-from hadal.roles.unit.disk_stores import StoreBook
+from hadal.roles.unit.disk_stores import DiskStores
 from hadal.roles.unit.unit import given_back
 
 # KV that a decode unit's ranks hold since another leader led them, until the front says which of
@@ -135,7 +135,7 @@ class DecodeCache:
     def __init__(
         self, table: DecodeTable, pools: RankPools, per_rank: int, fingerprint: str
     ) -> None:
-        self.stores = StoreBook(pools, holds=True)
+        self.stores = DiskStores(pools, holds=True)
         """Nobody else keeps a block when its request ends."""
         self.is_on = bool(fingerprint)
         self._root = root_of(fingerprint.encode())
@@ -147,12 +147,12 @@ class DecodeCache:
         return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if self.is_on else {}
 
     # ---- names ----
-    def seated(self, slot: int) -> None:
+    def placed(self, slot: int) -> None:
         """A request's prompt is prefilled: note the text that its next block begins with, and what
         it follows.
         """
-        table, seat = self._table, self._table.seat(slot)
-        generation, num_full = seat.generation, seat.lease.num_tokens // BLOCK_TOKENS
+        table, occupant = self._table, self._table.occupant(slot)
+        generation, num_full = occupant.generation, occupant.lease.num_tokens // BLOCK_TOKENS
         num_chained = num_full * NAME_BYTES
         # A text without a full block has an empty chain, too: for those, only the fingerprint says
         # what is cached.
@@ -195,7 +195,7 @@ class DecodeCache:
         if not full.any():
             return
         for slot, length in zip(slots[full].tolist(), lengths[full].tolist(), strict=True):
-            salt = table.seat(slot).generation.salt
+            salt = table.occupant(slot).generation.salt
             # As the chain's names would be: each begins with the one before it.
             name = table.names[slot] = extend(
                 table.names[slot], b"", table.tail[slot].tolist(), salt
@@ -304,7 +304,7 @@ class DecodeMoving:
         table, sources = self._table, []
         for move in moves:
             source = move.from_rank * self._per_rank + move.slot
-            key = table.seat(source).key
+            key = table.occupant(source).key
             num_blocks = blocks_for(int(table.length[source]) + _NUM_MORE)
             block_ids = self._pools[move.to_rank].allocate(num_blocks, key)
             assert block_ids is not None, "a move was chosen to where it does not fit"
@@ -332,8 +332,8 @@ class DecodeMoving:
                 continue
             num_tokens, rank = int(table.length[trip.source]), trip.source // self._per_rank
             block_ids = table.blocks_of(trip.source)[: blocks_for(num_tokens)]
-            generations = self._pools[rank].generations(block_ids)
-            trip.lease = KvLease(self._pools.names[rank], block_ids, generations, num_tokens)
+            versions = self._pools[rank].versions(block_ids)
+            trip.lease = KvLease(self._pools.names[rank], block_ids, versions, num_tokens)
             table.state[trip.target] = SlotState.FILLING
             into = table.blocks_of(trip.target)[: len(block_ids)]
             pulls.append(Pull(*trip.key, trip.lease, into, trip.target // self._per_rank))
@@ -399,7 +399,7 @@ class DecodeMoving:
 
     def lose_target(self, slot: int) -> None:
         """The rank of a RESERVED or FILLING slot is gone; no copy to it will end."""
-        key = self._table.seat(slot).key
+        key = self._table.occupant(slot).key
         trip = self._trips.get(self._key_to_slot.get(key, -1))
         del self.arriving[key]
         self._free(slot, key)
@@ -508,7 +508,7 @@ class DecodeSlots:
         self.cache = DecodeCache(self.table, pools, slots_per_rank, fingerprint)
         self.held = DecodeHeld(pools)
         self.is_starved = False
-        """The next plan waits for blocks: nobody is seated before it has them."""
+        """The next plan waits for blocks: nobody gets a slot before it has them."""
         self._pools = pools
         self._unit = unit
         self._out = out
@@ -526,7 +526,7 @@ class DecodeSlots:
         return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
 
     # ---- in ----
-    def seat(self, waiting: Sequence[Decode | Ahead]) -> list[int]:
+    def occupant(self, waiting: Sequence[Decode | PullEarly]) -> list[int]:
         """Give those who wait slots, and blocks of a rank for all their KV. Returns the slots, in
         their order; the others, behind the end of the list, have to wait on.
         """
@@ -539,7 +539,7 @@ class DecodeSlots:
             ranks = place_in_turn(view, arrivals, turn=self._num_arrivals, preempts=True)
         else:
             ranks = self._place(view, arrivals, preempts=True)
-        seated = []
+        placed = []
         for message, arrival, rank in zip(waiting, arrivals, ranks, strict=False):
             generation, lease = message.generation, message.lease
             key = (generation.request_id, generation.attempt)
@@ -550,8 +550,8 @@ class DecodeSlots:
             )
             self._num_arrivals += 1
             self.key_to_slot[key] = slot
-            seated.append(slot)
-        return seated
+            placed.append(slot)
+        return placed
 
     def resume(self, generation: Generation) -> bool:
         """Go on with an attempt whose KV a rank has held since another leader led it; False if it
@@ -572,7 +572,7 @@ class DecodeSlots:
         slot = self.table.resume(generation, kv, self._num_arrivals, self.of_rank(rank))
         self._num_arrivals += 1
         self.key_to_slot[key] = slot
-        self.cache.seated(slot)
+        self.cache.placed(slot)
         self.table.set_lease(slot, KvLease("", (), (), kv.num_pulled))
         return True
 
@@ -591,12 +591,12 @@ class DecodeSlots:
             num_requests_max=np.full(living.size, self.per_rank, np.int64),
         )
 
-    def _arrival(self, message: Decode | Ahead) -> Arrival:
+    def _arrival(self, message: Decode | PullEarly) -> Arrival:
         generation = message.generation
         num_known = len(generation.prompt) + len(generation.output)
         # All that is prefilled, which a Decode's last token is not yet, and the position that the
         # first step writes.
-        num_blocks = blocks_for(num_known + isinstance(message, Ahead))
+        num_blocks = blocks_for(num_known + isinstance(message, PullEarly))
         num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
         return Arrival(num_blocks, max(num_blocks, num_blocks_worst))
 
@@ -646,7 +646,7 @@ class DecodeSlots:
         return [
             slot
             for slot in np.flatnonzero(is_held).tolist()
-            if self.key_to_slot.get(table.seat(slot).key) == slot
+            if self.key_to_slot.get(table.occupant(slot).key) == slot
         ]
 
     def close(self, slot: int, done_step_id: int) -> None:
@@ -669,7 +669,7 @@ class DecodeSlots:
         """Free a slot and its blocks; a preempted request goes back to the front, every token of it
         delivered.
         """
-        key = self.table.seat(slot).key
+        key = self.table.occupant(slot).key
         if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
             self._out.append(given_back(self._unit, key, PREEMPTED))
         self._pools.free(slot // self.per_rank, self.table.blocks_of(slot), key)
@@ -683,8 +683,8 @@ class DecodeSlots:
             if self.table.state[slot] in ARRIVING:
                 self.moving.lose_target(slot)
                 continue
-            key = self.table.seat(slot).key
-            if not self.table.is_muted[slot] and self.table.state[slot] != SlotState.AHEAD:
+            key = self.table.occupant(slot).key
+            if not self.table.is_muted[slot] and self.table.state[slot] != SlotState.EARLY:
                 self._out.append(given_back(self._unit, key, RANK_LOST))
             self.table.is_muted[slot] = True
             self.moving.abandon(slot)
@@ -724,7 +724,9 @@ class DecodeSlots:
             return None
         grown = []
         for slot in needing.tolist():
-            block_ids = self._pools[slot // self.per_rank].allocate(1, self.table.seat(slot).key)
+            block_ids = self._pools[slot // self.per_rank].allocate(
+                1, self.table.occupant(slot).key
+            )
             assert block_ids is not None
             grown.append((slot, self.table.grow(slot, block_ids[0]), block_ids[0]))
         return grown
@@ -741,27 +743,27 @@ class DecodeSlots:
 
     def _make_room(self, rank: int, num_blocks: int, done_step_id: int) -> None:
         """Take from a rank, as far as so many blocks are not free, what costs no request its place:
-        blocks that wait to be written to disk, then seats of prompts that are still being
+        blocks that wait to be written to disk, then slots of prompts that are still being
         prefilled, the latest arrived first.
         """
         pool = self._pools[rank]
         self.cache.stores.give_up(rank, num_blocks - pool.num_free)
         num_coming = 0
-        for slot in self.ahead_of(rank):
+        for slot in self.early_of(rank):
             if pool.num_free + num_coming >= num_blocks:
                 return
             if self.table.num_pulling[slot]:
                 num_coming += len(self.table.block_ids[slot])
             self.close(slot, done_step_id)
 
-    def ahead_of(self, rank: int) -> list[int]:
-        """A rank's seats of prompts that are still being prefilled, the latest arrived first, those
+    def early_of(self, rank: int) -> list[int]:
+        """A rank's slots of prompts that are still being prefilled, the latest arrived first, those
         going included.
         """
         slots = rank * self.per_rank + np.flatnonzero(
-            self.table.state[self.of_rank(rank)] == SlotState.AHEAD
+            self.table.state[self.of_rank(rank)] == SlotState.EARLY
         )
-        return sorted(slots.tolist(), key=lambda slot: -self.table.seat(slot).arrival)
+        return sorted(slots.tolist(), key=lambda slot: -self.table.occupant(slot).arrival)
 
     def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
         """Let a rank's latest arrived go until enough blocks are free or will be, when what is in
@@ -784,8 +786,10 @@ class DecodeSlots:
             if is_closing or state in ARRIVING or self.moving.is_going(slot):
                 num_blocks_coming += len(table.block_ids[slot])
             else:
-                seat = table.seat(slot)
-                holders.append(HolderView(slot, seat.arrival, num_blocks, seat.generation.tenant))
+                occupant = table.occupant(slot)
+                holders.append(
+                    HolderView(slot, occupant.arrival, num_blocks, occupant.generation.tenant)
+                )
         for slot in choose_victims(holders, num_missing - num_blocks_coming):
             table.is_preempted[slot] = True
             self._let_go(slot, done_step_id)
@@ -804,11 +808,11 @@ class DecodeSlots:
             holders[slot // self.per_rank].append((key, table.block_ids[slot]))
         for rank, of_rank in enumerate(holders):
             problems += self._pools.check_owners(rank, of_rank)
-        seated = {
-            seat.key: slot
-            for slot, seat in enumerate(table.seats)
-            if seat is not None and table.state[slot] not in ARRIVING
+        placed = {
+            occupant.key: slot
+            for slot, occupant in enumerate(table.occupants)
+            if occupant is not None and table.state[slot] not in ARRIVING
         }
-        if seated != self.key_to_slot:
+        if placed != self.key_to_slot:
             problems.append("names and slots disagree")
         return problems

@@ -3,7 +3,7 @@ loop over requests.
 
     FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan
     done--> FREE
-       '-> AHEAD --Decode--^                ^ ^---- roll_back: the plans in flight are void ---'
+       '-> EARLY --Decode--^                ^ ^---- roll_back: the plans in flight are void ---'
        '------------ resume ----------------'
 
 A request that changes its rank has two slots for a while (roles/decode/slots):
@@ -14,7 +14,7 @@ A request that changes its rank has two slots for a while (roles/decode/slots):
 A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
 own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
 while two are in flight. A slot stays CLOSING, with its blocks, until the last plan that computes it
-is done: only then may somebody else write there. So does one that is FILLING, or AHEAD or PULLING
+is done: only then may somebody else write there. So does one that is FILLING, or EARLY or PULLING
 with a copy under way, until that has ended, whatever became of its request. Knows neither messages
 nor the allocator.
 """
@@ -55,7 +55,7 @@ class SlotState:
     """Holds room for a request that is MOVING; nothing is written there yet."""
     FILLING = 7
     """A copy of a MOVING request's KV is written there, or of one that needs it no more."""
-    AHEAD = 8
+    EARLY = 8
     """Holds room for a request whose prompt is still being prefilled, and the KV pulled so far."""
 
 
@@ -64,12 +64,12 @@ STATE_TO_NAME: dict[int, str] = {
 }
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
 """From another rank of the unit."""
-ENTERING = (SlotState.AHEAD, SlotState.PULLING)
+ENTERING = (SlotState.EARLY, SlotState.PULLING)
 """From another unit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Occupant:
     """What a slot's request is called and asked for; the numbers that change are in the arrays."""
 
     generation: Generation
@@ -117,7 +117,7 @@ class DecodeTable:
         self.last_token: Ints = np.zeros(num_slots, np.int64)
         """The last token delivered, with which a join begins."""
         self.num_pulled: Ints = np.zeros(num_slots, np.int64)
-        """Blocks of a request AHEAD or PULLING that are here."""
+        """Blocks of a request EARLY or PULLING that are here."""
         self.num_pulling: Ints = np.zeros(num_slots, np.int64)
         """Blocks that the copy under way adds to them; 0: no copy is under way."""
         self.tail: Ints = np.zeros((num_slots, BLOCK_TOKENS), np.int64)
@@ -130,7 +130,7 @@ class DecodeTable:
         """Of the last full block, or the root (kv/names), where it `is_named`."""
         self.outputs: dict[int, list[int]] = {}
         """slot -> all delivered tokens, where a penalty asks for them."""
-        self.seats: list[Seat | None] = [None] * num_slots
+        self.occupants: list[Occupant | None] = [None] * num_slots
 
     def slots_in(self, *states: int) -> Ints:
         if len(states) == 1:
@@ -145,11 +145,11 @@ class DecodeTable:
         block_ids: Sequence[int],
         among: slice = slice(None),
     ) -> int:
-        """Seat a request whose prompt is being prefilled. The caller made sure that a slot is free
+        """Give a slot to a request whose prompt is being prefilled. The caller made sure that a slot is free
         `among` these.
         """
         slot = self._free_slot(among)
-        self.state[slot] = SlotState.AHEAD
+        self.state[slot] = SlotState.EARLY
         self.is_muted[slot] = self.is_preempted[slot] = self.is_named[slot] = False
         self._set_blocks(slot, block_ids)
         self.last_step_id[slot] = self.left_step_id[slot] = -1
@@ -158,13 +158,13 @@ class DecodeTable:
             slot
         ] = 0
         self.ticket[slot] = 0
-        self.seats[slot] = Seat(generation, lease, arrival)
+        self.occupants[slot] = Occupant(generation, lease, arrival)
         return slot
 
     def set_lease(self, slot: int, lease: KvLease) -> None:
         """More of its prompt is prefilled."""
-        seat = self.seat(slot)
-        self.seats[slot] = Seat(seat.generation, lease, seat.arrival)
+        occupant = self.occupant(slot)
+        self.occupants[slot] = Occupant(occupant.generation, lease, occupant.arrival)
 
     def prefilled(self, slot: int, generation: Generation, lease: KvLease) -> None:
         """Its prompt is prefilled: `generation` has the first token, `lease` all KV before it."""
@@ -178,10 +178,10 @@ class DecodeTable:
         self.last_token[slot] = generation.output[-1]
         if has_penalty(generation.sampling):
             self.outputs[slot] = list(generation.output)
-        self.seats[slot] = Seat(generation, lease, self.seat(slot).arrival)
+        self.occupants[slot] = Occupant(generation, lease, self.occupant(slot).arrival)
 
     def resume(self, generation: Generation, kv: HeldKv, arrival: int, among: slice) -> int:
-        """Seat a request whose KV is in these blocks already, up to the last token of its output.
+        """Give a slot to a request whose KV is in these blocks already, up to the last token of its output.
         The caller made sure that a slot is free `among` these.
         """
         lease = KvLease("", (), (), len(generation.prompt) + len(generation.output) - 1)
@@ -206,7 +206,7 @@ class DecodeTable:
         self._set_blocks(slot, block_ids)
         self.last_step_id[slot] = -1
         self._copy_row(source, slot)
-        self.seats[slot] = self.seat(source)
+        self.occupants[slot] = self.occupant(source)
         return slot
 
     def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
@@ -217,8 +217,8 @@ class DecodeTable:
         self.names[target] = self.names[source]
         if source in self.outputs:
             self.outputs[target] = self.outputs.pop(source)
-        seat = self.seat(source)
-        self.seats[target] = Seat(seat.generation, lease, seat.arrival)
+        occupant = self.occupant(source)
+        self.occupants[target] = Occupant(occupant.generation, lease, occupant.arrival)
         self.state[target] = SlotState.READY
 
     def _copy_row(self, source: int, target: int) -> None:
@@ -250,12 +250,12 @@ class DecodeTable:
         self._set_blocks(slot, ())
         self.num_pulled[slot] = self.num_pulling[slot] = 0
         self.outputs.pop(slot, None)
-        self.seats[slot] = None
+        self.occupants[slot] = None
 
-    def seat(self, slot: int) -> Seat:
-        seat = self.seats[slot]
-        assert seat is not None, f"slot {slot} is empty"
-        return seat
+    def occupant(self, slot: int) -> Occupant:
+        occupant = self.occupants[slot]
+        assert occupant is not None, f"slot {slot} is empty"
+        return occupant
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         return tuple(self.block_ids[slot])
@@ -265,7 +265,7 @@ class DecodeTable:
         void: then it is not known whether the Runner saw it, and what it wrote lies behind what was
         pulled and is written again.
         """
-        return int(self.length[slot]) == self.seat(slot).lease.num_tokens
+        return int(self.length[slot]) == self.occupant(slot).lease.num_tokens
 
     def grow(self, slot: int, block_id: int) -> int:
         """Append a block and return its position in the slot's list."""
@@ -335,20 +335,20 @@ class DecodeTable:
         return closing[self.last_step_id[closing] <= done_step_id]
 
     def check(self) -> list[str]:
-        """Problems of the table by itself; empty when rows and seats agree."""
+        """Problems of the table by itself; empty when rows and occupants agree."""
         problems = []
         for slot in range(self.num_slots):
-            state, seat = int(self.state[slot]), self.seats[slot]
+            state, occupant = int(self.state[slot]), self.occupants[slot]
             blocks, length, name = (
                 len(self.block_ids[slot]),
                 int(self.length[slot]),
                 STATE_TO_NAME[state],
             )
-            if (state == SlotState.FREE) != (seat is None) or (state == SlotState.FREE) != (
+            if (state == SlotState.FREE) != (occupant is None) or (state == SlotState.FREE) != (
                 blocks == 0
             ):
                 problems.append(
-                    f"slot {slot} is {name} with {blocks} blocks and seat {seat and seat.key}"
+                    f"slot {slot} is {name} with {blocks} blocks and occupant {occupant and occupant.key}"
                 )
             if self.room[slot] != blocks * BLOCK_TOKENS:
                 problems.append(
@@ -368,9 +368,9 @@ class DecodeTable:
                 problems.append(f"slot {slot} is {name} for nobody")
             if state == SlotState.ACTIVE and not self.is_in_runner[slot]:
                 problems.append(f"slot {slot} is active and not in the Runner")
-            if state == SlotState.AHEAD or seat is None:
+            if state == SlotState.EARLY or occupant is None:
                 continue
-            if length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:
+            if length - int(self.output_index[slot]) != len(occupant.generation.prompt) - 1:
                 problems.append(
                     f"slot {slot}: position {length} and output index {self.output_index[slot]}"
                     " disagree"

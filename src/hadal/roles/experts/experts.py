@@ -6,7 +6,7 @@ at a time.
 
 First a new split of a layer's tokens is tried, which moves nothing, then a placement some moves
 away. What is installed counts as the unit's placement when all ranks did the step with its flip;
-until then, and whenever a rank fails to stage or the generation ends, the placement before it stays
+until then, and whenever a rank fails to stage or the formation ends, the placement before it stays
 in force. Nothing is planned unless every rank is there.
 
 Sans-IO: knows no wire and no requests. Its owner (roles/ranks) says what happened and sends what it
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Load, Trace
+from hadal.core.messages import Trace, UnitReport
 from hadal.core.placement import EMPTY, Placement, parts_of
 from hadal.core.plans import FLIP, LayerFlip, Source, Staged, StagePlan, StepDone, StepPlan
 from hadal.policy.experts.balance import Cluster, balance, rank_loads
 from hadal.policy.experts.increment import split_loads
 from hadal.roles.experts.gain import ExpertTerms, fractions, heaviest, pays, sure_gain
-from hadal.roles.ranks.book import Routine
+from hadal.roles.ranks.membership import Routine
 
 # What a unit's experts were lately asked for, and how evenly that fell on its ranks. From counts
 # alone.
@@ -54,7 +54,7 @@ remembered.
 """
 
 
-class LoadWindow:
+class CountsWindow:
     """The last `num_intervals` intervals; one weighs half of what one weighs that is `half_life`
     intervals younger.
     """
@@ -149,9 +149,9 @@ def _objectives(mean_L: Floats, heaviest_L: Floats) -> dict[str, float]:
 #
 #     STAGING --all staged--> READY --next plans--> FLIPPING --step done by all--> gone, adopted
 #        |        (a new split only begins here)
-#        +-- error, deadline, a new generation: gone, the old placement stays
+#        +-- error, deadline, a new formation: gone, the old placement stays
 #
-# Knows no loads and no reasons; its owner drops it when the generation ends.
+# Knows no loads and no reasons; its owner drops it when the formation ends.
 
 
 Address = tuple[str, int]
@@ -176,7 +176,7 @@ class Installation:
 
     layer: int
     stage_id: int
-    generation: int
+    formation: int
     slots_RS: NDArray[np.int16]
     weights_RS: NDArray[np.uint8] | None
     num_moved: int
@@ -206,7 +206,7 @@ class Installation:
             self.move("staged")
         return {
             rank: StagePlan(
-                self.generation,
+                self.formation,
                 self.stage_id,
                 self.layer,
                 tuple(self.slots_RS[rank].tolist()),
@@ -217,8 +217,8 @@ class Installation:
 
     def expects(self, rank: int, staged: Staged) -> bool:
         """Whether it is the answer of a rank that is waited for."""
-        about = (staged.generation, staged.stage_id, staged.layer)
-        return rank in self.waiting and about == (self.generation, self.stage_id, self.layer)
+        about = (staged.formation, staged.stage_id, staged.layer)
+        return rank in self.waiting and about == (self.formation, self.stage_id, self.layer)
 
     def staged(self, rank: int) -> None:
         """A rank can flip."""
@@ -335,7 +335,7 @@ class ExpertBalancer:
         self.num_abandoned = 0
         """Installations that came to nothing."""
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
-        self.window = LoadWindow(
+        self.window = CountsWindow(
             placement.num_layers,
             placement.num_experts,
             self.terms.num_intervals,
@@ -345,9 +345,9 @@ class ExpertBalancer:
         self._nodes = nodes
         self._num_groups = num_groups
         self._is_planning = is_planning
-        self._generation = 0
+        self._formation = 0
         self._addresses: dict[int, Address] = {}
-        """Of the ranks of a generation that runs; empty otherwise."""
+        """Of the ranks of a formation that runs; empty otherwise."""
         self._issued = placement
         """With the flip that is in flight."""
         self._fractions_LRS = fractions(placement)
@@ -379,24 +379,22 @@ class ExpertBalancer:
         self._replica_s = self.terms.replica_s
         self._pause_s = self.terms.pause_s
 
-    # ---- generations ----
-    def began(
-        self, generation: int, placement: Placement, addresses: Mapping[int, Address]
-    ) -> None:
-        """A generation runs, with this placement and these ranks. What was under way in the one
+    # ---- formations ----
+    def began(self, formation: int, placement: Placement, addresses: Mapping[int, Address]) -> None:
+        """A formation runs, with this placement and these ranks. What was under way in the one
         before is void.
         """
         self.ended()
-        self._generation = generation
+        self._formation = formation
         self._adopt(placement)
         self._addresses = dict(addresses)
 
     def ended(self) -> None:
-        """The generation is over: ranks have dropped what they had staged, and no step in flight
+        """The formation is over: ranks have dropped what they had staged, and no step in flight
         will be done.
         """
         if self.installing is not None:
-            self._drop("the generation is over")
+            self._drop("the formation is over")
         self._addresses = {}
         self._counted.clear()
         self._num_uncounted = 0
@@ -551,7 +549,7 @@ class ExpertBalancer:
         self.installing = Installation(
             layer,
             self._stage_id,
-            self._generation,
+            self._formation,
             slots_RS,
             weights_RS,
             sum(num_new),
@@ -624,7 +622,7 @@ class ExpertBalancer:
 
     # ---- staging ----
     def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
-        """A rank of this generation answers. False: to something that is not asked any more."""
+        """A rank of this formation answers. False: to something that is not asked any more."""
         install = self.installing
         if install is None or not install.expects(rank, staged):
             return False
@@ -670,7 +668,7 @@ class ExpertBalancer:
         self.num_abandoned += 1
 
     # ---- what is seen of it ----
-    def seen(self, load: Load) -> Load:
+    def seen(self, load: UnitReport) -> UnitReport:
         """The unit's load with what is known here."""
         return msgspec.structs.replace(
             load,
@@ -704,10 +702,10 @@ class ExpertBalancer:
             problems.append("experts: ranks were told of a flip that is not in flight")
         if install is None:
             return problems
-        if install.generation != self._generation or not self._addresses:
+        if install.formation != self._formation or not self._addresses:
             problems.append(
-                f"experts: layer {install.layer} is {install.state} for generation"
-                f" {install.generation}"
+                f"experts: layer {install.layer} is {install.state} for formation"
+                f" {install.formation}"
             )
         if bool(install.waiting) != (install.state is InstallState.STAGING):
             problems.append(
@@ -716,7 +714,7 @@ class ExpertBalancer:
             )
         if not install.waiting <= self._addresses.keys():
             problems.append(
-                f"experts: strangers stage layer {install.layer}: {sorted(install.waiting)}"
+                f"experts: ranks that are no members stage layer {install.layer}: {sorted(install.waiting)}"
             )
         return problems
 

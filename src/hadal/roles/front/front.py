@@ -23,7 +23,6 @@ from hadal.core.errors import InvariantError
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
 from hadal.core.messages import (
     SUPERVISOR,
-    Ahead,
     Cached,
     Cancel,
     Decode,
@@ -32,10 +31,10 @@ from hadal.core.messages import (
     FrontUp,
     Generation,
     LeaderDown,
-    Load,
     Prefill,
-    PrefillAhead,
     PrefillDone,
+    PrefilledEarly,
+    PullEarly,
     Pulled,
     Release,
     Resume,
@@ -48,6 +47,7 @@ from hadal.core.messages import (
     Totals,
     TurnedAway,
     UnitDown,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.plans import NO_TOKEN
@@ -56,21 +56,21 @@ from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.core.wire import AnyMessage
 from hadal.policy.admission import Refusal, admit, refuse_lengths
 from hadal.policy.views import AdmissionView
-from hadal.roles.front.requests import FrontNames, Ints, Record, RequestBook
-from hadal.roles.front.units import Handover, Rooms, Unit, UnitBook
+from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
+from hadal.roles.front.units import FrontUnits, Handover, RequestRouting, Unit
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
 from hadal.roles.unit.unit import RateMeter
 
-# When the front wants to be woken: for its next beat, or earlier for a request whose back-off
+# When the front wants to be woken: for its next heartbeat, or earlier for a request whose back-off
 # ends.
 
 
 class Alarm:
     """One timer. To be woken too early does no harm."""
 
-    def __init__(self, beat_s: float) -> None:
-        self._period_s = beat_s
-        self._beat_s = -math.inf
+    def __init__(self, heartbeat_s: float) -> None:
+        self._period_s = heartbeat_s
+        self._heartbeat_s = -math.inf
         self._wake_s = math.inf
         """What was asked for last."""
         self._retry_s = math.inf
@@ -84,11 +84,11 @@ class Alarm:
         """What to ask for after an event; nothing where it stands already. `next_retry_s`: the end
         of the next back-off after a time.
         """
-        if self._beat_s <= now_s:
-            self._beat_s = now_s + self._period_s
+        if self._heartbeat_s <= now_s:
+            self._heartbeat_s = now_s + self._period_s
         if self._retry_s <= now_s:
             self._retry_s = next_retry_s(now_s)
-        wake_s = min(self._beat_s, self._retry_s)
+        wake_s = min(self._heartbeat_s, self._retry_s)
         if self._wake_s > now_s and wake_s >= self._wake_s:
             return []
         self._wake_s = wake_s
@@ -104,25 +104,25 @@ class Alarm:
 
 
 class FrontFleet:
-    """Marks units in the book as draining. `beat_s`: between two reports; 0: there is no fleet to
+    """Marks units as draining. `heartbeat_s`: between two reports; 0: there is no fleet to
     report to.
     """
 
     def __init__(
         self,
-        requests: RequestBook,
-        units: UnitBook,
+        requests: FrontRequests,
+        units: FrontUnits,
         handover: Handover,
         totals: Totals,
         epoch: str,
-        beat_s: float,
+        heartbeat_s: float,
     ) -> None:
         self._requests = requests
         self._units = units
         self._handover = handover
         self._totals = totals
         self._epoch = epoch
-        self._beat_s = beat_s
+        self._heartbeat_s = heartbeat_s
         self._said_s = -math.inf
 
     def handle(self, now_s: float, message: DrainUnit | KeepUnit) -> list[Send]:
@@ -156,7 +156,7 @@ class FrontFleet:
 
     def report(self, now_s: float) -> list[Send]:
         """What the fleet is told, if that is due."""
-        if not self._beat_s or now_s - self._said_s < self._beat_s:
+        if not self._heartbeat_s or now_s - self._said_s < self._heartbeat_s:
             return []
         self._said_s = now_s
         return [Send(SUPERVISOR, self.demand())]
@@ -217,7 +217,7 @@ def _tokens_per_s_max(unit: Unit) -> float:
 # What comes of a decode unit's tokens: counted for the unit as a whole, told one by one to those
 # who read them.
 #
-# Without text only the last token of a request is told, and none is kept. Changes the books of
+# Without text only the last token of a request is told, and none is kept. Changes the tables of
 # requests and units; ending a request is the front's own affair.
 
 
@@ -231,17 +231,17 @@ class Came:
     """Requests that drew their last token; their decode unit holds nothing of them."""
     gaps: tuple[Record, ...]
     """Requests of which a token is missing."""
-    strangers: tuple[int, ...]
+    unknown: tuple[int, ...]
     """Tickets of attempts that nobody waits for."""
 
 
 class FrontTokens:
-    """`epoch`: the front's; tickets of another one are strangers here."""
+    """`epoch`: the front's; tickets of another one are unknown here."""
 
     def __init__(
         self,
-        requests: RequestBook,
-        units: UnitBook,
+        requests: FrontRequests,
+        units: FrontUnits,
         totals: Totals,
         *,
         epoch: str,
@@ -273,7 +273,7 @@ class FrontTokens:
             self._units.left_decode(message.unit, record.num_blocks)
             record.decode_unit = None
             ended.append((record, token))
-        return Came(tuple(delivers), tuple(ended), taken.gaps, taken.strangers)
+        return Came(tuple(delivers), tuple(ended), taken.gaps, taken.unknown)
 
     def _rows(self, message: Tokens, good: Ints) -> Iterator[tuple[Record, Token]]:
         row_to_finish = dict(message.finishes)
@@ -330,20 +330,20 @@ class Front:
         keeps_text: bool = True,
     ) -> None:
         self._keeps_text = keeps_text
-        self.requests = RequestBook()
-        self.units = UnitBook(config.unit_timeout_s, config.heartbeat_s)
+        self.requests = FrontRequests()
+        self.units = FrontUnits(config.unit_timeout_s, config.heartbeat_s)
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
-        self.rooms = Rooms(self.requests, self.units, config.limits, max_context)
+        self.routing = RequestRouting(self.requests, self.units, config.limits, max_context)
         self.tokens = FrontTokens(
             self.requests, self.units, self.totals, epoch=epoch, keeps_text=keeps_text
         )
         self.handover = Handover(
-            self.units, self.rooms.decode_unit, is_early=config.early_pull == AUTO
+            self.units, self.routing.decode_unit, is_early=config.early_pull == AUTO
         )
-        beat_s = config.heartbeat_s if config.fleet.is_on else 0.0
+        heartbeat_s = config.heartbeat_s if config.fleet.is_on else 0.0
         self.fleet = FrontFleet(
-            self.requests, self.units, self.handover, self.totals, epoch, beat_s
+            self.requests, self.units, self.handover, self.totals, epoch, heartbeat_s
         )
         self.is_draining = False
         self._config = config
@@ -384,7 +384,7 @@ class Front:
         match event:
             case Tokens():
                 self._tokens(now_s, event)
-            case Load():
+            case UnitReport():
                 self._load(now_s, event)
             case Cached():
                 self.units.cached(event)
@@ -392,8 +392,8 @@ class Front:
                 self._submit(now_s, generation)
             case TurnedAway(num_generations, num_tokens):
                 self._turned_away(num_generations, num_tokens)
-            case PrefillAhead():
-                self._prefill_ahead(event)
+            case PrefilledEarly():
+                self._prefilled_early(event)
             case PrefillDone():
                 self._prefill_done(now_s, event)
             case Pulled(unit, request_id, attempt):
@@ -436,7 +436,7 @@ class Front:
             return
         # Asked only where it matters: with a queue that may hold nobody.
         may_hold_none = self._config.limits.max_queued == self.requests.num_queued == 0
-        is_placeable = may_hold_none and self.rooms.has_room(generation)
+        is_placeable = may_hold_none and self.routing.has_room(generation)
         # One that is no first attempt was let in by the front before this one, in whose place it
         # still is.
         refusal = (
@@ -460,7 +460,7 @@ class Front:
         begun and all given up.
         """
         return self._admit(
-            now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.rooms.num_free()
+            now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.routing.num_free()
         )
 
     def _turned_away(self, num_generations: int, num_tokens: int) -> None:
@@ -502,11 +502,11 @@ class Front:
         them.
         """
         while (record := self.requests.next_queued(now_s)) is not None:
-            if (error := self.rooms.fit(record)) is not None:
+            if (error := self.routing.fit(record)) is not None:
                 self._fail(record, error, 400)
                 continue
             record.generation = self.names.named(record.generation, record.output)
-            room = self.rooms.prefill_unit(record)
+            room = self.routing.prefill_unit(record)
             if room is None:
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Transition.PLACE)
@@ -520,14 +520,14 @@ class Front:
         output = tuple(record.output) if self._keeps_text else range(record.num_output)
         return msgspec.structs.replace(record.generation, output=output, attempt=record.attempt)
 
-    def _prefill_ahead(self, hint: PrefillAhead) -> None:
+    def _prefilled_early(self, hint: PrefilledEarly) -> None:
         record = self._record(hint.request_id, hint.attempt)
         if (
             record is not None
             and self.handover.is_wanted(record, hint)
             and (unit := self.handover.unit_for(record))
         ):
-            self._send(unit, Ahead(self._current(record), hint.lease))
+            self._send(unit, PullEarly(self._current(record), hint.lease))
 
     def _prefill_done(self, now_s: float, done: PrefillDone) -> None:
         token = done.token
@@ -562,7 +562,7 @@ class Front:
             self._let_go(record)
             self._retry(now_s, record, "no decode unit", is_counted=False, delay_s=BACKOFF_S)
             return
-        ticket = self.requests.running.seat(record)
+        ticket = self.requests.running.enter(record)
         generation = msgspec.structs.replace(self._current(record), ticket=ticket)
         self._send(unit, Decode(generation, done.lease))
 
@@ -599,8 +599,8 @@ class Front:
         for record in came.gaps:
             self._let_go(record)
             self._retry(now_s, record, f"{message.unit} left out a token after {record.num_output}")
-        if came.strangers:
-            self._send(message.unit, Stop(came.strangers))
+        if came.unknown:
+            self._send(message.unit, Stop(came.unknown))
 
     def _finish(
         self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0
@@ -698,7 +698,7 @@ class Front:
         )
 
     # ---- units come and go ----
-    def _load(self, now_s: float, load: Load) -> None:
+    def _load(self, now_s: float, load: UnitReport) -> None:
         unit = self.units.by_name.get(load.unit)
         if unit is None or unit.epoch != load.epoch:
             # It speaks, but did not say that it is up; or an old process's last words arrive late.
@@ -813,7 +813,7 @@ class Front:
         )
 
     def check(self) -> list[str]:
-        """Problems of the books; empty when requests, units and sums agree."""
+        """Problems of the front's tables; empty when requests, units and sums agree."""
         return self.requests.check() + self.units.check(list(self.requests.placed()))
 
 

@@ -47,7 +47,7 @@ class Record:
     output: list[int]
     """Its tokens so far; empty where the front keeps no text."""
     num_output: int = 0
-    """Tokens so far. While it is seated (roles/front/requests), this and `num_blocks` are counted
+    """Tokens so far. While it runs, this and `num_blocks` are counted
     there.
     """
     state: State = State.QUEUED
@@ -56,7 +56,7 @@ class Record:
     decode_unit: str | None = None
     last_units: tuple[str, str] = ("", "")
     """Prefill and decode units of the attempt that was placed last; empty: none."""
-    ahead: tuple[int, int] = (-1, 0)
+    early: tuple[int, int] = (-1, 0)
     """The attempt whose KV its decode unit was told to pull early, and tokens of it."""
     num_cached: int = 0
     """Positions that its prefill unit was taken to have when it was sent there."""
@@ -67,7 +67,7 @@ class Record:
     num_blocks: int = 0
     """Counted against decode while it is placed: its tokens and the one that comes."""
     row: int = -1
-    """Where it is seated; negative: nowhere."""
+    """Its row among those that run; negative: nowhere."""
 
     @property
     def request_id(self) -> str:
@@ -94,10 +94,10 @@ class Record:
 # Requests that decode units work on, as arrays: a step's tokens of a whole unit are counted in a
 # few operations.
 #
-#     Decode is sent: seat -> a ticket | Tokens: take ... take | it ends, is lost or given up: leave
+#     Decode is sent: enter -> a ticket | Tokens: take ... take | it ends, is lost or given up: leave
 #
 # A ticket names an attempt by the row that it has here and is never given out twice, nor by another
-# front, so what comes late of an attempt that has left finds nothing. While it is seated, what
+# front, so what comes late of an attempt that has left finds nothing. While it runs, what
 # grows with every token is here and not in its record. Knows no messages but Tokens.
 
 
@@ -121,14 +121,14 @@ class Taken:
     """Its rows that are the next token of their attempt, in order: counted."""
     gaps: tuple[Record, ...]
     """Attempts of which a token is missing."""
-    strangers: tuple[int, ...]
+    unknown: tuple[int, ...]
     """Tickets of attempts that have left, or are another unit's, and go on there."""
     num_blocks: int
     """That the requests of the unit grew by."""
 
 
 class Running:
-    """Rows of the seated. Grows by itself, up to MAX_ROWS at once."""
+    """Rows of those that run. Grows by itself, up to MAX_ROWS at once."""
 
     def __init__(self, num_rows: int = 32) -> None:
         self._free: list[int] = []
@@ -165,12 +165,12 @@ class Running:
         for name in ("_ticket", "_unit", "_num_prompt", "_num_output", "_num_blocks", "_is_pulled"):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
 
-    def seat(self, record: Record) -> int:
+    def enter(self, record: Record) -> int:
         """Its tokens come from `record.decode_unit` from now on; returns the ticket to know them
         by.
         """
         if record.row >= 0 or record.decode_unit is None:
-            raise InvariantError(f"{record.request_id} cannot be seated.")
+            raise InvariantError(f"{record.request_id} cannot enter.")
         if not self._free:
             self._grow(len(self._records))
         row = record.row = self._free.pop()
@@ -192,7 +192,7 @@ class Running:
         self._is_pulled[record.row] = True
 
     def sync(self, record: Record) -> None:
-        """Bring a record up to date, if it is seated."""
+        """Bring a record up to date, if it runs."""
         if record.row >= 0:
             record.num_output = int(self._num_output[record.row])
             record.num_blocks = int(self._num_blocks[record.row])
@@ -208,7 +208,7 @@ class Running:
         record.row = _NOBODY
 
     def ticket_of(self, record: Record) -> int:
-        """The ticket of one that is seated."""
+        """The ticket of one that runs."""
         return int(self._ticket[record.row])
 
     def record_of(self, ticket: int) -> Record:
@@ -241,20 +241,20 @@ class Running:
         full = (self._num_prompt[counted] + self._num_output[counted]) % BLOCK_TOKENS == 0
         self._num_blocks[counted] += full
         gaps: list[Record] = []
-        strangers: list[int] = []
+        unknown: list[int] = []
         if good.size < tickets.size:
             ending = {row for row, _ in message.finishes}
             gaps = [
                 self.record_of(int(tickets[at]))
                 for at in np.flatnonzero(known & (ahead > 0)).tolist()
             ]
-            strangers = [
+            unknown = [
                 int(tickets[at]) for at in np.flatnonzero(~known).tolist() if at not in ending
             ]
-        return Taken(good, tuple(gaps), tuple(strangers), int(np.count_nonzero(full)))
+        return Taken(good, tuple(gaps), tuple(unknown), int(np.count_nonzero(full)))
 
     def _rows(self, unit: str, tickets: Ints) -> tuple[Ints, Bools]:
-        """The rows that tickets name, and whether these attempts are seated there now, on this
+        """The rows that tickets name, and whether these attempts run there now, on this
         unit.
         """
         rows = tickets & (MAX_ROWS - 1)
@@ -291,7 +291,7 @@ PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
 
 
 @dataclass(slots=True)
-class RequestBook:
+class FrontRequests:
     """Requests by id, in the order of arrival, with the queue and the sums the policies need."""
 
     by_id: dict[str, Record] = field(default_factory=dict)
@@ -453,7 +453,7 @@ class RequestBook:
         return (record for record in self.by_id.values() if record.state in PLACED)
 
     def check(self) -> list[str]:
-        """Problems of the book; empty when states, owners, queue and sums agree."""
+        """Problems of the requests; empty when states, owners, queue and sums agree."""
         problems = self.running.check()
         for record in self.by_id.values():
             self.running.sync(record)

@@ -17,14 +17,14 @@ import msgspec
 
 from hadal.core.cache import NAME_BYTES
 from hadal.core.config import DECODE, PREFILL, ROLES, LimitsConfig
-from hadal.core.messages import BLOCK_TOKENS, Cached, Generation, Load, PrefillAhead, UnitUp
+from hadal.core.messages import BLOCK_TOKENS, Cached, Generation, PrefilledEarly, UnitReport, UnitUp
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.admission import may_prefill, num_placed_max, shared_slots
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit, usable_blocks
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
-from hadal.roles.front.requests import Record, RequestBook
+from hadal.roles.front.requests import FrontRequests, Record
 from hadal.roles.suspects import Absence, Suspects
 
 # What the front knows of the units' caches: which blocks each can take out of its memory, by name.
@@ -157,7 +157,7 @@ class Unit:
     """Prefill: (token, position it attends to) pairs of those."""
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
-    load: Load | None = None
+    load: UnitReport | None = None
     prefill_view: PrefillUnitView | None = None
     decode_view: DecodeUnitView | None = None
     """As the policies saw it last, unless something changed since."""
@@ -235,16 +235,16 @@ def _prefill_view(unit: Unit) -> PrefillUnitView:
     )
 
 
-class UnitBook:
+class FrontUnits:
     """Units by name; one that is down is not in it."""
 
-    def __init__(self, unit_timeout_s: float, beat_s: float) -> None:
-        """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `beat_s`:
+    def __init__(self, unit_timeout_s: float, heartbeat_s: float) -> None:
+        """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `heartbeat_s`:
         from one call of the front to the next, at most.
         """
         self.by_name: dict[str, Unit] = {}
         self.suspects = Suspects(unit_timeout_s)
-        self._absence = Absence(beat_s)
+        self._absence = Absence(heartbeat_s)
         self.cache = FrontCache()
         self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
 
@@ -295,7 +295,7 @@ class UnitBook:
             if unit.orphan_by_s is not None and unit.orphan_by_s <= now_s
         ]
 
-    def heard(self, unit: Unit, load: Load, now_s: float) -> None:
+    def heard(self, unit: Unit, load: UnitReport, now_s: float) -> None:
         """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
         unit.seen_s = now_s
         unit.changed()
@@ -308,7 +308,7 @@ class UnitBook:
         if message.unit in self.by_name:
             self.cache.heard(message, self.by_name[message.unit].num_blocks)
 
-    def loads(self) -> dict[str, Load]:
+    def loads(self) -> dict[str, UnitReport]:
         """By unit, of those that have reported."""
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
@@ -489,9 +489,9 @@ class UnitBook:
         )
 
 
-# Where a request of the front may go: its books put before the policies, one request at a time.
+# Where a request of the front may go: its tables put before the policies, one request at a time.
 #
-# Looks, and changes neither book. The front applies what comes of it.
+# Looks, and changes neither table. The front applies what comes of it.
 
 
 # The front's part of the hand-over: which decode unit a prompt's KV goes to, and from when on.
@@ -514,7 +514,7 @@ class Handover:
     """Changes `decode_unit` of the records it is asked about, and the counts in `units` with it."""
 
     def __init__(
-        self, units: UnitBook, choose: Callable[[Record], str | None], *, is_early: bool
+        self, units: FrontUnits, choose: Callable[[Record], str | None], *, is_early: bool
     ) -> None:
         """`choose` says which decode unit would be best for a request now; None if it fits into
         none.
@@ -523,7 +523,7 @@ class Handover:
         self._choose = choose
         self._is_early = is_early
 
-    def is_wanted(self, record: Record, hint: PrefillAhead) -> bool:
+    def is_wanted(self, record: Record, hint: PrefilledEarly) -> bool:
         """Whether to pass a hint on: not if it is late, was there before, has little news, or if no
         decode follows.
         """
@@ -533,12 +533,12 @@ class Handover:
             or record.prefill_unit != hint.unit
         ):
             return False
-        attempt, num_tokens = record.ahead
+        attempt, num_tokens = record.early
         num_more = hint.lease.num_tokens - (num_tokens if attempt == record.attempt else 0)
         is_last = record.num_output + 1 >= record.generation.max_tokens
         if is_last or num_more * STEP_SHARE < record.num_tokens:
             return False
-        record.ahead = (record.attempt, hint.lease.num_tokens)
+        record.early = (record.attempt, hint.lease.num_tokens)
         return True
 
     def unit_for(self, record: Record) -> str | None:
@@ -565,16 +565,16 @@ class Handover:
         ):
             return False
         self._units.left_decode(unit, record.num_blocks)
-        record.decode_unit, record.ahead = None, (-1, 0)
+        record.decode_unit, record.early = None, (-1, 0)
         return True
 
 
 @dataclass(frozen=True)
-class Rooms:
-    """The books that are looked into, and the limits beside them."""
+class RequestRouting:
+    """The tables that are looked into, and the limits beside them."""
 
-    requests: RequestBook
-    units: UnitBook
+    requests: FrontRequests
+    units: FrontUnits
     limits: LimitsConfig
     max_context: int
 

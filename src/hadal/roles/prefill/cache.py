@@ -25,16 +25,16 @@ from hadal.core import cache
 from hadal.core.balance import AUTO
 from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, Cached, KvLease, PrefillAhead
-from hadal.core.plans import BlocksLoaded
+from hadal.core.messages import BLOCK_TOKENS, Cached, KvLease, PrefilledEarly
+from hadal.core.plans import BlocksRead
 from hadal.core.rates import StepRates
-from hadal.core.seams import Effect, LoadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.core.seams import Effect, ReadBlocks, Send, StoreBlocks, UsedBlocks
 from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
-from hadal.policy.routing import LoadRates, Prefix, choose_prefix, usable_blocks
+from hadal.policy.routing import Prefix, ReadRates, choose_prefix, usable_blocks
 from hadal.roles.prefill.prompts import Found, PrefillAttempt, Start
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.unit.disk_stores import StoreBook
+from hadal.roles.unit.disk_stores import DiskStores
 
 # Reads of the disk cache that are under way: into which blocks, for whom, until when, and what
 # reads took so far.
@@ -44,7 +44,7 @@ from hadal.roles.unit.disk_stores import StoreBook
 # no allocator and no index.
 
 
-LOAD_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 5.0
 """A prompt waits for the disk no longer than this, or than `LATE` times what was predicted; then it
 is computed.
 """
@@ -59,14 +59,14 @@ _FADE = 0.9
 class Reader:
     """Owns the blocks of a read."""
 
-    load_id: int
+    read_id: int
 
 
 @dataclass(slots=True)
-class DiskLoad:
+class DiskRead:
     """One read."""
 
-    load_id: int
+    read_id: int
     rank: int
     names: bytes
     first: int
@@ -82,7 +82,7 @@ class DiskLoad:
     """Of `into`."""
 
 
-class LoadMeter:
+class ReadMeter:
     """A line through the reads so far: seconds of one, and of a block. Old ones fade."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class LoadMeter:
         )
         self._known_until_s = now_s + KNOWN_S
 
-    def rates(self, now_s: float) -> LoadRates | None:
+    def rates(self, now_s: float) -> ReadRates | None:
         """None while nothing is known, or not any more."""
         if now_s > self._known_until_s:
             return None
@@ -108,30 +108,30 @@ class LoadMeter:
         # All of one size: what a block takes and what the read takes cannot be told apart.
         block_s = (w * nt - n * t) / spread if spread > 1e-9 * w * nn else t / n
         block_s = min(max(block_s, 0.0), t / n)
-        return LoadRates(max(0.0, (t - block_s * n) / w), block_s)
+        return ReadRates(max(0.0, (t - block_s * n) / w), block_s)
 
 
-class LoadBook:
+class DiskReads:
     """The reads of one unit."""
 
-    def __init__(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        self.meter = LoadMeter()
+    def __init__(self, timeout_s: float = READ_TIMEOUT_S) -> None:
+        self.meter = ReadMeter()
         self.timeout_s = timeout_s
-        self._loads: dict[int, DiskLoad] = {}
+        self._reads: dict[int, DiskRead] = {}
         """In the order of their beginning."""
         self._num_begun = 0
         self._answered_s: dict[int, float] = {}
         """rank -> when its last answer came."""
 
     def __len__(self) -> int:
-        return len(self._loads)
+        return len(self._reads)
 
-    def begin(self, now_s: float, prompt: PrefillAttempt, first: int, num_blocks: int) -> DiskLoad:
+    def begin(self, now_s: float, prompt: PrefillAttempt, first: int, num_blocks: int) -> DiskRead:
         """`prompt`'s blocks from `first` on will be read into the blocks that it has for them."""
         chain = prompt.generation.chain
         names = slice_of(chain, first, first + num_blocks)
         rates = self.meter.rates(now_s)
-        load = DiskLoad(
+        load = DiskRead(
             self._num_begun,
             prompt.rank,
             names,
@@ -145,12 +145,12 @@ class LoadBook:
             Reader(self._num_begun),
         )
         self._num_begun += 1
-        self._loads[load.load_id] = load
+        self._reads[load.read_id] = load
         return load
 
-    def end(self, now_s: float, load_id: int, num_loaded: int) -> DiskLoad:
+    def end(self, now_s: float, read_id: int, num_loaded: int) -> DiskRead:
         """It is answered. Raises KeyError if it is not under way."""
-        load = self._loads.pop(load_id)
+        load = self._reads.pop(read_id)
         since_s = max(
             load.began_s, self._answered_s.get(load.rank, -math.inf)
         )  # One behind the other.
@@ -161,53 +161,53 @@ class LoadBook:
 
     def abandon(self, prompt: PrefillAttempt) -> None:
         """The prompt does not wait for it any more."""
-        for load in self._loads.values():
+        for load in self._reads.values():
             if load.prompt is prompt:
                 load.prompt = None
         prompt.is_loading = False
 
-    def overdue(self, now_s: float) -> list[DiskLoad]:
+    def overdue(self, now_s: float) -> list[DiskRead]:
         """Reads that somebody has waited for too long."""
         return [
             load
-            for load in self._loads.values()
+            for load in self._reads.values()
             if load.prompt is not None and load.deadline_s <= now_s
         ]
 
     def queued_s(self) -> dict[int, float]:
         """rank -> what the reads to it are predicted to take."""
         rank_to_s: dict[int, float] = {}
-        for load in self._loads.values():
+        for load in self._reads.values():
             rank_to_s[load.rank] = rank_to_s.get(load.rank, 0.0) + load.predicted_s
         return rank_to_s
 
     @property
     def next_deadline_s(self) -> float | None:
         return min(
-            (load.deadline_s for load in self._loads.values() if load.prompt is not None),
+            (load.deadline_s for load in self._reads.values() if load.prompt is not None),
             default=None,
         )
 
     def lose(self, rank: int) -> None:
         """The rank is gone: its reads are never answered."""
-        for load in [load for load in self._loads.values() if load.rank == rank]:
+        for load in [load for load in self._reads.values() if load.rank == rank]:
             if load.prompt is not None:
                 load.prompt.is_loading = False
-            del self._loads[load.load_id]
+            del self._reads[load.read_id]
         self._answered_s.pop(rank, None)
 
-    def of_rank(self, rank: int) -> list[DiskLoad]:
-        return [load for load in self._loads.values() if load.rank == rank]
+    def of_rank(self, rank: int) -> list[DiskRead]:
+        return [load for load in self._reads.values() if load.rank == rank]
 
     def check(self) -> list[str]:
         """Problems; empty when those who wait know it, and wait for one read each."""
-        waiting = [load.prompt for load in self._loads.values() if load.prompt is not None]
+        waiting = [load.prompt for load in self._reads.values() if load.prompt is not None]
         problems = []
         if len({id(prompt) for prompt in waiting}) != len(waiting):
             problems.append("a prompt waits for two reads")
         if not all(prompt.is_loading for prompt in waiting):
             problems.append("a prompt is waited for and does not know it")
-        if any(num_names(load.names) != len(load.into) for load in self._loads.values()):
+        if any(num_names(load.names) != len(load.into) for load in self._reads.values()):
             problems.append("a read has not as many blocks as names")
         return problems
 
@@ -231,10 +231,10 @@ class PrefillCache:
         recompute: str = AUTO,
         index: BlockIndex | None = None,
     ) -> None:
-        self.loads = LoadBook()
-        self.stores = StoreBook(pools, index=index)
+        self.loads = DiskReads()
+        self.stores = DiskStores(pools, index=index)
         self._counts: Counter[str] = Counter()
-        """By the names of core/cache, without what the books and the pools count themselves."""
+        """By the names of core/cache, without what the disk's reads and stores and the pools count themselves."""
         self._unit = unit
         self._epoch = epoch
         self._pools = pools
@@ -246,7 +246,7 @@ class PrefillCache:
         self._begun: list[StoreBlocks] = []
         """Writes of this event."""
         self._rates: StepRates | None = None
-        self._load_rates: LoadRates | None = None
+        self._read_rates: ReadRates | None = None
         self._num_shared: dict[tuple[int, bytes], int] = {}
         """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of
         one plan ask again and again, as it is the same beginning that they share.
@@ -259,7 +259,7 @@ class PrefillCache:
         measured.
         """
         self._rates = rates if self._is_priced else None
-        self._load_rates = self.loads.meter.rates(now_s)
+        self._read_rates = self.loads.meter.rates(now_s)
         self._num_shared.clear()
         self._queued_s = self.loads.queued_s()
 
@@ -288,7 +288,7 @@ class PrefillCache:
             kind = start, num_shared, queued_s
             if kind not in kinds:
                 kinds[kind] = choose_prefix(
-                    start, num_shared, start_to_num[start], self._rates, self._load_rates, queued_s
+                    start, num_shared, start_to_num[start], self._rates, self._read_rates, queued_s
                 )
             found[rank] = kinds[kind]
         return found
@@ -329,8 +329,8 @@ class PrefillCache:
                 load = self.loads.begin(now_s, prompt, prefix.num_memory, prefix.num_loading)
                 self._pools[rank].acquire(load.into, load.owner, is_use=False)
                 out.append(
-                    LoadBlocks(
-                        load.load_id,
+                    ReadBlocks(
+                        load.read_id,
                         load.names,
                         self.stores.index.lookup(load.names),
                         load.into,
@@ -345,11 +345,11 @@ class PrefillCache:
         return [UsedBlocks(places)] if places else []
 
     # ---- what the disk says ----
-    def loaded(self, now_s: float, event: BlocksLoaded) -> list[Effect]:
+    def loaded(self, now_s: float, event: BlocksRead) -> list[Effect]:
         """A read is answered: whoever waited for it goes on with what came, and computes the
         rest.
         """
-        load = self.loads.end(now_s, event.load_id, event.num_loaded)
+        load = self.loads.end(now_s, event.read_id, event.num_loaded)
         num, prompt = event.num_loaded, load.prompt
         self._counts[cache.DAMAGED_BLOCKS] += event.num_damaged
         if num < len(
@@ -408,7 +408,7 @@ class PrefillCache:
             )
             prompt.num_named = full
 
-    def ahead(self, prompt: PrefillAttempt) -> list[Effect]:
+    def early(self, prompt: PrefillAttempt) -> list[Effect]:
         """Tell which full blocks of a prompt that goes on are there, if there are more than
         before.
         """
@@ -420,10 +420,10 @@ class PrefillCache:
         lease = KvLease(
             self._pools.names[prompt.rank],
             block_ids,
-            pool.generations(block_ids),
+            pool.versions(block_ids),
             full * BLOCK_TOKENS,
         )
-        return [Send("front", PrefillAhead(self._unit, *prompt.key, lease))]
+        return [Send("front", PrefilledEarly(self._unit, *prompt.key, lease))]
 
     def finished(self, prompt: PrefillAttempt) -> None:
         """Its first token came: count, and store what the disk has not."""
@@ -456,7 +456,7 @@ class PrefillCache:
         return out
 
     def totals(self) -> dict[str, int]:
-        """What Load.cache says: everything that core/cache has a name for."""
+        """What UnitReport.cache says: everything that core/cache has a name for."""
         found = {
             **self._counts,
             **self.stores.counts,

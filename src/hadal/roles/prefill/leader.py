@@ -37,7 +37,7 @@ from hadal.core.messages import (
     TraceRequest,
     text_of,
 )
-from hadal.core.plans import BlocksLoaded, BlocksStored, PrefillPlan, StepDone
+from hadal.core.plans import BlocksRead, BlocksStored, PrefillPlan, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     DiskNews,
@@ -48,7 +48,7 @@ from hadal.core.seams import (
     Send,
     Tick,
 )
-from hadal.kv.blocks import HeldLease, LeaseBook, blocks_for
+from hadal.kv.blocks import HeldLease, Leases, blocks_for
 from hadal.kv.disk_index import BlockIndex
 from hadal.policy.admission import in_turns
 from hadal.roles.prefill.cache import PrefillCache
@@ -129,7 +129,7 @@ class PrefillLeader:
             recompute=recompute,
             index=index,
         )
-        self.leases = LeaseBook()
+        self.leases = Leases()
         self.scheduler = StepScheduler(
             num_ranks,
             overlap,
@@ -166,7 +166,7 @@ class PrefillLeader:
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say that the unit is up."""
-        return [*self._reporter.up(), *self._beat(now_s)]
+        return [*self._reporter.up(), *self._heartbeat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
         """Take in what happened, in order, and return what to do, in order: one look at the unit
@@ -192,7 +192,7 @@ class PrefillLeader:
         self._out += self.blocks.take_named()
         self._plan(now_s)
         self._out += self.cache.effects()
-        self._out += self._beat(now_s)
+        self._out += self._heartbeat(now_s)
         return self._out
 
     def _take(self, now_s: float, event: Event) -> None:
@@ -210,7 +210,7 @@ class PrefillLeader:
                 self._out += self.cache.say_all()
             case RankReset():
                 self._reset(event)
-            case BlocksLoaded():
+            case BlocksRead():
                 self._out += self.cache.loaded(now_s, event)
             case BlocksStored():
                 self.cache.stores.stored(event)
@@ -368,7 +368,7 @@ class PrefillLeader:
             if not prompt.is_dropped and id(prompt) not in void:
                 self.cache.written(prompt)
                 if self._is_pulled_early:
-                    self._out += self.cache.ahead(prompt)
+                    self._out += self.cache.early(prompt)
 
     def _give_up(self, prompt: PrefillAttempt, error: str) -> None:
         if not prompt.is_dropped:
@@ -399,7 +399,7 @@ class PrefillLeader:
             lease = KvLease(
                 self.blocks.names[prompt.rank],
                 prompt.block_ids,
-                self.blocks[prompt.rank].generations(prompt.block_ids),
+                self.blocks[prompt.rank].versions(prompt.block_ids),
                 len(prompt.tokens),
             )
         else:
@@ -498,7 +498,7 @@ class PrefillLeader:
         """Attempts of which something is held here."""
         return len(self._waiting) + len(self._started) + len(self.leases)
 
-    def _beat(self, now_s: float) -> list[Effect]:
+    def _heartbeat(self, now_s: float) -> list[Effect]:
         if self._num_tokens_left is None:
             self._num_tokens_left = self._count_left()
         deadlines_s = [
@@ -506,7 +506,7 @@ class PrefillLeader:
             for s in (self.leases.next_deadline_s, self.cache.loads.next_deadline_s)
             if s is not None
         ]
-        return self._reporter.beat(
+        return self._reporter.heartbeat(
             now_s, self.num_requests, self._num_tokens_left, min(deadlines_s, default=None)
         )
 

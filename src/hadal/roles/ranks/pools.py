@@ -35,7 +35,7 @@ class RankPools:
         if num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks}; a unit has at least one.")
         self.num_ranks = num_ranks
-        self.generation = 0
+        self.formation = 0
         self.is_living = [num_ranks == 1] * num_ranks
         self.living = [0] if num_ranks == 1 else []
         """The ranks that live, in their order."""
@@ -213,7 +213,7 @@ class RankPools:
         """Take in who lives from now on. Ranks lost or fresh begin with empty pools, but for what
         is `held`: that is owned by `held_by`, and all else is freed.
         """
-        self.generation = event.generation
+        self.formation = event.formation
         for rank in {*event.lost, *event.fresh}:
             self.is_living[rank] = rank in event.fresh
             self._allocators[rank].forget_names()

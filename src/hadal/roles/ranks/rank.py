@@ -1,4 +1,4 @@
-"""The role of a rank's process: does what its leader says for the generation it belongs to, and
+"""The role of a rank's process: does what its leader says for the formation it belongs to, and
 says that it lives.
 
     RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone
@@ -6,9 +6,9 @@ says that it lives.
                                                                     RankStage -> Stage -> Staged ->
                                                                     RankStaged
 
-Decides nothing: slots, blocks and plans are the leader's. What belongs to an older generation is
+Decides nothing: slots, blocks and plans are the leader's. What belongs to an older formation is
 dropped, both steps and stages that arrive late and results of those that were broken off. Pulls,
-freed blocks, and what goes to disk or comes from it belong to no generation, for KV outlives them;
+freed blocks, and what goes to disk or comes from it belong to no formation, for KV outlives them;
 they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
 
 A rank outlives its leader. What its pool holds it notes as plans go by (roles/ranks/rank); a new
@@ -28,17 +28,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hadal.core.config import RANK_BEAT_S
+from hadal.core.config import RANK_HEARTBEAT_S
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     SUPERVISOR,
     PoolEffect,
     RankAnswered,
-    RankBeat,
     RankDo,
     RankDone,
     RankForm,
     RankFormed,
+    RankHeartbeat,
     RankHeld,
     RankStage,
     RankStaged,
@@ -48,7 +48,7 @@ from hadal.core.messages import (
 )
 from hadal.core.placement import Placement, flip_arrays
 from hadal.core.plans import (
-    BlocksLoaded,
+    BlocksRead,
     BlocksStored,
     DecodePlan,
     Formed,
@@ -71,8 +71,8 @@ from hadal.core.seams import (
     Execute,
     Form,
     Freed,
-    LoadBlocks,
     Named,
+    ReadBlocks,
     Send,
     Stage,
     Tick,
@@ -122,7 +122,7 @@ class RankHoldings:
         self._num_plans = 0
 
     def form(self, plan: FormPlan) -> None:
-        """A new generation: the rank's table is empty."""
+        """A new formation: the rank's table is empty."""
         self.plan = plan
         for slot in list(self._slot_to_ticket):
             self._leave(slot)
@@ -209,7 +209,7 @@ class RankHoldings:
 
     def _flip(self, flip: LayerFlip) -> None:
         plan = self.plan
-        assert plan is not None, "a step of no generation"
+        assert plan is not None, "a step of no formation"
         placement = Placement.from_bytes(
             plan.slot_to_expert, 0, plan.num_ranks, plan.num_slots, plan.weights
         )
@@ -229,7 +229,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     is_computing: bool
     """A step runs and does not wait for a peer: `num_ops` must move."""
     lost: tuple[int, ...] = ()
-    """Members of the present generation whose connection broke."""
+    """Members of the present formation whose connection broke."""
 
 
 class RankRole:
@@ -248,35 +248,35 @@ class RankRole:
         *,
         expert_port: int = 0,
         leader: str = "",
-        beat_s: float = RANK_BEAT_S,
+        heartbeat_s: float = RANK_HEARTBEAT_S,
     ) -> None:
-        self.generation = 0
+        self.formation = 0
         """Of the newest FormPlan taken; 0: none yet."""
         self.num_stale = 0
-        """Messages and results of older generations, dropped."""
+        """Messages and results of older formations, dropped."""
         self._name = f"{unit}.{rank}"
         self._rank = rank
         self._epoch = epoch
         self._leader = leader or unit
         self._up = RankUp(unit, rank, epoch, host, port, pool, expert_port)
-        self._beat_s = beat_s
+        self._heartbeat_s = heartbeat_s
         self._is_formed = False
         self._progress = RankProgress(0, False)
         self._in_flight: deque[tuple[int, int]] = deque()
-        """(generation, step id) of what the host was given and has not answered."""
+        """(formation, step id) of what the host was given and has not answered."""
         self._holdings = RankHoldings()
         self._num_asked = 0
         """Copies, reads and writes of its pool that the host was given and has not answered."""
         self._is_asked_who = False
         """A new leader waits until there are none."""
-        self._next_beat_s = -math.inf
+        self._next_heartbeat_s = -math.inf
         self._wake_s = -math.inf
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say to the leader and to the supervisor that it is
         ready.
         """
-        self._next_beat_s = now_s + self._beat_s
+        self._next_heartbeat_s = now_s + self._heartbeat_s
         return [Send(SUPERVISOR, self._up), Send(self._leader, self._up), *self._wake()]
 
     def handle(self, now_s: float, event: Event | RankProgress) -> list[Effect]:
@@ -299,58 +299,56 @@ class RankRole:
                 effects += self._formed(event)
             case Staged():
                 effects += self._staged(event)
-            case KvPulled() | BlocksLoaded() | BlocksStored():
+            case KvPulled() | BlocksRead() | BlocksStored():
                 self._num_asked -= 1
                 effects.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
             case RankProgress():
-                if (
-                    not self._is_formed
-                ):  # Whom an older generation lost says nothing about this one.
+                if not self._is_formed:  # Whom an older formation lost says nothing about this one.
                     event = msgspec.structs.replace(event, lost=())
                 if set(event.lost) - set(self._progress.lost):
-                    self._next_beat_s = now_s  # News that the leader waits for.
+                    self._next_heartbeat_s = now_s  # News that the leader waits for.
                 self._progress = event
             case Tick():
-                pass  # The beat is seen to below.
+                pass  # The heartbeat is seen to below.
             case _:
                 raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
         if self._is_asked_who and not self._num_asked:
             self._is_asked_who = False
             effects.append(Send(self._leader, self._held()))
-        if now_s >= self._next_beat_s:
-            self._next_beat_s = now_s + self._beat_s
-            effects.append(Send(self._leader, self._beat()))
-        if self._wake_s <= now_s or self._next_beat_s < self._wake_s:
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + self._heartbeat_s
+            effects.append(Send(self._leader, self._heartbeat()))
+        if self._wake_s <= now_s or self._next_heartbeat_s < self._wake_s:
             effects += self._wake()
         return effects
 
     # ---- what the leader says ----
     def _form(self, plan: FormPlan) -> list[Effect]:
         epochs = {member.rank: member.epoch for member in plan.members}
-        if plan.generation <= self.generation or epochs.get(self._rank) != self._epoch:
+        if plan.formation <= self.formation or epochs.get(self._rank) != self._epoch:
             self.num_stale += 1  # Repeated, or meant for the process that had the name before.
             return []
-        self.generation = plan.generation
+        self.formation = plan.formation
         self._holdings.form(plan)
         self._is_formed = False
         self._progress = msgspec.structs.replace(self._progress, lost=())
         return [Form(plan)]
 
     def _step(self, message: RankStep) -> list[Effect]:
-        if message.generation != self.generation or not self._is_formed:
+        if message.formation != self.formation or not self._is_formed:
             self.num_stale += 1
             return []
-        num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
+        num_in_flight = sum(formation == self.formation for formation, _ in self._in_flight)
         if num_in_flight >= MAX_STEPS_IN_FLIGHT:
             raise InvariantError(
                 f"{self._name}: step {message.plan.step_id} is one too many in flight."
             )
-        self._in_flight.append((message.generation, message.plan.step_id))
+        self._in_flight.append((message.formation, message.plan.step_id))
         self._holdings.step(message.plan)
         return [Execute((message.plan,))]
 
     def _stage(self, plan: StagePlan) -> list[Effect]:
-        if plan.generation != self.generation or not self._is_formed:
+        if plan.formation != self.formation or not self._is_formed:
             self.num_stale += 1
             return []
         return [Stage(plan)]
@@ -361,9 +359,9 @@ class RankRole:
             case Named(named):
                 self._holdings.name(named)
                 return []  # Only to be known here.
-            case LoadBlocks():
+            case ReadBlocks():
                 self._holdings.loaded(effect.into)
-        if not self.generation:
+        if not self.formation:
             self.num_stale += 1
             return []
         if isinstance(effect, Freed):
@@ -378,35 +376,35 @@ class RankRole:
             raise InvariantError(
                 f"{self._name}: step {done.step_id} is done, but it is not the one that runs."
             )
-        generation, _ = self._in_flight.popleft()
-        if generation != self.generation:
+        formation, _ = self._in_flight.popleft()
+        if formation != self.formation:
             self.num_stale += 1
             return []
         lost = self._progress.lost if done.error is not None else ()
-        return [Send(self._leader, RankDone(self._rank, self._epoch, generation, done, lost))]
+        return [Send(self._leader, RankDone(self._rank, self._epoch, formation, done, lost))]
 
     def _formed(self, formed: Formed) -> list[Effect]:
-        if formed.generation != self.generation:
+        if formed.formation != self.formation:
             self.num_stale += 1
             return []
         self._is_formed = formed.error is None
         return [Send(self._leader, RankFormed(self._rank, self._epoch, formed))]
 
     def _staged(self, staged: Staged) -> list[Effect]:
-        if staged.generation != self.generation:
+        if staged.formation != self.formation:
             self.num_stale += 1
             return []
         return [Send(self._leader, RankStaged(self._rank, self._epoch, staged))]
 
     # ---- signs of life ----
-    def _beat(self) -> RankUp | RankBeat:
-        if not self.generation:
+    def _heartbeat(self) -> RankUp | RankHeartbeat:
+        if not self.formation:
             return self._up
         progress = self._progress
-        return RankBeat(
+        return RankHeartbeat(
             self._rank,
             self._epoch,
-            self.generation,
+            self.formation,
             progress.num_ops,
             progress.is_computing,
             progress.lost,
@@ -418,12 +416,12 @@ class RankRole:
         return self._up if plan is None else RankHeld(self._up, plan, self._holdings.held())
 
     def _wake(self) -> list[Effect]:
-        self._wake_s = self._next_beat_s
+        self._wake_s = self._next_heartbeat_s
         return [WakeAt(self._wake_s)]
 
     def audit(self) -> list[str]:
-        """Problems; empty when no more steps of this generation are in flight than may be."""
-        num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
+        """Problems; empty when no more steps of this formation are in flight than may be."""
+        num_in_flight = sum(formation == self.formation for formation, _ in self._in_flight)
         return (
             [f"{num_in_flight} plans are in flight"] if num_in_flight > MAX_STEPS_IN_FLIGHT else []
         )

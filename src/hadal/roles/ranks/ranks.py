@@ -1,14 +1,14 @@
-"""The leader of a unit of many ranks: a leader's core that knows nothing of processes, and the book
+"""The leader of a unit of many ranks: a leader that knows nothing of processes, and the membership
 of the ranks.
 
-    core --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> core
-         --Pull, LoadBlocks, StoreBlocks--> RankDo ... RankAnswered --its outcome--> core
-         --Freed, Named----> RankDo                a new generation --------RankReset-> core
+    leader --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> leader
+         --Pull, ReadBlocks, StoreBlocks--> RankDo ... RankAnswered --its outcome--> leader
+         --Freed, Named----> RankDo                a new formation --------RankReset-> leader
 
-The core hears of a step once: when every member did its part. A step that failed for want of a peer
+The inner leader hears of a step once: when every member did its part. A step that failed for want of a peer
 it never hears of; the RankReset that follows makes it plan those steps again. A step that failed
 for another reason it hears of as failed, so that its requests are given back; then the unit forms
-anew too, for peers may wait in the middle of that step. A core of many ranks holds them all for
+anew too, for peers may wait in the middle of that step. An inner leader of many ranks holds them all for
 dead until the first reset, and says nothing of the unit before.
 """
 
@@ -27,13 +27,12 @@ from hadal.core.config import DECODE, PREFILL, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
-    Load,
     PoolEffect,
     RankAnswered,
-    RankBeat,
     RankDo,
     RankDone,
     RankFormed,
+    RankHeartbeat,
     RankHeld,
     RankStage,
     RankStaged,
@@ -42,10 +41,11 @@ from hadal.core.messages import (
     Sighting,
     Trace,
     UnitDown,
+    UnitReport,
 )
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
-    BlocksLoaded,
+    BlocksRead,
     BlocksStored,
     DecodePlan,
     Draw,
@@ -64,10 +64,10 @@ from hadal.core.seams import (
     Execute,
     Form,
     Freed,
-    LoadBlocks,
     Named,
     Pull,
     RankReset,
+    ReadBlocks,
     Send,
     StoreBlocks,
     Tick,
@@ -77,14 +77,14 @@ from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
-from hadal.roles.ranks.book import PEER_ERRORS, RankBook, RankPhase
+from hadal.roles.ranks.membership import PEER_ERRORS, RankPhase, UnitMembership
 from hadal.roles.suspects import Absence
 
 # One result of a step out of its ranks' parts. Knows nothing of who is a member.
 
 
 def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
-    """Keys become the core's (`offsets`, by rank, are added); times are those of the slowest
+    """Keys become the inner leader's (`offsets`, by rank, are added); times are those of the slowest
     rank.
     """
     keys: list[int] = []
@@ -125,7 +125,7 @@ CHECK_S = 0.1
 """How often deadlines are looked at."""
 
 
-class Core(Protocol):
+class InnerLeader(Protocol):
     """The part of PrefillLeader and DecodeLeader that is needed here."""
 
     def start(self, now_s: float) -> list[Effect]: ...
@@ -145,7 +145,7 @@ class _RanksStep:
 
 
 class RankedLeader:
-    """`num_slots`: slots of one rank, in a decode unit; a prefill core numbers chunks instead.
+    """`num_slots`: slots of one rank, in a decode unit; a prefill leader numbers chunks instead.
 
     `step_timeout_s`: a step in which no rank's compute thread moves for so long is broken off;
     above the deadline of an exchange. `growing_s` tells the seconds of the experts of one MoE layer
@@ -156,41 +156,41 @@ class RankedLeader:
     def __init__(
         self,
         unit: str,
-        core: Core,
-        book: RankBook,
+        inner: InnerLeader,
+        membership: UnitMembership,
         *,
         num_slots: int = 0,
         step_timeout_s: float = 15.0,
         experts: ExpertBalancer | None = None,
         growing_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.core = core
-        self.book = book
+        self.inner = inner
+        self.membership = membership
         self.experts = experts or ExpertBalancer(
-            book.placement, (0,) * book.num_ranks, is_planning=False
+            membership.placement, (0,) * membership.num_ranks, is_planning=False
         )
         self._growing_s = growing_s
         self.num_stale = 0
-        """Messages of older generations and processes, dropped."""
+        """Messages of older formations and processes, dropped."""
         self._unit = unit
         self._num_slots = num_slots
         self._step_timeout_s = step_timeout_s
         self._in_flight: deque[_RanksStep] = deque()
-        self._held_writes: list[Pull | LoadBlocks] | None = None
-        """Not None after a failed step, whose blocks the core takes for free while other ranks may
-        still compute in them: what is to be copied into pools waits until the next generation is
+        self._held_writes: list[Pull | ReadBlocks] | None = None
+        """Not None after a failed step, whose blocks the inner leader takes for free while other ranks may
+        still compute in them: what is to be copied into pools waits until the next formation is
         formed.
         """
         self._asked: dict[tuple[Hashable, ...], int] = {}
-        """Outcomes that the core waits for, of pulls and of what is read from disk or written there
+        """Outcomes that the inner leader waits for, of pulls and of what is read from disk or written there
         -> whose.
         """
-        self._core_members: dict[int, str] = {}
-        """rank -> epoch, as the core knows them."""
-        self._generation = 0
+        self._leader_members: dict[int, str] = {}
+        """rank -> epoch, as the inner leader knows them."""
+        self._formation = 0
         """Of the steps in flight."""
         self._was_running = False
-        self._core_wake_s = math.inf
+        self._leader_wake_s = math.inf
         self._wake_s = math.inf
         self._check_s = -math.inf
         self._absence = Absence(CHECK_S)
@@ -198,18 +198,18 @@ class RankedLeader:
 
     def take_notes(self) -> list[str]:
         """What happened to the unit since the last call, in sentences, for the log."""
-        notes = [*self.book.notes, *self.experts.notes]
-        self.book.notes.clear()
+        notes = [*self.membership.notes, *self.experts.notes]
+        self.membership.notes.clear()
         self.experts.notes.clear()
         return notes
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process. The core says that the unit is up when a first
-        generation is formed.
+        """The first effects of the process. The inner leader says that the unit is up when a first
+        formation is formed.
         """
         self._out = []
         self._absence.called(now_s)
-        self._apply(now_s, self.core.start(now_s))
+        self._apply(now_s, self.inner.start(now_s))
         self._tick(now_s)
         self._wake(now_s)
         return self._out
@@ -218,21 +218,21 @@ class RankedLeader:
         """Take in one event and return what to do, in order."""
         self._out = []
         if missed_s := self._absence.called(now_s):
-            self.book.forgive(missed_s)
+            self.membership.forgive(missed_s)
             self.experts.forgive(missed_s)
         match event:
             case RankUp():
-                self.book.rank_up(now_s, event)
+                self.membership.rank_up(now_s, event)
             case RankHeld():
-                self.book.rank_held(now_s, event)
-            case RankBeat():
-                self.book.beat(now_s, event)
+                self.membership.rank_held(now_s, event)
+            case RankHeartbeat():
+                self.membership.heartbeat(now_s, event)
             case RankFormed():
-                self.book.formed(now_s, event)
+                self.membership.formed(now_s, event)
             case UnitDown():
-                self.book.unit_down(now_s, event)
+                self.membership.unit_down(now_s, event)
             case Sighting():
-                self.book.sighted(now_s, event)
+                self.membership.sighted(now_s, event)
             case RankDone():
                 self._rank_done(now_s, event)
             case RankAnswered():
@@ -246,7 +246,7 @@ class RankedLeader:
                 | Formed()
                 | Staged()
                 | KvPulled()
-                | BlocksLoaded()
+                | BlocksRead()
                 | BlocksStored()
                 | RankReset()
             ):
@@ -255,50 +255,50 @@ class RankedLeader:
                 )
             case _:
                 self._feed(now_s, event)
-        self._follow_book(now_s)
+        self._follow_membership(now_s)
         self._wake(now_s)
         return self._out
 
-    # ---- the core ----
+    # ---- the inner leader ----
     def _feed(self, now_s: float, event: Event) -> None:
-        self._apply(now_s, self.core.handle(now_s, event))
+        self._apply(now_s, self.inner.handle(now_s, event))
 
     def _apply(self, now_s: float, effects: list[Effect]) -> None:
-        """Turn the core's effects into messages to ranks, where they are for ranks."""
+        """Turn the inner leader's effects into messages to ranks, where they are for ranks."""
         for effect in effects:
             match effect:
                 case Execute():
                     self._execute(now_s, effect)
-                case Pull() | LoadBlocks() | StoreBlocks():
+                case Pull() | ReadBlocks() | StoreBlocks():
                     self._asked[_key(effect)] = effect.rank
                     self._tell(effect)
                 case Freed() | Named():
                     self._tell(effect)
                 case WakeAt(time_s):
-                    self._core_wake_s = time_s
+                    self._leader_wake_s = time_s
                 case Send(to, Audit() as audit):
                     problems = (*audit.problems, *self.check())
                     self._out.append(Send(to, msgspec.structs.replace(audit, problems=problems)))
-                case Send(to, Load() as load):
-                    living = self.book.living
+                case Send(to, UnitReport() as load):
+                    living = self.membership.living
                     absent = tuple(
-                        rank for rank in range(self.book.num_ranks) if rank not in living
+                        rank for rank in range(self.membership.num_ranks) if rank not in living
                     )
                     load = msgspec.structs.replace(load, num_ranks=len(living), absent=absent)
                     self._out.append(Send(to, self.experts.seen(load)))
                 case Send(to, Trace() as trace):
                     self._out.append(Send(to, self.experts.traced(trace)))
                 case Form():
-                    raise InvariantError(f"{self._unit}: a core does not form.")
+                    raise InvariantError(f"{self._unit}: an inner leader does not form.")
                 case _:
                     self._out.append(effect)
 
     def _tell(self, effect: PoolEffect) -> None:
-        """To the process that the core means; if that is gone, the next RankReset will say so."""
-        epoch = self._core_members.get(effect.rank)
-        if epoch is None or not self.book.is_member(effect.rank, epoch):
+        """To the process that the inner leader means; if that is gone, the next RankReset will say so."""
+        epoch = self._leader_members.get(effect.rank)
+        if epoch is None or not self.membership.is_member(effect.rank, epoch):
             return
-        if self._held_writes is not None and isinstance(effect, Pull | LoadBlocks):
+        if self._held_writes is not None and isinstance(effect, Pull | ReadBlocks):
             self._held_writes.append(effect)
         else:
             self._send_rank(effect.rank, RankDo(effect))
@@ -308,15 +308,18 @@ class RankedLeader:
 
     # ---- steps ----
     def _execute(self, now_s: float, effect: Execute) -> None:
-        if self.book.phase is not RankPhase.RUNNING or self.book.generation != self._generation:
-            return  # No step may begin, and the next generation makes this one void.
+        if (
+            self.membership.phase is not RankPhase.RUNNING
+            or self.membership.formation != self._formation
+        ):
+            return  # No step may begin, and the next formation makes this one void.
         plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
         self._in_flight.append(_RanksStep(plans[0].step_id, self._offsets(plans), now_s))
-        for rank in self.book.members:
-            self._send_rank(rank, RankStep(self._generation, plans[rank]))
+        for rank in self.membership.members:
+            self._send_rank(rank, RankStep(self._formation, plans[rank]))
 
     def _offsets(self, plans: tuple[StepPlan, ...]) -> tuple[int, ...]:
-        """By rank: where its keys begin among the core's."""
+        """By rank: where its keys begin among the inner leader's."""
         sizes = []
         for plan in plans:
             match plan:
@@ -327,20 +330,24 @@ class RankedLeader:
         return tuple(accumulate(sizes, initial=0))[:-1]
 
     def _rank_done(self, now_s: float, message: RankDone) -> None:
-        is_current = message.generation == self.book.generation and self.book.is_running
+        is_current = message.formation == self.membership.formation and self.membership.is_running
         steps = [step for step in self._in_flight if step.step_id == message.done.step_id]
-        is_member = self.book.is_member(message.rank, message.epoch)
+        is_member = self.membership.is_member(message.rank, message.epoch)
         if not is_current or not is_member or not steps or message.rank in steps[0].parts:
             self.num_stale += 1
             return
         steps[0].parts[message.rank] = message.done
         if message.done.error is not None:
-            self.book.broke(now_s, message.rank, message.lost)
+            self.membership.broke(now_s, message.rank, message.lost)
         self._deliver(now_s)
 
     def _deliver(self, now_s: float) -> None:
-        """Give the core every step that is complete, in order, as long as they succeeded."""
-        while self._in_flight and self.book.is_running and self.book.generation == self._generation:
+        """Give the inner leader every step that is complete, in order, as long as they succeeded."""
+        while (
+            self._in_flight
+            and self.membership.is_running
+            and self.membership.formation == self._formation
+        ):
             step = self._in_flight[0]
             failed = [
                 f"rank {rank}: {part.error}"
@@ -349,24 +356,24 @@ class RankedLeader:
             ]
             if failed:
                 self._in_flight.popleft()
-                self.book.notes.append(f"step {step.step_id} failed: {'; '.join(failed)}")
-                self.book.form(now_s)
+                self.membership.notes.append(f"step {step.step_id} failed: {'; '.join(failed)}")
+                self.membership.form(now_s)
                 self._held_writes = []
                 elapsed_s = max(part.elapsed_s for part in step.parts.values())
                 self._feed(now_s, StepDone(step.step_id, (), (), {}, elapsed_s, "; ".join(failed)))
                 return
-            is_whole = self.book.members.keys() <= step.parts.keys()
+            is_whole = self.membership.members.keys() <= step.parts.keys()
             if not is_whole or any(part.error is not None for part in step.parts.values()):
                 return
             self._in_flight.popleft()
             if self.experts.done(step.step_id, step.parts):
-                self.book.adopt(self.experts.placement)
+                self.membership.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
-        """A rank did what the core wanted; maybe a core that holds it for lost by now."""
+        """A rank did what the inner leader wanted; maybe an inner leader that holds it for lost by now."""
         key = _key(message.outcome)
-        is_meant = self._core_members.get(message.rank) == message.epoch
+        is_meant = self._leader_members.get(message.rank) == message.epoch
         if not is_meant or self._asked.get(key) != message.rank:
             self.num_stale += 1
             return
@@ -375,12 +382,12 @@ class RankedLeader:
 
     # ---- experts ----
     def _rank_staged(self, now_s: float, message: RankStaged) -> None:
-        is_member = self.book.is_member(message.rank, message.epoch)
+        is_member = self.membership.is_member(message.rank, message.epoch)
         if not is_member or not self.experts.staged(now_s, message.rank, message.staged):
             self.num_stale += 1
 
     def _may_plan_experts(self, now_s: float) -> bool:
-        return self.book.phase is RankPhase.RUNNING and self.experts.may_plan(now_s)
+        return self.membership.phase is RankPhase.RUNNING and self.experts.may_plan(now_s)
 
     def _plan_experts(self, now_s: float) -> None:
         """In a Tick of its own, when what the steps wait for is sent."""
@@ -388,93 +395,100 @@ class RankedLeader:
             for rank, plan in self.experts.plan(now_s, self._growing_s()).items():
                 self._send_rank(rank, RankStage(plan))
 
-    # ---- generations ----
-    def _follow_book(self, now_s: float) -> None:
-        """Do what the book decided: give up steps of an older generation, tell the core of a new
+    # ---- formations ----
+    def _follow_membership(self, now_s: float) -> None:
+        """Do what the membership decided: give up steps of an older formation, tell the inner leader of a new
         one.
         """
-        book = self.book
-        if book.phase is RankPhase.DRAINING and not self._in_flight:
-            book.form(now_s)
-        if book.generation != self._generation:
-            self._generation = book.generation
+        membership = self.membership
+        if membership.phase is RankPhase.DRAINING and not self._in_flight:
+            membership.form(now_s)
+        if membership.formation != self._formation:
+            self._formation = membership.formation
             self._in_flight.clear()
             self._was_running = False
             self.experts.ended()
-        # Forms go out before whatever the core wants of the ranks in them.
-        self._out += book.effects
-        book.effects.clear()
-        if book.is_running and not self._was_running:
+        # Forms go out before whatever the inner leader wants of the ranks in them.
+        self._out += membership.effects
+        membership.effects.clear()
+        if membership.is_running and not self._was_running:
             self._was_running = True
-            ups = {rank: up for rank in book.members if (up := book.up_of(rank)) is not None}
+            ups = {
+                rank: up
+                for rank in membership.members
+                if (up := membership.up_of(rank)) is not None
+            }
             addresses = {rank: (up.host, up.expert_port) for rank, up in ups.items()}
-            self.experts.began(book.generation, book.placement, addresses)
-            self._reset_core(now_s)
-        elif book.phase is RankPhase.WAITING and self._core_members:
-            self._reset_core(
+            self.experts.began(membership.formation, membership.placement, addresses)
+            self._reset_leader(now_s)
+        elif membership.phase is RankPhase.WAITING and self._leader_members:
+            self._reset_leader(
                 now_s
             )  # Nobody is left: what they held is given back now, not when they are replaced.
 
-    def _reset_core(self, now_s: float) -> None:
-        before, now = self._core_members, dict(self.book.members)
+    def _reset_leader(self, now_s: float) -> None:
+        before, now = self._leader_members, dict(self.membership.members)
         lost = tuple(rank for rank in before if now.get(rank) != before[rank])
         fresh = tuple(rank for rank in now if before.get(rank) != now[rank])
-        self._core_members = now
+        self._leader_members = now
         self._asked = {key: rank for key, rank in self._asked.items() if rank not in lost}
         held, self._held_writes = self._held_writes or (), None
         for effect in held:
             if effect.rank not in lost:
                 self._send_rank(effect.rank, RankDo(effect))
         pools = tuple(
-            self.book.pool_of(rank) if rank in now else "" for rank in range(self.book.num_ranks)
+            self.membership.pool_of(rank) if rank in now else ""
+            for rank in range(self.membership.num_ranks)
         )
-        taken = {rank: found for rank in fresh if (found := self.book.take_held(rank)) is not None}
+        taken = {
+            rank: found for rank in fresh if (found := self.membership.take_held(rank)) is not None
+        }
         self._feed(
-            now_s, RankReset(lost, fresh, pools=pools, generation=self._generation, held=taken)
+            now_s, RankReset(lost, fresh, pools=pools, formation=self._formation, held=taken)
         )
 
     # ---- time ----
     def _tick(self, now_s: float) -> None:
         if now_s >= self._check_s:
             self._check_s = now_s + CHECK_S
-            self.book.tick(now_s, bool(self._in_flight))
+            self.membership.tick(now_s, bool(self._in_flight))
             self.experts.tick(now_s)
-            if self._in_flight and self.book.is_idle_since(
+            if self._in_flight and self.membership.is_idle_since(
                 self._in_flight[0].sent_s, now_s - self._step_timeout_s
             ):
                 step_id = self._in_flight[0].step_id
-                self.book.notes.append(
+                self.membership.notes.append(
                     f"step {step_id} is broken off: no rank moved for {self._step_timeout_s:g} s"
                 )
-                self.book.form(now_s)
-        if now_s >= self._core_wake_s:
-            self._core_wake_s = math.inf
+                self.membership.form(now_s)
+        if now_s >= self._leader_wake_s:
+            self._leader_wake_s = math.inf
             self._feed(now_s, Tick())
         self._plan_experts(now_s)
 
     def _wake(self, now_s: float) -> None:
         wake_s = min(
-            self._check_s, self._core_wake_s, now_s if self._may_plan_experts(now_s) else math.inf
+            self._check_s, self._leader_wake_s, now_s if self._may_plan_experts(now_s) else math.inf
         )
         if self._wake_s <= now_s or wake_s < self._wake_s:
             self._wake_s = wake_s
             self._out.append(WakeAt(wake_s))
 
     def check(self) -> list[str]:
-        """Problems of the book and of the steps in flight; empty when they agree."""
-        problems = [*self.book.check(), *self.experts.check()]
-        if self._was_running and self.experts.placement is not self.book.placement:
+        """Problems of the membership and of the steps in flight; empty when they agree."""
+        problems = [*self.membership.check(), *self.experts.check()]
+        if self._was_running and self.experts.placement is not self.membership.placement:
             problems.append(
                 "the placement that the ranks have is not the one that the unit would form with"
             )
-        strangers = {
+        outsiders = {
             rank for step in self._in_flight for rank in step.parts
-        } - self.book.members.keys()
-        if strangers and self.book.generation == self._generation:
-            problems.append(f"ranks {sorted(strangers)} did steps of a generation they are not in")
-        if self._in_flight and not self.book.is_running:
+        } - self.membership.members.keys()
+        if outsiders and self.membership.formation == self._formation:
+            problems.append(f"ranks {sorted(outsiders)} did steps of a formation they are not in")
+        if self._in_flight and not self.membership.is_running:
             problems.append(
-                f"{len(self._in_flight)} steps are in flight while the unit is {self.book.phase}"
+                f"{len(self._in_flight)} steps are in flight while the unit is {self.membership.phase}"
             )
         return problems
 
@@ -492,7 +506,7 @@ def make_ranked_leader(
     unit of one process has (roles/leaders).
     """
     units = units_of(deployment, role)
-    core = make_leader(deployment, config, unit, role, epoch, fingerprint=fingerprint)
+    inner = make_leader(deployment, config, unit, role, epoch, fingerprint=fingerprint)
     placement = first_placement(deployment, config, role)
     experts = ExpertBalancer(
         placement,
@@ -501,11 +515,11 @@ def make_ranked_leader(
         num_groups=config.n_group if keeps_groups(units, config, role) else 0,
         terms=PREFILL_TERMS if role == PREFILL else None,
     )
-    costs = core.scheduler.costs
+    costs = inner.scheduler.costs
     return RankedLeader(
         unit,
-        core,
-        RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s),
+        inner,
+        UnitMembership(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s),
         num_slots=units.max_requests if role == DECODE else 0,
         step_timeout_s=deployment.collective_timeout_s + deployment.rank_timeout_s,
         experts=experts,
@@ -514,13 +528,13 @@ def make_ranked_leader(
 
 
 def _key(
-    entry: Pull | LoadBlocks | StoreBlocks | KvPulled | BlocksLoaded | BlocksStored,
+    entry: Pull | ReadBlocks | StoreBlocks | KvPulled | BlocksRead | BlocksStored,
 ) -> tuple[Hashable, ...]:
     """Equal for what a rank is asked for and for what comes of it."""
     match entry:
         case Pull(request_id, attempt) | KvPulled(request_id, attempt):
             return KvPulled, request_id, attempt
-        case LoadBlocks(load_id) | BlocksLoaded(load_id):
-            return BlocksLoaded, load_id
+        case ReadBlocks(read_id) | BlocksRead(read_id):
+            return BlocksRead, read_id
         case StoreBlocks(store_id) | BlocksStored(store_id):
             return BlocksStored, store_id

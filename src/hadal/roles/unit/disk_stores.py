@@ -60,11 +60,11 @@ class _Waiting(NamedTuple):
     name: bytes
     position: int
     block: int
-    generation: int
+    version: int
     """Of the block: with another its content is gone."""
 
 
-class StoreBook:
+class DiskStores:
     """The writes of one unit. `store_id`s are unique as long as its process lives. `holds`: see
     above. `index`: what is known to be on disk; None: nothing yet.
     """
@@ -105,7 +105,7 @@ class StoreBook:
             self.counts[cache.SKIPPED_BLOCKS] += 1
             return
         self._names.add(name)
-        waiting.append(_Waiting(name, position, block, *self._pools[rank].generations((block,))))
+        waiting.append(_Waiting(name, position, block, *self._pools[rank].versions((block,))))
         if self._holds:
             self._pools[rank].acquire((block,), Waiter(name), is_use=False)
 
@@ -127,7 +127,7 @@ class StoreBook:
         waiting, chosen = self._waiting[rank], list[_Waiting]()
         while waiting and len(chosen) < num_most:
             one = waiting.popleft()
-            if self._pools[rank].generations((one.block,)) == (one.generation,):
+            if self._pools[rank].versions((one.block,)) == (one.version,):
                 chosen.append(one)
             else:
                 self._skip(one)

@@ -1,7 +1,7 @@
 """What both kinds of leader do alike: say that they are up, report their load, and keep the
 heartbeat.
 
-Holds no request. A leader asks `beat` at the end of every event; it answers with what is due. A
+Holds no request. A leader asks `heartbeat` at the end of every event; it answers with what is due. A
 unit none of whose ranks has lived yet is silent: nobody could do anything with it.
 """
 
@@ -17,11 +17,11 @@ from hadal.core.messages import (
     FrontUp,
     Generation,
     Key,
-    Load,
     Returned,
     Trace,
     TracedStep,
     TraceRequest,
+    UnitReport,
     UnitUp,
 )
 from hadal.core.plans import Sampling, TraceEvent
@@ -291,7 +291,7 @@ class UnitReporter:
         held: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by
-        the names in core/cache; asked for each Load. `held`: tickets that UnitUp names.
+        the names in core/cache; asked for each UnitReport. `held`: tickets that UnitUp names.
         """
         self.unit = unit
         self.role = role
@@ -319,7 +319,7 @@ class UnitReporter:
         self._said: tuple[int, ...] = ()
         self._busy_s: float | None = None
         """When it last had something to do."""
-        self._next_beat_s = -math.inf
+        self._next_heartbeat_s = -math.inf
         self._wake_s = math.inf
 
     def up(self) -> list[Effect]:
@@ -357,7 +357,7 @@ class UnitReporter:
         self._front_epoch = message.epoch
         return is_new
 
-    def beat(
+    def heartbeat(
         self, now_s: float, num_requests: int, num_tokens_waiting: int, deadline_s: float | None
     ) -> list[Effect]:
         """Load if it changed or is due, and the next wake-up if that changed. `deadline_s` is the
@@ -372,14 +372,18 @@ class UnitReporter:
             num_requests,
             num_tokens_waiting,
             pools.num_living,
-            pools.generation,
+            pools.formation,
         )
-        if says != self._said or now_s >= self._next_beat_s:
+        if says != self._said or now_s >= self._next_heartbeat_s:
             self._said = says
-            self._next_beat_s = now_s + self._heartbeat_s
+            self._next_heartbeat_s = now_s + self._heartbeat_s
             if self._was_up:
                 effects.append(Send("front", self._load(now_s - self._busy_s)))
-        wake_s = self._next_beat_s if deadline_s is None else min(self._next_beat_s, deadline_s)
+        wake_s = (
+            self._next_heartbeat_s
+            if deadline_s is None
+            else min(self._next_heartbeat_s, deadline_s)
+        )
         # A wake-up that is early does no harm, so it is moved only when it passed or became too
         # late.
         if self._wake_s <= now_s or wake_s < self._wake_s:
@@ -387,9 +391,9 @@ class UnitReporter:
             effects.append(WakeAt(wake_s))
         return effects
 
-    def _load(self, idle_s: float) -> Load:
-        num_blocks_used, num_requests, num_tokens_waiting, num_ranks, generation = self._said
-        return Load(
+    def _load(self, idle_s: float) -> UnitReport:
+        num_blocks_used, num_requests, num_tokens_waiting, num_ranks, formation = self._said
+        return UnitReport(
             self.unit,
             self.epoch,
             self._pools.num_usable,
@@ -400,7 +404,7 @@ class UnitReporter:
             self.meter.num_steps,
             self.meter.step_ms,
             num_ranks=num_ranks,
-            generation=generation,
+            formation=formation,
             num_blocks_request=self._pools.num_blocks_request,
             token_s=self.rates_s[0],
             pair_s=self.rates_s[1],

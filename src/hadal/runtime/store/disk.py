@@ -1,4 +1,4 @@
-"""The Disk seam, live, of a process with a KV pool: LoadBlocks and StoreBlocks effects, run beside
+"""The Disk seam, live, of a process with a KV pool: ReadBlocks and StoreBlocks effects, run beside
 the steps.
 
 Loads and stores have threads of their own, so a prompt never waits for what others write. It copies
@@ -20,8 +20,8 @@ import numpy as np
 
 from hadal.core.cache import number_of, split
 from hadal.core.config import PREFILL, Deployment, units_of
-from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import LoadBlocks, StoreBlocks
+from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.kv.blocks import runs
 from hadal.runtime.process.process import Run
 from hadal.runtime.store.own import OwnBlocks
@@ -58,17 +58,17 @@ PIECE_BYTES = 2 * 1024 * 1024
 """Of a thread's buffer: large reads, and small enough that what was read is verified while it is in
 the cache.
 """
-LOAD_DEADLINE_S = 10.0
+READ_DEADLINE_S = 10.0
 """A load that did not move for so long is given up."""
-LOAD_TOTAL_S = 60.0
+READ_TOTAL_S = 60.0
 """One that moves, but waits or works longer than this, as well."""
 _MAX_OPEN = 64
 _WAIT_S = 1.0
 
 
 @dataclass
-class _Load:
-    effect: LoadBlocks
+class _Read:
+    effect: ReadBlocks
     names: list[bytes]
     begun_s: float
     moved_s: float
@@ -106,7 +106,7 @@ class _Found:
 class _Piece:
     """Places begin .. end-1 of a load: adjacent slots of one segment."""
 
-    load: _Load
+    load: _Read
     index: int
     begin: int
     end: int
@@ -115,14 +115,14 @@ class _Piece:
 @dataclass
 class _Thread:
     buffer: Bytes
-    load: _Load | None = None
+    load: _Read | None = None
     """That it reads for."""
     segments: OrderedDict[int, Segment] = field(default_factory=OrderedDict)
     """Open ones, least recently used first."""
 
 
 class Loader:
-    """Runs LoadBlocks effects in threads. submit, take and stop are called from the host's
+    """Runs ReadBlocks effects in threads. submit, take and stop are called from the host's
     thread.
     """
 
@@ -133,7 +133,7 @@ class Loader:
         blocks: Bytes,
         troubles: Troubles,
         wake: Callable[[], None],
-        deadline_s: float = LOAD_DEADLINE_S,
+        deadline_s: float = READ_DEADLINE_S,
     ) -> None:
         """`blocks`: the pool, [blocks, block_bytes]."""
         self._folder = folder
@@ -144,9 +144,9 @@ class Loader:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
-        self._loads: deque[_Load] = deque()
+        self._reads: deque[_Read] = deque()
         """Not answered, in order of arrival."""
-        self._results: list[BlocksLoaded] = []
+        self._results: list[BlocksRead] = []
         self._broken: BaseException | None = None
         self._stopping = False
         self._threads = [
@@ -159,18 +159,18 @@ class Loader:
         for thread in self._running:
             thread.start()
 
-    def submit(self, effect: LoadBlocks) -> None:
+    def submit(self, effect: ReadBlocks) -> None:
         """Begin a load; its outcome is among `take`'s."""
         now_s = time.monotonic()
         pieces = _pieces(effect, len(self._threads[0].buffer))
-        load = _Load(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
+        load = _Read(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
         if not len(load.names) == len(effect.places) == len(effect.into):
             raise ValueError(
-                f"load {effect.load_id} has {len(load.names)} names, {len(effect.places)} places, "
+                f"load {effect.read_id} has {len(load.names)} names, {len(effect.places)} places, "
                 f"{len(effect.into)} blocks"
             )
         with self._lock:
-            self._loads.append(load)
+            self._reads.append(load)
             if not pieces:
                 self._end(load)
         for index, (begin, end) in enumerate(pieces):
@@ -178,7 +178,7 @@ class Loader:
         if not pieces:
             self._wake()
 
-    def take(self) -> list[BlocksLoaded]:
+    def take(self) -> list[BlocksRead]:
         """The outcomes that are ready; loads that the disk keeps waiting are given up here. Raises
         a thread's bug.
         """
@@ -187,10 +187,10 @@ class Loader:
             if self._broken is not None:
                 raise self._broken
             do_all_hang = all(one.load is not None and one.load.is_over for one in self._threads)
-            for load in list(self._loads):
+            for load in list(self._reads):
                 stood_s = now_s - load.moved_s
                 is_stuck = load.is_running and not load.num_copying and stood_s > self._deadline_s
-                is_late = not load.num_copying and now_s - load.begun_s > LOAD_TOTAL_S
+                is_late = not load.num_copying and now_s - load.begun_s > READ_TOTAL_S
                 if is_stuck or is_late or (do_all_hang and not load.is_running):
                     text = (
                         f"the disk has not answered for {stood_s:.0f} s"
@@ -259,7 +259,7 @@ class Loader:
         if is_last:
             self._wake()
 
-    def _may_copy(self, own: _Thread, load: _Load) -> bool:
+    def _may_copy(self, own: _Thread, load: _Read) -> bool:
         """Whether the load's blocks are still its own; then they are until the copy is done."""
         with self._lock:
             own.load = None
@@ -281,7 +281,7 @@ class Loader:
             self._forget(own, piece.load.effect.places[piece.begin].segment)
         return found
 
-    def _read(self, own: _Thread, load: _Load, begin: int, end: int) -> _Found:
+    def _read(self, own: _Thread, load: _Read, begin: int, end: int) -> _Found:
         """Read places begin .. end-1, which are adjacent, into the buffer, and verify them."""
         first, count = load.effect.places[begin].slot, end - begin
         segment = self._open(own, load.effect.places[begin].segment)
@@ -352,20 +352,20 @@ class Loader:
         if segment is not None:
             segment.close()
 
-    def _end(self, load: _Load, error: str | None = None) -> None:
+    def _end(self, load: _Read, error: str | None = None) -> None:
         """Answer a load, once. Under the lock."""
         if load.is_over:
             return
         load.is_over = True
-        self._loads.remove(load)
+        self._reads.remove(load)
         found = load.outcome()
-        answer = BlocksLoaded(
-            load.effect.load_id, found.num_good, found.num_damaged, found.error or error
+        answer = BlocksRead(
+            load.effect.read_id, found.num_good, found.num_damaged, found.error or error
         )
         self._results.append(answer)
 
 
-def _pieces(effect: LoadBlocks, most: int) -> list[tuple[int, int]]:
+def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:
     """Cut the places into stretches of adjacent slots: (first index, end), `most` of them at
     most.
     """
@@ -396,7 +396,7 @@ class DiskStore:
         *,
         total_bytes: int | None = None,
         queue_bytes: int = QUEUE_BYTES,
-        load_deadline_s: float = LOAD_DEADLINE_S,
+        read_deadline_s: float = READ_DEADLINE_S,
         store_deadline_s: float = STORE_DEADLINE_S,
         pause_s: float = PAUSE_S,
     ) -> None:
@@ -412,16 +412,16 @@ class DiskStore:
         self._writer = DiskWriter(
             own, blocks, self.troubles, wake, queue_bytes, store_deadline_s, pause_s
         )
-        self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, load_deadline_s)
+        self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, read_deadline_s)
 
-    def submit(self, effect: LoadBlocks | StoreBlocks) -> None:
+    def submit(self, effect: ReadBlocks | StoreBlocks) -> None:
         """Begin; the outcome is among `take`'s."""
-        if isinstance(effect, LoadBlocks):
+        if isinstance(effect, ReadBlocks):
             self._loader.submit(effect)
         else:
             self._writer.submit(effect)
 
-    def take(self) -> list[BlocksLoaded | BlocksStored]:
+    def take(self) -> list[BlocksRead | BlocksStored]:
         """The outcomes that are ready. To be called now and then even if nothing woke the host:
         deadlines end here.
         """

@@ -595,7 +595,7 @@ class OwnSegments:
         self._total_bytes = total_bytes
         self._troubles = troubles
         self._orphan_to_seen_s: dict[int, float] = {}
-        self._strangers: set[int] = set()
+        self._foreign: set[int] = set()
         """Segments that are damaged, cut off or another model's: looked at once."""
         self.segments: dict[int, Segment] = {}
         """By number."""
@@ -672,7 +672,7 @@ class OwnSegments:
 
     def refuse(self, number: int) -> None:
         """Let go of a segment that cannot be read, for good."""
-        self._strangers.add(number)
+        self._foreign.add(number)
         self.lose(number)
 
     def sweep(self) -> None:
@@ -710,7 +710,7 @@ class OwnSegments:
         """Numbers of segments that are not this writer's, by their last change."""
         found: list[tuple[float, int]] = []
         for number in segment_numbers(self._folder):
-            if number in self.segments or number in self._strangers:
+            if number in self.segments or number in self._foreign:
                 continue
             try:
                 found.append((segment_path(self._folder, number).stat().st_mtime, number))
@@ -725,18 +725,18 @@ class OwnSegments:
         except (SegmentTakenError, FileNotFoundError):
             return None
         except SegmentError as error:
-            self._strangers.add(number)
+            self._foreign.add(number)
             self._troubles.note_useless(error)
             return None
         except OSError as error:  # One that cannot be had is no reason to do without the others.
             if isinstance(error, PermissionError):
-                self._strangers.add(number)
+                self._foreign.add(number)
             self._troubles.note_error("adopt", error)
             return None
         try:
             segment.require(self._fingerprint, self._block_bytes)
         except OtherModelError as error:
-            self._strangers.add(number)
+            self._foreign.add(number)
             self._troubles.note(
                 "another model", f"{error}; it stays, beside this model's and its budget"
             )

@@ -81,7 +81,7 @@ class DiskView:
         """Segments that were opened, with size and time of change: one that was damaged is tried
         when those differ.
         """
-        self._strangers: set[int] = set()
+        self._foreign: set[int] = set()
         """Segments of other models."""
         self._has_told = False
         self._missed_from_s = time.monotonic() + FOLDER_S
@@ -168,7 +168,7 @@ class DiskView:
         return []
 
     def _open(self, number: int) -> _Known | None:
-        if number in self._strangers:
+        if number in self._foreign:
             return None
         try:
             found = segment_path(self._folder, number).stat()
@@ -191,7 +191,7 @@ class DiskView:
         try:
             segment.require(self._fingerprint)
         except OtherModelError:
-            self._strangers.add(number)
+            self._foreign.add(number)
             segment.close()
             return None
         known = _Known(

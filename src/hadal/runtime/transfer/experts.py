@@ -6,7 +6,7 @@ to whoever asks.
     answers  held? | dtype, both shapes, CRC-32 | bytes of gate_up | bytes of down
 
 The weights of (layer, expert) are constants of the model. Any holder's bytes are right, whatever
-generation it or the asker belongs to, so neither side knows generations, placements or plans. A
+formation it or the asker belongs to, so neither side knows formations, placements or plans. A
 port that was used again by another deployment's rank answers nobody here.
 
 One connection an expert: nothing is kept warm, and a failure leaves nothing behind. The asker says
@@ -81,7 +81,7 @@ class Wire(Protocol):
 class Stager:
     """Runs StagePlans one at a time. All methods are called from the host's thread.
 
-    Every plan is answered, except those that a newer generation voids.
+    Every plan is answered, except those that a newer formation voids.
     """
 
     def __init__(self, stage: Stage, wire: Wire, wake: Callable[[], None]) -> None:
@@ -94,7 +94,7 @@ class Stager:
         self._changed = threading.Condition()
         """Guards what is below."""
         self._waiting: deque[StagePlan] = deque()
-        self._generation = 0
+        self._formation = 0
         """Of the newest plan, or the newest FormPlan: what belongs to an older one is void."""
         self._stopping = False
         self._results: deque[Staged | BaseException] = deque()
@@ -106,9 +106,9 @@ class Stager:
         """Queue a plan; its outcome is among `take`'s. One that waits for the same layer is
         replaced by it.
         """
-        self.void(plan.generation)
+        self.void(plan.formation)
         with self._changed:
-            if plan.generation < self._generation:
+            if plan.formation < self._formation:
                 return
             for old in [waiting for waiting in self._waiting if waiting.layer == plan.layer]:
                 self._waiting.remove(old)
@@ -119,13 +119,13 @@ class Stager:
                 self._waiting.append(plan)
                 self._changed.notify_all()
 
-    def void(self, generation: int) -> None:
-        """This generation begins: drop what waits for older ones, and break off what is being
+    def void(self, formation: int) -> None:
+        """This formation begins: drop what waits for older ones, and break off what is being
         staged for one.
         """
         with self._changed:
-            if generation > self._generation:
-                self._generation = generation
+            if formation > self._formation:
+                self._formation = formation
                 self._waiting.clear()
                 self._changed.notify_all()
 
@@ -150,7 +150,7 @@ class Stager:
         return self._wire.close(timeout_s) and not self._thread.is_alive()
 
     def _refuse(self, plan: StagePlan, error: str) -> None:
-        self._results.append(Staged(plan.generation, plan.stage_id, plan.layer, error))
+        self._results.append(Staged(plan.formation, plan.stage_id, plan.layer, error))
         self._wake()
 
     def _run(self) -> None:
@@ -173,7 +173,7 @@ class Stager:
             return None if self._stopping else self._waiting.popleft()
 
     def _is_void(self, plan: StagePlan) -> bool:
-        return self._stopping or plan.generation < self._generation
+        return self._stopping or plan.formation < self._formation
 
     def _means(self, plan: StagePlan) -> tuple[Fetch, Callable[[], None]]:
         def rest() -> None:
@@ -182,7 +182,7 @@ class Stager:
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_void(plan), owed_s)
             if self._is_void(plan):
-                raise Overtaken(f"stage {plan.stage_id} of generation {plan.generation}")
+                raise Overtaken(f"stage {plan.stage_id} of formation {plan.formation}")
 
         def fetch(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
             return self._wire.fetch(layer, source, gate_up, down, rest)

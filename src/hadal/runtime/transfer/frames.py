@@ -2,9 +2,9 @@
 
     both prove themselves (runtime/transfer/peers)
              <-  About
-    Ask      block ids, generations, which chunks  ->
+    Ask      block ids, versions, which chunks  ->
              <-  for every chunk: _CHUNK head, bytes    (chunk i: blocks [i*n, (i+1)*n), n = blocks_per_chunk)
-             <-  END once all generations were looked at again after the last byte, or FREED
+             <-  END once all versions were looked at again after the last byte, or FREED
     AskNixl  ->
              <-  AboutNixl
 
@@ -60,7 +60,7 @@ class PullChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Send these chunks of the leased blocks."""
 
     block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
+    versions: tuple[int, ...]
     chunks: tuple[int, ...]
     grant: Grant
     """That this lease is this reader's (runtime/transfer/grants)."""
@@ -75,7 +75,7 @@ class AboutNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     agent: bytes = b""
     cache: int = 0
-    generations: int = 0
+    versions: int = 0
     error: str = ""
 
 

@@ -3,9 +3,9 @@ lease to it.
 
 Whoever hands on a lease is of the deployment, decided that this reader shall copy these blocks, and
 says so in a form that only a holder of the secret can make: an HMAC over the pool, the reader, the
-blocks and the generations they had. The pool's server serves nothing else. So a reader gets what it
+blocks and the versions they had. The pool's server serves nothing else. So a reader gets what it
 was given, and nothing by naming other blocks; and a block that was freed since has another
-generation, so that what a later tenant writes into it is not under an old grant.
+version, so that what a later tenant writes into it is not under an old grant.
 
 Roles know nothing of it: the wire adds a grant on the way out and keeps it on the way in, and the
 transport looks it up by the lease. Decisions can be replayed without a secret.
@@ -19,7 +19,7 @@ from collections import OrderedDict
 import msgspec
 
 from hadal.core.handshake import key_of, mac
-from hadal.core.messages import Ahead, Decode, KvLease, Pull, RankDo
+from hadal.core.messages import Decode, KvLease, Pull, PullEarly, RankDo
 from hadal.core.wire import AnyMessage
 
 MAX_KEPT = 8192
@@ -35,7 +35,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     """The blocks that were leased, and the HMAC that says so."""
 
     block_ids: tuple[int, ...] = ()
-    generations: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
     tag: bytes = b""
 
 
@@ -60,8 +60,8 @@ class Grants:
 
     def grant(self, reader: str, lease: KvLease) -> Grant:
         """What lets `reader` copy the blocks of `lease`."""
-        tag = self._tag(reader, lease.source, lease.block_ids, lease.generations)
-        return Grant(lease.block_ids, lease.generations, tag)
+        tag = self._tag(reader, lease.source, lease.block_ids, lease.versions)
+        return Grant(lease.block_ids, lease.versions, tag)
 
     def keep(self, message: AnyMessage, tag: bytes) -> None:
         """Remember what came with a message."""
@@ -85,13 +85,13 @@ class Grants:
         """
         tag = self._kept.get(lease)
         if tag is not None:
-            return Grant(lease.block_ids, lease.generations, tag)
+            return Grant(lease.block_ids, lease.versions, tag)
         wanted = _pairs(lease)
         for kept, kept_tag in reversed(list(self._kept.items())):
             # One block first: to make a set of each that is kept would take half a second.
             has_last = all(block_id in kept.block_ids for block_id in lease.block_ids[-1:])
             if kept.source == lease.source and has_last and wanted <= _pairs(kept):
-                return Grant(kept.block_ids, kept.generations, kept_tag)
+                return Grant(kept.block_ids, kept.versions, kept_tag)
         return Grant()
 
     def allows(
@@ -100,32 +100,32 @@ class Grants:
         reader: str,
         source: str,
         block_ids: tuple[int, ...],
-        generations: tuple[int, ...],
+        versions: tuple[int, ...],
     ) -> bool:
         """Whether `reader` may copy these blocks of the pool at `source`."""
-        is_whole = (block_ids, generations) == (
+        is_whole = (block_ids, versions) == (
             grant.block_ids,
-            grant.generations,
+            grant.versions,
         )  # As nearly always.
-        granted = () if is_whole else zip(grant.block_ids, grant.generations, strict=False)
-        is_part = is_whole or set(granted).issuperset(zip(block_ids, generations, strict=False))
+        granted = () if is_whole else zip(grant.block_ids, grant.versions, strict=False)
+        is_part = is_whole or set(granted).issuperset(zip(block_ids, versions, strict=False))
         return is_part and hmac.compare_digest(
-            grant.tag, self._tag(reader, source, grant.block_ids, grant.generations)
+            grant.tag, self._tag(reader, source, grant.block_ids, grant.versions)
         )
 
     def _tag(
-        self, reader: str, source: str, block_ids: tuple[int, ...], generations: tuple[int, ...]
+        self, reader: str, source: str, block_ids: tuple[int, ...], versions: tuple[int, ...]
     ) -> bytes:
-        numbers = msgspec.msgpack.encode((block_ids, generations))
+        numbers = msgspec.msgpack.encode((block_ids, versions))
         return mac(self._key, source.encode(), reader.encode(), numbers)
 
 
 def _pairs(lease: KvLease) -> set[tuple[int, int]]:
-    return set(zip(lease.block_ids, lease.generations, strict=False))
+    return set(zip(lease.block_ids, lease.versions, strict=False))
 
 
 def _lease_of(message: AnyMessage) -> KvLease | None:
     match message:
-        case Decode(lease=lease) | Ahead(lease=lease) | RankDo(Pull(lease=lease)):
+        case Decode(lease=lease) | PullEarly(lease=lease) | RankDo(Pull(lease=lease)):
             return lease
     return None

@@ -7,7 +7,7 @@ whichever transport both ends can do.
 
 Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
 them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
-transport, by the generations the owner holds. A source that was silent once is not asked for
+transport, by the versions the owner holds. A source that was silent once is not asked for
 SHUN_S, so that what else is due from it fails at once.
 
 Knows nothing of requests.

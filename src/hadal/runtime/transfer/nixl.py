@@ -3,7 +3,7 @@
 A read that was given up may still write: over TCP, a frozen owner that goes on sends into the
 reader's memory after its handle was released and its agent removed. So reads land in a buffer of
 the reader's own, from where they are copied into the pool once they are complete; a buffer with an
-unfinished read is never used again. The generations are read from the owner after the data: the
+unfinished read is never used again. The versions are read from the owner after the data: the
 same as leased, the data is what was leased.
 
 The agents are made when first needed, which takes a while. Their threads sleep in poll(2) up to
@@ -89,11 +89,11 @@ class NixlAgent:
                 self._pool = pool
                 try:
                     agent = self._open()
-                    self.register(pool.generations.ctypes.data, pool.generations.nbytes)
+                    self.register(pool.versions.ctypes.data, pool.versions.nbytes)
                     self.register(pool.blocks.ctypes.data, pool.blocks.nbytes)
                     # Only now: what is told before memory is registered does not say where it is.
                     self._about = AboutNixl(
-                        agent.getLocalMD(), pool.blocks.ctypes.data, pool.generations.ctypes.data
+                        agent.getLocalMD(), pool.blocks.ctypes.data, pool.versions.ctypes.data
                     )
                 except self.errors() as error:
                     log.warning("the KV pool cannot be read with NIXL: %s", error)
@@ -170,7 +170,7 @@ class NixlAgent:
 
 
 class Buffer:
-    """Memory that reads land in: two halves, and room for the generations of a whole pool."""
+    """Memory that reads land in: two halves, and room for the versions of a whole pool."""
 
     def __init__(self, size: int, half_bytes: int) -> None:
         self.size = size
@@ -178,7 +178,7 @@ class Buffer:
         self._map = mmap.mmap(-1, size)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self.bytes.ctypes.data)
-        self.generations: NDArray[np.int64] = self.bytes[2 * half_bytes :].view(np.int64)
+        self.versions: NDArray[np.int64] = self.bytes[2 * half_bytes :].view(np.int64)
 
 
 class NixlReader:
@@ -201,7 +201,7 @@ class NixlReader:
     def pull(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        """Copy leased blocks and verify their generations. Returns None, or why the copy is void.
+        """Copy leased blocks and verify their versions. Returns None, or why the copy is void.
 
         Raises NixlError, TimeoutError: the reader is of no more use.
         """
@@ -269,11 +269,11 @@ class NixlReader:
         """Whether the owner freed none of the blocks, as its memory says now."""
         first, last = min(lease.block_ids), max(lease.block_ids)
         count = last - first + 1
-        there = (self._about.generations + 8 * first, 8 * count)
-        here = (int(self._buffer.generations.ctypes.data), 8 * count)
+        there = (self._about.versions + 8 * first, 8 * count)
+        here = (int(self._buffer.versions.ctypes.data), 8 * count)
         self._wait(self._read(([here], [there])), 8 * count, deadline_s)
         ids = np.array(lease.block_ids, np.int64) - first
-        return np.array_equal(self._buffer.generations[ids], np.array(lease.generations, np.int64))
+        return np.array_equal(self._buffer.versions[ids], np.array(lease.versions, np.int64))
 
     def _descriptors(
         self, block_bytes: int, ids: Sequence[int], half: int

@@ -1,14 +1,14 @@
-"""A rank's KV pool in POSIX shared memory: its segment, its generations, and the copy out of one
+"""A rank's KV pool in POSIX shared memory: its segment, its versions, and the copy out of one
 that is on this host.
 
 A segment is a file in /dev/shm:
 
     header (one page)  magic, lengths, dtype, shape [P, L, S, D], a number drawn at its birth
-    generations        int64 [P], raised by the owner whenever a block is freed
+    versions        int64 [P], raised by the owner whenever a block is freed
     cache              [P, L, S, D], page-aligned; a block's layers lie together, so a block is one copy
 
 The owner holds a lock on the file while it lives, so a segment nobody locks is a dead process's and
-may be unlinked by anyone. A puller reads the generations before and after the copy: a block that
+may be unlinked by anyone. A puller reads the versions before and after the copy: a block that
 was freed meanwhile makes the copy void. (Loads are ordered by the interpreter's own locks, taken
 between the copy and the second look.)
 
@@ -69,7 +69,7 @@ class KvPool:
         self.dtype = dtype.rstrip(b"\0").decode("ascii")
         self.num_blocks, num_layers, block_tokens, latent = shape
         self.shape: Shape = (self.num_blocks, num_layers, block_tokens, latent)
-        self.generations: NDArray[np.int64] = np.frombuffer(
+        self.versions: NDArray[np.int64] = np.frombuffer(
             self._map, dtype=np.int64, count=self.num_blocks, offset=mmap.PAGESIZE
         )
         self.cache = memoryview(self._map)[offset : offset + self.num_blocks * self.block_bytes]
@@ -130,8 +130,8 @@ class KvPool:
             raise
 
     def free(self, block_ids: tuple[int, ...]) -> None:
-        """Raise the blocks' generations: copies of them that are under way are void. Owner only."""
-        np.add.at(self.generations, list(block_ids), 1)
+        """Raise the blocks' versions: copies of them that are under way are void. Owner only."""
+        np.add.at(self.versions, list(block_ids), 1)
 
     def copy_from(self, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
         """Copy the leased blocks of `source` into own blocks. Returns None, or why the copy is
@@ -140,20 +140,20 @@ class KvPool:
         wrong = self.mismatch(source.name, source.shape, source.dtype, lease, into)
         if wrong is not None:
             return wrong
-        if not source.holds(lease.block_ids, lease.generations):
+        if not source.holds(lease.block_ids, lease.versions):
             return FREED_BEFORE
         for at, count in runs(lease.block_ids, into):
             theirs, ours = lease.block_ids[at], into[at]
             # numpy lets go of the interpreter's lock while it copies.
             np.copyto(self.blocks[ours : ours + count], source.blocks[theirs : theirs + count])
-        if not source.holds(lease.block_ids, lease.generations):
+        if not source.holds(lease.block_ids, lease.versions):
             return FREED_DURING
         return None
 
-    def holds(self, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
-        """Whether none of the blocks was freed since it had this generation."""
+    def holds(self, block_ids: Sequence[int], versions: Sequence[int]) -> bool:
+        """Whether none of the blocks was freed since it had this version."""
         return np.array_equal(
-            self.generations[np.array(block_ids, np.int64)], np.array(generations, np.int64)
+            self.versions[np.array(block_ids, np.int64)], np.array(versions, np.int64)
         )
 
     def views(self, block_ids: Sequence[int]) -> list[memoryview]:
@@ -174,9 +174,9 @@ class KvPool:
         ids = lease.block_ids
         if self.shape[1:] != shape[1:] or self.dtype != dtype:
             return f"{name} holds blocks of {dtype} {shape[1:]}, not {self.dtype} {self.shape[1:]}"
-        if not len(ids) == len(into) == len(lease.generations):
+        if not len(ids) == len(into) == len(lease.versions):
             return (
-                f"a lease of {len(ids)} blocks and {len(lease.generations)} generations for"
+                f"a lease of {len(ids)} blocks and {len(lease.versions)} versions for"
                 f" {len(into)} own blocks"
             )
         if any(not 0 <= i < shape[0] for i in ids) or any(
@@ -248,7 +248,7 @@ def pool_name(run_id: str, unit: str, epoch: str) -> str:
     return f"{PREFIX}{run_id}.{unit}.{epoch}"
 
 
-def remove_segments(run_id: str, unit: str | None = None) -> list[str]:
+def remove_shared_memory(run_id: str, unit: str | None = None) -> list[str]:
     """Unlink what a dead unit (None: any unit) of this run left. Call only when its process is
     known to be gone.
     """
@@ -259,7 +259,7 @@ def remove_segments(run_id: str, unit: str | None = None) -> list[str]:
     return names
 
 
-def remove_stale_segments() -> list[str]:
+def remove_stale_shared_memory() -> list[str]:
     """Unlink the segments of any run whose owner no longer lives: nobody holds their lock."""
     removed = []
     for name in _segments():

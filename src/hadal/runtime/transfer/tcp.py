@@ -49,11 +49,11 @@ from hadal.runtime.transfer.pool import FREED_DURING, KvPool, PoolAddress, PoolE
 # A thread accepts, and each connection has one of its own that ends with it: when the other closes
 # or dies, is silent for IDLE_S between asks, or takes nothing for SILENCE_S in the middle of one. A
 # chunk's checksum is taken before it is sent and counts if no block of it was freed until then, so
-# bytes that change on their way are void by themselves; all generations are looked at again after
+# bytes that change on their way are void by themselves; all versions are looked at again after
 # the last byte.
 #
 # Whoever asks has proven itself and shows that the blocks are leased to it
-# (runtime/transfer/grants). Knows leases' blocks and generations, nothing of requests.
+# (runtime/transfer/grants). Knows leases' blocks and versions, nothing of requests.
 
 
 log = logging.getLogger(__name__)
@@ -205,10 +205,10 @@ class KvServer:
 
     def _send(self, connection: Channel, ask: PullChunks, deadline_s: float) -> None:
         pool, per_chunk = self._pool, blocks_per_chunk(self._pool.block_bytes)
-        ids, generations = ask.block_ids, ask.generations
+        ids, versions = ask.block_ids, ask.versions
         num_chunks = -(-len(ids) // per_chunk)
-        is_sound = len(ids) == len(generations) and all(0 <= i < pool.num_blocks for i in ids)
-        is_granted = self._grants.allows(ask.grant, connection.name, self.address, ids, generations)
+        is_sound = len(ids) == len(versions) and all(0 <= i < pool.num_blocks for i in ids)
+        is_granted = self._grants.allows(ask.grant, connection.name, self.address, ids, versions)
         if not is_granted:
             self.refusals.count(f"{connection.name} asks for blocks that are not leased to it")
         if (
@@ -222,11 +222,11 @@ class KvServer:
             part = slice(chunk * per_chunk, (chunk + 1) * per_chunk)
             views = pool.views(ids[part])
             digest = checksum(views)
-            if not pool.holds(ids[part], generations[part]):
+            if not pool.holds(ids[part], versions[part]):
                 send_chunk(connection, FREED, deadline_s)
                 return
             send_chunk(connection, CHUNK, deadline_s, chunk, views, digest)
-        send_chunk(connection, END if pool.holds(ids, generations) else FREED, deadline_s)
+        send_chunk(connection, END if pool.holds(ids, versions) else FREED, deadline_s)
 
 
 def _shut(connection: socket.socket) -> None:
@@ -329,7 +329,7 @@ class KvLink:
 
     def _ask(self, lease: KvLease, chunks: set[int]) -> PullChunks:
         return PullChunks(
-            lease.block_ids, lease.generations, tuple(sorted(chunks)), self._grants.of(lease)
+            lease.block_ids, lease.versions, tuple(sorted(chunks)), self._grants.of(lease)
         )
 
     def _connect(self, deadline_s: float) -> Channel:

@@ -104,7 +104,7 @@ STEP_S = 15.0
 """Time between two entries of the clock's table; within one the rate is constant."""
 
 
-class LoadClock:
+class DemandClock:
     """The load clock of a day that repeats."""
 
     def __init__(self, shares: Sequence[float] = DEEPSEEK_SHARES) -> None:

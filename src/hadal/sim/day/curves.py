@@ -28,9 +28,9 @@ from hadal.policy.demand import DAY_S, Floats
 from hadal.policy.scaling import Units
 from hadal.roles.fleet import Fleet
 from hadal.sim.day.cache import CacheDay, tokens_shared_own
-from hadal.sim.day.clock import FIRST_HOUR, HOUR_S, LoadClock
+from hadal.sim.day.clock import FIRST_HOUR, HOUR_S, DemandClock
+from hadal.sim.day.demand import DayDemand, DemandFigures, generator, with_tokens_at
 from hadal.sim.day.fluid import Day, Faults, FluidDay, Hours, UnitModel
-from hadal.sim.day.load import DayLoad, LoadFigures, generator, with_tokens_at
 from hadal.sim.day.study import Study
 from hadal.sim.sessions import Turns, WorkloadParams, draw_rhythm, draw_turns, placed
 from hadal.sim.workload import Workload, concatenate
@@ -95,7 +95,7 @@ def window(
         raise ValueError(
             f"[{t0_s}, {t1_s}), warm_s {warm_s}, scale {scale}: empty, negative or below 1."
         )
-    shape = LoadClock(params.shares)
+    shape = DemandClock(params.shares)
     first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (t0_s - warm_s, t1_s))
     left = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     drawn: list[Workload] = []
@@ -409,7 +409,7 @@ def decode_curve(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, fl
 def decode_point(
     study: Study,
     placed: Mapping[str, float],
-    load: LoadFigures,
+    load: DemandFigures,
     cache: CacheDay | None,
     requests_per_rank: float,
 ) -> tuple[float, float]:
@@ -441,7 +441,7 @@ def decode_point(
 
 
 def prefill_point(
-    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None
+    study: Study, placed: Mapping[str, float], load: DemandFigures, cache: CacheDay | None
 ) -> float:
     """Measure one prefill unit that has always something to do: tokens that it computes in a
     second.
@@ -451,7 +451,7 @@ def prefill_point(
 
 
 def prefill_world(
-    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None
+    study: Study, placed: Mapping[str, float], load: DemandFigures, cache: CacheDay | None
 ) -> FleetWorld:
     """Such a unit, when what is measured is over."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
@@ -476,7 +476,9 @@ def _nothing_seen(role: str) -> ConfigError:
     )
 
 
-def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: LoadFigures) -> float:
+def _prefill_requests_per_s(
+    study: Study, placed: Mapping[str, float], load: DemandFigures
+) -> float:
     """About what a prefill unit does, as its steps are priced."""
     priced = study.step_model(PREFILL, placed[PREFILL]).prefill(
         study.chunk_tokens, load.tokens_in, load.tokens_hit
@@ -487,7 +489,7 @@ def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: Loa
 def _world(
     study: Study,
     placed: Mapping[str, float],
-    load: LoadFigures,
+    load: DemandFigures,
     cache: CacheDay | None,
     num_prefill: int,
     requests_per_s: float,
@@ -524,7 +526,7 @@ def _world(
     return world
 
 
-def batch_max(study: Study, load: LoadFigures) -> float:
+def batch_max(study: Study, load: DemandFigures) -> float:
     """Requests of a decode rank, at most: as many as it has slots, or room for their KV. Raises
     ValueError for none.
     """
@@ -532,7 +534,7 @@ def batch_max(study: Study, load: LoadFigures) -> float:
     return min(float(study.decode.max_requests), blocks / (load.kv_length / BLOCK_TOKENS + 1.0))
 
 
-# A study's day as a liquid: how many units there are at every minute, under the fleet role that
+# A study's day as a fluid: how many units there are at every minute, under the fleet role that
 # serves.
 #
 # Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its
@@ -572,7 +574,7 @@ class FluidResult:
     """Tokens per second that a prefill and a decode unit were counted on, within the promise."""
 
 
-def fluid_day(study: Study, curves: UnitCurves, load: DayLoad) -> FluidResult:
+def fluid_day(study: Study, curves: UnitCurves, load: DayDemand) -> FluidResult:
     """Run it. Raises ConfigError where no batch keeps the promise."""
     try:
         decode_tokens_per_s = curves.decode_tokens_per_s(study.tpot_ms / 1e3)

@@ -1,4 +1,4 @@
-"""The day as a liquid: demand flows through units that the real fleet role starts and drains.
+"""The day as a fluid: demand flows through units that the real fleet role starts and drains.
 
 Between simulated windows, in which every request is one, this says how many nodes there are at each
 minute, and what waits. The fleet is roles/fleet with policy/scaling, told what a front would tell
@@ -24,7 +24,7 @@ from hadal.policy.demand import DAY_S, Floats
 from hadal.roles.fleet import Fleet, UnitState
 from hadal.sim.day.clock import HOUR_S, DemandCurve
 
-# Prefill and decode units as vessels: requests are a liquid, which flows in, is worked on and
+# Prefill and decode units as vessels: requests are a fluid, which flows in, is worked on and
 # flows out.
 #
 #     arrivals -> prefill queue -> decode queue -> N requests on each decode unit -> finished
@@ -417,7 +417,7 @@ class FluidDay:
         return self.run(round(DAY_S / self._step_s))
 
     def step(self) -> None:
-        """One step of the liquid, then what came due, then what a front would report."""
+        """One step of the fluid, then what came due, then what a front would report."""
         middle_s = self.now_s + 0.5 * self._step_s
         noise = max(0.0, 1.0 + self._faults.noise * float(self._random.standard_normal()))
         self.engine.step(self._demand.requests_per_s(middle_s) * self._step_s * noise, self._step_s)

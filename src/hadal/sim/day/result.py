@@ -1,8 +1,8 @@
 """What a simulated day came to: the fluid day and the windows joined, through the ledger, as one
 value and as JSON.
 
-Times per token and to the first one are the windows', where there are any, else the liquid's and
-the workload's guess. How many nodes there are, minute by minute, is the liquid's. Both say how full
+Times per token and to the first one are the windows', where there are any, else the fluid's and
+the workload's guess. How many nodes there are, minute by minute, is the fluid's. Both say how full
 units are, and stand side by side.
 """
 
@@ -24,8 +24,8 @@ from hadal.policy.demand import DAY_S
 from hadal.sim.day.cache import KV_BYTES_TOKEN
 from hadal.sim.day.clock import TOKENS_IN, TOKENS_OUT, Floats, hour_beijing, hour_index
 from hadal.sim.day.curves import STEP_S, FluidResult, HourWindow, UnitCurves
+from hadal.sim.day.demand import DayDemand, generator
 from hadal.sim.day.fluid import Hour
-from hadal.sim.day.load import DayLoad, generator
 from hadal.sim.day.study import Study
 from hadal.sim.expert_loads import ExpertRanks
 from hadal.sim.workload import MODEL_NAMES
@@ -37,7 +37,7 @@ from hadal.stats.tally import Columns, Tally
 # A simulated day in the ledger: requests and units as facts of the kind that serving writes, and
 # the report of them.
 #
-# Requests are the sample of the day (sim/day/load), each as long as it was drawn, with its tokens
+# Requests are the sample of the day (sim/day/demand), each as long as it was drawn, with its tokens
 # as fast as its hour had them; counters are then as many times as the sample is smaller. Units are
 # what the fluid day owned, minute by minute. What a day came to is so counted, priced and reported
 # by the code that does it for what was really served.
@@ -51,7 +51,7 @@ BEIJING_S = 8 * 3600
 _US = 1_000_000
 
 
-def day_tally(study: Study, load: DayLoad, first_token_s: Floats, token_s: Floats) -> Tally:
+def day_tally(study: Study, load: DayDemand, first_token_s: Floats, token_s: Floats) -> Tally:
     """What was completed in the day, priced. `first_token_s`, `token_s`: by hour [24], of requests
     that come then.
     """
@@ -80,7 +80,7 @@ def day_tally(study: Study, load: DayLoad, first_token_s: Floats, token_s: Float
             models=MODEL_NAMES,
         )
     )
-    return tally.times(load.scale).priced(study.price_book())
+    return tally.times(load.scale).priced(study.model_prices())
 
 
 def nodes_facts(study: Study, fluid: FluidResult) -> list[NodesFact]:
@@ -167,7 +167,7 @@ class DayResult:
     """A study's day."""
 
     study: Study
-    load: DayLoad
+    load: DayDemand
     experts: dict[str, ExpertRanks]
     """What expert placement leaves of imbalance, by role."""
     curves: UnitCurves
@@ -192,7 +192,7 @@ class DayResult:
 
 def day_result(
     study: Study,
-    load: DayLoad,
+    load: DayDemand,
     experts: dict[str, ExpertRanks],
     curves: UnitCurves,
     fluid: FluidResult,
@@ -201,15 +201,15 @@ def day_result(
     """Put it together. `windows`: 24, or none at all."""
     windows = tuple(windows) or (None,) * 24
     first_token_s = _by_hour(windows, _first_token_s, _guess(study, fluid))
-    liquid_s = np.array(
+    fluid_s = np.array(
         [
             1.0 / hour.tokens_per_s_user if hour.tokens_per_s_user else 0.0
             for hour in fluid.day.hours
         ]
     )
-    # A window is a moment. What it shows beside the liquid then, the liquid is corrected by in all
+    # A window is a moment. What it shows beside the fluid then, the fluid is corrected by in all
     # of the hour.
-    token_s = liquid_s * _by_hour(
+    token_s = fluid_s * _by_hour(
         windows,
         lambda window: window.reading.decode.token_s / window.setting.token_s or None,
         np.ones(24),
@@ -305,7 +305,7 @@ def _window_json(window: HourWindow, curves: UnitCurves) -> dict[str, Any]:
     reading = window.reading
     prefill, decode, seconds = reading.prefill, reading.decode, reading.end_s - reading.begin_s
     could = window.setting.units.prefill * curves.prefill_computed_per_s * seconds
-    # What came, as in the liquid, not what was computed: prompts whose first chunks would lie
+    # What came, as in the fluid, not what was computed: prompts whose first chunks would lie
     # before the start are not there, and the longest ones are under way for longer than a window
     # lasts.
     came = reading.tokens_arrived * (1.0 - window.hit_share)
@@ -411,8 +411,7 @@ def _notes(result: DayResult) -> list[str]:
         )
     if not any(result.windows):
         notes.append(
-            "No window was looked at: speeds are the liquid's, and times to the first token a"
-            " guess."
+            "No window was looked at: speeds are the fluid's, and times to the first token a guess."
         )
     problems = sum(len(window.problems) for window in result.windows if window)
     if problems:

@@ -30,7 +30,7 @@ from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.sim.day.cache import BUDGET_BYTES
 from hadal.sim.sessions import WorkloadParams
 from hadal.sim.world.units import kv_blocks
-from hadal.stats.prices import R1, PriceBook, micro_usd, price_list
+from hadal.stats.prices import R1, ModelPrices, micro_usd, price_list
 
 PB = 1e15
 CACHE_POLICIES: dict[str, type[Arc | Lru]] = {"arc": Arc, "lru": Lru}
@@ -226,9 +226,9 @@ class Study:
             early_pull=OFF,
         )
 
-    def price_book(self) -> PriceBook:
+    def model_prices(self) -> ModelPrices:
         """Return the prices of what is sold."""
-        return PriceBook(price_list(self.prices))
+        return ModelPrices(price_list(self.prices))
 
 
 def _check_numbers(study: Study) -> None:

@@ -17,7 +17,7 @@ from hadal.sim.plan.units import BATCH_MAX, prefill_kv_bytes
 from hadal.sim.world.units import kv_blocks
 
 SLOTS_OVER = 1.1
-"""Slots of a decode rank over its planned batch: what comes unevenly is seated, a little slower,
+"""Slots of a decode rank over its planned batch: what comes unevenly gets a slot, a little slower,
 and does not wait.
 """
 QUEUE_S = 20.0

@@ -110,7 +110,7 @@ def fluid_day(
     decode_tokens_per_s: float,
     rng: np.random.Generator,
 ) -> Day:
-    """The traffic's day under the real fleet role, as a liquid."""
+    """The traffic's day under the real fleet role, as a fluid."""
     nodes = prefill.num_max * prefill.unit_nodes + decode.num_max * decode.unit_nodes
     scaling = ScalingRules(prefill, decode, nodes, start_s=rules.start_s, hold_s=rules.hold_s)
     fleet = Fleet(

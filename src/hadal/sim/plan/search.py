@@ -221,7 +221,7 @@ def within_limits(plan: DeploymentPlan, per_s: float) -> tuple[float, float, flo
 
 
 def fluid_of(plan: DeploymentPlan, rng: Generator) -> FleetDay:
-    """The plan's day as a liquid, under the fleet role that serves; a large fleet's is that of its
+    """The plan's day as a fluid, under the fleet role that serves; a large fleet's is that of its
     equal parts.
     """
     unit, traffic = plan.decode_unit, plan.traffic

@@ -331,7 +331,7 @@ class Traffic:
         )
 
     def curve(self) -> DemandCurve:
-        """The day as the liquid takes it (sim/day/fluid)."""
+        """The day as the fluid takes it (sim/day/fluid)."""
         in_day = self.requests_per_s * DAY_S * self.tokens_in
         return DemandCurve(
             in_day, in_day * self.tokens_out / self.tokens_in, self.tokens_in, self.shape

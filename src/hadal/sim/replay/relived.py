@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hadal.core.messages import Load, Message
-from hadal.core.plans import BlocksLoaded, BlocksStored, Formed, KvPulled, Staged, StepDone
-from hadal.core.seams import Execute, Form, LoadBlocks, Pull, Send, Stage, StoreBlocks, Tick, WakeAt
+from hadal.core.messages import Message, UnitReport
+from hadal.core.plans import BlocksRead, BlocksStored, Formed, KvPulled, Staged, StepDone
+from hadal.core.seams import Execute, Form, Pull, ReadBlocks, Send, Stage, StoreBlocks, Tick, WakeAt
 from hadal.roles.recording import (
     AnyEffect,
     AnyEvent,
@@ -31,7 +31,7 @@ from hadal.roles.recording import (
 #     cause                    call                        measured
 #     Send                     a message, elsewhere        its way: from the sender's call to the receiver's
 #     Execute, Form    StepDone, Formed    the step: from its start, which is the end of the one before it
-#     Pull, LoadBlocks, ...    KvPulled, BlocksLoaded ...  the copy
+#     Pull, ReadBlocks, ...    KvPulled, BlocksRead ...  the copy
 #     WakeAt                   Tick                        how late the host's timer was
 #     none                     from outside                the moment: requests, clients that leave, a process that died
 #
@@ -160,7 +160,7 @@ def _mail(recordings: Sequence[Recording]) -> _Mail:
 
 
 def _content(message: Message) -> bytes:
-    if isinstance(message, Load):
+    if isinstance(message, UnitReport):
         message = msgspec.structs.replace(
             message, overhead_ms=0.0
         )  # Put in by the host, on the way.
@@ -175,17 +175,17 @@ def key_of(entry: AnyEffect | AnyEvent) -> Hashable | None:
         case StepDone(step_id):
             return StepDone, step_id
         case Form(plan):
-            return Formed, plan.generation
-        case Formed(generation):
-            return Formed, generation
+            return Formed, plan.formation
+        case Formed(formation):
+            return Formed, formation
         case Stage(plan):
-            return Staged, plan.generation, plan.stage_id
-        case Staged(generation, stage_id):
-            return Staged, generation, stage_id
+            return Staged, plan.formation, plan.stage_id
+        case Staged(formation, stage_id):
+            return Staged, formation, stage_id
         case Pull(request_id, attempt) | KvPulled(request_id, attempt):
             return KvPulled, request_id, attempt
-        case LoadBlocks(load_id) | BlocksLoaded(load_id):
-            return BlocksLoaded, load_id
+        case ReadBlocks(read_id) | BlocksRead(read_id):
+            return BlocksRead, read_id
         case StoreBlocks(store_id) | BlocksStored(store_id):
             return BlocksStored, store_id
     return None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hadal.core.messages import Load, RankBeat
+from hadal.core.messages import RankHeartbeat, UnitReport
 from hadal.core.plans import StepDone
 from hadal.core.seams import Send, WakeAt
 from hadal.core.wire import AnyMessage
@@ -189,7 +189,7 @@ class _Run:
             # The replayed message, not the recorded one, by the wire's encoding: what is in a
             # role's hands stays there.
             message = _wire.decode(encode(effect.message))
-            if isinstance(message, Load) and isinstance(recorded, Load):
+            if isinstance(message, UnitReport) and isinstance(recorded, UnitReport):
                 message = msgspec.structs.replace(
                     message, overhead_ms=recorded.overhead_ms
                 )  # The host measures it.
@@ -213,7 +213,9 @@ def decision_of(effect: AnyEffect) -> str | None:
     """Name of a decision; None for timers and for what only reports."""
     if isinstance(effect, Send):
         return (
-            None if isinstance(effect.message, Load | RankBeat) else type(effect.message).__name__
+            None
+            if isinstance(effect.message, UnitReport | RankHeartbeat)
+            else type(effect.message).__name__
         )
     return None if isinstance(effect, WakeAt) else type(effect).__name__
 

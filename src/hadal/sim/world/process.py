@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol
 
-from hadal.core.plans import BlocksLoaded, BlocksStored, KvPulled, StepDone
+from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     Deliver,
@@ -22,10 +22,10 @@ from hadal.core.seams import (
     Event,
     Execute,
     Freed,
-    LoadBlocks,
     Named,
     Pull,
     RankReset,
+    ReadBlocks,
     Send,
     StoreBlocks,
     Tick,
@@ -69,7 +69,7 @@ class SimClock:
             action()
 
 
-DiskAnswer = tuple[float, BlocksLoaded | BlocksStored]
+DiskAnswer = tuple[float, BlocksRead | BlocksStored]
 """How long a read or write takes, and what comes of it."""
 
 
@@ -103,7 +103,7 @@ class Process:
         runner: UnitRunner | None = None,
         pull_s: Callable[[Pull], float] | None = None,
         deliver: Callable[[Deliver], None] | None = None,
-        disk: Callable[[LoadBlocks | StoreBlocks], DiskAnswer] | None = None,
+        disk: Callable[[ReadBlocks | StoreBlocks], DiskAnswer] | None = None,
         pull_error: Callable[[Pull], str | None] = lambda effect: None,
     ) -> None:
         """`pull_error`: asked when a copy ends, why it is void."""
@@ -193,7 +193,7 @@ class Process:
                 self._pull(effect)
             elif isinstance(effect, Execute):
                 if self._is_forming:
-                    continue  # The next generation makes it void.
+                    continue  # The next formation makes it void.
                 self._plans.append(effect.plans)
                 assert len(self._plans) <= MAX_STEPS_IN_FLIGHT, (
                     f"{self.name} has too many plans in flight"
@@ -203,7 +203,7 @@ class Process:
             elif isinstance(effect, WakeAt):
                 self._wake_number += 1
                 self._clock.at(effect.time_s, lambda number=self._wake_number: self._wake(number))  # type: ignore[misc]
-            elif isinstance(effect, LoadBlocks | StoreBlocks):
+            elif isinstance(effect, ReadBlocks | StoreBlocks):
                 assert self._disk is not None, f"{self.name} has no disk"
                 delay_s, answer = self._disk(effect)
                 self._answer(effect.rank, delay_s, partial(_same, answer))

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from hadal.core.cache import NAME_BYTES, Place, num_names, split
 from hadal.core.config import PREFILL, Deployment, units_of
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.plans import BlocksLoaded, BlocksStored, StepDone
-from hadal.core.seams import LoadBlocks, RankReset, StoreBlocks
+from hadal.core.plans import BlocksRead, BlocksStored, StepDone
+from hadal.core.seams import RankReset, ReadBlocks, StoreBlocks
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode.leader import DecodeLeader
@@ -32,7 +32,7 @@ from hadal.sim.world.seen import WorldLog, block_of, chain_of
 # The disk cache of a simulated world: which blocks it has, and what reading and writing them
 # takes.
 #
-#     leader: find (View) -> LoadBlocks --> queue of the rank's node --> BlocksLoaded
+#     leader: find (View) -> ReadBlocks --> queue of the rank's node --> BlocksRead
 #                            StoreBlocks -> queue of the rank's node --> BlocksStored, found from
 #                            then on
 #
@@ -178,7 +178,7 @@ class WorldDisk:
         num_blocks: Ints,
         block_bytes: float,
         speed: DiskSpeed,
-        loads: Callable[[float, str, LoadBlocks], int] = lambda now_s, unit, effect: len(
+        loads: Callable[[float, str, ReadBlocks], int] = lambda now_s, unit, effect: len(
             effect.into
         ),
     ) -> None:
@@ -194,9 +194,7 @@ class WorldDisk:
         """Make the view of one more leader."""
         return View(self.num_blocks)
 
-    def load(
-        self, now_s: float, unit: str, effect: LoadBlocks
-    ) -> tuple[float, float, BlocksLoaded]:
+    def load(self, now_s: float, unit: str, effect: ReadBlocks) -> tuple[float, float, BlocksRead]:
         """When a read begins and ends, and what comes of it. One that fails does so at its first
         missing block.
         """
@@ -204,7 +202,7 @@ class WorldDisk:
         node = unit, effect.rank // self._node_ranks
         begin_s, end_s = self._reads.ask(now_s, node, num * self._block_bytes)
         error = None if num == len(effect.into) else "input/output error"
-        return begin_s, end_s, BlocksLoaded(effect.load_id, num, 0, error)
+        return begin_s, end_s, BlocksRead(effect.read_id, num, 0, error)
 
     def store(self, now_s: float, unit: str, effect: StoreBlocks) -> tuple[float, BlocksStored]:
         """When a write ends, and what comes of it."""
@@ -289,7 +287,7 @@ class SimUnit:
         self._lost: set[int] = set()
         """Dead, and the leader does not know."""
         self._num_pools = 0
-        self._generation = 0
+        self._formation = 0
 
     @property
     def num_living(self) -> int:
@@ -337,10 +335,10 @@ class SimUnit:
         self._pools.difference_update(self._rank_to_pool)
 
     def _form(self, fresh: tuple[int, ...]) -> None:
-        self._generation += 1
+        self._formation += 1
         lost, self._lost = tuple(sorted(self._lost)), set()
         self.runner.formed(self.num_living)
-        self.process.form(RankReset(lost, fresh, tuple(self._rank_to_pool), self._generation))
+        self.process.form(RankReset(lost, fresh, tuple(self._rank_to_pool), self._formation))
 
 
 class LoggedRunner:

@@ -35,8 +35,8 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
-from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import Deliver, Effect, Event, LoadBlocks, Pull, Send, StoreBlocks, Tick
+from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.seams import Deliver, Effect, Event, Pull, ReadBlocks, Send, StoreBlocks, Tick
 from hadal.core.wire import AnyMessage
 from hadal.kv.blocks import blocks_for
 from hadal.perf.explain import StepPrice
@@ -448,7 +448,7 @@ class FleetWorld:
         elif unit is not None:
             unit.runner.slow.pop(fault.rank, None)
 
-    def _num_loaded(self, now_s: float, unit: str, effect: LoadBlocks) -> int:
+    def _num_loaded(self, now_s: float, unit: str, effect: ReadBlocks) -> int:
         """How many of the blocks of a read come."""
         is_lost = self._faults.is_disk_lost(now_s, unit, effect.rank // self._node_ranks)
         return 0 if is_lost else len(effect.into)
@@ -489,8 +489,8 @@ class FleetWorld:
         return free_s - now_s + self._wire_s
 
     def _disk(
-        self, unit: str, effect: LoadBlocks | StoreBlocks
-    ) -> tuple[float, BlocksLoaded | BlocksStored]:
+        self, unit: str, effect: ReadBlocks | StoreBlocks
+    ) -> tuple[float, BlocksRead | BlocksStored]:
         """Return the time until a read or write of a unit's rank is done, and what comes of it."""
         now_s = self.clock.now()
         if isinstance(effect, StoreBlocks):

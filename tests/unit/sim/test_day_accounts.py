@@ -13,7 +13,7 @@ from hadal.core.config import DECODE, PREFILL
 from hadal.policy.demand import DAY_S
 from hadal.sim.day.clock import HOUR_S
 from hadal.sim.day.curves import FluidResult
-from hadal.sim.day.load import DayLoad
+from hadal.sim.day.demand import DayDemand
 from hadal.sim.day.result import BEGIN_S, BEIJING_S, day_report, day_tally, nodes_facts
 from hadal.stats.report import MODEL, Report
 from hadal.stats.tally import Counts, Tally
@@ -109,7 +109,7 @@ def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
         worlds.Row(7000.0, 2, 0, 300, 2),
         worlds.Row(DAY_S - 1.0, 3, 0, 400, 1000),
     )
-    some = DayLoad(asked, np.array([0.0, 64.0, 128.0, 0.0]), 10, np.inf)
+    some = DayDemand(asked, np.array([0.0, 64.0, 128.0, 0.0]), 10, np.inf)
     token_s = np.full(24, 0.1)
     token_s[0] = 0.02
     books = day_tally(small(prices="1/2/3"), some, FIRST_S, token_s)

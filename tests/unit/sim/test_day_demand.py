@@ -12,11 +12,11 @@ import pytest
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S
 from hadal.sim.day.clock import HOUR_S
-from hadal.sim.day.load import (
+from hadal.sim.day.demand import (
     SAMPLE,
-    DayLoad,
+    DayDemand,
     cache_day,
-    day_load,
+    day_demand,
     generator,
     kv_length_about,
     sample_of,
@@ -36,7 +36,7 @@ def test_hours_are_those_of_arrival_and_stand_for_all_sessions() -> None:
         worlds.Row(HOUR_S + 1, 2, 1, 500, 50),
         worlds.Row(DAY_S - 1, 3, 0, 700, 70),
     )
-    made = DayLoad(asked, np.array([9.0, 0.0, 64.0, 128.0, 0.0]), 10, np.inf)
+    made = DayDemand(asked, np.array([9.0, 0.0, 64.0, 128.0, 0.0]), 10, np.inf)
     assert made.counts[[0, 1, 23]].tolist() == [10, 20, 10]
     assert made.counts.sum() == 40, "who came before is not of the day"
     assert made.tokens_in[[0, 1, 23]].tolist() == [1000, 8000, 7000]
@@ -69,7 +69,7 @@ def test_as_a_liquid_it_is_as_much_and_comes_at_the_same_hours() -> None:
     assert demand.tokens_in == pytest.approx(made.tokens_in.sum())
     assert demand.tokens_out == pytest.approx(made.tokens_out.sum())
     assert demand.tokens_out_request == pytest.approx(made.figures().tokens_out)
-    for index in (0, 5, 12, 17):  # Second 0 is 12:00 in Beijing, which is the liquid's clock.
+    for index in (0, 5, 12, 17):  # Second 0 is 12:00 in Beijing, which is the fluid's clock.
         times_s = (12 + index) * HOUR_S + np.arange(0.5, HOUR_S)
         came = (
             np.mean([demand.requests_per_s(at_s) for at_s in times_s[::60]])
@@ -86,7 +86,7 @@ def test_as_many_come_as_were_asked_for() -> None:
 def test_what_hits_is_less_with_less_cache_and_nothing_without() -> None:
     study = small()
     less = cache_day(replace(study, cache=replace(study.cache, disk_pb=study.cache.disk_pb / 20)))
-    made, poor, none = (day_load(study, one, 200) for one in (cached_day(), less, None))
+    made, poor, none = (day_demand(study, one, 200) for one in (cached_day(), less, None))
     assert 0 < poor.hit_share < 0.9 * made.hit_share
     assert none.hit_share == 0.0
     assert np.array_equal(none.workload.tokens_in, made.workload.tokens_in), (
@@ -113,7 +113,7 @@ def test_a_cache_of_few_sessions_is_looked_at_with_more_of_them() -> None:
 
 def test_an_hour_without_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"raise workload\.sessions_per_day"):
-        day_load(small(workload=replace(WORKLOAD, sessions_per_day=20.0)), None)
+        day_demand(small(workload=replace(WORKLOAD, sessions_per_day=20.0)), None)
 
 
 def test_each_part_has_randomness_of_its_own() -> None:

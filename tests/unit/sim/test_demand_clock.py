@@ -10,12 +10,12 @@ from hadal.sim.day.clock import (
     DEEPSEEK_SHARES,
     HOUR_S,
     STEP_S,
-    LoadClock,
+    DemandClock,
     hour_beijing,
     hour_index,
 )
 
-SHAPE = LoadClock()
+SHAPE = DemandClock()
 HOURS_S = np.arange(25) * HOUR_S
 
 
@@ -43,7 +43,7 @@ def test_both_directions_agree_over_days() -> None:
 
 def test_a_flat_day_is_a_clock() -> None:
     at_s = np.linspace(-DAY_S, 2 * DAY_S, 500)
-    assert np.allclose(LoadClock((1 / 24,) * 24).load_s(at_s), at_s)
+    assert np.allclose(DemandClock((1 / 24,) * 24).load_s(at_s), at_s)
 
 
 def test_hours_are_those_of_beijing() -> None:
@@ -55,4 +55,4 @@ def test_hours_are_those_of_beijing() -> None:
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.0, *DEEPSEEK_SHARES[1:])])
 def test_refuses_what_is_no_day(shares: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="give 24 above 0"):
-        LoadClock(shares)
+        DemandClock(shares)

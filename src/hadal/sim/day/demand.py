@@ -17,7 +17,7 @@ from numpy.random import Generator
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.sim.day.cache import CacheDay, simulate_cache
-from hadal.sim.day.clock import FIRST_HOUR, HOUR_S, DemandCurve, Floats, LoadClock, hour_index
+from hadal.sim.day.clock import FIRST_HOUR, HOUR_S, DemandClock, DemandCurve, Floats, hour_index
 from hadal.sim.day.study import CACHE_POLICIES, PB, Study
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload
@@ -34,7 +34,7 @@ EARLY_S = 2 * HOUR_S
 
 
 @dataclass(frozen=True)
-class LoadFigures:
+class DemandFigures:
     """A day's load in a few numbers: means of a request, and how many come."""
 
     requests_per_s: tuple[float, ...]
@@ -51,7 +51,7 @@ class LoadFigures:
 
 
 @dataclass(frozen=True)
-class DayLoad:
+class DayDemand:
     """A day's requests, and some of the hours before."""
 
     workload: Workload
@@ -64,7 +64,7 @@ class DayLoad:
     to.
     """
 
-    def with_cache(self, cache: CacheDay | None) -> DayLoad:
+    def with_cache(self, cache: CacheDay | None) -> DayDemand:
         """The same requests, and what another cache will have of them."""
         if cache is None:
             return replace(self, tokens_hit=np.zeros(len(self.workload)), eviction_age_s=np.inf)
@@ -98,10 +98,10 @@ class DayLoad:
         """Share of the day's prompt tokens that is found."""
         return float(self.tokens_hit_by_hour.sum() / self.tokens_in.sum())
 
-    def figures(self) -> LoadFigures:
+    def figures(self) -> DemandFigures:
         """Return the load's figures in short."""
         count = self.counts.sum()
-        return LoadFigures(
+        return DemandFigures(
             tuple((self.counts / HOUR_S).tolist()),
             float(self.tokens_in.sum() / count),
             float(self.tokens_hit_by_hour.sum() / count),
@@ -110,7 +110,7 @@ class DayLoad:
         )
 
     def demand(self) -> DemandCurve:
-        """The same as a liquid."""
+        """The same as a fluid."""
         tokens_in, shares = self.tokens_in, self.tokens_in / self.tokens_in.sum()
         shape = DayShape(tuple(np.roll(shares, FIRST_HOUR).tolist()))
         return DemandCurve(
@@ -118,7 +118,7 @@ class DayLoad:
             float(self.tokens_out.sum()),
             float(tokens_in.sum() / self.counts.sum()),
             shape,
-            LoadClock(shares.tolist()).rate,
+            DemandClock(shares.tolist()).rate,
         )
 
     def _by_hour(self, column: Floats) -> Floats:
@@ -149,7 +149,7 @@ def sample_of(params: WorkloadParams) -> int:
     return max(1, min(SAMPLE, int(params.sessions_per_day / SESSIONS_MIN)))
 
 
-def day_load(study: Study, cache: CacheDay | None, scale: int = 0) -> DayLoad:
+def day_demand(study: Study, cache: CacheDay | None, scale: int = 0) -> DayDemand:
     """Draw the sample. `cache`: None if there is none; then nothing hits. `scale`: 0: see
     `sample_of`.
 
@@ -157,7 +157,7 @@ def day_load(study: Study, cache: CacheDay | None, scale: int = 0) -> DayLoad:
     """
     scale = scale or sample_of(study.workload)
     workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
-    load = DayLoad(workload, np.zeros(len(workload)), scale, np.inf).with_cache(cache)
+    load = DayDemand(workload, np.zeros(len(workload)), scale, np.inf).with_cache(cache)
     if not load.counts.all():
         raise ConfigError(
             "an hour of the day has no request at all: raise workload.sessions_per_day."

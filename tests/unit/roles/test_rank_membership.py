@@ -7,9 +7,9 @@ import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
-    RankBeat,
     RankForm,
     RankFormed,
+    RankHeartbeat,
     RankHeld,
     RankUp,
     RankWho,
@@ -20,13 +20,13 @@ from hadal.core.messages import (
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import Formed, FormPlan, Held, HeldKv, Member
 from hadal.core.seams import Send
-from hadal.roles.ranks.book import (
+from hadal.roles.ranks.membership import (
     FAILED_FORMS_MAX,
     NEWS_S,
     SILENT_S,
     TAKEOVER_GRACE_S,
-    RankBook,
     RankPhase,
+    UnitMembership,
 )
 
 NUM_EXPERTS = 8
@@ -45,58 +45,60 @@ class Driver:
         self.waits = self.is_stopped = False
         """The suspected get no processor; they are stopped."""
         placement = spread(2, NUM_EXPERTS, num_ranks)
-        self.book = RankBook(
+        self.membership = UnitMembership(
             "decode-0", num_ranks, placement, rank_timeout_s=1.5, grace_s=10.0, **options
         )
 
     def all_up(self) -> None:
         for rank in range(self.num_ranks):
-            self.book.rank_up(self.now_s, up(rank))
+            self.membership.rank_up(self.now_s, up(rank))
 
     def take(self) -> tuple[dict[str, FormPlan], list[str]]:
         """What was sent since the last call: RankForms by name, and whom the supervisor is to
         kill.
         """
-        sends = [effect for effect in self.book.effects if isinstance(effect, Send)]
-        self.book.effects.clear()
+        sends = [effect for effect in self.membership.effects if isinstance(effect, Send)]
+        self.membership.effects.clear()
         forms = {send.to: send.message.plan for send in sends if isinstance(send.message, RankForm)}
         return forms, [send.message.unit for send in sends if isinstance(send.message, UnitDown)]
 
     def answer(self, *but: int) -> None:
         """All members formed, except some."""
-        for rank, epoch in list(self.book.members.items()):
+        for rank, epoch in list(self.membership.members.items()):
             if rank not in but:
-                self.book.formed(
-                    self.now_s, RankFormed(rank, epoch, Formed(self.book.generation, None))
+                self.membership.formed(
+                    self.now_s, RankFormed(rank, epoch, Formed(self.membership.formation, None))
                 )
 
     def run(self) -> None:
         self.all_up()
         self.answer()
-        assert self.book.phase is RankPhase.RUNNING
+        assert self.membership.phase is RankPhase.RUNNING
         self.take()
 
-    def beat(self, *ranks: int, lost: tuple[int, ...] = ()) -> None:
+    def heartbeat(self, *ranks: int, lost: tuple[int, ...] = ()) -> None:
         for rank in ranks:
-            epoch = self.book.members[rank]
-            self.book.beat(self.now_s, RankBeat(rank, epoch, self.book.generation, 0, False, lost))
+            epoch = self.membership.members[rank]
+            self.membership.heartbeat(
+                self.now_s, RankHeartbeat(rank, epoch, self.membership.formation, 0, False, lost)
+            )
 
     def pass_s(self, seconds: float, *beating: int, is_stepping: bool = False) -> None:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 0.1
-            self.beat(*(rank for rank in beating if rank in self.book.members))
-            self.book.tick(self.now_s, is_stepping)
+            self.heartbeat(*(rank for rank in beating if rank in self.membership.members))
+            self.membership.tick(self.now_s, is_stepping)
             self.look()
-            assert self.book.check() == []
+            assert self.membership.check() == []
 
     def look(self) -> None:
         """The supervisor answers."""
-        for effect in list(self.book.effects):
+        for effect in list(self.membership.effects):
             if isinstance(effect, Send) and isinstance(effect.message, Suspect):
-                self.book.effects.remove(effect)
+                self.membership.effects.remove(effect)
                 waited_s = self.now_s if self.waits else 0.0
-                self.book.sighted(
+                self.membership.sighted(
                     self.now_s, Sighting(effect.message.process, waited_s, self.is_stopped)
                 )
 
@@ -104,20 +106,20 @@ class Driver:
 def test_the_first_generation_waits_for_everybody() -> None:
     driver = Driver()
     for rank in range(3):
-        driver.book.rank_up(0.0, up(rank))
+        driver.membership.rank_up(0.0, up(rank))
     assert driver.take() == ({}, [])
-    driver.book.rank_up(0.0, up(3))
+    driver.membership.rank_up(0.0, up(3))
     forms, _ = driver.take()
     assert sorted(forms) == [f"decode-0.{rank}" for rank in range(4)]
     plan = forms["decode-0.1"]
-    assert (plan.generation, plan.num_ranks) == (1, 4)
+    assert (plan.formation, plan.num_ranks) == (1, 4)
     assert [member.epoch for member in plan.members] == ["e0", "e1", "e2", "e3"]
     assert Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_slots).check() == []
     driver.answer(3)
-    assert driver.book.phase is RankPhase.FORMING
+    assert driver.membership.phase is RankPhase.FORMING
     driver.answer()
-    assert driver.book.phase is RankPhase.RUNNING
-    assert driver.book.notes[-1] == "generation 1 formed in 0.000 s with ranks 0, 1, 2, 3"
+    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.notes[-1] == "formation 1 done in 0.000 s with ranks 0, 1, 2, 3"
 
 
 def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
@@ -125,8 +127,8 @@ def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
     for _ in range(110):
         driver.now_s += 0.1
         for rank in (0, 2):
-            driver.book.rank_up(driver.now_s, up(rank))
-        driver.book.tick(driver.now_s, False)
+            driver.membership.rank_up(driver.now_s, up(rank))
+        driver.membership.tick(driver.now_s, False)
     forms, _ = driver.take()
     assert sorted(forms) == ["decode-0.0", "decode-0.2"]
     plan = forms["decode-0.0"]
@@ -138,28 +140,28 @@ def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
 def test_a_death_is_answered_at_once() -> None:
     driver = Driver()
     driver.run()
-    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     forms, killed = driver.take()
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.3"], [])
-    assert driver.book.generation == 2
+    assert driver.membership.formation == 2
     driver.answer()
-    assert driver.book.phase is RankPhase.RUNNING
-    assert driver.book.check() == []
+    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.check() == []
 
 
 def test_a_death_while_forming_starts_the_next_generation() -> None:
     driver = Driver()
     driver.run()
-    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.answer(3)
-    driver.book.unit_down(5.1, UnitDown("decode-0.3", "killed"))
+    driver.membership.unit_down(5.1, UnitDown("decode-0.3", "killed"))
     forms, _ = driver.take()
-    assert forms["decode-0.0"].generation == 3
-    driver.book.formed(5.2, RankFormed(0, "e0", Formed(2, None)))  # Late.
-    assert driver.book.phase is RankPhase.FORMING
+    assert forms["decode-0.0"].formation == 3
+    driver.membership.formed(5.2, RankFormed(0, "e0", Formed(2, None)))  # Late.
+    assert driver.membership.phase is RankPhase.FORMING
     driver.answer()
-    assert list(driver.book.members) == [0, 1]
-    assert driver.book.phase is RankPhase.RUNNING
+    assert list(driver.membership.members) == [0, 1]
+    assert driver.membership.phase is RankPhase.RUNNING
 
 
 def test_a_silent_rank_is_dropped_and_killed() -> None:
@@ -173,7 +175,7 @@ def test_a_silent_rank_is_dropped_and_killed() -> None:
     driver.answer()
     driver.pass_s(2.2, 0, 1, 2)
     assert driver.take() == ({}, ["decode-0.3"])  # Once more, as it has not ended.
-    driver.book.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
+    driver.membership.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
     driver.pass_s(3.0, 0, 1, 2)
     assert driver.take() == ({}, [])
 
@@ -184,9 +186,9 @@ def test_a_rank_stuck_in_one_op_is_dropped_if_a_step_runs(is_stepping: bool) -> 
     driver.run()
     for _ in range(20):
         driver.now_s += 0.1
-        driver.beat(0, 1, 2)
-        driver.book.beat(driver.now_s, RankBeat(3, "e3", 1, 17, True))
-        driver.book.tick(driver.now_s, is_stepping)
+        driver.heartbeat(0, 1, 2)
+        driver.membership.heartbeat(driver.now_s, RankHeartbeat(3, "e3", 1, 17, True))
+        driver.membership.tick(driver.now_s, is_stepping)
         driver.look()
     assert driver.take()[1] == (["decode-0.3"] if is_stepping else [])
 
@@ -194,19 +196,19 @@ def test_a_rank_stuck_in_one_op_is_dropped_if_a_step_runs(is_stepping: bool) -> 
 def test_blame_alone_forms_again_with_everybody() -> None:
     driver = Driver()
     driver.run()
-    driver.book.broke(0.0, 0, (3,))
-    assert driver.book.phase is RankPhase.BROKEN
+    driver.membership.broke(0.0, 0, (3,))
+    assert driver.membership.phase is RankPhase.BROKEN
     driver.pass_s(NEWS_S + 0.1, 0, 1, 2, 3)
     forms, killed = driver.take()
     assert (len(forms), killed) == (4, [])
     driver.answer()
-    assert driver.book.phase is RankPhase.RUNNING
+    assert driver.membership.phase is RankPhase.RUNNING
 
 
 def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
     driver = Driver()
     driver.run()
-    driver.beat(0, 1, 2, lost=(3,))
+    driver.heartbeat(0, 1, 2, lost=(3,))
     driver.pass_s(SILENT_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
     driver.pass_s(0.4, 0, 1, 2)  # Its host is looked at twice first.
@@ -230,7 +232,7 @@ def test_others_are_not_believed_about_a_rank_without_a_processor() -> None:
     driver = Driver()
     driver.run()
     driver.waits = True
-    driver.beat(0, 1, 2, lost=(3,))
+    driver.heartbeat(0, 1, 2, lost=(3,))
     driver.pass_s(NEWS_S + 1.0, 0, 1, 2)
     forms, killed = driver.take()
     assert (len(forms), killed) == (4, [])
@@ -252,7 +254,7 @@ def test_a_stopped_rank_is_not_excused_by_what_it_waited_for() -> None:
     driver.pass_s(1.6, 0, 1, 2)
     assert driver.take()[1] == ["decode-0.3"]
     assert (
-        driver.book.notes[-1]
+        driver.membership.notes[-1]
         == "rank 3 has sent no heartbeat for 1.5 s, stopped: the others go on without it"
     )
 
@@ -260,8 +262,8 @@ def test_a_stopped_rank_is_not_excused_by_what_it_waited_for() -> None:
 def test_the_supervisors_word_ends_the_wait() -> None:
     driver = Driver()
     driver.run()
-    driver.book.broke(0.0, 0, ())
-    driver.book.unit_down(0.01, UnitDown("decode-0.1", "killed"))
+    driver.membership.broke(0.0, 0, ())
+    driver.membership.unit_down(0.01, UnitDown("decode-0.1", "killed"))
     assert sorted(driver.take()[0]) == ["decode-0.0", "decode-0.2", "decode-0.3"]
 
 
@@ -269,7 +271,7 @@ def test_a_rank_that_cannot_form_goes() -> None:
     driver = Driver()
     driver.all_up()
     driver.take()
-    driver.book.formed(0.0, RankFormed(1, "e1", Formed(1, "CheckpointError: no such tensor")))
+    driver.membership.formed(0.0, RankFormed(1, "e1", Formed(1, "CheckpointError: no such tensor")))
     forms, killed = driver.take()
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.2", "decode-0.3"], ["decode-0.1"])
 
@@ -279,12 +281,12 @@ def test_one_that_nobody_reaches_goes_after_some_tries() -> None:
     driver.all_up()
     for attempt in range(FAILED_FORMS_MAX):
         assert len(driver.take()[0]) == 4, attempt
-        generation = driver.book.generation
+        formation = driver.membership.formation
         for rank in range(3):
-            failed = Formed(generation, "PeerLost: rank 3", (3,))
-            driver.book.formed(0.0, RankFormed(rank, f"e{rank}", failed))
-        driver.book.formed(
-            0.0, RankFormed(3, "e3", Formed(generation, "PeerLost: rank 0, 1, 2", (0, 1)))
+            failed = Formed(formation, "PeerLost: rank 3", (3,))
+            driver.membership.formed(0.0, RankFormed(rank, f"e{rank}", failed))
+        driver.membership.formed(
+            0.0, RankFormed(3, "e3", Formed(formation, "PeerLost: rank 0, 1, 2", (0, 1)))
         )
     forms, killed = driver.take()
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.2"], ["decode-0.3"])
@@ -303,59 +305,59 @@ def test_one_that_never_answers_goes() -> None:
 def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     driver = Driver()
     driver.run()
-    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
     driver.now_s = 6.0
-    driver.book.rank_up(6.0, up(2, "new"))
-    assert driver.book.phase is RankPhase.DRAINING
+    driver.membership.rank_up(6.0, up(2, "new"))
+    assert driver.membership.phase is RankPhase.DRAINING
     assert driver.take() == ({}, [])
-    driver.book.form(6.0)  # The leader's steps are done.
+    driver.membership.form(6.0)  # The leader's steps are done.
     forms, _ = driver.take()
     assert len(forms) == 4
     assert forms["decode-0.2"].members[2].epoch == "new"
     assert forms["decode-0.0"].num_slots == NUM_EXPERTS // 4
-    driver.book.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # The dead one's.
+    driver.membership.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # The dead one's.
     driver.answer(2)
-    assert driver.book.phase is RankPhase.FORMING
+    assert driver.membership.phase is RankPhase.FORMING
 
 
 def test_a_drain_has_a_deadline() -> None:
     driver = Driver(drain_timeout_s=5.0)
     driver.run()
-    driver.book.unit_down(0.0, UnitDown("decode-0.2", "killed"))
+    driver.membership.unit_down(0.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
     for _ in range(52):
         driver.now_s += 0.1
-        driver.beat(0, 1, 3)
-        driver.book.rank_up(driver.now_s, up(2, "new"))
-        driver.book.tick(driver.now_s, False)
+        driver.heartbeat(0, 1, 3)
+        driver.membership.rank_up(driver.now_s, up(2, "new"))
+        driver.membership.tick(driver.now_s, False)
     assert len(driver.take()[0]) == 4
 
 
 def test_a_successor_heard_before_the_death_takes_its_place() -> None:
     driver = Driver()
     driver.run()
-    driver.book.rank_up(5.0, up(2, "new"))
+    driver.membership.rank_up(5.0, up(2, "new"))
     forms, _ = driver.take()
     assert forms["decode-0.0"].members[2].epoch == "new"
-    driver.book.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # The old one's death, late.
+    driver.membership.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # The old one's death, late.
     driver.answer()
-    assert driver.book.phase is RankPhase.RUNNING
-    driver.book.unit_down(5.2, UnitDown("decode-0.2", "killed"))
-    assert list(driver.book.members) == [0, 1, 3]
+    assert driver.membership.phase is RankPhase.RUNNING
+    driver.membership.unit_down(5.2, UnitDown("decode-0.2", "killed"))
+    assert list(driver.membership.members) == [0, 1, 3]
 
 
 def test_the_dead_do_not_come_back() -> None:
     driver = Driver()
     driver.run()
-    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
-    driver.book.rank_up(5.1, up(2))  # It was on its way.
-    assert driver.book.phase is RankPhase.RUNNING
-    driver.book.rank_up(9.0, up(2))  # It lives after all, and must be replaced to come back.
+    driver.membership.rank_up(5.1, up(2))  # It was on its way.
+    assert driver.membership.phase is RankPhase.RUNNING
+    driver.membership.rank_up(9.0, up(2))  # It lives after all, and must be replaced to come back.
     assert driver.take() == ({}, ["decode-0.2"])
 
 
@@ -363,15 +365,15 @@ def test_without_any_rank_it_waits_for_new_ones() -> None:
     driver = Driver(2)
     driver.run()
     for rank in range(2):
-        driver.book.unit_down(5.0, UnitDown(f"decode-0.{rank}", "killed"))
-    assert driver.book.phase is RankPhase.WAITING
-    assert driver.book.check() == []
+        driver.membership.unit_down(5.0, UnitDown(f"decode-0.{rank}", "killed"))
+    assert driver.membership.phase is RankPhase.WAITING
+    assert driver.membership.check() == []
     driver.take()
     for rank in range(2):
-        driver.book.rank_up(6.0, up(rank, f"new{rank}"))
+        driver.membership.rank_up(6.0, up(rank, f"new{rank}"))
     assert len(driver.take()[0]) == 2
     driver.answer()
-    assert driver.book.phase is RankPhase.RUNNING
+    assert driver.membership.phase is RankPhase.RUNNING
 
 
 def test_one_that_froze_before_it_was_heard_is_killed() -> None:
@@ -382,18 +384,18 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
         """Others go on saying that they are up, or beat; who is to be killed meanwhile."""
         for _ in range(round(seconds)):
             for rank in others:
-                driver.book.rank_up(driver.now_s, up(rank))
+                driver.membership.rank_up(driver.now_s, up(rank))
             driver.pass_s(1.0, *others)
         return driver.take()[1]
 
     assert pass_s(9.0) == []
-    driver.book.forgive(100.0)  # The leader itself stood still: the grace is longer by that.
+    driver.membership.forgive(100.0)  # The leader itself stood still: the grace is longer by that.
     driver.now_s += 100.0
     assert pass_s(3.0) == ["decode-0.3"]
     driver.answer()
-    assert driver.book.phase is RankPhase.RUNNING
+    assert driver.membership.phase is RankPhase.RUNNING
     assert pass_s(6.0) == [], "it is not asked for again at once"
-    driver.book.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
+    driver.membership.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
     assert pass_s(9.0) == [], "its successor has the whole grace"
     assert pass_s(3.0) == ["decode-0.3"]
 
@@ -401,32 +403,32 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
 def test_strangers_are_not_heard() -> None:
     driver = Driver()
     driver.run()
-    driver.book.rank_up(0.0, up(7))
-    driver.book.unit_down(0.0, UnitDown("decode-1.0", "killed"))
-    driver.book.unit_down(0.0, UnitDown("decode-0", "killed"))
-    driver.book.beat(0.0, RankBeat(9, "e9", 1, 0, False))
-    driver.book.formed(0.0, RankFormed(-1, "e", Formed(1, None)))
-    assert driver.book.phase is RankPhase.RUNNING
-    assert driver.book.num_stale >= 5
+    driver.membership.rank_up(0.0, up(7))
+    driver.membership.unit_down(0.0, UnitDown("decode-1.0", "killed"))
+    driver.membership.unit_down(0.0, UnitDown("decode-0", "killed"))
+    driver.membership.heartbeat(0.0, RankHeartbeat(9, "e9", 1, 0, False))
+    driver.membership.formed(0.0, RankFormed(-1, "e", Formed(1, None)))
+    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.num_stale >= 5
 
 
 def test_an_adopted_placement_is_formed_with_from_then_on() -> None:
     driver = Driver()
     driver.run()
-    before = driver.book.placement
+    before = driver.membership.placement
     slots = before.slot_to_expert_LRS[1, ::-1].copy()
     adopted = before.with_layer(1, slots, np.ones(slots.shape, np.uint8))
-    driver.book.adopt(adopted)
-    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.membership.adopt(adopted)
+    driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     plan = driver.take()[0]["decode-0.0"]
     left = without(adopted, [2])
     assert (plan.slot_to_expert, plan.weights) == (left.to_bytes(), b"")
-    assert driver.book.placement.to_bytes() == left.to_bytes()
+    assert driver.membership.placement.to_bytes() == left.to_bytes()
     driver.answer()
     with pytest.raises(InvariantError, match="adopted"):
-        driver.book.adopt(before)
-    driver.book.rank_up(6.0, up(2, "new"))
-    driver.book.form(6.0)
+        driver.membership.adopt(before)
+    driver.membership.rank_up(6.0, up(2, "new"))
+    driver.membership.form(6.0)
     plan = driver.take()[0]["decode-0.2"]
     assert (plan.slot_to_expert, plan.weights) == (adopted.to_bytes(), adopted.weights_bytes())
     assert plan.weights
@@ -434,64 +436,66 @@ def test_an_adopted_placement_is_formed_with_from_then_on() -> None:
 
 def test_a_placement_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="for 2 ranks"):
-        RankBook("decode-0", 4, spread(1, 4, 2))
+        UnitMembership("decode-0", 4, spread(1, 4, 2))
 
 
-def held(rank: int, generation: int, placement: Placement, num_members: int = 4) -> RankHeld:
+def held(rank: int, formation: int, placement: Placement, num_members: int = 4) -> RankHeld:
     members = tuple(Member(other, f"e{other}", "h", 7000 + other) for other in range(num_members))
     plan = FormPlan(
-        generation, 4, members, placement.to_bytes(), placement.num_slots, placement.weights_bytes()
+        formation, 4, members, placement.to_bytes(), placement.num_slots, placement.weights_bytes()
     )
     return RankHeld(up(rank), plan, Held((HeldKv(70 + rank, (3,), 9, 9),), {}))
 
 
 def test_a_new_leader_asks_who_beats_and_forms_above_what_they_had_with_their_placement() -> None:
     driver = Driver()
-    driver.book.beat(0.0, RankBeat(1, "e1", 5, 0, False))
-    assert driver.book.effects == [Send("decode-0.1", RankWho("e1"))]
-    driver.book.effects.clear()
+    driver.membership.heartbeat(0.0, RankHeartbeat(1, "e1", 5, 0, False))
+    assert driver.membership.effects == [Send("decode-0.1", RankWho("e1"))]
+    driver.membership.effects.clear()
     rolled = Placement(
         NUM_EXPERTS, np.roll(spread(2, NUM_EXPERTS, 4).slot_to_expert_LRS, 1, axis=1)
     )
-    for rank, generation in ((0, 5), (1, 6), (2, 6), (3, 5)):
-        driver.book.rank_held(0.1, held(rank, generation, rolled))
+    for rank, formation in ((0, 5), (1, 6), (2, 6), (3, 5)):
+        driver.membership.rank_held(0.1, held(rank, formation, rolled))
     forms, _ = driver.take()
-    assert {plan.generation for plan in forms.values()} == {7}
+    assert {plan.formation for plan in forms.values()} == {7}
     assert {plan.slot_to_expert for plan in forms.values()} == {rolled.to_bytes()}
     driver.answer()
-    assert driver.book.phase is RankPhase.RUNNING
-    found = driver.book.take_held(2)
+    assert driver.membership.phase is RankPhase.RUNNING
+    found = driver.membership.take_held(2)
     assert found is not None
     assert [kv.ticket for kv in found.kv] == [72]
-    assert driver.book.take_held(2) is None
+    assert driver.membership.take_held(2) is None
 
 
 def test_ranks_that_died_with_their_leader_are_not_waited_for() -> None:
     driver = Driver()
     reduced = without(spread(2, NUM_EXPERTS, 4), [3])
     for rank in range(3):
-        driver.book.rank_held(0.0, held(rank, 5, reduced, num_members=3))
+        driver.membership.rank_held(0.0, held(rank, 5, reduced, num_members=3))
     driver.pass_s(TAKEOVER_GRACE_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
     for rank in range(3):
-        driver.book.rank_held(driver.now_s, held(rank, 5, reduced, num_members=3))  # Asked twice.
+        driver.membership.rank_held(
+            driver.now_s, held(rank, 5, reduced, num_members=3)
+        )  # Asked twice.
     driver.pass_s(0.2, 0, 1, 2)
     forms, _ = driver.take()
     assert sorted(forms) == ["decode-0.0", "decode-0.1", "decode-0.2"]
-    assert {plan.generation for plan in forms.values()} == {6}
+    assert {plan.formation for plan in forms.values()} == {6}
 
 
 def test_one_that_is_held_for_dead_is_not_asked_who_it_is() -> None:
     driver = Driver()
     driver.run()
-    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.take()
-    driver.book.beat(5.1, RankBeat(2, "e2", 1, 0, False))
-    assert driver.book.effects == []
+    driver.membership.heartbeat(5.1, RankHeartbeat(2, "e2", 1, 0, False))
+    assert driver.membership.effects == []
 
 
 def test_what_a_rank_held_goes_with_its_process() -> None:
     driver = Driver()
-    driver.book.rank_held(0.0, held(0, 5, spread(2, NUM_EXPERTS, 4)))
-    driver.book.rank_up(0.1, up(0, "new"))
-    assert driver.book.take_held(0) is None
+    driver.membership.rank_held(0.0, held(0, 5, spread(2, NUM_EXPERTS, 4)))
+    driver.membership.rank_up(0.1, up(0, "new"))
+    assert driver.membership.take_held(0) is None

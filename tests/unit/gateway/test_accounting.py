@@ -15,8 +15,8 @@ import pytest
 from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, LimitsConfig, UnitsConfig
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages import Returned, UnitDown
+from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import EVERYONE, name_of, salt_of
-from hadal.gateway.books import Books
 from hadal.gateway.service import ServedModel
 from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import LedgerCounts
@@ -64,7 +64,9 @@ async def booked(
     )
     async with world(model, script, **options) as it:
         gateway = it.gateway
-        gateway.books = Books(deployment, model.name, sink, dict, gateway.now, gateway.unix_time)
+        gateway.accounting = Accounting(
+            deployment, model.name, sink, dict, gateway.now, gateway.unix_time
+        )
         yield it, sink
 
 
@@ -285,20 +287,22 @@ def test_units_are_followed_from_their_coming_to_their_end() -> None:
         decode=UnitsConfig(ranks=16, ranks_per_node=8),
         ledger=LedgerConfig(gpu_hour_usd=1.5),
     )
-    books = Books(deployment, "small", sink, lambda: up, lambda: 0.0, lambda: clock.unix_s)
+    accounting = Accounting(
+        deployment, "small", sink, lambda: up, lambda: 0.0, lambda: clock.unix_s
+    )
 
     def unit(name: str, role: str, epoch: str) -> Unit:
         return Unit(name, role, epoch, 1, 1, 1, 0.0)
 
     up["prefill-0"] = unit("prefill-0", PREFILL, "a")
-    books.look()
+    accounting.look()
     up["decode-0"], clock.unix_s = unit("decode-0", DECODE, "b"), 1010.0
-    books.look()
+    accounting.look()
     up["prefill-0"], clock.unix_s = unit("prefill-0", PREFILL, "c"), 1025.0
-    books.look()
+    accounting.look()
     del up["decode-0"]
     clock.unix_s = 1030.0
-    books.end()
+    accounting.end()
     assert sink.closed
     last = {(fact.unit, fact.epoch): fact for fact in sink.nodes}
     assert {key: (fact.from_s, fact.to_s) for key, fact in last.items()} == {
@@ -330,4 +334,4 @@ def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None:
 def test_prices_that_cannot_be_read_are_an_error() -> None:
     deployment = Deployment(model="x", ledger=LedgerConfig(prices="cheap"))
     with pytest.raises(ValueError, match="no price list"):
-        Books(deployment, "m", List(), dict, lambda: 0.0, lambda: 0.0)
+        Accounting(deployment, "m", List(), dict, lambda: 0.0, lambda: 0.0)

@@ -1,13 +1,13 @@
-"""Who belongs to a unit: its generations, and when a rank is given up. The states are tables in
+"""Who belongs to a unit: its formations, and when a rank is given up. The states are tables in
 `rank_states`.
 
-A generation is a set of processes that step together. It is over with the first of them; the
+A formation is a set of processes that step together. It is over with the first of them; the
 survivors form the next one at once, which holds the experts that went with it, and a replacement
 joins by yet another, when no step is in flight. A rank is given up if its process ended, if it is
 silent or stuck for `rank_timeout_s` though it could run (policy/suspicion), or if it cannot form.
 What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all
-form again. Ranks outlive their leader: who beats and is not known here is asked who it is, and the
-first generation of a leader that took ranks over is above theirs, with the placement that they
+form again. Ranks outlive their leader: whose heartbeat comes and who is not known here is asked who it is, and the
+first formation of a leader that took ranks over is above theirs, with the placement that they
 have.
 
 Knows no plans, blocks or requests. `effects` is what it wants sent; its owner takes them.
@@ -20,13 +20,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hadal.core.config import RANK_BEAT_S
+from hadal.core.config import RANK_HEARTBEAT_S
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     SUPERVISOR,
-    RankBeat,
     RankForm,
     RankFormed,
+    RankHeartbeat,
     RankHeld,
     RankUp,
     RankWho,
@@ -47,15 +47,15 @@ class Routine(str):
     __slots__ = ()
 
 
-# Which members of a generation others have lost their connection to. Who is to be believed is the
+# Which members of a formation others have lost their connection to. Who is to be believed is the
 # book's to say.
 
 
-class Blame:
-    """Of one generation; cleared with the next."""
+class LostLinks:
+    """Of one formation; cleared with the next."""
 
     def __init__(self) -> None:
-        self._blamed_by: dict[int, set[int]] = {}
+        self._lost_by: dict[int, set[int]] = {}
 
     def add(self, observer: int, lost: Collection[int], members: Collection[int]) -> None:
         """A member lost others. What it says of itself, or of those who do not belong, does not
@@ -63,21 +63,21 @@ class Blame:
         """
         for rank in lost:
             if rank in members and rank != observer:
-                self._blamed_by.setdefault(rank, set()).add(observer)
+                self._lost_by.setdefault(rank, set()).add(observer)
 
     def clear(self) -> None:
-        self._blamed_by.clear()
+        self._lost_by.clear()
 
     def __iter__(self) -> Iterator[int]:
         """Those who are blamed, in the order in which they were first."""
-        return iter(list(self._blamed_by))
+        return iter(list(self._lost_by))
 
     def observers(self, rank: int) -> set[int]:
-        return self._blamed_by.get(rank, set())
+        return self._lost_by.get(rank, set())
 
-    def most_blamed(self) -> int | None:
+    def most_lost(self) -> int | None:
         """Whom most members lost; the first of equals."""
-        counts = Counter({rank: len(observers) for rank, observers in self._blamed_by.items()})
+        counts = Counter({rank: len(observers) for rank, observers in self._lost_by.items()})
         return counts.most_common(1)[0][0] if counts else None
 
 
@@ -140,7 +140,7 @@ class RankView:
     state: RankState = RankState.ABSENT
     up: RankUp | None = None
     held: Held | None = None
-    """What an earlier leader's rank holds; None: nothing, or its leader's core knows it."""
+    """What an earlier leader's rank holds; None: nothing, or its inner leader knows it."""
     heard_s: float = 0.0
     num_ops: int = -1
     moved_s: float = 0.0
@@ -192,7 +192,7 @@ def next_phase(phase: RankPhase, move: str) -> RankPhase:
         raise InvariantError(f"a unit that is {phase} cannot {move}") from None
 
 
-SILENT_S = 2.4 * RANK_BEAT_S
+SILENT_S = 2.4 * RANK_HEARTBEAT_S
 """Two heartbeats are missing: not enough to give a rank up, enough to believe those who blame
 it.
 """
@@ -212,8 +212,8 @@ goes.
 _NUM_NOTES = 256
 
 
-class RankBook:
-    """Membership of `unit`. `placement` is the full one; a generation without some ranks gets it
+class UnitMembership:
+    """Membership of `unit`. `placement` is the full one; a formation without some ranks gets it
     without those.
 
     `grace_s`: how long the first ranks wait for the others before they form without them; and how
@@ -236,16 +236,16 @@ class RankBook:
             raise ValueError(
                 f"the placement is for {placement.num_ranks} ranks, and the unit has {num_ranks}."
             )
-        self.generation = 0
+        self.formation = 0
         self.phase = RankPhase.WAITING
         self.members: dict[int, str] = {}
-        """rank -> epoch, of the newest generation, formed or not."""
+        """rank -> epoch, of the newest formation, formed or not."""
         self.effects: list[Effect] = []
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
         """What a person should read in the log, in order; the host takes them out."""
         self.num_stale = 0
         self.placement = placement
-        """Of the newest generation."""
+        """Of the newest formation."""
         self._unit = unit
         self._full = placement
         self._rank_timeout_s = rank_timeout_s
@@ -254,24 +254,24 @@ class RankBook:
         self._drain_timeout_s = drain_timeout_s
         self._ranks = [RankView() for _ in range(num_ranks)]
         self._suspects = Suspects(rank_timeout_s)
-        self._blame = Blame()
+        self._lost_links = LostLinks()
         self._answered: dict[int, Formed] = {}
         self._num_failed_forms = 0
         self._first_up_s: float | None = None
         self._begun_s: float | None = None
         """When deadlines were first looked at."""
         self._whole_until_s: float | None = None
-        """When the last generation that ran was over; None while one runs."""
+        """When the last formation that ran was over; None while one runs."""
         self._phase_s = 0.0
         """When the phase began."""
         self._failed_s: float | None = None
-        """When the first member failed to form this generation."""
-        self._held_generation = 0
+        """When the first member failed to form this formation."""
+        self._held_formation = 0
         """The highest that an earlier leader gave to a rank of this one."""
 
     # ---- what others ask ----
     def is_member(self, rank: int, epoch: str) -> bool:
-        """Whether this process lives and belongs to the newest generation."""
+        """Whether this process lives and belongs to the newest formation."""
         return (
             0 <= rank < len(self._ranks)
             and self._ranks[rank].is_living
@@ -287,7 +287,7 @@ class RankBook:
         return up.pool if up is not None else ""
 
     def adopt(self, placement: Placement) -> None:
-        """All ranks did a step with it: from now on generations form with it, and with what is left
+        """All ranks did a step with it: from now on formations form with it, and with what is left
         of it.
         """
         if not self.is_running or len(self.members) != len(self._ranks):
@@ -298,7 +298,7 @@ class RankBook:
 
     @property
     def living(self) -> list[int]:
-        """Members of the newest generation whose processes live, formed or not."""
+        """Members of the newest formation whose processes live, formed or not."""
         return [index for index, epoch in self.members.items() if self.is_member(index, epoch)]
 
     @property
@@ -315,7 +315,7 @@ class RankBook:
 
     @property
     def is_running(self) -> bool:
-        """Steps of this generation may be done."""
+        """Steps of this formation may be done."""
         return self.phase in (RankPhase.RUNNING, RankPhase.DRAINING, RankPhase.BROKEN)
 
     # ---- what comes in ----
@@ -329,7 +329,7 @@ class RankBook:
             rank.heard_s = now_s
             return
         if message.epoch in rank.dead:
-            self._ghost(now_s, message.rank)
+            self._end_again(now_s, message.rank)
             return
         was_member = rank.is_living and message.rank in self.members
         if rank.state is not RankState.ABSENT:
@@ -355,8 +355,8 @@ class RankBook:
             else None
         )
         is_new = rank is not None and rank.state is RankState.ABSENT and up.epoch not in rank.dead
-        if is_new and plan.generation > self._held_generation:
-            self._held_generation = plan.generation  # Before a generation forms with it.
+        if is_new and plan.formation > self._held_formation:
+            self._held_formation = plan.formation  # Before a formation forms with it.
             self._take_placement(plan)
         self.rank_up(now_s, up)
         if rank is not None and is_new:
@@ -368,7 +368,7 @@ class RankBook:
         """
         full = self._full
         if (
-            self.generation
+            self.formation
             or len(plan.members) < len(self._ranks)
             or plan.num_slots != full.num_slots
         ):
@@ -402,7 +402,7 @@ class RankBook:
         if was_member:
             self._lost(now_s, index, message.reason)
 
-    def beat(self, now_s: float, message: RankBeat) -> None:
+    def heartbeat(self, now_s: float, message: RankHeartbeat) -> None:
         """A rank lives, and tells how far it is."""
         if not self._is_heard(now_s, message.rank, message.epoch):
             return
@@ -411,7 +411,7 @@ class RankBook:
             rank.progressed_s = now_s
         if message.num_ops != rank.num_ops or not message.is_computing:
             rank.num_ops, rank.moved_s = message.num_ops, now_s
-        if message.generation == self.generation and message.lost:
+        if message.formation == self.formation and message.lost:
             self.broke(now_s, message.rank, message.lost)
 
     def formed(self, now_s: float, message: RankFormed) -> None:
@@ -419,7 +419,7 @@ class RankBook:
         formed = message.formed
         if not self._is_heard(now_s, message.rank, message.epoch):
             return
-        if self.phase is not RankPhase.FORMING or formed.generation != self.generation:
+        if self.phase is not RankPhase.FORMING or formed.formation != self.formation:
             self.num_stale += 1
             return
         rank = self._ranks[message.rank]
@@ -429,7 +429,7 @@ class RankBook:
             if rank.state is RankState.FORMING:
                 self._move_rank(message.rank, "formed")
         elif formed.error.startswith(PEER_ERRORS):
-            self._blame.add(message.rank, formed.lost, self.members)
+            self._lost_links.add(message.rank, formed.lost, self.members)
             self._failed_s = now_s if self._failed_s is None else self._failed_s
         else:
             self._drop(now_s, message.rank, f"could not join the others ({formed.error})")
@@ -437,16 +437,16 @@ class RankBook:
         self._see_answers(now_s)
 
     def broke(self, now_s: float, observer: int, lost: tuple[int, ...]) -> None:
-        """A member of the present generation lost peers, or a step of it: no step will succeed any
+        """A member of the present formation lost peers, or a step of it: no step will succeed any
         more.
         """
-        self._blame.add(observer, lost, self.members)
+        self._lost_links.add(observer, lost, self.members)
         if self.phase in (RankPhase.RUNNING, RankPhase.DRAINING):
             self._move(now_s, "break")
             self.notes.append(
                 f"rank {observer} lost {name_peers(lost)}: steps wait until it is known who is gone"
             )
-        self._believe_blamers(now_s)
+        self._believe_observers(now_s)
 
     def sighted(self, now_s: float, message: Sighting) -> None:
         """What a rank's host sees of it."""
@@ -476,7 +476,7 @@ class RankBook:
             case RankPhase.FORMING:
                 self._see_answers(now_s)
             case RankPhase.BROKEN:
-                self._believe_blamers(now_s)
+                self._believe_observers(now_s)
                 if self.phase is RankPhase.BROKEN and now_s - self._phase_s >= NEWS_S:
                     self._form_again(now_s)
             case RankPhase.DRAINING:
@@ -515,14 +515,14 @@ class RankBook:
 
     # ---- forming ----
     def form(self, now_s: float) -> None:
-        """Start the next generation with every rank that lives."""
+        """Start the next formation with every rank that lives."""
         living = [index for index, rank in enumerate(self._ranks) if rank.is_living]
         if self._whole_until_s is None:
             self._whole_until_s = now_s
         self.members = {index: self._ranks[index].epoch for index in living}
-        self._blame.clear()
+        self._lost_links.clear()
         self._answered, self._failed_s = {}, None
-        self.generation = max(self.generation, self._held_generation) + 1
+        self.formation = max(self.formation, self._held_formation) + 1
         if not living:
             self._first_up_s = None
             self._move(now_s, "empty")
@@ -532,7 +532,7 @@ class RankBook:
         absent = [index for index in range(len(self._ranks)) if index not in self.members]
         self.placement = placement = self._full if not absent else without(self._full, absent)
         plan = FormPlan(
-            self.generation,
+            self.formation,
             len(self._ranks),
             tuple(self._member(index) for index in living),
             placement.to_bytes(),
@@ -545,7 +545,7 @@ class RankBook:
 
     def _form_again(self, now_s: float) -> None:
         """Form without those that others lost and that are silent or stuck."""
-        for index in self._blame:
+        for index in self._lost_links:
             rank = self._ranks[index]
             is_silent = self._suspects.is_frozen(self._name(index), now_s - rank.heard_s, SILENT_S)
             if is_silent or self._suspects.is_frozen(
@@ -560,7 +560,7 @@ class RankBook:
         if num_living == 0 or self._first_up_s is None:
             self._first_up_s = None
             return
-        grace_s = TAKEOVER_GRACE_S if self._held_generation else self._grace_s
+        grace_s = TAKEOVER_GRACE_S if self._held_formation else self._grace_s
         if num_living == len(self._ranks) or now_s - self._first_up_s >= grace_s:
             self.form(now_s)
 
@@ -581,7 +581,7 @@ class RankBook:
             self._num_failed_forms += 1
             if self._num_failed_forms >= FAILED_FORMS_MAX:
                 self._num_failed_forms = 0
-                worst = self._blame.most_blamed()
+                worst = self._lost_links.most_lost()
                 if worst is not None:
                     self._give_up(now_s, worst, "is not reached by the others")
             self._form_again(now_s)
@@ -594,7 +594,7 @@ class RankBook:
 
     def _formed_text(self, took_s: float, num_loaded: int) -> str:
         text = (
-            f"generation {self.generation} formed in {took_s:.3f} s with ranks"
+            f"formation {self.formation} done in {took_s:.3f} s with ranks"
             f" {', '.join(map(str, self.members))}"
         )
         absent = [str(index) for index in range(len(self._ranks)) if index not in self.members]
@@ -609,7 +609,7 @@ class RankBook:
 
     # ---- losing ----
     def _lost(self, now_s: float, index: int, reason: str) -> None:
-        """A member is gone: this generation is over."""
+        """A member is gone: this formation is over."""
         self.notes.append(f"rank {index} is gone ({reason}): the others go on without it")
         if self.phase is not RankPhase.WAITING:
             self.form(now_s)
@@ -634,17 +634,17 @@ class RankBook:
         self._ranks[index].killed_s = now_s
         self.effects.append(Send(SUPERVISOR, UnitDown(self._name(index), reason)))
 
-    def _believe_blamers(self, now_s: float) -> None:
+    def _believe_observers(self, now_s: float) -> None:
         """In phase BROKEN: a rank that all others lost, and that says nothing itself, is gone."""
-        for index in self._blame:
-            rank, observers = self._ranks[index], self._blame.observers(index)
+        for index in self._lost_links:
+            rank, observers = self._ranks[index], self._lost_links.observers(index)
             others = {
                 other for other, epoch in self.members.items() if self.is_member(other, epoch)
             } - {index}
             is_silent = self._suspects.is_frozen(self._name(index), now_s - rank.heard_s, SILENT_S)
             if rank.is_living and others <= observers and is_silent:
                 self._drop(now_s, index, "was lost by all others, and is silent")
-                return  # A new generation begins: nobody is blamed any more.
+                return  # A new formation begins: nobody is blamed any more.
 
     def _is_heard(self, now_s: float, index: int, epoch: str) -> bool:
         """Note a sign of life; False if it is not of the present process."""
@@ -654,12 +654,12 @@ class RankBook:
             return True
         self.num_stale += 1
         if rank is not None and epoch in rank.dead:
-            self._ghost(now_s, index)
+            self._end_again(now_s, index)
         elif rank is not None and rank.state is RankState.ABSENT:
             self.effects.append(Send(self._name(index), RankWho(epoch)))
         return False
 
-    def _ghost(self, now_s: float, index: int) -> None:
+    def _end_again(self, now_s: float, index: int) -> None:
         """Somebody speaks who is held for dead, long after: make it so, or it never comes back."""
         rank = self._ranks[index]
         is_long_ago = now_s - max(rank.ended_s, rank.killed_s) > max(
@@ -704,7 +704,7 @@ class RankBook:
             self._ranks[index].state is not RankState.MEMBER for index in self.members
         ):
             problems.append(
-                f"generation {self.generation} is {self.phase} with a member that did not form"
+                f"formation {self.formation} is {self.phase} with a member that did not form"
             )
         if self.phase is RankPhase.WAITING and any(
             rank.state is RankState.MEMBER for rank in self._ranks

@@ -22,7 +22,7 @@ from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import LedgerCounts
 from hadal.stats.prices import PriceList, micro_usd, price_list
 
-BEAT_S = 10.0
+HEARTBEAT_S = 10.0
 """Units that are up are told to the ledger this often: what `kill -9` can take from their
 node-hours.
 """
@@ -43,7 +43,7 @@ class Sink(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
-class Books:
+class Accounting:
     """Makes facts of what ended. Used by the event loop's thread."""
 
     def __init__(

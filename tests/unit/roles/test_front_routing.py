@@ -9,30 +9,32 @@ from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages import Cached, UnitUp
 from hadal.core.request import Transition
-from hadal.roles.front.requests import FrontNames, Record, RequestBook
-from hadal.roles.front.units import FrontCache, Rooms, UnitBook
+from hadal.roles.front.requests import FrontNames, FrontRequests, Record
+from hadal.roles.front.units import FrontCache, FrontUnits, RequestRouting
 from tests.unit.roles.driving import generation
 
 NAMES = FrontNames(CacheConfig(), "f0")
 
 
-def rooms(**limits: int) -> Rooms:
-    units = UnitBook(2.0, 0.5)
+def routing(**limits: int) -> RequestRouting:
+    units = FrontUnits(2.0, 0.5)
     for name in ("prefill-0", "prefill-1", "decode-0"):
         units.add(UnitUp(name, name.split("-")[0], "e", 20, 2), 0.0)
-    return Rooms(RequestBook(), units, LimitsConfig(**limits), 10_000)
+    return RequestRouting(FrontRequests(), units, LimitsConfig(**limits), 10_000)
 
 
-def record_of(made: Rooms, name: str = "a", prompt: int = 200, max_tokens: int = 5) -> Record:
+def record_of(
+    made: RequestRouting, name: str = "a", prompt: int = 200, max_tokens: int = 5
+) -> Record:
     return made.requests.add(NAMES.named(generation(name, prompt, max_tokens=max_tokens)), 99.0)
 
 
-def knows(made: Rooms, unit: str, record: Record, num_blocks: int) -> None:
+def knows(made: RequestRouting, unit: str, record: Record, num_blocks: int) -> None:
     made.units.cached(Cached(unit, "e", record.generation.chain[: 16 * num_blocks], b""))
 
 
 def test_a_prompt_goes_where_its_prefix_is() -> None:
-    made = rooms()
+    made = routing()
     record = record_of(made)
     assert made.prefill_unit(record) == ("prefill-0", 0)
     knows(made, "prefill-1", record, 2)
@@ -50,7 +52,7 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     ("num_prompt", "num_cached"), [(63, 0), (64, 0), (65, 64), (128, 64), (129, 128)]
 )
 def test_the_last_position_is_never_cached(num_prompt: int, num_cached: int) -> None:
-    made = rooms()
+    made = routing()
     record = record_of(made, prompt=num_prompt)
     knows(made, "prefill-1", record, num_names(record.generation.chain))
     room = made.prefill_unit(record)
@@ -59,7 +61,7 @@ def test_the_last_position_is_never_cached(num_prompt: int, num_cached: int) -> 
 
 
 def test_a_full_unit_is_not_chosen_whatever_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = rooms()
+    made = routing()
     record = record_of(made)
     knows(made, "prefill-1", record, 3)
     for name in "bc":
@@ -79,14 +81,14 @@ def test_a_full_unit_is_not_chosen_whatever_it_has(monkeypatch: pytest.MonkeyPat
 
 
 def test_room_is_bounded_by_what_runs() -> None:
-    made = rooms(max_running=1)
+    made = routing(max_running=1)
     assert made.has_room(generation("b"))
     made.requests.move(record_of(made), Transition.PLACE)
     assert not made.has_room(generation("b"))
 
 
 def test_an_output_is_capped_once() -> None:
-    made = rooms()
+    made = routing()
     record = record_of(made, prompt=20 * 64 - 3, max_tokens=100)
     assert made.fit(record) is None
     assert record.generation.max_tokens == 4
