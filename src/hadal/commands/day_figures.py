@@ -44,7 +44,7 @@ MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
 _NAME_CHARS_MAX = 44
 _HOUR_MS = 3_600_000
 _MIDNIGHT = datetime(2000, 1, 1)
-"""Of some day: hours of a result have no date."""
+"""Midnight of some day: hours of a result have no date."""
 
 
 def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
@@ -105,7 +105,7 @@ def income_and_cost(hours: Sequence[Row]) -> Figure | None:
 
 
 def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Figure | None:
-    """Of each hour's input tokens, those from the cache; what a window found as a dot."""
+    """Share of each hour's input tokens that came from the cache; what a window found as a dot."""
     return _lines(
         hours,
         "Hit rate by hour, percent of input tokens.",
@@ -117,7 +117,7 @@ def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Figure | None:
 
 
 def hit_percents(hours: Sequence[Row]) -> list[float | None]:
-    """Of each hour's input tokens, the percent that came from the cache."""
+    """Percent of each hour's input tokens that came from the cache."""
     shares = [ratio(number(hour, "tokens_hit"), number(hour, "tokens_in")) for hour in hours]
     return [None if share is None else as_number(100.0 * share) for share in shares]
 

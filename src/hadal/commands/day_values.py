@@ -69,7 +69,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def plain(value: float | None, decimals: int = 1) -> str:
-    """With thousands separated; decimals fall away from 1,000 on."""
+    """The number with thousands separated; decimals fall away from 1,000 on."""
     if value is None:
         return NOTHING
     if abs(value) >= 1e15:
@@ -78,7 +78,7 @@ def plain(value: float | None, decimals: int = 1) -> str:
 
 
 def compact(value: float | None, digits: int = 3) -> str:
-    """With as many significant digits and a unit: 608 B, 73.7 k, 0.56."""
+    """The number with so many significant digits and a unit: 608 B, 73.7 k, 0.56."""
     if value is None:
         return NOTHING
     if abs(value) >= 1e18:
@@ -109,7 +109,7 @@ def dollars(value: float | None) -> str:
 
 
 def percent(value: float | None, decimals: int = 1) -> str:
-    """Of a value that is in percent already."""
+    """A value that is in percent already, with its sign."""
     return NOTHING if value is None else f"{plain(value, decimals)} %"
 
 

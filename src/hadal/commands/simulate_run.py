@@ -157,7 +157,7 @@ def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
 
 
 def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
-    """As HOURS names them."""
+    """The cells of an hour's row, in the order of HOURS."""
     fluid, window = hour["fluid"], hour["window"]
 
     def both(key: str, form: str) -> str:
@@ -210,7 +210,7 @@ def alternatives_table(result: dict[str, Any]) -> Table:
 
 
 def _percent(hour: dict[str, Any]) -> str:
-    """Of its prompt tokens: found in the cache."""
+    """Percent of an hour's prompt tokens that the cache had."""
     return f"{100 * hour['tokens_hit'] / hour['tokens_in']:.1f} %" if hour["tokens_in"] else "-"
 
 
@@ -239,7 +239,8 @@ def _table(title: str) -> Table:
 
 @contextmanager
 def processes(num_jobs: int) -> Iterator[Executor]:
-    """So many parts at once. An error or Ctrl-C ends those that run, and none outlives this one.
+    """An executor of so many parts at once. An error or Ctrl-C ends those that run, and none
+    outlives this one.
 
     Of Ctrl-C only the first press counts: what is to be done then is not interrupted.
     """
@@ -266,8 +267,8 @@ def processes(num_jobs: int) -> Iterator[Executor]:
 
 
 class Processes(Executor):
-    """At most `num_jobs` at once, each for one call. A future raises BrokenExecutor if its process
-    died.
+    """Runs at most `num_jobs` processes at once, each for one call. A future raises BrokenExecutor
+    if its process died.
     """
 
     def __init__(self, num_jobs: int) -> None:
@@ -294,7 +295,7 @@ class Processes(Executor):
         self.shutdown(cancel_futures=True)
 
     def _run(self, *part: Any) -> Any:
-        """In a thread: one part."""
+        """Run one part; called in a thread."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
         with ours:
@@ -333,7 +334,7 @@ class Processes(Executor):
 
 
 def _work(pipe: Connection, parent: int) -> None:
-    """In a process: one part."""
+    """Run one part; called in a process of its own."""
     die_with(parent)
     function, arguments, options = pipe.recv()
     try:
@@ -361,7 +362,7 @@ class SimulationPlan:
 
     study: Study
     hours: tuple[int, ...]
-    """Since second 0, of which a window is looked at."""
+    """Hours since second 0 of which a window is simulated."""
     alternatives: tuple[tuple[str, Study], ...]
     num_jobs: int
 
@@ -381,7 +382,7 @@ class Simulated:
 
     result: DayResult
     json: dict[str, Any]
-    """As result.json has it, but for the time it took."""
+    """What result.json holds, but for the time it took."""
 
 
 class Stages:
@@ -428,7 +429,7 @@ class Stages:
         return Simulated(result, found)
 
     def _caches(self) -> list[CacheDay | None]:
-        """Of the study, then of each alternative with another."""
+        """The cache days: the study's, then that of each alternative that has another."""
         study = self._plan.study
         studies = [
             study,
@@ -532,7 +533,7 @@ class Stages:
 
 
 def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
-    """By role, what its expert balancer leaves; the same loads whatever the study's policy."""
+    """What each role's expert balancer leaves; the same loads whatever the study's policy."""
     return {
         role: expert_share(
             study.units_of(role).expert_balance,
@@ -578,7 +579,7 @@ class SimulateOptions:
     study: Study
     out: Path
     hours: str
-    """In Beijing; empty: none."""
+    """Hours in Beijing whose windows are simulated; empty: none."""
     has_what_ifs: bool
     num_jobs: int
     """0: as many as there are cores."""

@@ -35,7 +35,7 @@ Rate = Annotated[float, Meta(ge=0, lt=1e15)]
 Text = Annotated[str, Meta(max_length=4096)]
 """A name or a path, as long as Linux has it."""
 _MOST_RANKS = 1 << 17
-"""Of all units together: DeepSeek's published day had 2,200 GPUs at its peak."""
+"""Most ranks of all units together: DeepSeek's published day had 2,200 GPUs at its peak."""
 
 
 def _one_of(*names: str) -> Meta:
@@ -104,9 +104,10 @@ class UnitsConfig(ConfigTable, frozen=True):
     they were placed.
     """
     request_balance: Annotated[str, _one_of(AUTO, NO_MOVES, OFF, TURNS)] = AUTO
-    """Over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by token budgets. Decode:
-    "auto" places by KV and counts and moves running requests when that pays, "no_moves" only
-    places, "off" goes by counts alone. "turns", in both: round-robin, to compare with.
+    """How requests are balanced over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by
+    token budgets. Decode: "auto" places by KV and counts and moves running requests when that pays,
+    "no_moves" only places, "off" goes by counts alone. "turns", in both: round-robin, to compare
+    with.
     """
     threads: Units = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
@@ -187,15 +188,16 @@ class FleetConfig(ConfigTable, frozen=True):
     """Units of a bundle, in which both roles then grow; 0 for both: each role by itself."""
     bundle_decode: Units = 0
     prefill_tokens_per_s: Rate = 0.0
-    """Of a unit that keeps what is promised on latency. 0: what units measure of themselves."""
+    """Speed of a unit that keeps what is promised on latency. 0: what units measure of themselves.
+    """
     decode_tokens_per_s: Rate = 0.0
     prefill_use: Share = 0.7
     """How busy units may be on average before another is started."""
     decode_use: Share = 0.8
     start_s: PartOfADay = 60.0
-    """From the start of a unit until it works."""
+    """Time from the start of a unit until it works."""
     period_s: PartOfADay = 5.0
-    """Between decisions."""
+    """Time between decisions."""
     hold_s: Annotated[float, Meta(ge=0, le=_DAY_S)] = 600.0
     """A unit is given up if it was not needed for so long."""
     drain_timeout_s: PartOfADay = 120.0
@@ -273,8 +275,8 @@ class Deployment(ConfigTable, frozen=True):
     out with a scale per 128 channels (any FP32 / a power of two), BF16 back.
     """
     transport: Annotated[str, _one_of("auto", "tcp", "gloo", "nccl", "deepep")] = "auto"
-    """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on
-    GPUs, gloo where ranks of a unit share one.
+    """What the ranks of a unit exchange tokens by: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp
+    on CPUs, nccl on GPUs, gloo where ranks of a unit share one.
     """
     handover: Annotated[str, _one_of("auto", "shm", "nixl", "tcp")] = "auto"
     """How KV gets from prefill to decode: "shm" (one host), "nixl" (UCX) or "tcp"; "auto": the best

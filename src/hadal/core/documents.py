@@ -30,10 +30,10 @@ MAX_CONFIG_BYTES = 4 * MIB
 MAX_TABLE_BYTES = 512 * MIB
 """A trace or a matrix of loads, gunzipped."""
 MAX_DEPTH = 64
-"""Of lists and tables in one another; a tokenizer.json has six."""
+"""Deepest nesting of lists and tables; a tokenizer.json has six."""
 MAX_DIGITS = 19
-"""Of an integer of 64 bits. Python itself takes seconds for a million of them, and more than 4,300
-it refuses.
+"""Digits of an integer of 64 bits. Python itself takes seconds for a million of them, and more than
+4,300 it refuses.
 """
 _SHOWN_CHARS = 60
 

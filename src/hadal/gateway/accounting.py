@@ -27,7 +27,9 @@ HEARTBEAT_S = 10.0
 node-hours.
 """
 _LOOK_S = 1.0
-"""With requests that end, this often: node-hours are never far behind what was done in them."""
+"""How often node-hours are written while requests end: node-hours are never far behind what was
+done in them.
+"""
 _CLOSE_S = 10.0
 _NO_CLOSING = Closing("", "", 0)
 

@@ -1,4 +1,4 @@
-"""From one choice's tokens to its text: pure, one object per choice, fed as tokens come.
+"""Turns one choice's tokens into its text: pure, one object per choice, fed as tokens come.
 
 Four stages, each of which may hold something back:
 

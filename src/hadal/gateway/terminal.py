@@ -226,8 +226,7 @@ _SILENCE_S = 120.0
 """A server that says nothing for so long, not even a keep-alive, is given up."""
 _THINKING_STYLE = "dim italic"
 _BAR = "│ "
-"""At the beginning of a line of thinking: it tells thinking from the answer without colours as
-well.
+"""What a line of thinking begins with: it tells thinking from the answer without colours as well.
 """
 _HISTORY = "chat_history"
 """Name of the file, in the user's state folder, that keeps what was typed."""

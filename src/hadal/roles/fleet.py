@@ -56,12 +56,12 @@ from hadal.policy.scaling import (
 
 
 NUM_SAMPLES = 15
-"""Of the window that level and trend are taken from."""
+"""Samples of the window that level and trend are taken from."""
 NUM_BINS = 24
-"""Of a day's shape that is learned: narrower ones would learn noise."""
+"""Bins of a day's shape that is learned: narrower ones would learn noise."""
 _BIN_S = DAY_S / NUM_BINS
 _GAP_S = 0.1 * _BIN_S
-"""Of an hour, so much may be missing."""
+"""How much of an hour may be missing."""
 
 
 class DemandMeter:
@@ -123,7 +123,7 @@ class DemandMeter:
             self._open_from_s = now_s
 
     def shape(self, role: str) -> DayShape:
-        """Of the last whole day that was seen; of the one given, until then."""
+        """The shape of the last whole day that was seen; until there was one, of the day given."""
         return self._shapes[role]
 
     def _count_hour(self, last_s: float, now_s: float, more: Mapping[str, int]) -> None:
@@ -147,7 +147,7 @@ class DemandMeter:
 
 
 def _is_older(one: Demand, other: Demand) -> bool:
-    """Of the same front, whose counters never fall."""
+    """Whether one was said before the other by the same front, whose counters never fall."""
     return one.tokens_in < other.tokens_in or one.tokens_out < other.tokens_out
 
 
@@ -217,7 +217,7 @@ class FleetUnit:
     asked_s: float = 0.0
     """When it was last asked to do what its state is for: asked again if nothing comes of it."""
     drain_number: int = 0
-    """Of its last drain."""
+    """Number of its last drain."""
 
 
 class UnitTable:
@@ -251,7 +251,7 @@ class UnitTable:
         return sum(1 for _ in self.of_role(role, *WORKS))
 
     def num_owning(self, role: str) -> int:
-        """On nodes of their own."""
+        """Number of units on nodes of their own."""
         return sum(1 for _ in self.of_role(role, *OWNS_NODES))
 
 
@@ -341,7 +341,7 @@ class Fleet:
         return sum(self.role_to_nodes().values())
 
     def role_to_nodes(self) -> dict[str, int]:
-        """By role: nodes that its units own now."""
+        """Role -> nodes that its units own now."""
         return {role: self.table.num_owning(role) * self._unit_nodes[role] for role in ROLES}
 
     def _answer(self, now_s: float) -> list[FleetEffect]:
@@ -518,7 +518,7 @@ class Fleet:
         self._out.append(effect)
 
     def _wake(self, now_s: float) -> list[FleetEffect]:
-        """To be woken for the next review, and sooner while something is on its way."""
+        """Asks to be woken for the next review, and sooner while something is on its way."""
         is_busy = bool(
             self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING)
         )

@@ -11,17 +11,17 @@ import threading
 import time
 
 NICE = 5
-"""Of background threads, above the process's own, which is everybody else's. A third of the others'
-weight where cores are short (sched(7)). Not more: a thread that is put aside while it holds the
-interpreter holds up the computing thread as well.
+"""Niceness of background threads, above the process's own, which is everybody else's. A third of
+the others' weight where cores are short (sched(7)). Not more: a thread that is put aside while it
+holds the interpreter holds up the computing thread as well.
 """
 NICE_MAX = 19
-"""Of any thread (sched(7))."""
+"""Highest niceness of any thread (sched(7))."""
 SHARE = 0.1
-"""Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose,
-and ranks that share cores stage side by side: at a quarter, four of them on two cores made steps
-1.5 times as long (bench/balance_live). A tenth of a core still moves an expert of 44 MB several
-times a second (bench/staging).
+"""Share of one core that a background thread may take. A rank's step waits for its slowest peer, so
+what one rank loses all lose, and ranks that share cores stage side by side: at a quarter, four of
+them on two cores made steps 1.5 times as long (bench/balance_live). A tenth of a core still moves
+an expert of 44 MB several times a second (bench/staging).
 """
 MIN_REST_S = 0.001
 """Shorter rests are put off until they add up: waking takes a good part of it."""

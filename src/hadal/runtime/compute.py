@@ -58,9 +58,9 @@ class Compute:
         self._num_in_flight = 0
         self._num_forms = 0
         self._formation = 0
-        """Of the newest FormPlan that was queued: what was queued before it is void."""
+        """Number of the newest FormPlan that was queued: what was queued before it is void."""
         self._running_formation: int | None = None
-        """Of the plan that runs; None if none does."""
+        """Formation of the plan that runs; None if none does."""
         self._busy_since_s: float | None = None
         self._ended_s = time.monotonic()
         """When the last plan ended."""

@@ -108,7 +108,7 @@ from hadal.runtime.wire import ZmqWire, socket_path
 log = logging.getLogger("hadal.fleet")
 
 STOP_S = 10.0
-"""From SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to
+"""Time from SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to
 disk.
 """
 
@@ -243,7 +243,7 @@ _HUNG_S = 8 * GATEWAY_HEARTBEAT_S
 listening socket.
 """
 _FOLDER_PREFIX = "hadal-"
-"""Of run folders that nobody named."""
+"""What the names of run folders that nobody named begin with."""
 _YOUNG_S = 60.0
 """A run folder that is younger may be of a supervisor that does not listen yet."""
 _PROBE_S = 1.0
@@ -540,7 +540,7 @@ class Supervisor:
         return not child.is_wanted
 
     def _ranks_of(self, unit: str) -> list[Child]:
-        """Of a unit of many; empty for one that is a process by itself."""
+        """The ranks of a unit of many; empty for one that is a process by itself."""
         return [
             other
             for other in self._children.values()
@@ -650,8 +650,8 @@ class Supervisor:
                 child.signal(signal.SIGKILL)
 
     def _begun_s(self, child: Child, now_s: float) -> float:
-        """Since when one that starts came no nearer to being ready, though it could: a leader
-        cannot before a rank.
+        """The time since which one that starts came no nearer to being ready, though it could: a
+        leader cannot before a rank.
         """
         ranks = self._ranks_of(child.name)
         ready_s = [rank.ready_s for rank in ranks if rank.phase is ProcessPhase.READY]

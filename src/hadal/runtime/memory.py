@@ -48,8 +48,9 @@ class Precision:
 
 
 def precision_of(device: str, config: ModelConfig) -> Precision:
-    """On GPUs, an FP8 checkpoint is planned for fused kernels: matrices stay FP8 (with an FP32
-    scale a block), the rest is BF16. All else is FP32, as it is served; see `ranks_in_fp32`.
+    """What values are held in. On GPUs, an FP8 checkpoint is planned for fused kernels: matrices
+    stay FP8 (with an FP32 scale a block), the rest is BF16. All else is FP32, as it is served; see
+    `ranks_in_fp32`.
     """
     if device != "cuda" or config.weight_block_size is None:
         return Precision()
@@ -98,7 +99,7 @@ class MemoryPlan:
     prefill: RankMemory
     decode: RankMemory
     num_ranks: tuple[int, int]
-    """Of all prefill units together, of all decode units together."""
+    """Ranks of all prefill units together, and of all decode units together."""
     warnings: tuple[str, ...]
 
     @property
@@ -110,7 +111,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all pools: on CPUs, what shared memory must hold."""
+        """Bytes of all pools: on CPUs, what shared memory must hold."""
         return self.num_ranks[0] * self.prefill.kv_bytes + self.num_ranks[1] * self.decode.kv_bytes
 
     @property
@@ -294,8 +295,8 @@ def checkpoint_precision(folder: Path) -> str:
 
 
 def _blocks(units: UnitsConfig, block_bytes: int, context_blocks: int) -> int:
-    """As many as fit in `kv_memory_mb`, but never fewer than one whole context unless the file says
-    so.
+    """Blocks of a pool: as many as fit in `kv_memory_mb`, but never fewer than one whole context
+    unless the file says so.
     """
     return units.kv_blocks or max(units.kv_memory_mb * 1024 * 1024 // block_bytes, context_blocks)
 
@@ -407,7 +408,9 @@ _FORGIVEN_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def absolute_folder(folder: str) -> str:
-    """As every process finds it, wherever it runs; empty stays empty. Raises ConfigError."""
+    """The folder as every process finds it, wherever it runs; empty stays empty. Raises
+    ConfigError.
+    """
     if not folder:
         return ""
     if "\0" in folder:

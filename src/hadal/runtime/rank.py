@@ -65,7 +65,7 @@ from hadal.runtime.wire import ZmqWire
 
 _WARM_UP = 64
 _ONLY = "cuda:0"
-"""Of the GPUs that the process sees: there is one."""
+"""The one GPU that the process sees."""
 
 
 def open_device(deployment: Deployment, unit: str, rank: int = 0) -> str:
@@ -101,7 +101,7 @@ _CONNECTION = "its connection ended, or an exchange with it timed out"
 
 
 class News:
-    """Of one rank. `wake` and `is_stopping` are set once there is a host."""
+    """News of one rank. `wake` and `is_stopping` are set once there is a host."""
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None

@@ -1,5 +1,5 @@
-"""From what was asked to what will run: every derived field of a deployment filled in, every early
-mistake named.
+"""Turns what was asked into what will run: every derived field of a deployment filled in, every
+early mistake named.
 
 Looks at the model's folder and at this machine; starts nothing and loads no torch.
 """
@@ -60,7 +60,7 @@ KERNELS = "HADAL_KERNELS"
 """
 WHOLE_BYTES = 16 * 1024 * 1024
 NUM_SAMPLES = 64
-"""Of a larger file at least: over all of it, where it has not as many tensors."""
+"""Samples that are taken of a larger file, at least: over all of it where it has fewer tensors."""
 SAMPLE_BYTES = 4096
 PIECE_BYTES = 16 * 1024 * 1024
 NUM_THREADS = 16
@@ -172,7 +172,7 @@ class Resolved:
     config: ModelConfig
     memory: MemoryPlan
     precision: str
-    """Of the checkpoint, as its files say; empty where only config.json was read."""
+    """Precision of the checkpoint, as its files say; empty where only config.json was read."""
     fingerprint: str = ""
     """What KV depends on besides its text; empty where the cache is off, or only config.json was
     read.

@@ -435,7 +435,7 @@ def _num_full(lease: KvLease) -> int:
 class _DecodeStep:
     step_id: int
     computed: Bools
-    """By slot: whether the plan computes it."""
+    """Whether the plan computes a slot, [slots]."""
     num_computed: int
 
 
@@ -500,7 +500,7 @@ class DecodeLeader:
         self._in_flight: deque[_DecodeStep] = deque()
         self._num_plans = 0
         self._second: tuple[tuple[int, ...], ...] | None = None
-        """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow
+        """Slots of the second micro-batch, by rank; kept while nobody joins or leaves: all grow
         alike.
         """
         self._reporter = UnitReporter(
@@ -820,7 +820,7 @@ class DecodeLeader:
         return is_traced
 
     def _split(self, computed: Bools) -> tuple[tuple[int, ...], ...]:
-        """By rank, its own slots of the second micro-batch."""
+        """Slots of the second micro-batch, each rank's own."""
         shape = (-1, self.slots.per_rank)
         is_second_RS = self.scheduler.second_rows(
             self.table.length.reshape(shape), computed.reshape(shape)

@@ -263,15 +263,15 @@ class DecodeMoving:
         self._per_rank = per_rank
         self._key_to_slot = key_to_slot
         self._trips: dict[int, _Trip] = {}
-        """By source."""
+        """Source slot -> the move from there."""
 
     def __len__(self) -> int:
         return len(self._trips)
 
     # ---- which may move ----
     def movable(self, rows: Sequence[int], next_step_id: int, terms: MoveTerms) -> RunningView:
-        """By rank (`rows`) and slot, what a request would take elsewhere after the next plan has
-        computed it.
+        """What a request of each rank (`rows`) and slot would take elsewhere after the next plan
+        has computed it.
         """
         table, shape = self._table, (-1, self._per_rank)
         may_move = (table.state == SlotState.ACTIVE) & ~table.is_muted & ~table.is_preempted

@@ -63,9 +63,9 @@ STATE_TO_NAME: dict[int, str] = {
     number: name for name, number in vars(SlotState).items() if name.isupper()
 }
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
-"""From another rank of the unit."""
+"""States of a request that comes from another rank of the unit."""
 ENTERING = (SlotState.EARLY, SlotState.PULLING)
-"""From another unit."""
+"""States of a request that comes from another unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class DecodeTable:
         self.output_index: Ints = np.zeros(num_slots, np.int64)
         """Index in the output of the token that the next plan draws."""
         self.ticket: Ints = np.zeros(num_slots, np.int64)
-        """By which the front knows its tokens."""
+        """The ticket by which the front knows its tokens."""
         self.max_tokens: Ints = np.zeros(num_slots, np.int64)
         self.min_tokens: Ints = np.zeros(num_slots, np.int64)
         self.stop_ids: Ints = np.full((num_slots, 1), -1, np.int64)
@@ -127,7 +127,7 @@ class DecodeTable:
         self.is_named: Bools = np.zeros(num_slots, np.bool_)
         """Blocks that it fills get names."""
         self.names: list[bytes] = [b""] * num_slots
-        """Of the last full block, or the root (kv/names), where it `is_named`."""
+        """Name of the last full block, or the root (kv/names), where it `is_named`."""
         self.outputs: dict[int, list[int]] = {}
         """slot -> all delivered tokens, where a penalty asks for them."""
         self.occupants: list[Occupant | None] = [None] * num_slots

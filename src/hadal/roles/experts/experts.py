@@ -187,7 +187,7 @@ class Installation:
     """Ranks that have not staged."""
     state: InstallState = InstallState.STAGING
     step_id: int = -1
-    """Of the flip, once it is in flight."""
+    """Step of the flip, once it is in flight."""
 
     def stage_plans(
         self, placement: Placement, addresses: Mapping[int, Address]
@@ -248,7 +248,7 @@ class Installation:
 def choose_sources(
     missing: Mapping[int, list[int]], slots_RS: NDArray[np.int16], addresses: Mapping[int, Address]
 ) -> dict[int, list[Source]]:
-    """By rank, where its new experts come from: of the ranks that hold one, the one that sends the
+    """Where each rank's new experts come from: of the ranks that hold one, the one that sends the
     least so far.
 
     Experts with few holders choose first, so that the others go round them. One without a holder
@@ -303,7 +303,7 @@ end.
 @dataclass(frozen=True, slots=True)
 class _Counted:
     placement: Placement
-    """In force in that step."""
+    """The placement in force in that step."""
     is_traced: bool
     is_whole: bool
     """An interval ends with it. Others are counted because they are traced: looking must not change
@@ -328,7 +328,7 @@ class ExpertBalancer:
         num_groups: int = 0,
     ) -> None:
         self.placement = placement
-        """In force on all ranks."""
+        """The placement in force on all ranks."""
         self.terms = terms if terms is not None else ExpertTerms()
         self.num_replicas_moved = 0
         self.num_layers_flipped = 0
@@ -347,9 +347,9 @@ class ExpertBalancer:
         self._is_planning = is_planning
         self._formation = 0
         self._addresses: dict[int, Address] = {}
-        """Of the ranks of a formation that runs; empty otherwise."""
+        """Addresses of the ranks of a formation that runs; empty otherwise."""
         self._issued = placement
-        """With the flip that is in flight."""
+        """The placement with the flip that is in flight."""
         self._fractions_LRS = fractions(placement)
         self._checked: tuple[Placement, list[str]] | None = None
         """The placement that was last looked at for problems, and what was found."""
@@ -360,14 +360,14 @@ class ExpertBalancer:
         self._num_uncounted = 0
         """Steps planned since an interval ended."""
         self._step_id = -1
-        """Of the last plan."""
+        """Step of the last plan."""
         self._num_unplanned = 0
         """Steps since the last planning call."""
         self._rested_until = np.zeros(placement.num_layers, np.int64)
-        """By layer, in intervals."""
+        """The interval until which each layer rests."""
         self._rested_lack = np.ones(placement.num_layers)
-        """By layer: what it lacked to perfect balance when it was put to rest. If it lacks more,
-        the rest is over.
+        """What each layer lacked to perfect balance when it was put to rest. If it lacks more, the
+        rest is over.
         """
         self._next_try: tuple[int, float] | None = None
         """A layer for which something did not pay, and the share of the budget of moves to try
@@ -724,7 +724,7 @@ def _toward(known_s: float, measured_s: float) -> float:
 
 
 def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:
-    """By layer: its part of all layers' growing seconds is as its heaviest rank's of all layers'
+    """Each layer's part of all layers' growing seconds is as its heaviest rank's of all layers'
     heaviest.
     """
     heaviest_L = loads_LR.max(axis=1)

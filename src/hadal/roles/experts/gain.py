@@ -45,16 +45,16 @@ class ExpertTerms:
     num_intervals_min: int = 6
     """Three to plan by and three to judge by: fewer have no spread to speak of."""
     tokens_per_expert_min: float = 16.0
-    """Of the window, in a layer. An expert's count then has a sampling error of a quarter: what is
-    planned by less is mostly noise.
+    """Tokens of the window for a mean expert of a layer. An expert's count then has a sampling
+    error of a quarter: what is planned by less is mostly noise.
     """
     horizon_steps: float = 1000.0
     """How long a plan is thought to hold: others plan anew as often (SGLang after 1000 steps, vLLM
     after 3000).
     """
     gain_min: float = 0.01
-    """Of the heaviest rank's load. Sampling of a step alone takes .7 points from a perfect plan of
-    32 prefill ranks and five of 144 decode ranks, so less cannot be seen.
+    """Least gain, as a part of the heaviest rank's load. Sampling of a step alone takes .7 points
+    from a perfect plan of 32 prefill ranks and five of 144 decode ranks, so less cannot be seen.
     """
     num_sigmas: float = 3.0
     """A gain must exceed so many standard errors of its mean. Layers are looked at hundreds of
@@ -63,13 +63,13 @@ class ExpertTerms:
     payback: float = 2.0
     """A gain must exceed its cost so many times: both are estimates."""
     moves_share: float = 0.1
-    """Of a layer's slots that may change in one installation: better placements are within a tenth
-    of the slots under drift, and what is left comes with the next one.
+    """Share of a layer's slots that may change in one installation: better placements are within a
+    tenth of the slots under drift, and what is left comes with the next one.
     """
     target: float = 0.98
     """Balancedness at which an incremental plan stops to look for moves."""
     background_share: float = 0.1
-    """By how much staging slows the steps that run beside it: it may take a tenth of a core
+    """How much staging slows the steps that run beside it: it may take a tenth of a core
     (runtime/background).
     """
     replica_s: float = 0.003
@@ -123,7 +123,7 @@ fewer say as much.
 
 
 def fractions(placement: Placement) -> Floats:
-    """Of its expert's tokens, what each slot takes [L, R, S]; 0 in empty slots."""
+    """Share of its expert's tokens that each slot takes [L, R, S]; 0 in empty slots."""
     table = placement.slot_to_expert_LRS.astype(np.int64)
     weights = (
         np.ones(table.shape)

@@ -183,7 +183,7 @@ class FrontFleet:
         return Demand(self._epoch, tokens_in, totals.tokens_out, waiting, outputs_waiting, units)
 
     def _held(self) -> dict[str, int]:
-        """By draining unit: all that would lose something with it, leased KV included. The others'
+        """Draining unit -> all that would lose something with it, leased KV included. The others'
         counts will do.
         """
         draining = {
@@ -226,7 +226,7 @@ class Came:
     """What the front has to do about a Tokens message."""
 
     delivers: tuple[Deliver, ...]
-    """To requests that go on."""
+    """Deliveries to requests that go on."""
     ended: tuple[tuple[Record, Token], ...]
     """Requests that drew their last token; their decode unit holds nothing of them."""
     gaps: tuple[Record, ...]

@@ -33,7 +33,7 @@ from hadal.policy.admission import in_turns, turn_s
 
 
 Place = tuple[float, int, str]
-"""In the queue: whose turn is first, then who came first."""
+"""A place in the queue: whose turn is first, then who came first."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Record:
 
     generation: Generation
     number: int
-    """In the order of arrival."""
+    """Its number in the order of arrival."""
     deadline_s: float
     output: list[int]
     """Its tokens so far; empty where the front keeps no text."""
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def place(self) -> Place:
-        """In the queue; the same when it comes back."""
+        """Its place in the queue; the same when it comes back."""
         return (
             turn_s(self.generation.arrived_s, self.generation.priority),
             self.number,
@@ -108,7 +108,9 @@ _ROW_BITS = 24
 _NOBODY = -1
 MAX_ROWS = 1 << _ROW_BITS
 _FIRST_BITS = 38
-"""Of the number of a front's first ticket: as many again fit into what a row leaves of 63 bits."""
+"""Bits of the number of a front's first ticket: as many again fit into what a row leaves of 63
+bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ class Running:
         return record
 
     def early(self, message: Tokens) -> list[Record]:
-        """Of whom tokens come though nobody said that their KV was pulled."""
+        """Requests whose tokens come though nobody said that their KV was pulled."""
         tickets = np.frombuffer(message.tickets, np.int64)
         rows, known = self._rows(message.unit, tickets)
         return [

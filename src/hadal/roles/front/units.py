@@ -47,9 +47,11 @@ class _Held:
 
     epoch: str
     num_blocks: int
-    """Of its pools when there were most: it cannot have more names than that."""
+    """Blocks of its pools when there were most: it cannot have more names than that."""
     keys: dict[int, None] = field(default_factory=dict)
-    """In the order in which they were told, so that what was told first is forgotten first."""
+    """Names in the order in which they were reported, so that what was reported first is forgotten
+    first.
+    """
 
 
 class FrontCache:
@@ -89,7 +91,7 @@ class FrontCache:
         return len(held.keys) if held is not None else 0
 
     def prefixes(self, chain: bytes, units: Iterable[str]) -> dict[str, int]:
-        """By unit: tokens of the longest prefix of the chain's text that it has; units that have
+        """Unit -> tokens of the longest prefix of the chain's text that it has; units that have
         none are left out.
         """
         keys = _keys(chain)
@@ -143,7 +145,9 @@ class Unit:
     role: str
     epoch: str
     num_blocks: int
-    """Of its living ranks, as `num_requests_max`: both follow its Load as ranks come and go."""
+    """Blocks of its living ranks, as `num_requests_max` is of theirs: both follow its reports as
+    ranks come and go.
+    """
     num_blocks_request: int
     """What one request can hold there at most; 0 while no rank of it lives."""
     num_requests_max: int
@@ -160,7 +164,7 @@ class Unit:
     load: UnitReport | None = None
     prefill_view: PrefillUnitView | None = None
     decode_view: DecodeUnitView | None = None
-    """As the policies saw it last, unless something changed since."""
+    """The view that the policies saw last, unless something changed since."""
     drain_number: int = 0
     drain_by_s: float | None = None
     """Not None: nothing new is sent there, and what it holds may stay until then
@@ -220,7 +224,7 @@ def _shared_slots(unit: Unit) -> int:
 
 
 def _prefill_view(unit: Unit) -> PrefillUnitView:
-    """As it is for a request of which it has nothing."""
+    """The unit as a request sees it of which it has nothing."""
     load = unit.load
     return PrefillUnitView(
         unit.name,
@@ -249,7 +253,7 @@ class FrontUnits:
         self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
 
     def of_role(self, role: str) -> list[Unit]:
-        """In the order in which they came up."""
+        """The role's units, in the order in which they came up."""
         return self._role_to_units[role]
 
     def add(self, message: UnitUp, now_s: float) -> None:
@@ -309,7 +313,7 @@ class FrontUnits:
             self.cache.heard(message, self.by_name[message.unit].num_blocks)
 
     def loads(self) -> dict[str, UnitReport]:
-        """By unit, of those that have reported."""
+        """Unit -> its last report, for those that have reported."""
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
     def called(self, now_s: float) -> None:
@@ -390,7 +394,7 @@ class FrontUnits:
         ]
 
     def prefill_views(self, unit_to_cached: Mapping[str, int] = _NOTHING) -> list[PrefillUnitView]:
-        """As a request sees them of which units have so many positions already."""
+        """The prefill units as a request sees them of which they have so many positions already."""
         views = []
         for unit in self.of_role(PREFILL):
             if unit.drain_by_s is not None:

@@ -79,7 +79,7 @@ class DiskRead:
     prompt: PrefillAttempt | None
     """Who waits for it; None: nobody any more."""
     owner: Reader
-    """Of `into`."""
+    """Owner of the blocks `into`."""
 
 
 class ReadMeter:
@@ -88,7 +88,7 @@ class ReadMeter:
     def __init__(self) -> None:
         self._known_until_s = -math.inf
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        """Of the weights w, and of w n, w n^2, w t and w n t, where n blocks took t."""
+        """Sums of the weights w, and of w n, w n^2, w t and w n t, where n blocks took t."""
 
     def observe(self, now_s: float, num_blocks: int, elapsed_s: float) -> None:
         """A read of `num_blocks` took so long, the reads before it aside."""
@@ -118,7 +118,7 @@ class DiskReads:
         self.meter = ReadMeter()
         self.timeout_s = timeout_s
         self._reads: dict[int, DiskRead] = {}
-        """In the order of their beginning."""
+        """Reads under way, in the order of their beginning."""
         self._num_begun = 0
         self._answered_s: dict[int, float] = {}
         """rank -> when its last answer came."""
@@ -234,7 +234,9 @@ class PrefillCache:
         self.loads = DiskReads()
         self.stores = DiskStores(pools, index=index)
         self._counts: Counter[str] = Counter()
-        """By the names of core/cache, without what the disk's reads and stores and the pools count themselves."""
+        """Counts by the names of core/cache, without what the disk's reads and stores and the pools
+        count themselves.
+        """
         self._unit = unit
         self._epoch = epoch
         self._pools = pools
@@ -242,7 +244,7 @@ class PrefillCache:
         self._has_disk = has_disk
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
-        """By rank: blocks read since its last plan."""
+        """Blocks that each rank read since its last plan."""
         self._begun: list[StoreBlocks] = []
         """Writes of this event."""
         self._rates: StepRates | None = None
@@ -467,7 +469,7 @@ class PrefillCache:
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 
     def say_all(self) -> list[Effect]:
-        """To a front that knows nothing."""
+        """Effects that tell everything to a front that knows nothing."""
         self._pools.take_names()
         names = self._pools.found_names
         return (

@@ -71,9 +71,9 @@ from hadal.roles.unit.unit import BalanceMeter, Tracer, UnitReporter, finish_of,
 class _PrefillStep:
     step_id: int
     parts: tuple[PromptChunk, ...]
-    """Of all ranks and their micro-batches, in the order of StepDone's keys."""
+    """Chunks of all ranks and their micro-batches, in the order of StepDone's keys."""
     fetches: tuple[tuple[int, ...], ...]
-    """By rank."""
+    """Blocks that each rank has read from disk for this step."""
 
 
 class PrefillLeader:
@@ -148,13 +148,13 @@ class PrefillLeader:
         self._is_by_cost = request_balance == AUTO and num_ranks > 1
         self._is_in_turn = request_balance == TURNS
         self._waiting: dict[Key, PrefillAttempt] = {}
-        """In the order of their turns; tenants take turns beyond that."""
+        """Prompts that wait, in the order of their turns; tenants take turns beyond that."""
         self._tenants: set[str] = set()
         """Tenants of those that wait, and of some that no longer do."""
         self._num_arrived = 0
         self._started: dict[Key, PrefillAttempt] = {}
         self._num_tokens_left: int | None = None
-        """Of all of them, not yet planned; None: to be counted again."""
+        """Tokens of all of them that are not planned yet; None: to be counted again."""
         self._in_flight: deque[_PrefillStep] = deque()
         self._num_plans = 0
         self._reporter = UnitReporter(

@@ -44,10 +44,10 @@ Start = tuple["PrefillAttempt", int, Prefix]
 Found = Mapping[int, Prefix]
 """rank -> what a prompt finds there; ranks with nothing of it are not in it."""
 MEAN_SHARE = 2 / 3
-"""Of `chunk_tokens`, what a rank computes in a mean step that is cut by cost: light ranks may take
-half as much again, which makes up for dense ones. Between a half and four fifths throughput is the
-same within a point in simulation (bench/balance_prefill_sim) at 30 ms a step, and better the larger
-it is where a step costs more; steps are shorter the smaller it is.
+"""The part of `chunk_tokens` that a rank computes in a mean step that is cut by cost: light ranks
+may take half as much again, which makes up for dense ones. Between a half and four fifths
+throughput is the same within a point in simulation (bench/balance_prefill_sim) at 30 ms a step, and
+better the larger it is where a step costs more; steps are shorter the smaller it is.
 """
 
 
@@ -76,7 +76,7 @@ class PrefillAttempt:
     is_dropped: bool = False
     """Nobody wants it any more; it only waits for that plan."""
     number: int = 0
-    """In the order of arrival here."""
+    """Its number in the order of arrival here."""
 
     @property
     def key(self) -> Key:
@@ -97,14 +97,14 @@ class PrefillAttempt:
         return len(self.tokens) - self.num_planned
 
     def view(self) -> PromptView:
-        """As it goes on where it started, or as it waits with nothing of it anywhere."""
+        """The prompt as it goes on where it started, or as it waits with nothing of it anywhere."""
         if self.is_loading:
             return self.view_with(self.prefix, num_blocks=0)
         num_blocks = 0 if self.block_ids else blocks_for(len(self.tokens))
         return PromptView(self.num_left, num_blocks, self.num_planned)
 
     def view_with(self, prefix: Prefix, num_blocks: int | None = None) -> PromptView:
-        """As it is where it finds this."""
+        """The prompt on a rank where it finds this prefix."""
         start = prefix.num_blocks * BLOCK_TOKENS
         if num_blocks is None:
             num_blocks = blocks_for(len(self.tokens)) - prefix.num_shared
@@ -146,11 +146,11 @@ class StepContents:
     """What a step takes."""
 
     starts: tuple[Start, ...]
-    """In their order. One that the step has no time for yet takes its blocks all the same: its rank
-    is settled.
+    """Prompts that start, in their order. One that the step has no time for yet takes its blocks
+    all the same: its rank is settled.
     """
     parts: tuple[tuple[PromptChunk, ...], ...]
-    """By rank."""
+    """Chunks of each rank."""
 
 
 def _found_nowhere(prompt: PrefillAttempt) -> Found:
@@ -245,7 +245,7 @@ def _pack_cost(
 
 
 def _views_with(prompt: PrefillAttempt, found: Found) -> dict[int, PromptView]:
-    """By rank, as it is where it finds this. Ranks that find the same share a view, which is then
+    """Rank -> the prompt where it finds this. Ranks that find the same share a view, which is then
     priced once.
     """
     views = {id(prefix): prompt.view_with(prefix) for prefix in _kinds(found)}

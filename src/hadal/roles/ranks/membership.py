@@ -52,7 +52,7 @@ class Routine(str):
 
 
 class LostLinks:
-    """Of one formation; cleared with the next."""
+    """Links that members of one formation lost; cleared with the next."""
 
     def __init__(self) -> None:
         self._lost_by: dict[int, set[int]] = {}
@@ -163,8 +163,8 @@ class RankView:
         return self.state in _LIVING
 
     def silent_s(self, now_s: float, *, must_move: bool) -> float:
-        """For how long it gave no sign. `must_move`: a step runs in which it takes part: heartbeats
-        are not enough.
+        """Time for which it gave no sign. `must_move`: a step runs in which it takes part:
+        heartbeats are not enough.
         """
         return now_s - (min(self.heard_s, self.moved_s) if must_move else self.heard_s)
 
@@ -245,7 +245,7 @@ class UnitMembership:
         """What a person should read in the log, in order; the host takes them out."""
         self.num_stale = 0
         self.placement = placement
-        """Of the newest formation."""
+        """Placement of the newest formation."""
         self._unit = unit
         self._full = placement
         self._rank_timeout_s = rank_timeout_s
@@ -555,7 +555,7 @@ class UnitMembership:
         self.form(now_s)
 
     def _form_if_ready(self, now_s: float) -> None:
-        """In phase WAITING: when everybody is there, or some are and the grace is over."""
+        """Form, in phase WAITING, when everybody is there, or some are and the grace is over."""
         num_living = sum(rank.is_living for rank in self._ranks)
         if num_living == 0 or self._first_up_s is None:
             self._first_up_s = None
@@ -565,7 +565,7 @@ class UnitMembership:
             self.form(now_s)
 
     def _see_answers(self, now_s: float) -> None:
-        """In phase FORMING: go on when everybody answered well, form again when somebody could
+        """Go on, in phase FORMING, when everybody answered well, form again when somebody could
         not.
         """
         if self.phase is not RankPhase.FORMING:
@@ -635,7 +635,7 @@ class UnitMembership:
         self.effects.append(Send(SUPERVISOR, UnitDown(self._name(index), reason)))
 
     def _believe_observers(self, now_s: float) -> None:
-        """In phase BROKEN: a rank that all others lost, and that says nothing itself, is gone."""
+        """Give up, in phase BROKEN, a rank that all others lost and that says nothing itself."""
         for index in self._lost_links:
             rank, observers = self._ranks[index], self._lost_links.observers(index)
             others = {

@@ -40,17 +40,17 @@ class RankPools:
         self.living = [0] if num_ranks == 1 else []
         """The ranks that live, in their order."""
         self.names = [name if num_ranks == 1 else ""] * num_ranks
-        """By rank: under this name others find the pool's memory. New at every start of the
+        """Name under which others find the memory of each rank's pool. New at every start of the
         rank.
         """
         self._untold: dict[int, list[bytes]] | None = {} if tells_names else None
-        """By rank, names that came there since `take_named`; None: they are not told."""
+        """Names that came to each rank since `take_named`; None: nobody is told."""
         self._num_blocks = num_blocks
         self._touched: set[int] = set()
         """Ranks of which something changed since `_settle`."""
         self._num_used_R = np.zeros(num_ranks, np.int64)
         self._num_used = 0
-        """As `_settle` left them: by rank, and the sum."""
+        """Sum of the used blocks by rank, as `_settle` left them."""
         self._allocators = [self._allocator(rank) for rank in range(num_ranks)]
         self._freed: dict[int, list[int]] = {}
         self.num_evicted = 0
@@ -60,9 +60,7 @@ class RankPools:
         self._num_named = 0
         """Blocks that can be found, on all ranks, as `_settle` left it."""
         self._changed: dict[bytes, None] = {}
-        """Of those and of others, what came to the first rank or went from the last since
-        `take_names`.
-        """
+        """Names that came to the first rank or went from the last since `take_names`."""
 
     def __getitem__(self, rank: int) -> BlockAllocator:
         return self._allocators[rank]
@@ -83,12 +81,12 @@ class RankPools:
 
     @property
     def num_usable(self) -> int:
-        """Of the living ranks together."""
+        """Blocks of the living ranks together."""
         return self.num_blocks_rank * self.num_living
 
     @property
     def num_used_R(self) -> NDArray[np.int64]:
-        """By rank, blocks that somebody owns."""
+        """Blocks of each rank that somebody owns [R]."""
         self._settle()
         return self._num_used_R
 
@@ -281,7 +279,7 @@ class RankPools:
 
 
 def named_blocks(block_to_name: Mapping[int, tuple[bytes, bytes]]) -> NamedBlocks:
-    """As it travels: block -> (its name, that of the block before it or nothing)."""
+    """Names as they travel: block -> (its name, that of the block before it or nothing)."""
     names = b"".join(name for name, _ in block_to_name.values())
     befores = b"".join(before or NO_NAME for _, before in block_to_name.values())
     return NamedBlocks(tuple(block_to_name), names, befores)

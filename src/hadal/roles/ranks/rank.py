@@ -92,7 +92,7 @@ from hadal.roles.ranks.pools import named_blocks, names_of
 
 @dataclass(slots=True)
 class _Kv:
-    """Of one attempt."""
+    """KV of one attempt."""
 
     block_ids: list[int]
     num_tokens: int
@@ -251,7 +251,7 @@ class RankRole:
         heartbeat_s: float = RANK_HEARTBEAT_S,
     ) -> None:
         self.formation = 0
-        """Of the newest FormPlan taken; 0: none yet."""
+        """Number of the newest FormPlan taken; 0: none yet."""
         self.num_stale = 0
         """Messages and results of older formations, dropped."""
         self._name = f"{unit}.{rank}"

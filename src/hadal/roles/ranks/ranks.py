@@ -139,7 +139,7 @@ class _RanksStep:
 
     step_id: int
     offsets: tuple[int, ...]
-    """By rank: what is added to its keys."""
+    """What is added to each rank's keys."""
     sent_s: float
     parts: dict[int, StepDone] = field(default_factory=dict)
 
@@ -188,7 +188,7 @@ class RankedLeader:
         self._leader_members: dict[int, str] = {}
         """rank -> epoch, as the inner leader knows them."""
         self._formation = 0
-        """Of the steps in flight."""
+        """Formation of the steps in flight."""
         self._was_running = False
         self._leader_wake_s = math.inf
         self._wake_s = math.inf
@@ -294,7 +294,9 @@ class RankedLeader:
                     self._out.append(effect)
 
     def _tell(self, effect: PoolEffect) -> None:
-        """To the process that the inner leader means; if that is gone, the next RankReset will say so."""
+        """Send it to the process that the inner leader means; if that is gone, the next RankReset
+        will say so.
+        """
         epoch = self._leader_members.get(effect.rank)
         if epoch is None or not self.membership.is_member(effect.rank, epoch):
             return
@@ -319,7 +321,7 @@ class RankedLeader:
             self._send_rank(rank, RankStep(self._formation, plans[rank]))
 
     def _offsets(self, plans: tuple[StepPlan, ...]) -> tuple[int, ...]:
-        """By rank: where its keys begin among the inner leader's."""
+        """Where each rank's keys begin among the inner leader's."""
         sizes = []
         for plan in plans:
             match plan:
@@ -390,7 +392,7 @@ class RankedLeader:
         return self.membership.phase is RankPhase.RUNNING and self.experts.may_plan(now_s)
 
     def _plan_experts(self, now_s: float) -> None:
-        """In a Tick of its own, when what the steps wait for is sent."""
+        """Plan experts, in a Tick of its own, when what the steps wait for is sent."""
         if self._may_plan_experts(now_s):
             for rank, plan in self.experts.plan(now_s, self._growing_s()).items():
                 self._send_rank(rank, RankStage(plan))

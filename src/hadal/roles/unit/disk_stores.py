@@ -61,7 +61,7 @@ class _Waiting(NamedTuple):
     position: int
     block: int
     version: int
-    """Of the block: with another its content is gone."""
+    """Version of the block: with another its content is gone."""
 
 
 class DiskStores:
@@ -76,14 +76,14 @@ class DiskStores:
         self.counts: Counter[str] = Counter(
             {cache.STORED_BLOCKS: 0, cache.SKIPPED_BLOCKS: 0, cache.DISK_EVICTED_BLOCKS: 0}
         )
-        """By the names of core/cache."""
+        """Counts by the names of core/cache."""
         self._pools = pools
         self._holds = holds
         self._waiting: list[deque[_Waiting]] = [deque() for _ in range(pools.num_ranks)]
         self._writing: dict[int, StoreBlocks] = {}
         self._num_writing = [0] * pools.num_ranks
         self._names: set[bytes] = set()
-        """Of all of them."""
+        """Names of all blocks on their way."""
         self._num_waiting_max = HELD_BLOCKS if holds else WAITING_BLOCKS
         self._num_writing_max = max(1, min(WRITING_BLOCKS, pools.num_blocks_rank // WRITING_SHARE))
         self._num_begun = 0

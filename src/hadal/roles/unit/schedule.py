@@ -38,7 +38,7 @@ class ScheduleChoice:
     schedule: str
     num_micro_batches: int
     works: tuple[MicroBatchWork, ...]
-    """Of the busiest rank, by micro-batch: what the step's times are noted under."""
+    """Work of the busiest rank, by micro-batch: what the step's times are noted under."""
 
 
 class StepScheduler:
@@ -157,7 +157,7 @@ class StepScheduler:
 
     @property
     def _split_token_s(self) -> float:
-        """Of a token in one micro-batch or the other. All ranks split alike, so where a rank has
-        more of its tokens, its experts have more of the others', too.
+        """Seconds of a token in one micro-batch or the other. All ranks split alike, so where a
+        rank has more of its tokens, its experts have more of the others', too.
         """
         return self.rates.token_s + self.rates.mean_s

@@ -193,7 +193,7 @@ class RateMeter:
 
 
 STEPS_MAX = 256
-"""Of one trace; more are not recorded, so that the answer stays a message."""
+"""Most steps of one trace; more are not recorded, so that the answer stays a message."""
 REQUESTS_MAX = 8
 """Traces asked for and not answered; one more is answered with no steps at once."""
 
@@ -306,7 +306,7 @@ class UnitReporter:
         self.step_s = 0.0
         """Seconds of a step besides, measured. A decode leader keeps it."""
         self.num_requests_moved = 0
-        """From rank to rank. A decode leader keeps it."""
+        """Requests that moved from rank to rank. A decode leader counts them."""
         self._pools = pools
         self._num_requests_max = num_requests_max
         self._heartbeat_s = heartbeat_s

@@ -153,7 +153,7 @@ class LedgerWindow:
     nodes: list[NodesFact]
     details: Details
     last_completed_us: int | None
-    """Of all times."""
+    """The end of the last request that finished, of all times."""
 
 
 class Store:
@@ -165,7 +165,7 @@ class Store:
         self._path = file_of(url)
         self._engine = _sqlite(url) if self._path is not None else _postgresql(url)
         self._identity: tuple[int, int] | None = None
-        """Of the file that was prepared."""
+        """Device and inode of the file that was prepared."""
 
     def prepare(self) -> None:
         """Make file and tables where there are none. Raises LedgerError for what is no ledger of
@@ -200,8 +200,8 @@ class Store:
     def read(
         self, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
     ) -> LedgerWindow:
-        """As of one instant, with details of each of `by` (stats/report). Raises LedgerError where
-        there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
+        """The window as of one instant, with details of each of `by` (stats/report). Raises
+        LedgerError where there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
         """
         if self._path is not None and not is_file(self._path):
             raise LedgerError(f"there is no ledger at {self.place}.")

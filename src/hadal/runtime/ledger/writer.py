@@ -50,7 +50,7 @@ from hadal.stats.ledger import Written
 log = logging.getLogger("hadal.ledger")
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Of one spool: some 400,000 requests."""
+"""Size of one spool at most: some 400,000 requests."""
 SUFFIX = ".spool"
 _NAME_BYTES = 6
 _HEAD = struct.Struct("<II")
@@ -249,7 +249,7 @@ class LedgerCounts:
 
     num_added: int = 0
     num_written: int = 0
-    """In the database, durably."""
+    """Facts that are in the database, durably."""
     num_same: int = 0
     """Were there already, word for word."""
     num_refused: int = 0
@@ -293,7 +293,7 @@ class LedgerWriter:
         self._is_losing = False
         self._counts = LedgerCounts()
         self._pause_s = 0.0
-        """Since the database failed; 0 while it works."""
+        """Time to wait since the database failed; 0 while it works."""
         self._retry_at_s = 0.0
         self._is_spool_down = False
         self._is_prepared = False

@@ -58,7 +58,7 @@ class Status:
     ready: bool
     draining: bool
     elapsed_s: float
-    """Since the supervisor began."""
+    """Time since the supervisor began."""
     processes: dict[str, ProcessStatus]
 
 
@@ -85,8 +85,8 @@ FAILED_STARTS_MAX = 3
 START_TIMEOUT_S = 600.0
 """A process that is not ready by then is killed. Generous: a big checkpoint is read from a disk."""
 RESTART_TIMEOUT_S = 60.0
-"""Of one that has been ready before at least so much, and at least RESTART_FACTOR times what it
-took then.
+"""Time that one which was ready before has at least, and at least RESTART_FACTOR times what it took
+then.
 """
 RESTART_FACTOR = 4.0
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -104,7 +104,7 @@ class ProcessPhase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     WAITING = "waiting"
-    """To be started again."""
+    """It is to be started again."""
     RESTING = "resting"
     """Not wanted now; it may be later."""
     ENDED = "ended"
@@ -233,7 +233,7 @@ class Child:
 
     @property
     def num_failed_starts(self) -> int:
-        """In a row: it ended before it was ready."""
+        """Starts in a row of which none got ready."""
         return self._failed_starts
 
     def why_give_up(self, now_s: float) -> str | None:

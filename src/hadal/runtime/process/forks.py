@@ -83,8 +83,8 @@ class Job(msgspec.Struct, tag=True):
 
 
 def environment() -> dict[str, str]:
-    """Of the fork server and of every process. The API keys are not in it: gateways alone need
-    them.
+    """Environment of the fork server and of every process. The API keys are not in it: gateways
+    alone need them.
     """
     source = str(Path(__file__).resolve().parents[3])
     inherited = {name: value for name, value in os.environ.items() if name != API_KEYS}

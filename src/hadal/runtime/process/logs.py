@@ -53,12 +53,12 @@ def start_log(process: str, level: str, form: str) -> None:
 
 
 def fields(**known: object) -> dict[str, object]:
-    """For a logger's `extra`: what is known of this line by itself."""
+    """What a logger's `extra` takes: what is known of this line by itself."""
     return {_FIELDS: known}
 
 
 def about(process: str) -> dict[str, object]:
-    """For a logger's `extra`: the line is about that process, whoever writes it."""
+    """What a logger's `extra` takes to say that the line is about that process, whoever writes it."""
     return {_FIELDS: _whereabouts(process)}
 
 
@@ -73,7 +73,7 @@ class _Handler(logging.Handler):
 
 
 def write_line(line: bytes) -> None:
-    """To stderr, whole, from any thread."""
+    """Write it to stderr, whole, from any thread."""
     with contextlib.suppress(OSError):  # Nobody reads, or the disk is full: the process goes on.
         _write(line)
 

@@ -10,7 +10,7 @@ from typing import IO
 from hadal.core.errors import ConfigError
 
 MAX_PRIVATE_BYTES = 1 << 20
-"""Of a file with a secret or with keys."""
+"""Size of a file with a secret or with keys, at most."""
 
 
 def state_folder() -> Path | None:

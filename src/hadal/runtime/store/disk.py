@@ -55,8 +55,8 @@ from hadal.runtime.store.writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, D
 NUM_THREADS = 3
 """One copies and verifies while the others' reads are with the disk."""
 PIECE_BYTES = 2 * 1024 * 1024
-"""Of a thread's buffer: large reads, and small enough that what was read is verified while it is in
-the cache.
+"""Size of a thread's buffer: large reads, and small enough that what was read is verified while it
+is in the cache.
 """
 READ_DEADLINE_S = 10.0
 """A load that did not move for so long is given up."""
@@ -73,7 +73,7 @@ class _Read:
     begun_s: float
     moved_s: float
     outcomes: list[_Found | None]
-    """By piece; None: not done."""
+    """Outcome of each piece; None: not done."""
     is_running: bool = False
     num_copying: int = 0
     """Pieces whose bytes go into the pool right now: it cannot be given up."""
@@ -377,9 +377,9 @@ def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:
 
 
 PREFILL_PART = 0.6
-"""Of the budget, of all prefill ranks together. In DeepSeek's day prompts left 266 of 434 billion
-new tokens behind, generated text the others (608 billion in, of which 56.3 % were hit, and 168
-billion out; the inference overview).
+"""Part of the budget that all prefill ranks have together. In DeepSeek's day prompts left 266 of
+434 billion new tokens behind, generated text the others (608 billion in, of which 56.3 % were hit,
+and 168 billion out; the inference overview).
 """
 
 

@@ -52,7 +52,7 @@ class Block:
 
 
 class OwnBlocks:
-    """From the writer's thread alone."""
+    """The blocks that this writer keeps. Called from the writer's thread alone."""
 
     def __init__(self, segments: OwnSegments, troubles: Troubles) -> None:
         self._segments = segments

@@ -62,7 +62,7 @@ same trouble.
 
 
 class Troubles:
-    """Of one store or view. From any thread."""
+    """Troubles of one store or view. Called from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self.kind_to_count: Counter[str] = Counter()
@@ -313,7 +313,7 @@ class Segment:
             os.pwrite(self._fd, counts[slot : slot + 1].tobytes(), self._uses_at + 4 * slot)
 
     def damaged(self) -> Words:
-        """By slot: the sequence of the record that is not to be believed any more."""
+        """The sequence, for each slot, of the record that is not to be believed any more."""
         sequences = np.empty(self.num_slots, dtype="<u8")
         self._read(sequences, self._damaged_at)
         return sequences
@@ -432,8 +432,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _numbers(folder: Path, suffix: str) -> list[int]:
-    """Of the files with names as we give them. The folder may hold anything else: that is left
-    alone.
+    """Numbers of the files that have names as we give them. The folder may hold anything else: that
+    is left alone.
     """
     numbers = []
     with os.scandir(folder) as entries:
@@ -567,17 +567,20 @@ def make_buffer(block_bytes: int, most_bytes: int) -> Bytes:
 
 
 SEGMENT_BYTES = 256 * 1024 * 1024
-"""Of a new one, if the share is cut into PARTS by that: small enough that siblings can share what a
-dead writer left, large enough that there are few, for every leader holds all of them open.
+"""Size of a new segment, if the share is cut into PARTS by that: small enough that siblings can
+share what a dead writer left, large enough that there are few, for every leader holds all of them
+open.
 """
 PARTS = 8, 64
 """A share is cut into so many segments at least, at most."""
 ORPHAN_S = 60.0
-"""So long a dead writer's segments are left to its successor."""
+"""Time for which a dead writer's segments are left to its successor."""
 
 
 class OwnSegments:
-    """From the writer's thread alone. Methods raise OSError where the folder fails."""
+    """The segments that this writer owns. Called from the writer's thread alone. Methods raise
+    OSError where the folder fails.
+    """
 
     def __init__(
         self,
@@ -598,7 +601,7 @@ class OwnSegments:
         self._foreign: set[int] = set()
         """Segments that are damaged, cut off or another model's: looked at once."""
         self.segments: dict[int, Segment] = {}
-        """By number."""
+        """Number -> segment."""
 
     @property
     def num_bytes(self) -> int:

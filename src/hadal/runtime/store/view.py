@@ -39,9 +39,9 @@ from hadal.runtime.store.segments import (
 
 LOOK_S = 0.2
 NEWS_BLOCKS = 16384
-"""In one DiskNews at most: a leader takes in so many within some milliseconds."""
+"""Most blocks in one DiskNews: a leader takes in so many within some milliseconds."""
 FOLDER_S = 60.0
-"""So long a folder that was never there is not missed: writers make it when they are up."""
+"""Time for which a folder that was never there is not missed: writers make it when they are up."""
 MARKS_MAX = 4096
 """Marks that wait at most; the rest is left out: statistics."""
 
@@ -55,14 +55,14 @@ class _Known:
 
     segment: Segment
     names: _Names
-    """By slot."""
+    """Name of the block in each slot."""
     is_there: NDArray[np.bool_]
-    """By slot: whether it holds a block."""
+    """Whether each slot holds a block."""
     changes: tuple[int, int] | None = None
 
 
 class DiskView:
-    """Of one folder, for one leader. take, mark and stop are called from the host's thread."""
+    """View of one folder, for one leader. take, mark and stop are called from the host's thread."""
 
     def __init__(
         self, folder: Path, fingerprint: str, wake: Callable[[], None], look_s: float = LOOK_S

@@ -60,7 +60,7 @@ class _Store:
 class _Entry:
     store: _Store
     index: int
-    """Of the block in its store."""
+    """Index of the block in its store."""
     block: Block
 
 

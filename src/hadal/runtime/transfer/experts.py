@@ -95,7 +95,8 @@ class Stager:
         """Guards what is below."""
         self._waiting: deque[StagePlan] = deque()
         self._formation = 0
-        """Of the newest plan, or the newest FormPlan: what belongs to an older one is void."""
+        """Number of the newest plan, or the newest FormPlan: what belongs to an older one is void.
+        """
         self._stopping = False
         self._results: deque[Staged | BaseException] = deque()
         self._pace = Pace()
@@ -198,7 +199,7 @@ thread.
 """
 
 PURPOSE = "experts 2"
-"""Of the key (core/handshake.key_of)."""
+"""Purpose of the key (core/handshake.key_of)."""
 SILENCE_S = 1.0
 """A peer that is dead or frozen costs this long, connecting, asking or receiving."""
 MIN_BYTES_PER_S = 10e6

@@ -27,7 +27,7 @@ from hadal.runtime.transfer.peers import Channel, open_channel
 from hadal.runtime.transfer.pool import PoolError
 
 PURPOSE = "kv 2"
-"""Of the key (core/handshake.key_of)."""
+"""Purpose of the key (core/handshake.key_of)."""
 SILENCE_S = 2.0
 """A peer that says nothing, or takes nothing, for this long is dead or frozen."""
 CHUNK_BYTES = 1 << 20

@@ -25,8 +25,8 @@ from hadal.core.wire import AnyMessage
 MAX_KEPT = 8192
 """Grants held for leases that may still be pulled: more than a rank has requests."""
 MAX_KEPT_BLOCKS = 1 << 20
-"""Of all of them together, more than a pool has: 75 MB. So many leases on long prompts would be 1.3
-GB.
+"""Blocks of all kept leases together, more than a pool has: 75 MB. So many leases on long prompts
+would be 1.3 GB.
 """
 PURPOSE = "lease 1"
 
@@ -49,7 +49,7 @@ class Grants:
         self._key = key_of(secret, PURPOSE)
         self._kept: OrderedDict[KvLease, bytes] = OrderedDict()
         self._num_blocks = 0
-        """Of all leases in `_kept`."""
+        """Blocks of all leases in `_kept`."""
 
     def to(self, reader: str, message: AnyMessage) -> bytes:
         """The tag that goes with a message to `reader`; empty where the message hands it no

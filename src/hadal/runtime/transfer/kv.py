@@ -71,7 +71,7 @@ class KvWire:
         self._nixl = NixlAgent(f"{pool.name}#{pool.birth}") if has_nixl else None
         self._server = None
         self.address = pool.name
-        """Of the pool, as leases name it."""
+        """Address of the pool, as leases name it."""
         if self._nixl is not None and handover == NIXL:
             self._nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
         if handover != SHM:
@@ -83,7 +83,9 @@ class KvWire:
             self.address = self._server.address
         self._lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
-        """By unit: a restarted unit's pool has another name and takes its predecessor's place."""
+        """Unit -> its source: a restarted unit's pool has another name and takes its predecessor's
+        place.
+        """
 
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
         """Copy and verify leased blocks. Returns None, or what went wrong."""
@@ -314,7 +316,7 @@ class Copier:
         self._wake = wake
         self._results: deque[KvPulled | BaseException] = deque()
         self._num_pending: Counter[str] = Counter()
-        """By request: submitted and not taken."""
+        """Request -> pulls that were submitted and not taken."""
         self._changed = threading.Condition()
         self._waiting: deque[Pull] = deque()
         self._busy: list[Pull] = []

@@ -34,9 +34,11 @@ from hadal.runtime.transfer.pool import FREED_BEFORE, FREED_DURING, KvPool
 log = logging.getLogger(__name__)
 
 POLL_US = 100_000
-"""Of the progress thread, between two looks without an event."""
+"""Time between two looks of the progress thread without an event."""
 HALF_BYTES = 4 << 20
-"""Of a buffer: one half is being read into while the other is copied out. One block at least."""
+"""Size of half a buffer: one half is being read into while the other is copied out. One block at
+least.
+"""
 MIN_BYTES_PER_S = 10e6
 """A read may take SILENCE_S and its bytes at this rate."""
 MAX_RETIRED = 16

@@ -22,7 +22,7 @@ from hadal.core.handshake import NONCE_BYTES, PROOF_BYTES, TAG_BYTES, Handshake,
 MAX_UNPROVEN = 64
 """Accepted connections that have not proven themselves yet; one more ends the oldest of them."""
 MAX_PIECES = 512
-"""Of one sendmsg or recvmsg (the kernel takes 1024, IOV_MAX)."""
+"""Most pieces of one sendmsg or recvmsg (the kernel takes 1024, IOV_MAX)."""
 
 _MAGIC = b"HADALP01"
 CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES

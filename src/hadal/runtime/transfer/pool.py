@@ -43,7 +43,7 @@ _MAGIC = b"HADALKV2"
 _HEADER = struct.Struct("<8sQQ16s4Q8s")
 """magic, offset of the cache, bytes of a block, dtype, shape, birth"""
 POOL_DTYPE = "float32"
-"""Of the pools that are served from."""
+"""Type of the values in pools that are served from."""
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

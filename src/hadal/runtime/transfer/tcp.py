@@ -89,12 +89,12 @@ class KvServer:
         self._listener = socket.create_server((host, 0), backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
         self.address = str(PoolAddress(pool.name, pool.birth, host, self.port))
-        """As leases name it."""
+        """Address of the server, as leases name it."""
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._talks: dict[socket.socket, threading.Thread] = {}
         self._unproven: dict[socket.socket, None] = {}
-        """Of these, who has not proven itself yet, the oldest first."""
+        """Those of them that have not proven themselves yet, the oldest first."""
         self._stopping = False
         self._thread = threading.Thread(target=self._accept, name="kv-server", daemon=True)
         self._thread.start()
