@@ -6,7 +6,7 @@ torch.
 Lines on stdout: `A id...` for facts that are durable. Facts are a function of their id, and many
 are said twice; those named "both-..." are said by every process alike. With LIMIT it ends in order
 after so many facts. With OUTAGES (0 to 1) the database is down for that share of its writes, so
-that facts wait in the spool.
+that facts wait in the outbox.
 """
 
 import os
@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from hadal.core.facts import Fact, PackedFacts, RequestFact, sum_kv_tokens
-from hadal.runtime.ledger.store import Store, StoreDown, ledger_url, spool_place
-from hadal.runtime.ledger.writer import LedgerWriter, Spool
+from hadal.runtime.ledger.outbox import Outbox
+from hadal.runtime.ledger.store import Store, StoreDown, ledger_url, outbox_of
+from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import Written
 from hadal.stats.prices import R1
 
@@ -88,7 +89,7 @@ def main() -> None:
     store = FlakyStore(url, random.Random(~seed), float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
     writer = LedgerWriter(
         store,
-        Spool(*spool_place(url)),
+        Outbox(outbox_of(url)),
         on_kept=say,
         linger_s=rng.choice((0.0, 0.002)),
         retry_s=(0.001, 0.02),

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.ledger.store import Store, ledger_url
+from hadal.runtime.ledger.store import Store, ledger_url, outbox_of
 from hadal.stats.report import MODEL
 from hadal.stats.tally import Tally
 from tests.dist.ledger_child import fact_of
 from tests.dist.postgres import Postgres, postgres
+from tests.unit.runtime.test_ledger_outbox import left_in
 from tests.unit.stats.facts import details_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +78,7 @@ class Child:
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the spools of a ledger on a server are."""
+    """Where the outbox of a ledger on a server is."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -134,7 +135,7 @@ def kill_rounds(url: str, seed: int, outages: float, num_rounds: int) -> None:
             child.end(kill=True)
             num_killed_at_work += 1
         kept = kept.union(*(child.kept for child in children))
-    # One more takes up what the dead left in their spools.
+    # One more takes up what the dead left in the outbox.
     last = Child(url, 0, "last", limit=200)
     last.end(kill=False)
     kept |= last.kept
@@ -146,7 +147,7 @@ def kill_rounds(url: str, seed: int, outages: float, num_rounds: int) -> None:
 def test_killed_writers_of_a_file(tmp_path: Path, outages: float) -> None:
     url = str(tmp_path / "l.sqlite")
     kill_rounds(url, 1 if outages else 2, outages, NUM_ROUNDS)
-    assert not list(tmp_path.glob("*.spool"))
+    assert not left_in(outbox_of(ledger_url(url)))
     assert not list(tmp_path.glob("*.damaged"))
 
 
@@ -154,11 +155,11 @@ def test_killed_writers_of_a_file(tmp_path: Path, outages: float) -> None:
 def test_killed_writers_of_a_server(server: Postgres, tmp_path: Path, outages: float) -> None:
     clear(server.url)
     kill_rounds(server.url, 3 if outages else 4, outages, max(2, NUM_ROUNDS // 3))
-    assert not list((tmp_path / "state").rglob("*.spool"))
+    assert not left_in(outbox_of(ledger_url(server.url)))
 
 
 def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Path) -> None:
-    """Facts wait in the spool, and are in the ledger once it is up again."""
+    """Facts wait in the outbox, and are in the ledger once it is up again."""
     clear(server.url)
     children = [Child(server.url, seed, f"c{seed}") for seed in range(2)]
     for child in children:
@@ -172,7 +173,7 @@ def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Pat
     ):
         assert time.monotonic() < deadline_s, "nothing was kept while the server was down"
         time.sleep(0.01)
-    assert list((tmp_path / "state").rglob("*.spool"))
+    assert left_in(outbox_of(ledger_url(server.url)))
     server.start()
     time.sleep(0.3)
     for child in children:

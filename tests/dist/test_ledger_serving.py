@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.dist.serving import SOURCE, Server, StartServer, wait_until
+from tests.unit.runtime.test_ledger_outbox import left_in
 
 WHOLE = {"ignore_eos": True, "temperature": 0}
 TIMEOUT_S = 60.0
@@ -188,7 +189,7 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
     assert fields["prefill_tokens_per_s_node"] == pytest.approx(
         (hit + miss) / (3600 * fields["prefill_node_hours"])
     )
-    assert not list(folder.glob("*.spool"))
+    assert not list(folder.glob("*.outbox"))
 
 
 def sample(server: Server, name: str) -> float:
@@ -228,10 +229,10 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(
         num_tokens += asyncio.run(few(5))
         assert time.monotonic() - started_s < 4.0, "nobody waits for the ledger"
         wait_until(
-            lambda: sample(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the spool"
+            lambda: sample(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the outbox"
         )
         assert sample(server, "hadal_ledger_down") == 1
-        assert list(folder.glob("*.spool"))
+        assert left_in(folder / "l.sqlite.outbox")
         old_pid = server.kill("gateway")
     finally:
         holder.execute("ROLLBACK")
@@ -239,7 +240,7 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(
     server.wait_restarted("gateway", old_pid)
     wait_for_rows(path, 8)
     assert report(path)["tokens_out"] == num_tokens
-    wait_until(lambda: not list(folder.glob("*.spool")), 20, "the dead gateway's spool is gone")
+    wait_until(lambda: not left_in(folder / "l.sqlite.outbox"), 20, "what waited is written")
     num_tokens += asyncio.run(few(1))
     wait_for_rows(path, 9)
     assert report(path)["tokens_out"] == num_tokens

@@ -241,10 +241,10 @@ class _LedgerCollector(Collector):
         facts = CounterMetricFamily(
             "hadal_ledger_facts",
             "Requests' closing facts by what became of them: written to the database, the same "
-            "again, refused (another fact has their id), spooled (waited for the database), lost.",
+            "again, refused (another fact has their id), delayed (waited for the database), lost.",
             labels=("outcome",),
         )
-        for outcome in ("written", "same", "refused", "spooled", "lost"):
+        for outcome in ("written", "same", "refused", "delayed", "lost"):
             facts.add_metric((outcome,), getattr(counts, f"num_{outcome}"))
         yield facts
         yield GaugeMetricFamily(

@@ -228,7 +228,7 @@ def test_what_became_of_the_ledgers_facts() -> None:
         num_written=1,
         num_same=2,
         num_refused=3,
-        num_spooled=4,
+        num_delayed=4,
         num_lost=5,
         num_waiting=6,
         is_down=True,
@@ -236,7 +236,7 @@ def test_what_became_of_the_ledgers_facts() -> None:
     samples = scraped(Metrics(lambda: snapshot, lambda: counts))
     assert {
         name[1:]: value for name, value in samples.items() if name[0] == "hadal_ledger_facts_total"
-    } == {("written",): 1, ("same",): 2, ("refused",): 3, ("spooled",): 4, ("lost",): 5}
+    } == {("written",): 1, ("same",): 2, ("refused",): 3, ("delayed",): 4, ("lost",): 5}
     assert (samples["hadal_ledger_waiting",], samples["hadal_ledger_down",]) == (6, 1)
     assert not any(
         name[0].startswith("hadal_ledger") for name in scraped(Metrics(lambda: snapshot))

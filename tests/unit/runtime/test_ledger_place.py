@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.ledger.store import LEDGER_VARIABLE, file_of, ledger_url, shown, spool_place
+from hadal.runtime.ledger.store import LEDGER_VARIABLE, file_of, ledger_url, outbox_of, shown
 from hadal.stats.ledger import LedgerError
 
 
@@ -42,7 +42,7 @@ def test_paths_become_absolute(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert ledger_url(url) == url
         assert file_of(url) == home / "l.sqlite"
         assert shown(url) == str(home / "l.sqlite")
-        assert spool_place(url) == (home, "l.sqlite")
+        assert outbox_of(url) == home / "l.sqlite.outbox"
 
 
 def test_postgresql_and_its_password(home: Path) -> None:
@@ -52,9 +52,8 @@ def test_postgresql_and_its_password(home: Path) -> None:
     assert ledger_url("postgres://me@host/hadal") == "postgresql+psycopg://me@host/hadal"
     assert "s3cret" not in shown(url)
     assert file_of(url) is None
-    folder, stem = spool_place(url)
-    assert folder == home / ".local" / "state" / "hadal"
-    assert stem != spool_place(ledger_url("postgresql://me@host/other"))[1]
+    assert outbox_of(url).parent == home / ".local" / "state" / "hadal"
+    assert outbox_of(url) != outbox_of(ledger_url("postgresql://me@host/other"))
 
 
 @pytest.mark.parametrize(

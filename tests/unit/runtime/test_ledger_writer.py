@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import Fact, NodesFact, PackedFacts, RequestFact
-from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_url, spool_place
-from hadal.runtime.ledger.writer import LedgerWriter, Spool
+from hadal.runtime.ledger.outbox import Outbox
+from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_url, outbox_of
+from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import LedgerError, Written
+from tests.unit.runtime.test_ledger_outbox import left_in
 
 CLOSE_S = 20.0
 NEVER_S = (1000.0, 1000.0)
@@ -86,11 +88,9 @@ def store(tmp_path: Path) -> FakeStore:
 def writer_of(
     store: FakeStore, kept: Kept, retry_s: tuple[float, float] = SOON_S, **more: int
 ) -> LedgerWriter:
-    folder, stem = spool_place(ledger_url(store.place))
-    spool = Spool(
-        folder, stem, **({"max_bytes": more.pop("spool_bytes")} if "spool_bytes" in more else {})
-    )
-    return LedgerWriter(store, spool, on_kept=kept, linger_s=0.0, retry_s=retry_s, **more)
+    room = {"max_bytes": more.pop("outbox_bytes")} if "outbox_bytes" in more else {}
+    outbox = Outbox(outbox_of(ledger_url(store.place)), **room)
+    return LedgerWriter(store, outbox, on_kept=kept, linger_s=0.0, retry_s=retry_s, **more)
 
 
 def test_all_of_it_is_written_and_told(store: FakeStore, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_all_of_it_is_written_and_told(store: FakeStore, tmp_path: Path) -> None
         False,
     )
     store.close()
-    assert not list(tmp_path.glob("*.spool"))
+    assert not left_in(tmp_path / "l.sqlite.outbox")
 
 
 def test_a_fact_is_told_kept_only_when_it_is(store: FakeStore) -> None:
@@ -151,8 +151,8 @@ def test_while_the_database_is_down_facts_wait_on_disk(
         writer.add(fact(f"r{index}"))
         kept.wait_for(index + 1)
     assert writer.counts.is_down
-    assert writer.counts.num_spooled == 20
-    assert len(list(tmp_path.glob("*.spool"))) == 1
+    assert writer.counts.num_delayed == 20
+    assert left_in(tmp_path / "l.sqlite.outbox")
     assert [record.levelno for record in caplog.records] == [logging.ERROR], "one line"
     store.is_down = False
     writer.add(fact("last"))
@@ -161,7 +161,7 @@ def test_while_the_database_is_down_facts_wait_on_disk(
     assert store.ids() == set(kept.ids)
     assert writer.counts.num_written == 21
     assert not writer.counts.is_down
-    assert not list(tmp_path.glob("*.spool"))
+    assert not left_in(tmp_path / "l.sqlite.outbox")
     store.close()
 
 
@@ -174,7 +174,7 @@ def test_what_a_dead_writer_left_is_written_by_the_next(store: FakeStore, tmp_pa
     first.add(NODES)
     kept.wait_for(1)
     first.close(CLOSE_S)
-    assert len(list(tmp_path.glob("*.spool"))) == 1
+    assert left_in(tmp_path / "l.sqlite.outbox")
     store.is_down = False
     second = writer_of(store, Kept())
     second.start()
@@ -182,11 +182,11 @@ def test_what_a_dead_writer_left_is_written_by_the_next(store: FakeStore, tmp_pa
     second.close(CLOSE_S)
     assert store.ids() == {"a", "b"}
     assert store.read(0, 2**60).nodes == [NODES]
-    assert not list(tmp_path.glob("*.spool"))
+    assert not left_in(tmp_path / "l.sqlite.outbox")
     store.close()
 
 
-def test_with_nothing_new_the_spool_is_emptied_all_the_same(
+def test_with_nothing_new_the_outbox_is_emptied_all_the_same(
     store: FakeStore, tmp_path: Path
 ) -> None:
     kept = Kept()
@@ -198,22 +198,23 @@ def test_with_nothing_new_the_spool_is_emptied_all_the_same(
     store.is_down = False
     deadline = threading.Event()
     for _ in range(2000):
-        if not list(tmp_path.glob("*.spool")):
+        if not left_in(tmp_path / "l.sqlite.outbox"):
             break
         deadline.wait(0.01)
     assert store.ids() == {"a"}
     writer.close(CLOSE_S)
 
 
-def test_with_the_spool_full_too_facts_wait_in_memory(
+def test_with_the_outbox_full_too_facts_wait_in_memory(
     store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = Kept()
-    writer = writer_of(store, kept, spool_bytes=200)
+    writer = writer_of(store, kept, outbox_bytes=1)
     store.is_down = True
     writer.start()
-    for index in range(50):
-        writer.add(fact(f"r{index}"))
+    names = [f"r{index} {'x' * 1000}" for index in range(50)]  # 50 kB; the outbox takes 32.
+    for name in names:
+        writer.add(fact(name))
     for _ in range(2000):
         if "wait in memory" in caplog.text:
             break
@@ -222,7 +223,7 @@ def test_with_the_spool_full_too_facts_wait_in_memory(
     store.is_down = False
     kept.wait_for(50)
     writer.close(CLOSE_S)
-    assert store.ids() == {f"r{index}" for index in range(50)}
+    assert store.ids() == set(names)
     assert writer.counts.num_lost == 0
     store.close()
 
@@ -296,10 +297,8 @@ def test_at_the_end_a_database_that_was_down_is_not_waited_for(
     without it first.
     """
     kept = Kept()
-    folder, stem = spool_place(ledger_url(store.place))
-    writer = LedgerWriter(
-        store, Spool(folder, stem), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S
-    )
+    path = outbox_of(ledger_url(store.place))
+    writer = LedgerWriter(store, Outbox(path), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S)
     store.is_down = True
     writer.start()
     store.is_down = False
@@ -307,15 +306,15 @@ def test_at_the_end_a_database_that_was_down_is_not_waited_for(
     writer.add(fact("a"))
     writer.close(0.3)
     kept.wait_for(1)
-    assert len(Spool(folder, stem).orphans()) == 1
+    assert len(left_in(path)) == 1
     assert "lost" not in caplog.text
     store.go.set()
 
 
-def test_one_spool_that_cannot_be_read_keeps_no_fact_out(
+def test_an_outbox_that_cannot_be_read_keeps_no_fact_out(
     store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "l.sqlite.000000000000.spool").mkdir()
+    (tmp_path / "l.sqlite.outbox").mkdir()
     kept = Kept()
     writer = writer_of(store, kept, NEVER_S)
     writer.start()

@@ -29,13 +29,14 @@ from hadal.core.balance import AUTO, OFF
 from hadal.core.documents import is_file
 from hadal.core.errors import HadalError
 from hadal.core.facts import NodesFact, PackedFacts
+from hadal.runtime.ledger.outbox import SUFFIX
 from hadal.runtime.process.private import state_folder, take_from_others
 from hadal.stats import ledger
 from hadal.stats.ledger import LedgerError, Written
 from hadal.stats.report import HOUR, Details
 from hadal.stats.tally import Tally
 
-# Where the ledger is: from what was asked to the URL of a database, and the folder of what waits
+# Where the ledger is: from what was asked to the URL of a database, and the file of what waits
 # for it.
 #
 # Asked is a URL, a path, "off" or "auto". "auto" is $HADAL_LEDGER, which may hold any of the
@@ -104,18 +105,15 @@ def file_of(url: str) -> Path | None:
     return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
 
 
-def spool_place(url: str) -> tuple[Path, str]:
-    """Folder and first part of the name of files with facts that wait for this database: beside its
-    file, else in the state folder.
-    """
+def outbox_of(url: str) -> Path:
+    """The file of what waits for this database: beside its file, else in the state folder."""
     path = file_of(url)
     if path is not None:
-        return path.parent, path.name
+        return path.with_name(f"{path.name}{SUFFIX}")
     parsed = sa.make_url(url)
     place = f"{parsed.host}:{parsed.port}/{parsed.database}".encode()
-    return state_folder() or Path(
-        tempfile.gettempdir()
-    ), f"ledger-{blake2b(place, digest_size=6).hexdigest()}"
+    folder = state_folder() or Path(tempfile.gettempdir())
+    return folder / f"ledger-{blake2b(place, digest_size=6).hexdigest()}{SUFFIX}"
 
 
 def _file_url(path: Path) -> str:

@@ -2,234 +2,33 @@
 says what is kept.
 
     add --queue, bounded--> thread --one transaction for all that came--> database          kept
-                                   --database down--> spool, flushed; replayed when it is up again   kept
-                                   --spool full or failing as well--> stays in the queue until either works
+                                   --database down--> outbox, a commit; written when it is up again  kept
+                                   --outbox full or failing as well--> stays in the queue until either works
     add with the queue full: lost, counted, one log line for each spell
 
 So what can be lost: with `kill -9`, facts added in the last `LINGER_S` and one commit (they are in
-memory only); with database and spool both failing, what the queue has no room for. Facts that bill
+memory only); with database and outbox both failing, what the queue has no room for. Facts that bill
 nothing give way first, at half of it. A fact may be written twice, after a crash between commit and
 answer: the ledger counts it once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
-import re
-import secrets
-import struct
+import sqlite3
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import msgspec
 
 from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, PackedFacts, RequestFact, pack
+from hadal.runtime.ledger.outbox import Outbox
 from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown
 from hadal.stats.ledger import Written
 
-# Facts that wait for their database, in an append-only file beside it, flushed before they count
-# as kept.
-#
-#     record = length (4 bytes) | CRC-32 of the facts (4) | facts, msgpack
-#
-# A spool has one writer, which holds the file's lock while it lives; a dead writer's is read by
-# whoever comes next. The file is there only while something waits. A record that was cut short by a
-# crash was told to nobody as kept.
-
-
 log = logging.getLogger("hadal.ledger")
-
-MAX_BYTES = 64 * 1024 * 1024
-"""Size of one spool at most: some 400,000 requests."""
-SUFFIX = ".spool"
-_NAME_BYTES = 6
-_HEAD = struct.Struct("<II")
-_decode = msgspec.msgpack.Decoder(PackedFacts).decode
-_encode = msgspec.msgpack.Encoder().encode
-
-
-class Spool:
-    """One writer's file, made when it is first needed. Used by one thread."""
-
-    def __init__(self, folder: Path, stem: str, max_bytes: int = MAX_BYTES) -> None:
-        self._folder = folder
-        self._stem = stem
-        self._max_bytes = max_bytes
-        self._fd: int | None = None
-        self._path = folder / f"{stem}.{secrets.token_hex(_NAME_BYTES)}{SUFFIX}"
-        self._num_bytes = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return self._num_bytes == 0
-
-    def append(self, facts: PackedFacts) -> bool:
-        """Keep facts, durably. False if the file is full. Raises OSError if it cannot be written;
-        nothing is kept then.
-        """
-        body = _encode(facts)
-        record = _HEAD.pack(len(body), zlib.crc32(body)) + body
-        if self._num_bytes + len(record) > self._max_bytes:
-            return False
-        fd = self._open()
-        try:
-            if os.pwrite(fd, record, self._num_bytes) != len(record):
-                raise OSError("the disk took a part of a record")
-            os.fdatasync(fd)
-        except OSError:
-            os.ftruncate(fd, self._num_bytes)
-            raise
-        self._num_bytes += len(record)
-        return True
-
-    def read(self) -> Iterator[PackedFacts]:
-        """What waits here, oldest first; also if somebody removed the file."""
-        if self._fd is not None:
-            yield from _records(self._fd)
-
-    def clear(self) -> None:
-        """Its facts are in the database: remove the file, or keep it aside as `adopted` does."""
-        if self._fd is not None:
-            _remove(self._fd, self._path, self._num_bytes)
-            os.close(self._fd)
-            self._fd = None
-        self._num_bytes = 0
-
-    def close(self) -> None:
-        """Let go of the file; what waits in it is for the next writer."""
-        if self._num_bytes:
-            assert self._fd is not None
-            os.close(self._fd)
-            self._fd = None
-        else:
-            self.clear()
-
-    def orphans(self) -> list[Path]:
-        """Spools of this ledger that other writers may have left. Those of a ledger whose name
-        begins alike are not.
-        """
-        name = re.compile(
-            rf"{re.escape(self._stem)}\.[0-9a-f]{{{2 * _NAME_BYTES}}}{re.escape(SUFFIX)}"
-        )
-        try:
-            return sorted(
-                p for p in self._folder.iterdir() if name.fullmatch(p.name) and p != self._path
-            )
-        except OSError:
-            # There is no folder yet; or none that can be read, and what is in it says so when it is
-            # written.
-            return []
-
-    def _open(self) -> int:
-        if self._fd is None:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            while True:
-                fd = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                if _is_at(fd, self._path):
-                    break
-                os.close(
-                    fd
-                    # Somebody took the empty file for an orphan, and removed it, before it was
-                    # locked.
-                )
-            _sync_folder(self._folder)
-            self._fd = fd
-        return self._fd
-
-
-@contextmanager
-def adopted(path: Path) -> Iterator[Iterator[PackedFacts] | None]:
-    """A dead writer's facts, removed when the block ends well; None if its writer lives, or
-    somebody else was first.
-
-    A file that cannot be read to its end is kept aside as `.damaged`: there may be more in it than
-    was found.
-    """
-    try:
-        fd = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        yield None
-        return
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-            return
-        if not _is_at(fd, path):
-            yield None
-            return
-        yield _records(fd)
-        _remove(fd, path, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)
-
-
-def _remove(fd: int, path: Path, num_bytes: int) -> None:
-    if _num_sound_bytes(fd) < num_bytes:
-        log.warning("%s could not be read to its end; it is kept as %s.damaged", path, path.name)
-        with contextlib.suppress(FileNotFoundError):
-            path.rename(path.with_name(f"{path.name}.damaged"))
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _records(fd: int) -> Iterator[PackedFacts]:
-    for _, facts in _sound(fd):
-        yield facts
-
-
-def _num_sound_bytes(fd: int) -> int:
-    return max((end for end, _ in _sound(fd)), default=0)
-
-
-def _sound(fd: int) -> Iterator[tuple[int, PackedFacts]]:
-    """Whole records up to the first that is not, each with the place where it ends. Of the open
-    file, not of a path: what has been kept in it is there as long as it is open.
-    """
-    end = 0
-    with open(fd, "rb", closefd=False) as file:
-        file.seek(0)
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            length, crc = _HEAD.unpack(head)
-            body = file.read(length)
-            if len(body) < length or zlib.crc32(body) != crc:
-                return
-            try:
-                facts = _decode(body)
-            except msgspec.DecodeError:
-                return
-            end += _HEAD.size + length
-            yield end, facts
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the path still leads to the open file."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(there, os.fstat(fd))
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
 
 LINGER_S = 0.02
 """A fact waits this long for others, so that a commit is shared."""
@@ -254,8 +53,8 @@ class LedgerCounts:
     """Were there already, word for word."""
     num_refused: int = 0
     """Another fact was there under their id, or the database will not have them."""
-    num_spooled: int = 0
-    """Had to wait in the spool; counted as written, too, once they are."""
+    num_delayed: int = 0
+    """Facts that had to wait in the outbox; counted as written, too, once they are."""
     num_lost: int = 0
     num_waiting: int = 0
     """Facts of all kinds that are in memory only."""
@@ -264,12 +63,12 @@ class LedgerCounts:
 
 
 class LedgerWriter:
-    """One store, its spool and the thread that fills both."""
+    """One store, its outbox and the thread that fills both."""
 
     def __init__(
         self,
         store: Store,
-        spool: Spool,
+        outbox: Outbox,
         *,
         on_kept: Kept = lambda facts: None,
         max_waiting: int = MAX_WAITING,
@@ -278,8 +77,7 @@ class LedgerWriter:
     ) -> None:
         """`on_kept` is called by the thread with facts that are durable."""
         self._store = store
-        self._spool = spool
-        self._orphans = spool.orphans()
+        self._outbox = outbox
         self._on_kept = on_kept
         self._max_waiting = max_waiting
         self._linger_s = linger_s
@@ -295,7 +93,7 @@ class LedgerWriter:
         self._pause_s = 0.0
         """Time to wait since the database failed; 0 while it works."""
         self._retry_at_s = 0.0
-        self._is_spool_down = False
+        self._is_outbox_down = False
         self._is_prepared = False
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
 
@@ -339,7 +137,7 @@ class LedgerWriter:
             )
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left, or spool it, and end the thread; whatever is not done in time is
+        """Write what is left, or keep it in the outbox, and end the thread; whatever is not done in time is
         lost, and said so.
         """
         with self._changed:
@@ -352,7 +150,7 @@ class LedgerWriter:
                 "the ledger lost %d facts: %s does not answer", num_waiting, self._store.place
             )
         elif not self._thread.is_alive():
-            self._spool.close()
+            self._outbox.close()
             self._store.close()
 
     # ---- the thread ----
@@ -363,7 +161,7 @@ class LedgerWriter:
             # At the end a database that was down may hang: what can be kept without it comes first.
             if is_due or not facts:
                 kept = self._to_store(facts)
-            kept = kept or not facts or self._to_spool(facts)
+            kept = kept or not facts or self._to_outbox(facts)
             if not kept and not is_due and self._is_closing:
                 kept = self._to_store(facts)
             if kept and facts:
@@ -379,25 +177,25 @@ class LedgerWriter:
                         return
 
     def _take(self) -> list[Fact] | None:
-        """The next facts to write, none if only the spool is to be emptied; None when all is
+        """The next facts to write, none if only the outbox is to be emptied; None when all is
         done.
         """
         with self._changed:
             while not self._is_closing:
                 now_s = time.monotonic()
                 is_up, is_due = self._pause_s == 0, now_s >= self._retry_at_s
-                if self._queue and (is_up or is_due or not self._is_spool_down):
+                if self._queue and (is_up or is_due or not self._is_outbox_down):
                     break
-                has_left = bool(self._queue or self._orphans or not self._spool.is_empty)
+                has_left = bool(self._queue or self._outbox.may_hold)
                 if has_left and is_due:
                     break
                 self._changed.wait(max(0.0, self._retry_at_s - now_s) if has_left else None)
             if self._queue and not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, self._linger_s)
             if self._is_closing and not self._queue:
-                if self._spool.is_empty or self._was_tried_last:
+                if not self._outbox.may_hold or self._was_tried_last:
                     return None
-                self._was_tried_last = True  # What waits in the spool has one more chance.
+                self._was_tried_last = True  # What waits in the outbox has one more chance.
             facts = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             self._num_taken = len(facts)
             return facts
@@ -406,9 +204,9 @@ class LedgerWriter:
         """Whether the facts are in the database, after all that waited longer."""
         try:
             self._prepare()
-            self._empty_spools()
+            self._empty_outbox()
             self._write(pack(facts))
-        except (HadalError, OSError) as error:
+        except (HadalError, OSError, sqlite3.Error) as error:
             self._down(error)
             return False
         if self._pause_s:
@@ -416,18 +214,18 @@ class LedgerWriter:
         self._pause_s = self._retry_at_s = 0.0
         return True
 
-    def _to_spool(self, facts: list[Fact]) -> bool:
-        """Whether the facts are in the spool."""
+    def _to_outbox(self, facts: list[Fact]) -> bool:
+        """Whether the facts are in the outbox."""
         try:
-            has_room, why = self._spool.append(pack(facts)), "it is full"
-        except (OSError, ValueError) as error:  # A text that is no text cannot be written either.
+            has_room, why = self._outbox.append(pack(facts)), "it is full"
+        except (OSError, sqlite3.Error, ValueError) as error:  # A text may be no text at all.
             has_room, why = False, str(error)
-        if not has_room and not self._is_spool_down:
-            log.error("facts cannot wait in the ledger's spool (%s); they wait in memory", why)
-        self._is_spool_down = not has_room
+        if not has_room and not self._is_outbox_down:
+            log.error("facts cannot wait in the ledger's outbox (%s); they wait in memory", why)
+        self._is_outbox_down = not has_room
         if has_room:
             with self._changed:
-                self._count(num_spooled=sum(isinstance(fact, RequestFact) for fact in facts))
+                self._count(num_delayed=sum(isinstance(fact, RequestFact) for fact in facts))
         return has_room
 
     def _prepare(self) -> None:
@@ -435,27 +233,20 @@ class LedgerWriter:
             self._store.prepare()
             self._is_prepared = True
 
-    def _empty_spools(self) -> None:
-        """Write what waited, ours and what dead writers left."""
-        if not self._spool.is_empty:
-            for facts in self._spool.read():
+    def _empty_outbox(self) -> None:
+        """Write what waited, ours and what dead writers left. An outbox that cannot be read is no
+        reason to keep new facts out.
+        """
+        if not self._outbox.may_hold:
+            return
+        try:
+            for ids, facts in self._outbox.waiting():
                 self._write(facts)
-            self._spool.clear()
-            self._is_spool_down = False
-        while self._orphans:
-            try:
-                with adopted(self._orphans[0]) as left:
-                    for facts in left or ():
-                        self._write(facts)
-            except (
-                OSError
-            ) as error:  # Another user's, or a bad sector: no reason to keep new facts out.
-                log.error(
-                    "facts of another writer wait in %s and cannot be read: %s",
-                    self._orphans[0],
-                    error,
-                )
-            self._orphans.pop(0)
+                self._outbox.remove(ids)
+            self._is_outbox_down = False
+        except (OSError, sqlite3.Error) as error:  # The next writer to come looks there again.
+            log.error("facts that wait in %s cannot be read: %s", self._outbox.path, error)
+        self._outbox.may_hold = False
 
     def _write(self, facts: PackedFacts) -> None:
         try:
@@ -487,7 +278,7 @@ class LedgerWriter:
 
     def _down(self, error: Exception) -> None:
         if not self._pause_s:
-            log.error("the ledger cannot be written, facts wait in its spool: %s", error)
+            log.error("the ledger cannot be written, facts wait in its outbox: %s", error)
         self._is_prepared = False  # What comes back may be another database.
         self._pause_s = min(self._retry_s[1], self._pause_s * 2 or self._retry_s[0])
         self._retry_at_s = time.monotonic() + self._pause_s
