@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hadal.core.facts import Fact, NodesFact, PackedFacts, RequestFact, micros, sum_kv_tokens
-from hadal.runtime.ledger.outbox import Outbox
+from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of
 from hadal.runtime.ledger.writer import LINGER_S, MAX_BATCH, LedgerWriter
 from hadal.stats.prices import DAY_S, R1
@@ -101,7 +101,7 @@ def written(
     folder.mkdir()
     url = ledger_url(str(folder / "ledger.sqlite"))
     durable = Durable()
-    writer = LedgerWriter(Store(url), Outbox(outbox_of(url)), on_kept=durable)
+    writer = LedgerWriter(Store(url), LedgerOutbox(outbox_of(url)), on_kept=durable)
     writer.start()
     added_s: list[float] = []
     in_add_s = 0.0

@@ -285,7 +285,8 @@ def test_no_path_of_a_machine_and_no_registry() -> None:
 
 def test_unit_tests_mirror_the_source() -> None:
     folders = {path.parent for path in python_files("tests/unit")} - {ROOT / "tests" / "unit"}
-    strangers = [folder for folder in folders if not (SRC / folder.name).is_dir()]
+    here = ROOT / "tests" / "unit"
+    strangers = [one for one in folders if not (SRC / one.relative_to(here)).is_dir()]
     fail_on([f"{name(folder)}: no such room" for folder in strangers])
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from hadal.core.facts import Fact, PackedFacts, RequestFact, sum_kv_tokens
-from hadal.runtime.ledger.outbox import Outbox
+from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.store import Store, StoreDown, ledger_url, outbox_of
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import Written
@@ -89,7 +89,7 @@ def main() -> None:
     store = FlakyStore(url, random.Random(~seed), float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
     writer = LedgerWriter(
         store,
-        Outbox(outbox_of(url)),
+        LedgerOutbox(outbox_of(url)),
         on_kept=say,
         linger_s=rng.choice((0.0, 0.002)),
         retry_s=(0.001, 0.02),

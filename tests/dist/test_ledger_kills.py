@@ -21,7 +21,7 @@ from hadal.stats.report import MODEL
 from hadal.stats.tally import Tally
 from tests.dist.ledger_child import fact_of
 from tests.dist.postgres import Postgres, postgres
-from tests.unit.runtime.test_ledger_outbox import left_in
+from tests.unit.runtime.ledger.test_outbox import left_in
 from tests.unit.stats.facts import details_of
 
 ROOT = Path(__file__).resolve().parents[2]

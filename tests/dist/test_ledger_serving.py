@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.dist.serving import SOURCE, Server, StartServer, wait_until
-from tests.unit.runtime.test_ledger_outbox import left_in
+from tests.unit.runtime.ledger.test_outbox import left_in
 
 WHOLE = {"ignore_eos": True, "temperature": 0}
 TIMEOUT_S = 60.0

@@ -22,7 +22,7 @@ from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.plans import Member
 from tests.fresh import FULL, fresh
 from tests.unit.comm.groups import run_processes
-from tests.unit.comm.test_mesh import exchange_sized, shuffle
+from tests.unit.comm.mesh.test_mesh import exchange_sized, shuffle
 
 NUM_ROUNDS = 100 if FULL else 12
 NUM_STOPS = 10 if FULL else 2

@@ -198,7 +198,7 @@ def test_the_slice_reaches_what_it_is_for() -> None:
         "memory hit tokens",
         "stored blocks",
         "front restarts",
-        "message Ahead",
+        "message PullEarly",
         "message Stop",
         "moves",
         "preemptions",

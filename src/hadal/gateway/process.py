@@ -36,7 +36,7 @@ from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront
-from hadal.runtime.ledger.outbox import Outbox
+from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.runtime.process.forks import API_KEYS
@@ -160,7 +160,7 @@ def open_ledger(url: str) -> LedgerWriter:
     """Start to write a ledger. Raises LedgerError if there is something else; one that is down now
     is waited for.
     """
-    writer = LedgerWriter(Store(url), Outbox(outbox_of(url)))
+    writer = LedgerWriter(Store(url), LedgerOutbox(outbox_of(url)))
     writer.start()
     log.info("the ledger is %s", shown(url))
     return writer

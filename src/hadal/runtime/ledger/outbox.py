@@ -43,7 +43,7 @@ _decode = msgspec.msgpack.Decoder(PackedFacts).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Outbox:
+class LedgerOutbox:
     """One writer's connection to the file. Used by one thread at a time."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, PackedFacts, RequestFact, pack
-from hadal.runtime.ledger.outbox import Outbox
+from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown
 from hadal.stats.ledger import Written
 
@@ -68,7 +68,7 @@ class LedgerWriter:
     def __init__(
         self,
         store: Store,
-        outbox: Outbox,
+        outbox: LedgerOutbox,
         *,
         on_kept: Kept = lambda facts: None,
         max_waiting: int = MAX_WAITING,

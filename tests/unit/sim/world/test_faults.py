@@ -24,7 +24,14 @@ from hadal.sim.world.world import (
     UnitLate,
     WorldFaults,
 )
-from tests.unit.sim.test_world import cached, deployment, deployment_off, models, requests, world
+from tests.unit.sim.world.test_world import (
+    cached,
+    deployment,
+    deployment_off,
+    models,
+    requests,
+    world,
+)
 
 NODE_RANKS = 8
 UNITS = {"prefill-0": 8, "prefill-1": 8, "decode-0": 16, "decode-1": 16}

@@ -1,4 +1,4 @@
-"""UnitReporter: Load when something changed or a beat is due, and no wake-up too late or twice."""
+"""UnitReporter: a report when something changed or a heartbeat is due, and no wake-up too late or twice."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import NodesFact, PackedFacts, RequestFact
-from hadal.runtime.ledger.outbox import BATCH_ROWS, Outbox
+from hadal.runtime.ledger.outbox import BATCH_ROWS, LedgerOutbox
 
 
 def facts(*ids: str) -> PackedFacts:
@@ -20,13 +20,13 @@ def facts(*ids: str) -> PackedFacts:
 
 def left_in(path: Path) -> list[str]:
     """Requests whose facts wait there, as whoever comes next sees them."""
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     there = held(outbox)[1] if outbox.may_hold else []
     outbox.close()
     return there
 
 
-def held(outbox: Outbox) -> tuple[list[int], list[str]]:
+def held(outbox: LedgerOutbox) -> tuple[list[int], list[str]]:
     """The ids of its rows, and the requests in them."""
     batches = list(outbox.waiting())
     names = [one.request_id for _, packed in batches for one in packed.requests]
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_is_kept_is_read_in_order(path: Path) -> None:
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     assert not outbox.may_hold
     assert not path.parent.exists(), "no file before there is something to keep"
     assert all(outbox.append(batch) for batch in (facts("a"), facts("b", "c")))
@@ -56,7 +56,7 @@ def test_what_is_kept_is_read_in_order(path: Path) -> None:
 
 
 def test_many_are_read_in_batches(path: Path) -> None:
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     for index in range(2 * BATCH_ROWS + 1):
         outbox.append(facts(f"r{index}"))
     sizes = []
@@ -70,7 +70,7 @@ def test_many_are_read_in_batches(path: Path) -> None:
 
 
 def test_it_has_a_limit_and_room_comes_back(path: Path) -> None:
-    outbox = Outbox(path, max_bytes=65536)
+    outbox = LedgerOutbox(path, max_bytes=65536)
     kept = 0
     while outbox.append(facts(f"r{kept}", "x" * 1000)):
         kept += 1
@@ -85,7 +85,7 @@ def test_it_has_a_limit_and_room_comes_back(path: Path) -> None:
 
 
 def test_writers_share_it(path: Path) -> None:
-    first, second = Outbox(path), Outbox(path)
+    first, second = LedgerOutbox(path), LedgerOutbox(path)
     first.append(facts("a"))
     second.append(facts("b"))
     first.append(facts("c"))
@@ -99,7 +99,7 @@ def test_writers_share_it(path: Path) -> None:
 
 
 def test_what_comes_while_it_is_read_waits_for_the_next_look(path: Path) -> None:
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
     looking = outbox.waiting()
     assert next(looking)[1] == facts("a")
@@ -113,7 +113,7 @@ def test_another_that_writes_is_waited_for_and_not_for_ever(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hadal.runtime.ledger.outbox.BUSY_S", 0.05)
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -128,7 +128,7 @@ def test_another_that_writes_is_waited_for_and_not_for_ever(
 
 @pytest.mark.parametrize("body", [b"\xff", b""])
 def test_facts_that_cannot_be_read_keep_no_others_out(path: Path, body: bytes) -> None:
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     for name in "abc":
         outbox.append(facts(name))
     other = sqlite3.connect(path)
@@ -147,7 +147,7 @@ def test_a_file_of_something_else_is_kept_aside(
 ) -> None:
     path.parent.mkdir()
     path.write_bytes(b"no database" * 1000)
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     assert outbox.append(facts("a"))
     outbox.close()
     assert left_in(path) == ["a"]
@@ -156,7 +156,7 @@ def test_a_file_of_something_else_is_kept_aside(
 
 
 def test_a_file_that_rots_under_its_writer_is_kept_aside(path: Path) -> None:
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
     with path.open("r+b") as file:
         file.write(b"\0" * 8192)
@@ -169,7 +169,7 @@ def test_a_file_that_rots_under_its_writer_is_kept_aside(path: Path) -> None:
 
 def test_what_is_kept_outlives_its_file(path: Path) -> None:
     """Somebody may tidy up while the database is down."""
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
     path.unlink()
     assert outbox.append(facts("b"))
@@ -179,7 +179,7 @@ def test_what_is_kept_outlives_its_file(path: Path) -> None:
 
 
 def test_a_disk_that_is_full_keeps_nothing_and_says_so(path: Path) -> None:
-    outbox = Outbox(path)
+    outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
     path.parent.chmod(0o500)  # No journal can be made there. Root may all the same.
     try:

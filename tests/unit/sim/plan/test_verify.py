@@ -26,8 +26,8 @@ from hadal.sim.plan.search import (
     within_limits,
 )
 from hadal.sim.plan.traffic import Traffic
+from tests.unit.sim.plan.test_plan import best, priced
 from tests.unit.sim.plans import SMALL, small
-from tests.unit.sim.test_plan import best, priced
 
 
 def test_a_small_fleet_runs_whole_and_keeps_its_promise() -> None:

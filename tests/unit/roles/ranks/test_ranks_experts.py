@@ -25,7 +25,7 @@ from hadal.core.seams import Effect, Send, Tick, WakeAt
 from hadal.roles.experts.gain import ExpertTerms
 from hadal.roles.ranks.membership import RankPhase
 from tests.unit.roles.driving import of, sent
-from tests.unit.roles.test_ranks import Driver, to
+from tests.unit.roles.ranks.test_ranks import Driver, to
 
 TERMS = ExpertTerms(
     count_every_steps=1,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import Fact, NodesFact, PackedFacts, RequestFact
-from hadal.runtime.ledger.outbox import Outbox
+from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_url, outbox_of
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import LedgerError, Written
-from tests.unit.runtime.test_ledger_outbox import left_in
+from tests.unit.runtime.ledger.test_outbox import left_in
 
 CLOSE_S = 20.0
 NEVER_S = (1000.0, 1000.0)
@@ -89,7 +89,7 @@ def writer_of(
     store: FakeStore, kept: Kept, retry_s: tuple[float, float] = SOON_S, **more: int
 ) -> LedgerWriter:
     room = {"max_bytes": more.pop("outbox_bytes")} if "outbox_bytes" in more else {}
-    outbox = Outbox(outbox_of(ledger_url(store.place)), **room)
+    outbox = LedgerOutbox(outbox_of(ledger_url(store.place)), **room)
     return LedgerWriter(store, outbox, on_kept=kept, linger_s=0.0, retry_s=retry_s, **more)
 
 
@@ -298,7 +298,7 @@ def test_at_the_end_a_database_that_was_down_is_not_waited_for(
     """
     kept = Kept()
     path = outbox_of(ledger_url(store.place))
-    writer = LedgerWriter(store, Outbox(path), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S)
+    writer = LedgerWriter(store, LedgerOutbox(path), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S)
     store.is_down = True
     writer.start()
     store.is_down = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.sim.plan.search import dimension_rows, rejected_rows, what_if_rows, why
-from tests.unit.sim.test_plan import best, priced
+from tests.unit.sim.plan.test_plan import best, priced
 
 
 def test_every_dimension_has_its_next_best_and_none_is_cheaper() -> None:

@@ -108,7 +108,7 @@ class Drive:
 
 
 def counted(stored: int = 0, skipped: int = 0, on_disk: int = 0) -> dict[str, int]:
-    """All that a decode unit's Load says of the cache."""
+    """All that a decode unit's report says of the cache."""
     return {
         STORED_BLOCKS: stored,
         SKIPPED_BLOCKS: skipped,

@@ -146,7 +146,7 @@ def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "generations", "into"),
+    ("ids", "versions", "into"),
     [
         ((1, 2), (0, 0), (1,)),
         ((1,), (0, 0), (1,)),

@@ -8,7 +8,7 @@ from hadal.core.cache import Place
 from hadal.core.messages import Cancel, RankAnswered, RankDo, UnitDown
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import Freed, Pull, ReadBlocks, Send, StoreBlocks, UsedBlocks
-from tests.unit.roles.test_ranks import LEASE, Driver, to
+from tests.unit.roles.ranks.test_ranks import LEASE, Driver, to
 
 NAMES = bytes(range(32))
 PLACES = (Place(1, 2), Place(1, 3))

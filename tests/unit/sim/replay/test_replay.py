@@ -15,8 +15,7 @@ from hadal.roles.recording import Call, Opening, Recording
 from hadal.sim.replay.relived import RelivedRole
 from hadal.sim.replay.replay import decision_of, replay
 from tests.fresh import fresh
-
-from .recorded import record, replay_alone
+from tests.unit.sim.recorded import record, replay_alone
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from hadal.runtime.resolve import plan as resolve
 from hadal.sim.plan.deploy import deployment_of, heading_of, notes_of
 from hadal.sim.plan.plan import DayRules, SearchOptions, price_hardware
 from hadal.sim.world.units import kv_blocks
+from tests.unit.sim.plan.test_plan import best
 from tests.unit.sim.plans import small
-from tests.unit.sim.test_plan import best
 
-MODEL = Path(__file__).resolve().parents[3] / "configs" / "deepseek_v3"
+MODEL = Path(__file__).resolve().parents[4] / "configs" / "deepseek_v3"
 
 
 @pytest.mark.parametrize("hardware", ["h800", "h200", "gb200"])

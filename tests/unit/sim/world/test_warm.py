@@ -15,7 +15,7 @@ from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.runners import STOP_ID
 from hadal.sim.world.seen import Requests
 from hadal.sim.world.world import WARM, WarmUnit
-from tests.unit.sim.test_world import deployment, requests, world
+from tests.unit.sim.world.test_world import deployment, requests, world
 
 
 def running(

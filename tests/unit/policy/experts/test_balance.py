@@ -16,7 +16,7 @@ from hadal.core.placement import EMPTY, Placement
 from hadal.policy.experts.balance import Cluster, balance, balancedness, moved_replicas, rank_loads
 
 DATA = Path(
-    os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
+    os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[5] / "shared" / "data")
 )
 
 

@@ -144,7 +144,7 @@ def test_only_a_dead_writers_segment_is_adopted(tmp_path: Path) -> None:
         f"segment = Segment.create(Path({str(tmp_path)!r}), 'model', {BLOCK_BYTES}, {SLOTS})\n"
         "print(segment.number, flush=True); time.sleep(60)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4] / "src")}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
