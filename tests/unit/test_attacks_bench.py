@@ -5,6 +5,7 @@ with a server.
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 
 import pytest
 
@@ -25,11 +26,11 @@ def test_every_attack_asks_a_server_that_turns_it_away_again(name: str) -> None:
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(
-            b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        )
-        writer.close()
+        with closing(writer):  # Also of those that the test ends before they said anything.
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(
+                b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            )
 
     async def run(attack: Attack) -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
