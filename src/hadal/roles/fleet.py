@@ -317,10 +317,13 @@ class Fleet:
     # ---- what happens ----
     def start(self, now_s: float) -> list[FleetEffect]:
         """The first effects: the floor, and the rest of the nodes to others."""
-        return self._answer(now_s)
+        self._out.clear()
+        self._go_on(now_s)
+        return [*self._out]
 
     def handle(self, now_s: float, event: Event) -> list[FleetEffect]:
         """Take in one event and return what to do, in order."""
+        self._out.clear()
         match event:
             case Demand():
                 self.meter.add(now_s + self._day_s, event)
@@ -333,7 +336,8 @@ class Fleet:
                 pass
             case _:
                 raise InvariantError(f"the fleet cannot take {type(event).__name__}")
-        return self._answer(now_s)
+        self._go_on(now_s)
+        return [*self._out]
 
     @property
     def num_nodes(self) -> int:
@@ -344,22 +348,20 @@ class Fleet:
         """Role -> nodes that its units own now."""
         return {role: self.table.num_owning(role) * self._unit_nodes[role] for role in ROLES}
 
-    def _answer(self, now_s: float) -> list[FleetEffect]:
-        self._out = []
+    def _go_on(self, now_s: float) -> None:
         if now_s >= self._review_s:
             self._review(now_s)
         self._settle(now_s)
         for role in ROLES:
             self._shrink(now_s, role)
         self._grow(now_s)
-        out, self._out = self._out, []
         num_free = self.rules.num_nodes_max - self.num_nodes
         num_more, self._num_offered = num_free - self._num_offered, num_free
         if num_more < 0:
-            out.insert(0, WithdrawNodes(-num_more))  # Before what is to be started on them.
+            self._out.insert(0, WithdrawNodes(-num_more))  # Before what is to be started on them.
         elif num_more > 0:
-            out.append(OfferNodes(num_more))
-        return out + self._wake(now_s)
+            self._out.append(OfferNodes(num_more))
+        self._wake(now_s)
 
     def _up(self, now_s: float, message: UnitUp) -> None:
         unit = self.table.by_name.get(message.unit)
@@ -517,8 +519,8 @@ class Fleet:
         unit.asked_s = now_s
         self._out.append(effect)
 
-    def _wake(self, now_s: float) -> list[FleetEffect]:
-        """Asks to be woken for the next review, and sooner while something is on its way."""
+    def _wake(self, now_s: float) -> None:
+        """Ask to be woken for the next review, and sooner while something is on its way."""
         is_busy = bool(
             self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING)
         )
@@ -527,10 +529,9 @@ class Fleet:
             s for role, s in self._not_before_s.items() if s > now_s and self._is_short(role)
         ]
         wake_s = min([wake_s, *waiting])
-        if self._wake_s > now_s and wake_s >= self._wake_s:
-            return []
-        self._wake_s = wake_s
-        return [WakeAt(wake_s)]
+        if self._wake_s <= now_s or wake_s < self._wake_s:
+            self._wake_s = wake_s
+            self._out.append(WakeAt(wake_s))
 
     def _is_short(self, role: str) -> bool:
         return self.table.num_working(role) < self._num_wanted(role)
@@ -558,8 +559,6 @@ class Fleet:
                 )
             if not self._rules(role).num_min <= num_wanted <= self._rules(role).num_max:
                 problems.append(f"{num_wanted} {role} units are wanted, out of bounds")
-        if self._out:
-            problems.append("effects were left behind")
         return problems
 
     def counts(self) -> dict[UnitState, Units]:

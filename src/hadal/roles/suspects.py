@@ -13,8 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hadal.core.messages import SUPERVISOR, Sighting, Suspect
-from hadal.core.seams import Send
+from hadal.core.messages import Sighting
 from hadal.policy.suspicion import ASK_SHARE, Silence, are_all_late, is_frozen, pause_s
 
 _ASK_AGAIN_S = 0.1
@@ -49,7 +48,6 @@ class Suspects:
     """`timeout_s`: what a process may be silent for."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._effects: list[Send] = []
         self._timeout_s = timeout_s
         self._name_to_seen: dict[str, _Seen] = {}
 
@@ -64,10 +62,6 @@ class Suspects:
             if silent_s > ASK_SHARE * self._timeout_s
         ]
         self._name_to_seen = {name: self._name_to_seen.get(name) or _Seen() for name in late}
-        for name, seen in self._name_to_seen.items():
-            if now_s - seen.asked_s >= _ASK_AGAIN_S:
-                seen.asked_s = now_s
-                self._effects.append(Send(SUPERVISOR, Suspect(name)))
         return [
             name
             for name in late
@@ -78,10 +72,18 @@ class Suspects:
             )
         ]
 
-    def take_effects(self) -> list[Send]:
-        """What is to be sent since the last call."""
-        effects, self._effects = self._effects, []
-        return effects
+    def to_ask(self, now_s: float) -> list[str]:
+        """Name those whom `judge` suspects and whose host has to say now what it sees of them. Each
+        is named again only after a while.
+        """
+        due = [
+            name
+            for name, seen in self._name_to_seen.items()
+            if now_s - seen.asked_s >= _ASK_AGAIN_S
+        ]
+        for name in due:
+            self._name_to_seen[name].asked_s = now_s
+        return due
 
     def is_frozen(self, name: str, silent_s: float, timeout_s: float) -> bool:
         """Whether a process is frozen by another timeout than `judge`'s: others who lost it are

@@ -42,6 +42,7 @@ from hadal.core.messages import (
     Sighting,
     Stop,
     Submit,
+    Suspect,
     Token,
     Tokens,
     Totals,
@@ -105,7 +106,7 @@ class Alarm:
 
 class FrontFleet:
     """Marks units as draining. `heartbeat_s`: between two reports; 0: there is no fleet to
-    report to.
+    report to. `out` is the front's list of effects, which this appends to.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class FrontFleet:
         totals: Totals,
         epoch: str,
         heartbeat_s: float,
+        out: list[Effect],
     ) -> None:
         self._requests = requests
         self._units = units
@@ -123,28 +125,26 @@ class FrontFleet:
         self._totals = totals
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
+        self._out = out
         self._said_s = -math.inf
 
-    def handle(self, now_s: float, message: DrainUnit | KeepUnit) -> list[Send]:
+    def heard(self, now_s: float, message: DrainUnit | KeepUnit) -> None:
         """Begin or end a drain. A unit that is not up has nothing to drain."""
         unit = self._units.by_name.get(message.unit)
         if unit is None:
-            return []
+            return
         if isinstance(message, KeepUnit):
             unit.drain_by_s, unit.drain_number = None, 0
-            return []
+            return
         unit.drain_number = message.number
         if unit.drain_by_s is not None:
-            return []
+            return
         unit.drain_by_s = now_s + message.timeout_s
         # Prompts whose KV was to go there have lost nothing yet: another decode unit is chosen for
         # them.
-        released = [
-            record
-            for record in self._requests.on_unit(unit.name)
-            if self._handover.lost(record, unit.name)
-        ]
-        return [Send(unit.name, Cancel(record.request_id, record.attempt)) for record in released]
+        for record in self._requests.on_unit(unit.name):
+            if self._handover.lost(record, unit.name):
+                self._out.append(Send(unit.name, Cancel(record.request_id, record.attempt)))
 
     def overdue(self, now_s: float) -> list[str]:
         """Draining units whose deadline has passed."""
@@ -154,12 +154,11 @@ class FrontFleet:
             if unit.drain_by_s is not None and unit.drain_by_s <= now_s
         ]
 
-    def report(self, now_s: float) -> list[Send]:
-        """What the fleet is told, if that is due."""
-        if not self._heartbeat_s or now_s - self._said_s < self._heartbeat_s:
-            return []
-        self._said_s = now_s
-        return [Send(SUPERVISOR, self.demand())]
+    def report(self, now_s: float) -> None:
+        """Tell the fleet how much is asked for, if that is due."""
+        if self._heartbeat_s and now_s - self._said_s >= self._heartbeat_s:
+            self._said_s = now_s
+            self._out.append(Send(SUPERVISOR, self.demand()))
 
     def demand(self) -> Demand:
         """The sums of this instant."""
@@ -329,6 +328,7 @@ class Front:
         fingerprint: str = "",
         keeps_text: bool = True,
     ) -> None:
+        self._out: list[Effect] = []
         self._keeps_text = keeps_text
         self.requests = FrontRequests()
         self.units = FrontUnits(config.unit_timeout_s, config.heartbeat_s)
@@ -343,7 +343,7 @@ class Front:
         )
         heartbeat_s = config.heartbeat_s if config.fleet.is_on else 0.0
         self.fleet = FrontFleet(
-            self.requests, self.units, self.handover, self.totals, epoch, heartbeat_s
+            self.requests, self.units, self.handover, self.totals, epoch, heartbeat_s, self._out
         )
         self.is_draining = False
         self._config = config
@@ -351,7 +351,6 @@ class Front:
         self._max_context = max_context
         self._finished = RateMeter()
         self._alarm = Alarm(config.heartbeat_s)
-        self._out: list[Effect] = []
 
     @property
     def idle(self) -> bool:
@@ -362,23 +361,23 @@ class Front:
         """The first effects of the process: units that outlived the front before drop what they
         held for it.
         """
-        self._out = [
+        self._out[:] = [
             Send(f"{role}-{index}", FrontUp(self._epoch))
             for role in ROLES
             for index in range(self._config.num_units_max(role))
         ]
         self._out += self._alarm.set(now_s, self.requests.next_retry_s)
-        return self._out
+        return [*self._out]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
         """Take in what happened, in order, and return what to do, in order."""
-        self._out = []
+        self._out.clear()
         self.units.called(now_s)
         for event in events:
             self._take(now_s, event)
             self._place(now_s)
         self._out += self._alarm.set(now_s, self.requests.next_retry_s)
-        return self._out
+        return [*self._out]
 
     def _take(self, now_s: float, event: Event) -> None:
         match event:
@@ -415,7 +414,7 @@ class Front:
             case Drain():
                 self.is_draining = True
             case DrainUnit() | KeepUnit():
-                self._out += self.fleet.handle(now_s, event)
+                self.fleet.heard(now_s, event)
             case Tick():
                 self._tick(now_s)
             case _:
@@ -782,12 +781,13 @@ class Front:
                 self._unit_down(now_s, name, reason)
         for name in self.units.late_orphans(now_s):
             self._unit_down(now_s, name, "no leader took its ranks over")
-        self._out += self.units.suspects.take_effects()
+        for name in self.units.suspects.to_ask(now_s):
+            self._send(SUPERVISOR, Suspect(name))
         for name in self.fleet.overdue(now_s):
             for record in self.requests.on_unit(name):
                 self._let_go(record)
                 self._retry(now_s, record, f"{name} is drained", is_counted=False)
-        self._out += self.fleet.report(now_s)
+        self.fleet.report(now_s)
 
     # ---- looking ----
     def _record(self, request_id: str, attempt: int) -> Record | None:

@@ -214,7 +214,7 @@ class DiskReads:
 
 class PrefillCache:
     """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain
-    neither is touched.
+    neither is touched. `out` is the leader's list of effects, which this appends to.
 
     `recompute`: "auto": a price says what of the disk is read; "off": all that is there. `index`:
     what is known to be on disk; None: nothing yet.
@@ -225,6 +225,7 @@ class PrefillCache:
         unit: str,
         epoch: str,
         pools: RankPools,
+        out: list[Effect],
         *,
         keeps: bool,
         has_disk: bool,
@@ -240,13 +241,16 @@ class PrefillCache:
         self._unit = unit
         self._epoch = epoch
         self._pools = pools
+        self._out = out
         self._keeps = keeps
         self._has_disk = has_disk
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
         """Blocks that each rank read since its last plan."""
         self._begun: list[StoreBlocks] = []
-        """Writes of this event."""
+        """Writes of this event: their blocks are owned already, and they go out behind the plans,
+        which nobody should wait for.
+        """
         self._rates: StepRates | None = None
         self._read_rates: ReadRates | None = None
         self._num_shared: dict[tuple[int, bytes], int] = {}
@@ -302,7 +306,7 @@ class PrefillCache:
             self._num_shared[key] = self._pools[rank].num_owned(self._pools[rank].lookup(names))
         return self._num_shared[key]
 
-    def start(self, now_s: float, starts: Sequence[Start]) -> list[Effect]:
+    def start(self, now_s: float, starts: Sequence[Start]) -> None:
         """Take all blocks of prompts that start. What is found is owned first, so that nobody's
         room is made of it.
         """
@@ -323,14 +327,14 @@ class PrefillCache:
             if new is None:
                 raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
             prompt.block_ids += new
-        out: list[Effect] = list(self._pools.take_freed())  # Before whatever writes these blocks.
+        self._out += self._pools.take_freed()  # Before whatever writes these blocks.
         for prompt, rank, prefix in starts:
-            out += self._used(slice_of(prompt.generation.chain, 0, prefix.num_memory))
+            self._say_used(slice_of(prompt.generation.chain, 0, prefix.num_memory))
             if prefix.num_loading:
                 prompt.is_loading = True
                 load = self.loads.begin(now_s, prompt, prefix.num_memory, prefix.num_loading)
                 self._pools[rank].acquire(load.into, load.owner, is_use=False)
-                out.append(
+                self._out.append(
                     ReadBlocks(
                         load.read_id,
                         load.names,
@@ -339,15 +343,15 @@ class PrefillCache:
                         rank,
                     )
                 )
-        return out
 
-    def _used(self, names: bytes) -> list[Effect]:
+    def _say_used(self, names: bytes) -> None:
         """Tell those who keep them on disk."""
         places = self.stores.index.found(names)
-        return [UsedBlocks(places)] if places else []
+        if places:
+            self._out.append(UsedBlocks(places))
 
     # ---- what the disk says ----
-    def loaded(self, now_s: float, event: BlocksRead) -> list[Effect]:
+    def loaded(self, now_s: float, event: BlocksRead) -> None:
         """A read is answered: whoever waited for it goes on with what came, and computes the
         rest.
         """
@@ -367,7 +371,7 @@ class PrefillCache:
             prompt.num_named = load.first + num
             prompt.num_planned = prompt.num_done = prompt.num_named * BLOCK_TOKENS
         self._pools.free(load.rank, load.into, load.owner)
-        return self._used(slice_of(load.names, 0, num))
+        self._say_used(slice_of(load.names, 0, num))
 
     def give_up(self, now_s: float) -> list[PrefillAttempt]:
         """Let prompts that waited too long for the disk compute instead, in other blocks: the read
@@ -410,13 +414,13 @@ class PrefillCache:
             )
             prompt.num_named = full
 
-    def early(self, prompt: PrefillAttempt) -> list[Effect]:
+    def early(self, prompt: PrefillAttempt) -> None:
         """Tell which full blocks of a prompt that goes on are there, if there are more than
         before.
         """
         full = prompt.num_done // BLOCK_TOKENS
         if full <= prompt.num_told or prompt.num_done >= len(prompt.tokens):
-            return []
+            return
         prompt.num_told = full
         pool, block_ids = self._pools[prompt.rank], prompt.block_ids[:full]
         lease = KvLease(
@@ -425,7 +429,7 @@ class PrefillCache:
             pool.versions(block_ids),
             full * BLOCK_TOKENS,
         )
-        return [Send("front", PrefilledEarly(self._unit, *prompt.key, lease))]
+        self._out.append(Send("front", PrefilledEarly(self._unit, *prompt.key, lease)))
 
     def finished(self, prompt: PrefillAttempt) -> None:
         """Its first token came: count, and store what the disk has not."""
@@ -448,14 +452,13 @@ class PrefillCache:
         self._pools[prompt.rank].forget_names()
 
     # ---- the end of an event ----
-    def effects(self) -> list[Effect]:
-        """Writes that may begin, and what the front should know of the pools."""
-        out: list[Effect] = [*self._begun, *self.stores.begin()]
+    def end_event(self) -> None:
+        """Begin the writes that may begin, and tell the front how the pools changed."""
+        self._out += [*self._begun, *self.stores.begin()]
         self._begun.clear()
         added, dropped = self._pools.take_names()
         if added or dropped:
-            out.append(Send("front", Cached(self._unit, self._epoch, added, dropped)))
-        return out
+            self._out.append(Send("front", Cached(self._unit, self._epoch, added, dropped)))
 
     def totals(self) -> dict[str, int]:
         """What UnitReport.cache says: everything that core/cache has a name for."""
@@ -468,15 +471,13 @@ class PrefillCache:
         }
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 
-    def say_all(self) -> list[Effect]:
-        """Effects that tell everything to a front that knows nothing."""
+    def say_all(self) -> None:
+        """Tell a front that knows nothing all that can be found."""
         self._pools.take_names()
         names = self._pools.found_names
-        return (
-            [Send("front", Cached(self._unit, self._epoch, names, b"", is_whole=True))]
-            if self._keeps
-            else []
-        )
+        if self._keeps:
+            cached = Cached(self._unit, self._epoch, names, b"", is_whole=True)
+            self._out.append(Send("front", cached))
 
     def lose(self, ranks: Sequence[int]) -> None:
         """These ranks are gone with all they had; their prompts are forgotten already."""

@@ -119,11 +119,13 @@ class PrefillLeader:
             raise ValueError(
                 f"chunk_tokens is {chunk_tokens}; a step must compute at least one token."
             )
+        self._out: list[Effect] = []
         self.blocks = RankPools(num_blocks, num_ranks, pool_name, tells_names=tells_names)
         self.cache = PrefillCache(
             unit,
             epoch,
             self.blocks,
+            self._out,
             keeps=keeps_blocks,
             has_disk=has_disk,
             recompute=recompute,
@@ -162,7 +164,6 @@ class PrefillLeader:
         )
         self._balance = BalanceMeter(self._reporter.balance)
         self._tracer = Tracer(unit)
-        self._out: list[Effect] = []
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say that the unit is up."""
@@ -172,7 +173,7 @@ class PrefillLeader:
         """Take in what happened, in order, and return what to do, in order: one look at the unit
         for all of it.
         """
-        self._out = []
+        self._out.clear()
         for event in events:
             self._take(now_s, event)
             if not isinstance(
@@ -191,9 +192,9 @@ class PrefillLeader:
         )  # Before the plans of this event, which may write these blocks.
         self._out += self.blocks.take_named()
         self._plan(now_s)
-        self._out += self.cache.effects()
+        self.cache.end_event()
         self._out += self._heartbeat(now_s)
-        return self._out
+        return [*self._out]
 
     def _take(self, now_s: float, event: Event) -> None:
         match event:
@@ -207,11 +208,11 @@ class PrefillLeader:
                 if self._reporter.is_new_front(event):
                     self._drop_everything()
                 self._out += self._reporter.up()
-                self._out += self.cache.say_all()
+                self.cache.say_all()
             case RankReset():
                 self._reset(event)
             case BlocksRead():
-                self._out += self.cache.loaded(now_s, event)
+                self.cache.loaded(now_s, event)
             case BlocksStored():
                 self.cache.stores.stored(event)
             case DiskNews():
@@ -368,7 +369,7 @@ class PrefillLeader:
             if not prompt.is_dropped and id(prompt) not in void:
                 self.cache.written(prompt)
                 if self._is_pulled_early:
-                    self._out += self.cache.early(prompt)
+                    self.cache.early(prompt)
 
     def _give_up(self, prompt: PrefillAttempt, error: str) -> None:
         if not prompt.is_dropped:
@@ -431,7 +432,7 @@ class PrefillLeader:
             )
             if step.starts or any(step.parts):
                 self._num_tokens_left = None
-            self._out += self.cache.start(now_s, step.starts)
+            self.cache.start(now_s, step.starts)
             for prompt, _, _ in step.starts:
                 self._started[prompt.key] = self._waiting.pop(prompt.key)
             if not any(step.parts):

@@ -10,7 +10,7 @@ form again. Ranks outlive their leader: whose heartbeat comes and who is not kno
 first formation of a leader that took ranks over is above theirs, with the placement that they
 have.
 
-Knows no plans, blocks or requests. `effects` is what it wants sent; its owner takes them.
+Knows no plans, blocks or requests.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from hadal.core.messages import (
     RankUp,
     RankWho,
     Sighting,
+    Suspect,
     UnitDown,
 )
 from hadal.core.placement import Placement, without
 from hadal.core.plans import Formed, FormPlan, Held, Member
-from hadal.core.seams import Effect, Send
+from hadal.core.seams import Send
 from hadal.roles.suspects import Suspects
 
 # What happened to a unit, in sentences for its log.
@@ -48,7 +49,7 @@ class Routine(str):
 
 
 # Which members of a formation others have lost their connection to. Who is to be believed is the
-# book's to say.
+# membership's to say.
 
 
 class LostLinks:
@@ -240,7 +241,6 @@ class UnitMembership:
         self.phase = RankPhase.WAITING
         self.members: dict[int, str] = {}
         """rank -> epoch, of the newest formation, formed or not."""
-        self.effects: list[Effect] = []
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
         """What a person should read in the log, in order; the host takes them out."""
         self.num_stale = 0
@@ -254,6 +254,8 @@ class UnitMembership:
         self._drain_timeout_s = drain_timeout_s
         self._ranks = [RankView() for _ in range(num_ranks)]
         self._suspects = Suspects(rank_timeout_s)
+        self._sends: list[Send] = []
+        """What was decided to send since `take_sends`."""
         self._lost_links = LostLinks()
         self._answered: dict[int, Formed] = {}
         self._num_failed_forms = 0
@@ -383,6 +385,16 @@ class UnitMembership:
         held, view.held = view.held, None
         return held
 
+    def take_sends(self) -> list[Send]:
+        """Messages decided on since the last call.
+
+        They are kept until the leader takes them, because one event may both decide on a formation
+        and let the inner leader speak, which has to know of that decision. They go out behind what
+        the inner leader said, and before it hears of the new formation.
+        """
+        sends, self._sends = self._sends, []
+        return sends
+
     def unit_down(self, now_s: float, message: UnitDown) -> None:
         """The supervisor says that a rank's process ended."""
         unit, _, number = message.unit.rpartition(".")
@@ -503,7 +515,8 @@ class UnitMembership:
             self._give_up(
                 now_s, index, f"{what} for {silent[name]:.1f} s{self._suspects.why(name)}"
             )
-        self.effects += self._suspects.take_effects()
+        for name in self._suspects.to_ask(now_s):
+            self._sends.append(Send(SUPERVISOR, Suspect(name)))
         return is_over
 
     def forgive(self, gap_s: float) -> None:
@@ -541,7 +554,7 @@ class UnitMembership:
         )
         for index in living:
             self._move_rank(index, "form")
-            self.effects.append(Send(self._name(index), RankForm(plan)))
+            self._sends.append(Send(self._name(index), RankForm(plan)))
 
     def _form_again(self, now_s: float) -> None:
         """Form without those that others lost and that are silent or stuck."""
@@ -632,7 +645,7 @@ class UnitMembership:
 
     def _kill(self, now_s: float, index: int, reason: str) -> None:
         self._ranks[index].killed_s = now_s
-        self.effects.append(Send(SUPERVISOR, UnitDown(self._name(index), reason)))
+        self._sends.append(Send(SUPERVISOR, UnitDown(self._name(index), reason)))
 
     def _believe_observers(self, now_s: float) -> None:
         """Give up, in phase BROKEN, a rank that all others lost and that says nothing itself."""
@@ -656,7 +669,7 @@ class UnitMembership:
         if rank is not None and epoch in rank.dead:
             self._end_again(now_s, index)
         elif rank is not None and rank.state is RankState.ABSENT:
-            self.effects.append(Send(self._name(index), RankWho(epoch)))
+            self._sends.append(Send(self._name(index), RankWho(epoch)))
         return False
 
     def _end_again(self, now_s: float, index: int) -> None:

@@ -104,8 +104,11 @@ class RankPools:
         self._freed.setdefault(rank, []).extend(self._allocators[rank].free(block_ids, owner))
 
     def take_freed(self) -> list[Freed]:
-        """What was freed or evicted since the last call: to be told before a plan, a pull or a load
-        that may write these blocks.
+        """Blocks that were freed or evicted since the last call, in one effect for each rank.
+
+        They are kept until they are asked for, because room is made deep inside an allocation: the
+        actor puts them before the plan, pull or load that may write these blocks. Behind it, a rank
+        would take what was just written there for what was lost.
         """
         self._settle()
         effects = [
@@ -115,7 +118,9 @@ class RankPools:
         return effects
 
     def take_named(self) -> list[Named]:
-        """What can be found since the last call: to be told after what `take_freed` says."""
+        """Blocks that can be found since the last call, in one effect for each rank. They have to be
+        told after what `take_freed` says: a block that was freed and named again can be found.
+        """
         effects = []
         for rank, names in sorted((self._untold or {}).items()):
             named = self._allocators[rank].named_as(names)

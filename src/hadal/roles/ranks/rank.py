@@ -271,37 +271,40 @@ class RankRole:
         """A new leader waits until there are none."""
         self._next_heartbeat_s = -math.inf
         self._wake_s = -math.inf
+        self._out: list[Effect] = []
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say to the leader and to the supervisor that it is
         ready.
         """
         self._next_heartbeat_s = now_s + self._heartbeat_s
-        return [Send(SUPERVISOR, self._up), Send(self._leader, self._up), *self._wake()]
+        self._out[:] = [Send(SUPERVISOR, self._up), Send(self._leader, self._up)]
+        self._wake()
+        return [*self._out]
 
     def handle(self, now_s: float, event: Event | RankProgress) -> list[Effect]:
         """Take in one event and return what to do, in order."""
-        effects: list[Effect] = []
+        self._out.clear()
         match event:
             case RankForm(plan):
-                effects += self._form(plan)
+                self._form(plan)
             case RankStep():
-                effects += self._step(event)
+                self._step(event)
             case RankStage(plan):
-                effects += self._stage(plan)
+                self._stage(plan)
             case RankDo(effect):
-                effects += self._do(effect)
+                self._do(effect)
             case RankWho(epoch):
                 self._is_asked_who = self._is_asked_who or epoch == self._epoch
             case StepDone():
-                effects += self._step_done(event)
+                self._step_done(event)
             case Formed():
-                effects += self._formed(event)
+                self._formed(event)
             case Staged():
-                effects += self._staged(event)
+                self._staged(event)
             case KvPulled() | BlocksRead() | BlocksStored():
                 self._num_asked -= 1
-                effects.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
+                self._out.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
             case RankProgress():
                 if not self._is_formed:  # Whom an older formation lost says nothing about this one.
                     event = msgspec.structs.replace(event, lost=())
@@ -314,30 +317,30 @@ class RankRole:
                 raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
         if self._is_asked_who and not self._num_asked:
             self._is_asked_who = False
-            effects.append(Send(self._leader, self._held()))
+            self._out.append(Send(self._leader, self._held()))
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + self._heartbeat_s
-            effects.append(Send(self._leader, self._heartbeat()))
+            self._out.append(Send(self._leader, self._heartbeat()))
         if self._wake_s <= now_s or self._next_heartbeat_s < self._wake_s:
-            effects += self._wake()
-        return effects
+            self._wake()
+        return [*self._out]
 
     # ---- what the leader says ----
-    def _form(self, plan: FormPlan) -> list[Effect]:
+    def _form(self, plan: FormPlan) -> None:
         epochs = {member.rank: member.epoch for member in plan.members}
         if plan.formation <= self.formation or epochs.get(self._rank) != self._epoch:
             self.num_stale += 1  # Repeated, or meant for the process that had the name before.
-            return []
+            return
         self.formation = plan.formation
         self._holdings.form(plan)
         self._is_formed = False
         self._progress = msgspec.structs.replace(self._progress, lost=())
-        return [Form(plan)]
+        self._out.append(Form(plan))
 
-    def _step(self, message: RankStep) -> list[Effect]:
+    def _step(self, message: RankStep) -> None:
         if message.formation != self.formation or not self._is_formed:
             self.num_stale += 1
-            return []
+            return
         num_in_flight = sum(formation == self.formation for formation, _ in self._in_flight)
         if num_in_flight >= MAX_STEPS_IN_FLIGHT:
             raise InvariantError(
@@ -345,33 +348,33 @@ class RankRole:
             )
         self._in_flight.append((message.formation, message.plan.step_id))
         self._holdings.step(message.plan)
-        return [Execute((message.plan,))]
+        self._out.append(Execute((message.plan,)))
 
-    def _stage(self, plan: StagePlan) -> list[Effect]:
+    def _stage(self, plan: StagePlan) -> None:
         if plan.formation != self.formation or not self._is_formed:
             self.num_stale += 1
-            return []
-        return [Stage(plan)]
+            return
+        self._out.append(Stage(plan))
 
-    def _do(self, effect: PoolEffect) -> list[Effect]:
+    def _do(self, effect: PoolEffect) -> None:
         """Note what is asked of the pool, and let the host do it."""
         match effect:
             case Named(named):
                 self._holdings.name(named)
-                return []  # Only to be known here.
+                return  # Only to be known here.
             case ReadBlocks():
                 self._holdings.loaded(effect.into)
         if not self.formation:
             self.num_stale += 1
-            return []
+            return
         if isinstance(effect, Freed):
             self._holdings.freed(effect.block_ids)
         else:
             self._num_asked += 1
-        return [effect]
+        self._out.append(effect)
 
     # ---- what comes of it ----
-    def _step_done(self, done: StepDone) -> list[Effect]:
+    def _step_done(self, done: StepDone) -> None:
         if not self._in_flight or self._in_flight[0][1] != done.step_id:
             raise InvariantError(
                 f"{self._name}: step {done.step_id} is done, but it is not the one that runs."
@@ -379,22 +382,24 @@ class RankRole:
         formation, _ = self._in_flight.popleft()
         if formation != self.formation:
             self.num_stale += 1
-            return []
+            return
         lost = self._progress.lost if done.error is not None else ()
-        return [Send(self._leader, RankDone(self._rank, self._epoch, formation, done, lost))]
+        self._out.append(
+            Send(self._leader, RankDone(self._rank, self._epoch, formation, done, lost))
+        )
 
-    def _formed(self, formed: Formed) -> list[Effect]:
+    def _formed(self, formed: Formed) -> None:
         if formed.formation != self.formation:
             self.num_stale += 1
-            return []
+            return
         self._is_formed = formed.error is None
-        return [Send(self._leader, RankFormed(self._rank, self._epoch, formed))]
+        self._out.append(Send(self._leader, RankFormed(self._rank, self._epoch, formed)))
 
-    def _staged(self, staged: Staged) -> list[Effect]:
+    def _staged(self, staged: Staged) -> None:
         if staged.formation != self.formation:
             self.num_stale += 1
-            return []
-        return [Send(self._leader, RankStaged(self._rank, self._epoch, staged))]
+            return
+        self._out.append(Send(self._leader, RankStaged(self._rank, self._epoch, staged)))
 
     # ---- signs of life ----
     def _heartbeat(self) -> RankUp | RankHeartbeat:
@@ -415,9 +420,9 @@ class RankRole:
         plan = self._holdings.plan
         return self._up if plan is None else RankHeld(self._up, plan, self._holdings.held())
 
-    def _wake(self) -> list[Effect]:
+    def _wake(self) -> None:
         self._wake_s = self._next_heartbeat_s
-        return [WakeAt(self._wake_s)]
+        self._out.append(WakeAt(self._wake_s))
 
     def audit(self) -> list[str]:
         """Problems; empty when no more steps of this formation are in flight than may be."""

@@ -207,16 +207,16 @@ class RankedLeader:
         """The first effects of the process. The inner leader says that the unit is up when a first
         formation is formed.
         """
-        self._out = []
+        self._out.clear()
         self._absence.called(now_s)
         self._apply(now_s, self.inner.start(now_s))
         self._tick(now_s)
         self._wake(now_s)
-        return self._out
+        return [*self._out]
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
-        self._out = []
+        self._out.clear()
         if missed_s := self._absence.called(now_s):
             self.membership.forgive(missed_s)
             self.experts.forgive(missed_s)
@@ -257,7 +257,7 @@ class RankedLeader:
                 self._feed(now_s, event)
         self._follow_membership(now_s)
         self._wake(now_s)
-        return self._out
+        return [*self._out]
 
     # ---- the inner leader ----
     def _feed(self, now_s: float, event: Event) -> None:
@@ -411,8 +411,7 @@ class RankedLeader:
             self._was_running = False
             self.experts.ended()
         # Forms go out before whatever the inner leader wants of the ranks in them.
-        self._out += membership.effects
-        membership.effects.clear()
+        self._out += membership.take_sends()
         if membership.is_running and not self._was_running:
             self._was_running = True
             ups = {

@@ -24,7 +24,7 @@ from typing import IO
 
 import msgspec
 
-from hadal.core.messages import Sighting, Suspect
+from hadal.core.messages import Sighting
 from hadal.progress import PERIOD_S, Bar
 from hadal.roles.suspects import Absence, Suspects
 from hadal.runtime.process.forks import Forked, Forks
@@ -456,16 +456,9 @@ class Watch:
         frozen = self._suspects.judge(
             now_s, {name: now_s - self._name_to_heard_s[name] for name in name_to_pid}
         )
-        asked = [
-            send.message
-            for send in self._suspects.take_effects()
-            if isinstance(send.message, Suspect)
-        ]
-        for suspect in asked:
-            sight = self._look_at(name_to_pid[suspect.process])
-            self._suspects.sighted(
-                now_s, Sighting(suspect.process, sight.waited_s, sight.is_stopped)
-            )
+        for name in self._suspects.to_ask(now_s):
+            sight = self._look_at(name_to_pid[name])
+            self._suspects.sighted(now_s, Sighting(name, sight.waited_s, sight.is_stopped))
         return frozen
 
     def why(self, name: str) -> str:

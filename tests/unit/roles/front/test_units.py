@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import Suspect, UnitReport, UnitUp
+from hadal.core.messages import UnitReport, UnitUp
 from hadal.core.request import Transition
 from hadal.roles.front.requests import FrontRequests
 from hadal.roles.front.units import FrontUnits
@@ -66,10 +66,7 @@ def test_silence_counts_from_the_last_sign() -> None:
     made = membership()
     made.by_name["decode-0"].seen_s = 10.9
     assert [name for name, _ in made.frozen(11.0)] == ["prefill-0", "prefill-1"]
-    assert [send.message for send in made.suspects.take_effects()] == [
-        Suspect("prefill-0"),
-        Suspect("prefill-1"),
-    ]
+    assert made.suspects.to_ask(11.0) == ["prefill-0", "prefill-1"]
 
 
 def test_the_views_say_what_the_units_measured() -> None:

@@ -42,6 +42,7 @@ class Driver:
     def __init__(self, num_ranks: int = 4, **options: float) -> None:
         self.num_ranks = num_ranks
         self.now_s = 0.0
+        self.sent: list[Send] = []
         self.waits = self.is_stopped = False
         """The suspected get no processor; they are stopped."""
         placement = spread(2, NUM_EXPERTS, num_ranks)
@@ -57,8 +58,7 @@ class Driver:
         """What was sent since the last call: RankForms by name, and whom the supervisor is to
         kill.
         """
-        sends = [effect for effect in self.membership.effects if isinstance(effect, Send)]
-        self.membership.effects.clear()
+        sends, self.sent = self.sent + self.membership.take_sends(), []
         forms = {send.to: send.message.plan for send in sends if isinstance(send.message, RankForm)}
         return forms, [send.message.unit for send in sends if isinstance(send.message, UnitDown)]
 
@@ -94,13 +94,14 @@ class Driver:
 
     def look(self) -> None:
         """The supervisor answers."""
-        for effect in list(self.membership.effects):
-            if isinstance(effect, Send) and isinstance(effect.message, Suspect):
-                self.membership.effects.remove(effect)
+        for send in self.membership.take_sends():
+            if isinstance(send.message, Suspect):
                 waited_s = self.now_s if self.waits else 0.0
                 self.membership.sighted(
-                    self.now_s, Sighting(effect.message.process, waited_s, self.is_stopped)
+                    self.now_s, Sighting(send.message.process, waited_s, self.is_stopped)
                 )
+            else:
+                self.sent.append(send)
 
 
 def test_the_first_generation_waits_for_everybody() -> None:
@@ -450,8 +451,7 @@ def held(rank: int, formation: int, placement: Placement, num_members: int = 4) 
 def test_a_new_leader_asks_who_beats_and_forms_above_what_they_had_with_their_placement() -> None:
     driver = Driver()
     driver.membership.heartbeat(0.0, RankHeartbeat(1, "e1", 5, 0, False))
-    assert driver.membership.effects == [Send("decode-0.1", RankWho("e1"))]
-    driver.membership.effects.clear()
+    assert driver.membership.take_sends() == [Send("decode-0.1", RankWho("e1"))]
     rolled = Placement(
         NUM_EXPERTS, np.roll(spread(2, NUM_EXPERTS, 4).slot_to_expert_LRS, 1, axis=1)
     )
@@ -491,7 +491,7 @@ def test_one_that_is_held_for_dead_is_not_asked_who_it_is() -> None:
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.take()
     driver.membership.heartbeat(5.1, RankHeartbeat(2, "e2", 1, 0, False))
-    assert driver.membership.effects == []
+    assert driver.membership.take_sends() == []
 
 
 def test_what_a_rank_held_goes_with_its_process() -> None:
