@@ -93,7 +93,7 @@ class Segments:
         """What a writer that starts does."""
         numbers = segment_numbers(self.folder)
         share = len(numbers) * segment_bytes(SEGMENT_SLOTS, BLOCK_BYTES)
-        troubles = Troubles()
+        troubles = Troubles(self.folder)
         own = OwnBlocks(
             OwnSegments(self.folder, "bench", BLOCK_BYTES, share, share, troubles), troubles
         )

@@ -538,7 +538,7 @@ class DecodeLeader:
         if not self.slots.is_starved:
             self.arrivals.fill_slots()
         self._out += self.slots.cache.stores.begin()
-        # Before the plans and pulls of this event, which may write these blocks.
+        # In front, for the event's plans and pulls are in the list by now (RankPools.take_freed).
         self._out[:0] = self.blocks.take_freed()
         self._out += self._heartbeat(now_s)
         return [*self._out]

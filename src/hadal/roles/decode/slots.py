@@ -104,6 +104,8 @@ class DecodeHeld:
                 continue
             del of_rank[generation.ticket]
             key: Key = (generation.request_id, generation.attempt)
+            # Owned by the attempt before they are let go of here: a block that is nobody's is free,
+            # and ranks are told to forget it.
             self._pools[rank].acquire(kv.block_ids, key)
             self._free(rank, kv)
             return rank, kv
@@ -666,9 +668,7 @@ class DecodeSlots:
             self.vacate(slot)
 
     def vacate(self, slot: int) -> None:
-        """Free a slot and its blocks; a preempted request goes back to the front, every token of it
-        delivered.
-        """
+        """Free a slot and its blocks; a preempted request goes back to the front."""
         key = self.table.occupant(slot).key
         if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
             self._out.append(given_back(self._unit, key, PREEMPTED))
@@ -791,6 +791,9 @@ class DecodeSlots:
                     HolderView(slot, occupant.arrival, num_blocks, occupant.generation.tenant)
                 )
         for slot in choose_victims(holders, num_missing - num_blocks_coming):
+            # It owns its blocks until the plans in flight that write them are done, and goes back to
+            # the front only then: with every token that was drawn for it, or the retry would compute
+            # some of them again.
             table.is_preempted[slot] = True
             self._let_go(slot, done_step_id)
 

@@ -711,7 +711,8 @@ class Front:
         if unit is not None and unit.epoch == message.epoch:
             unit.seen_s = now_s
             return
-        # Or the first it hears of us would make it drop what it has.
+        # Before any work is sent there: a unit drops what it has when it first hears of a front, so
+        # a later FrontUp would cost it what this one had sent.
         self._send(message.unit, FrontUp(self._epoch))
         if unit is not None and (unit.orphan_by_s is not None or message.held):
             self.units.succeeded(unit, message, now_s)

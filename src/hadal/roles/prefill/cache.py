@@ -248,8 +248,8 @@ class PrefillCache:
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
         """Blocks that each rank read since its last plan."""
         self._begun: list[StoreBlocks] = []
-        """Writes of this event: their blocks are owned already, and they go out behind the plans,
-        which nobody should wait for.
+        """Writes of this event. Their blocks are owned already; they go out behind the event's plans,
+        so that no step waits for a write.
         """
         self._rates: StepRates | None = None
         self._read_rates: ReadRates | None = None
@@ -327,7 +327,7 @@ class PrefillCache:
             if new is None:
                 raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
             prompt.block_ids += new
-        self._out += self._pools.take_freed()  # Before whatever writes these blocks.
+        self._out += self._pools.take_freed()
         for prompt, rank, prefix in starts:
             self._say_used(slice_of(prompt.generation.chain, 0, prefix.num_memory))
             if prefix.num_loading:

@@ -187,9 +187,7 @@ class PrefillLeader:
             self._give_back(prompt.key, QUEUE_FULL)
             self._free_started(prompt)
             self._num_tokens_left = None
-        self._out += (
-            self.blocks.take_freed()
-        )  # Before the plans of this event, which may write these blocks.
+        self._out += self.blocks.take_freed()
         self._out += self.blocks.take_named()
         self._plan(now_s)
         self.cache.end_event()
@@ -393,6 +391,9 @@ class PrefillLeader:
         )
         lease = None
         if token.finish is None:
+            # The blocks never change their owner, so there is no moment at which they are nobody's:
+            # the attempt owns them as a lease as it did as a prompt, until decode has pulled them
+            # (Release) or the lease ends.
             del self._started[prompt.key]
             self.leases.open(
                 HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s, prompt.rank)

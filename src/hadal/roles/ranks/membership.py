@@ -267,9 +267,11 @@ class UnitMembership:
         self._phase_s = 0.0
         """When the phase began."""
         self._failed_s: float | None = None
-        """When the first member failed to form this formation."""
+        """The time when the first member failed to form this formation."""
         self._held_formation = 0
-        """The highest that an earlier leader gave to a rank of this one."""
+        """The highest that an earlier leader gave to a rank of this one. Ours begin above it, for a
+        rank takes whatever is not above its own for stale.
+        """
 
     # ---- what others ask ----
     def is_member(self, rank: int, epoch: str) -> bool:
@@ -390,7 +392,8 @@ class UnitMembership:
 
         They are kept until the leader takes them, because one event may both decide on a formation
         and let the inner leader speak, which has to know of that decision. They go out behind what
-        the inner leader said, and before it hears of the new formation.
+        the inner leader said, and before it hears of the new formation: ranks have to be told to form
+        before they are told what the inner leader wants of them in it.
         """
         sends, self._sends = self._sends, []
         return sends
@@ -639,6 +642,9 @@ class UnitMembership:
         if not rank.is_living:
             return
         self.notes.append(f"rank {index} {reason}: the others go on without it")
+        # Given up is not ended: only the supervisor, whose child it is, can say that a process is gone.
+        # Until it does the rank stays DROPPED and is killed again, for one that froze may wake, and
+        # what it then says is void.
         self._move_rank(index, "drop")
         rank.dead.append(rank.epoch)
         self._kill(now_s, index, reason)

@@ -410,7 +410,6 @@ class RankedLeader:
             self._in_flight.clear()
             self._was_running = False
             self.experts.ended()
-        # Forms go out before whatever the inner leader wants of the ranks in them.
         self._out += membership.take_sends()
         if membership.is_running and not self._was_running:
             self._was_running = True

@@ -352,7 +352,11 @@ class UnitReporter:
         return self._front_epoch is not None
 
     def is_new_front(self, message: FrontUp) -> bool:
-        """Whether this front is another than the one before. The first one met counts as new."""
+        """Whether this front is another than the one before. The first one met counts as new.
+
+        A front's epoch is new at every start. What a unit holds for an earlier one is nobody's, as
+        the present one knows none of its attempts and will never release them.
+        """
         is_new = message.epoch != self._front_epoch
         self._front_epoch = message.epoch
         return is_new
