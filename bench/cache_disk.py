@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.checkpoints import MID, PEERS, SHIPPED
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import BlocksRead, BlocksStored
@@ -80,7 +80,7 @@ class StoreRun:
             0, 256, (max(2, POOL_BYTES // block_bytes), block_bytes), dtype=np.uint8
         )
         self.names = [os.urandom(16) for _ in range(self.num_blocks)]
-        self.places: list[Place] = []
+        self.locations: list[DiskLocation] = []
         self.store = DiskStore(
             self.folder, "bench", self.pool, SHARE_BYTES, lambda: None, queue_bytes=4 * num_bytes
         )
@@ -105,8 +105,10 @@ class StoreRun:
         by_id = sorted(
             (one for one in done if isinstance(one, BlocksStored)), key=lambda one: one.store_id
         )
-        self.places = [place for one in by_id for place in one.places if place is not None]
-        assert len(self.places) == self.num_blocks, by_id[0].error
+        self.locations = [
+            location for one in by_id for location in one.locations if location is not None
+        ]
+        assert len(self.locations) == self.num_blocks, by_id[0].error
         return elapsed_s
 
     def forget(self) -> None:
@@ -119,8 +121,8 @@ class StoreRun:
         begun_s = time.perf_counter()
         count = 0
         for first, names, blocks in self.requests():
-            places = tuple(self.places[first : first + len(names)])
-            self.store.submit(ReadBlocks(first, b"".join(names), places, blocks))
+            locations = tuple(self.locations[first : first + len(names)])
+            self.store.submit(ReadBlocks(first, b"".join(names), locations, blocks))
             count += 1
         done = take(self.store, count)
         elapsed_s = time.perf_counter() - begun_s

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cache_disk import working_folder
-from hadal.core.cache import NAME_BYTES, Place, split
+from hadal.core.cache import NAME_BYTES, DiskLocation, split
 from hadal.kv.disk_index import DiskIndex
 from hadal.kv.disk_slots import DiskSlots
 from hadal.runtime.store.own import OwnBlocks
@@ -63,8 +63,8 @@ class Segments:
             segment = Segment.create(self.folder, "bench", BLOCK_BYTES, SEGMENT_SLOTS)
             self.number_to_segment[segment.number] = segment
             self.slots.add_segment(segment.number, segment.num_slots)
-        places, _ = self.slots.take(names, range(len(names)))
-        there = [place for place in places if place is not None]
+        locations, _ = self.slots.take(names, range(len(names)))
+        there = [location for location in locations if location is not None]
         first, segment = there[0].slot, self.number_to_segment[there[0].segment]
         numbers = range(self.sequence, self.sequence + len(names))
         records = segment.records(first, names, range(len(names)), [SUM] * len(names), numbers)
@@ -76,7 +76,7 @@ class Segments:
         self.slots.wrote(names)
         self.index.put(b"".join(names), there)
 
-    def find(self, name: bytes) -> Place | None:
+    def find(self, name: bytes) -> DiskLocation | None:
         return self.index.find(name)
 
     def check_records(self) -> None:
@@ -109,7 +109,7 @@ class Segments:
         while not (news := view.take()) and time.monotonic() < until_s:
             time.sleep(0.0005)
         for one in news:
-            index.put(one.added, one.places)
+            index.put(one.added, one.locations)
         view.stop(TIMEOUT_S)
         return len(index)
 

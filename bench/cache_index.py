@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.balance_loads import ROOT
-from hadal.core.cache import NAME_BYTES, Place, split
+from hadal.core.cache import NAME_BYTES, DiskLocation, split
 from hadal.kv.blocks import BlockAllocator
 from hadal.kv.disk_index import DiskIndex
 from hadal.kv.disk_slots import DiskSlots
@@ -75,7 +75,7 @@ def index(num_blocks: int) -> tuple[float, float, float]:
     """A leader's, that hears of texts, finds them and hears that they are gone."""
     ledger, (insert, lookup, evict) = DiskIndex(), (Watch(), Watch(), Watch())
     for text, chain in enumerate(chains(0, num_blocks)):
-        places = [Place(1_000_000 + text, slot) for slot in range(CHAIN_BLOCKS)]
+        places = [DiskLocation(1_000_000 + text, slot) for slot in range(CHAIN_BLOCKS)]
         with insert:
             ledger.put(chain, places)
     assert len(ledger) == num_blocks

@@ -34,7 +34,7 @@ from bench.checkpoints import MID, ROOT, SHIPPED
 from hadal.core.messages import BLOCK_TOKENS, KvLease
 from hadal.core.model_config import read_model_config
 from hadal.runtime.transfer.grants import Grant, Grants
-from hadal.runtime.transfer.kv import KvWire
+from hadal.runtime.transfer.kv import KvTransfer
 from hadal.runtime.transfer.nixl import package
 from hadal.runtime.transfer.pool import KvPool, PoolAddress, Shape, pool_name, remove_shared_memory
 
@@ -95,7 +95,9 @@ def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
     """
     pool = KvPool.create(pool_name(run, "prefill-0", "1"), shape, dtype)
     pool.blocks[:] = np.arange(pool.blocks.size, dtype=np.uint8).reshape(pool.blocks.shape)
-    wire = KvWire(pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name))
+    wire = KvTransfer(
+        pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name)
+    )
     listener = socket.create_server((HOST, 0))
     print(json.dumps((wire.address, listener.getsockname()[1])), flush=True)
 
@@ -129,7 +131,7 @@ def measure(run: str, handover: str, shape: Shape, dtype: str, seconds: float) -
         address, port = json.loads(owner.stdout.readline())
         pool = KvPool.create(pool_name(run, "decode-0", "1"), shape, dtype)
         source = KvPool.open(PoolAddress.parse(address).name)
-        wire = KvWire(
+        wire = KvTransfer(
             pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name)
         )
         with socket.create_connection((HOST, port)) as connection:
@@ -146,7 +148,7 @@ def measure(run: str, handover: str, shape: Shape, dtype: str, seconds: float) -
 
 
 def _compare(
-    wire: KvWire,
+    wire: KvTransfer,
     pool: KvPool,
     source: KvPool,
     address: str,

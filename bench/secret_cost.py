@@ -44,7 +44,7 @@ def between_hosts() -> None:
 
 def wire_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
     """A pool and what it is pulled from, or pulls, with."""
-    from hadal.runtime.transfer.kv import KvWire
+    from hadal.runtime.transfer.kv import KvTransfer
     from hadal.runtime.transfer.pool import KvPool, pool_name
 
     pool = KvPool.create(
@@ -53,8 +53,8 @@ def wire_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
     try:
         from hadal.runtime.transfer.grants import Grants
     except ImportError:  # Before there was a secret.
-        return pool, KvWire(pool, "tcp", host=HOST, key=SECRET[:16])
-    return pool, KvWire(pool, "tcp", host=HOST, secret=SECRET, grants=Grants(SECRET, unit))
+        return pool, KvTransfer(pool, "tcp", host=HOST, key=SECRET[:16])
+    return pool, KvTransfer(pool, "tcp", host=HOST, secret=SECRET, grants=Grants(SECRET, unit))
 
 
 def hand_over(wire: Any, lease: Any) -> None:

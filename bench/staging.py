@@ -29,7 +29,13 @@ from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
 from hadal.runtime.background import SHARE, Pace
-from hadal.runtime.transfer.experts import PURPOSE, ExpertClient, ExpertServer, ExpertWire, Stager
+from hadal.runtime.transfer.experts import (
+    PURPOSE,
+    ExpertClient,
+    ExpertServer,
+    ExpertTransfer,
+    Stager,
+)
 
 HOST = "127.0.0.1"
 KEY = key_of(b"bench", PURPOSE)
@@ -114,7 +120,7 @@ def stage_layer(console: Console, port: int, num_new: int) -> None:
     if num_new:
         slots[-num_new:] = others[:num_new]
     sources = tuple(Source(one, HOST, port) for one in others[:num_new])
-    stager = Stager(store.stage, ExpertWire(HOST, KEY, store.expert), lambda: None)
+    stager = Stager(store.stage, ExpertTransfer(HOST, KEY, store.expert), lambda: None)
     times, worked_s = [], time.process_time()
     for stage_id in range(1, 6):
         stager.submit(StagePlan(0, stage_id, 0, tuple(slots), sources))

@@ -41,9 +41,9 @@ def say(what: str, *words: object) -> None:
 
 def told(stored: BlocksStored, names: list[bytes]) -> int:
     """Say what came of a store; return how many blocks were written."""
-    assert len(names) == len(stored.places)
+    assert len(names) == len(stored.locations)
     kept = [
-        name.hex() for name, place in zip(names, stored.places, strict=True) if place is not None
+        name.hex() for name, place in zip(names, stored.locations, strict=True) if place is not None
     ]
     if kept:
         say("A", *kept)

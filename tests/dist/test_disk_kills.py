@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hadal.core.cache import Place, split
+from hadal.core.cache import DiskLocation, split
 from hadal.core.seams import ReadBlocks
 from hadal.runtime.store.disk import Loader
 from hadal.runtime.store.segments import Troubles, segment_bytes
@@ -94,22 +94,22 @@ class Reader:
         self.view = DiskView(folder, FINGERPRINT, lambda: None, look_s=0.02)
         self.pool = np.zeros((32, BLOCK_BYTES), dtype=np.uint8)
         self.loader = Loader(folder, FINGERPRINT, self.pool, Troubles(folder), lambda: None)
-        self.places: dict[bytes, Place] = {}
+        self.locations: dict[bytes, DiskLocation] = {}
         self.num_read = self.num_damaged = 0
         self._next_id = 0
 
     def look(self) -> None:
         for news in self.view.take():
             for name in split(news.dropped):
-                self.places.pop(name, None)
-            self.places.update(zip(split(news.added), news.places, strict=True))
+                self.locations.pop(name, None)
+            self.locations.update(zip(split(news.added), news.locations, strict=True))
 
     def read(self, names: list[bytes]) -> int:
         """Load blocks; return how many of them, from the first on, came."""
         self._next_id += 1
-        places = tuple(self.places[name] for name in names)
+        locations = tuple(self.locations[name] for name in names)
         self.loader.submit(
-            ReadBlocks(self._next_id, b"".join(names), places, tuple(range(len(names))))
+            ReadBlocks(self._next_id, b"".join(names), locations, tuple(range(len(names))))
         )
         until_s = time.monotonic() + TIMEOUT_S
         while not (done := self.loader.take()):
@@ -125,7 +125,7 @@ class Reader:
 
     def read_some(self, rng: random.Random) -> None:
         self.look()
-        known = list(self.places)
+        known = list(self.locations)
         if known:
             self.read(rng.sample(known, min(len(known), rng.randint(1, 8))))
         time.sleep(0.002)
@@ -143,9 +143,9 @@ def found(folder: Path) -> set[bytes]:
         assert time.monotonic() < until_s
         time.sleep(0.001)
     for one in news:
-        reader.places.update(zip(split(one.added), one.places, strict=True))
+        reader.locations.update(zip(split(one.added), one.locations, strict=True))
     whole: set[bytes] = set()
-    for name in list(reader.places):
+    for name in list(reader.locations):
         if reader.read([name]):
             whole.add(name)
     assert reader.num_damaged == 0, "a record names a block that is not whole"

@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from hadal.core.cache import Place, split
+from hadal.core.cache import DiskLocation, split
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews, ReadBlocks, StoreBlocks
@@ -42,7 +42,7 @@ class DiskFaults:
 @dataclass
 class _Watcher:
     tell: Callable[[DiskNews], None]
-    told: dict[bytes, Place] = field(default_factory=dict)
+    told: dict[bytes, DiskLocation] = field(default_factory=dict)
     is_told: bool = False
     is_due: bool = False
 
@@ -62,10 +62,10 @@ class SimDisk:
         name.
         """
         self.faults = faults
-        self.name_to_place: dict[bytes, Place] = {}
+        self.name_to_location: dict[bytes, DiskLocation] = {}
         """In the order of writing."""
         self.num_used = 0
-        self._cells: dict[Place, Cells] = {}
+        self._cells: dict[DiskLocation, Cells] = {}
         self._clock = clock
         self._random = random
         self._num_slots = num_slots
@@ -86,13 +86,13 @@ class SimDisk:
 
     def read(self, effect: ReadBlocks, pool: Pool) -> BlocksRead:
         """What comes of a load, now."""
-        assert len(effect.names) == 16 * len(effect.places) == 16 * len(effect.into), (
+        assert len(effect.names) == 16 * len(effect.locations) == 16 * len(effect.into), (
             "as many of each"
         )
-        if self.name_to_place and self._random.random() < self.faults.drop_rate:
-            self._drop(self._random.choice(list(self.name_to_place)))
-        for at, (name, place, block) in enumerate(
-            zip(split(effect.names), effect.places, effect.into, strict=True)
+        if self.name_to_location and self._random.random() < self.faults.drop_rate:
+            self._drop(self._random.choice(list(self.name_to_location)))
+        for at, (name, location, block) in enumerate(
+            zip(split(effect.names), effect.locations, effect.into, strict=True)
         ):
             chance = self._random.random()
             if chance < self.faults.load_rate:
@@ -102,38 +102,38 @@ class SimDisk:
                     BLOCK_TOKENS, dtype=np.uint64
                 )  # Seen too late to leave the block alone.
                 return BlocksRead(effect.read_id, at, 1, "checksum")
-            if self.name_to_place.get(name) != place:
+            if self.name_to_location.get(name) != location:
                 return BlocksRead(effect.read_id, at, 0, "gone")
-            pool.cells[block] = self._cells[place]
+            pool.cells[block] = self._cells[location]
         return BlocksRead(effect.read_id, len(effect.into))
 
     def write(self, effect: StoreBlocks, pool: Pool) -> BlocksStored:
         """What comes of a store, now."""
-        places: list[Place | None] = []
+        locations: list[DiskLocation | None] = []
         dropped = []
         for name, block in zip(split(effect.names), effect.block_ids, strict=True):
             self._verify(name, pool.cells[block])
             if self._random.random() < self.faults.store_rate:
-                places.append(None)
+                locations.append(None)
                 continue
-            while len(self.name_to_place) >= self._num_slots:
-                dropped.append(next(iter(self.name_to_place)))
+            while len(self.name_to_location) >= self._num_slots:
+                dropped.append(next(iter(self.name_to_location)))
                 self._drop(dropped[-1])
-            place = self.name_to_place.get(name) or Place(0, self._num_written)
+            location = self.name_to_location.get(name) or DiskLocation(0, self._num_written)
             self._num_written += 1
-            self.name_to_place[name] = place
-            self._cells[place] = pool.cells[block].copy()
-            places.append(place)
+            self.name_to_location[name] = location
+            self._cells[location] = pool.cells[block].copy()
+            locations.append(location)
         self._changed()
-        error = "no space left" if None in places else None
-        return BlocksStored(effect.store_id, tuple(places), b"".join(dropped), error)
+        error = "no space left" if None in locations else None
+        return BlocksStored(effect.store_id, tuple(locations), b"".join(dropped), error)
 
-    def used(self, places: tuple[Place, ...]) -> None:
-        assert places
-        self.num_used += len(places)
+    def used(self, locations: tuple[DiskLocation, ...]) -> None:
+        assert locations
+        self.num_used += len(locations)
 
     def _drop(self, name: bytes) -> None:
-        del self._cells[self.name_to_place.pop(name)]
+        del self._cells[self.name_to_location.pop(name)]
         self._changed()
 
     def _changed(self) -> None:
@@ -146,8 +146,8 @@ class SimDisk:
 
     def _say(self, watcher: _Watcher) -> None:
         watcher.is_due = False
-        now, told = self.name_to_place, watcher.told
-        added = {name: place for name, place in now.items() if told.get(name) != place}
+        now, told = self.name_to_location, watcher.told
+        added = {name: location for name, location in now.items() if told.get(name) != location}
         dropped = [name for name in told if name not in now]
         watcher.told = dict(now)
         if added or dropped or not watcher.is_told:

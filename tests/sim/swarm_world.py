@@ -78,7 +78,7 @@ class SwarmWorld(FleetWorld):
         self.num_streamed: Counter[int] = Counter()
         """Tokens that each front delivered."""
         self._leaders: list[RankedLeader] = []
-        self._cores: list[PrefillLeader | DecodeLeader] = []
+        self._inner_leaders: list[PrefillLeader | DecodeLeader] = []
         self.watches: dict[PrefillLeader | DecodeLeader, BlockWatch] = {}
         """Of every life of a leader."""
         self._num_events = 0
@@ -213,16 +213,16 @@ class SwarmWorld(FleetWorld):
             lambda: UNIX_S + self.clock.now(),
         )
 
-    def _core(self, name: str, role: str, *args: Any) -> PrefillLeader | DecodeLeader:
-        core = super()._core(name, role, *args)
-        self._cores.append(core)
+    def _inner(self, name: str, role: str, *args: Any) -> PrefillLeader | DecodeLeader:
+        inner = super()._inner(name, role, *args)
+        self._inner_leaders.append(inner)
         units = self.config.prefill if role == "prefill" else self.config.decode
         keeps_some = self.disk is not None or (
             role == "prefill" and self.config.cache.memory != OFF
         )
-        self.watches[core] = BlockWatch(name, units.max_requests, keeps_some, self.seen)
-        self.watches[core].follow(core)
-        return core
+        self.watches[inner] = BlockWatch(name, units.max_requests, keeps_some, self.seen)
+        self.watches[inner].follow(inner)
+        return inner
 
     def _ranked(self, *args: Any) -> RankedLeader:
         leader = super()._ranked(*args)
@@ -312,7 +312,7 @@ class SwarmWorld(FleetWorld):
     def _lose_disk(self) -> None:
         assert self.disk is not None
         self.seen["lost disks"] += 1
-        for name in list(self.disk.name_to_place):
+        for name in list(self.disk.name_to_location):
             self.disk._drop(name)
         self.disk.faults = _GONE
 
@@ -414,21 +414,21 @@ class SwarmWorld(FleetWorld):
     def _verify_idle(self, name: str, host: Host) -> None:
         """A unit that nobody asks anything of holds nothing."""
         role = host.role
-        core = role.inner if isinstance(role, RankedLeader) else role
+        inner = role.inner if isinstance(role, RankedLeader) else role
         if isinstance(role, RankedLeader):
             assert is_whole(role), f"{name} is not whole"
             assert not role._asked, f"{name} waits for {role._asked}"
-        if isinstance(core, PrefillLeader | DecodeLeader):
-            assert not core.audit(), core.audit()
-            watch = self.watches[core]
+        if isinstance(inner, PrefillLeader | DecodeLeader):
+            assert not inner.audit(), inner.audit()
+            watch = self.watches[inner]
             assert watch.keeps_some or not watch.left, f"{name} never freed {watch.left}"
-        if isinstance(core, PrefillLeader):
-            held = [*core._waiting, *core._started, *core.leases._leases]
+        if isinstance(inner, PrefillLeader):
+            held = [*inner._waiting, *inner._started, *inner.leases._leases]
             assert not held, f"{name} holds {held}"
-        if isinstance(core, DecodeLeader):
-            held = [*core.slots.key_to_slot, *core.slots.moving.arriving]
+        if isinstance(inner, DecodeLeader):
+            held = [*inner.slots.key_to_slot, *inner.slots.moving.arriving]
             assert not held, f"{name} holds {held}"
-            assert not core.table.state.any(), f"{name}: slots are in use"
+            assert not inner.table.state.any(), f"{name}: slots are in use"
 
     def _verify_ledger(self) -> None:
         """The day's sums are the facts', and the facts are what was shown."""
@@ -457,15 +457,15 @@ class SwarmWorld(FleetWorld):
             seen["retries"] += front.totals.retries
             seen["tokens streamed"] += front.totals.tokens_out
             seen["tokens hit"] += front.totals.tokens_hit
-        for core in self._cores:
-            if isinstance(core, DecodeLeader):
-                seen["moves"] += core.slots.moving.num_moved
-                seen["moves called off"] += core.slots.moving.num_called_off
+        for inner in self._inner_leaders:
+            if isinstance(inner, DecodeLeader):
+                seen["moves"] += inner.slots.moving.num_moved
+                seen["moves called off"] += inner.slots.moving.num_called_off
             else:
                 seen.update(
                     {
                         name.replace("_", " "): num
-                        for name, num in core.cache.totals().items()
+                        for name, num in inner.cache.totals().items()
                         if num
                     }
                 )

@@ -18,7 +18,7 @@ from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
 from tests.sim.disk import DiskFaults
 from tests.sim.test_world import run_seed
-from tests.sim.world import World, core_of
+from tests.sim.world import World, inner_of
 
 NUM_FIXED = 10_000 if FULL else 20
 STEP = 20 if FULL else 5
@@ -34,9 +34,9 @@ def counts_of(worlds: list[World]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for world in worlds:
         for host in world.hosts.values():
-            core = core_of(host)
-            if isinstance(core, PrefillLeader):
-                counts.update(core.cache.totals())
+            inner = inner_of(host)
+            if isinstance(inner, PrefillLeader):
+                counts.update(inner.cache.totals())
     return counts
 
 

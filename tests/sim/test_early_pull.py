@@ -22,7 +22,7 @@ from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.engine import VOCAB
 from tests.sim.scenario import RANK_TIMEOUT_S, longest_output, random_sampling
 from tests.sim.test_world import run_seed
-from tests.sim.world import Faults, World, core_of
+from tests.sim.world import Faults, World, inner_of
 
 NUM_SEEN = 12
 """Seeds that see hints go every way."""
@@ -40,14 +40,14 @@ class EarlyWorld(World):
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         counts = self.counts = getattr(self, "counts", Counter())
         host = self.hosts.get(to)
-        core = core_of(host) if host is not None and host.is_alive else None
-        if not isinstance(core, DecodeLeader):
+        inner = inner_of(host) if host is not None and host.is_alive else None
+        if not isinstance(inner, DecodeLeader):
             counts["hints"] += isinstance(message, PrefilledEarly)
             super()._arrive(to, message, life)
             return
-        before = state_of(core, message)
+        before = state_of(inner, message)
         super()._arrive(to, message, life)
-        after = state_of(core, message)
+        after = state_of(inner, message)
         match message:
             case PullEarly():
                 counts["seated"] += before is None and after == SlotState.EARLY
@@ -60,7 +60,7 @@ class EarlyWorld(World):
                 counts["cancelled"] += 1
 
 
-def state_of(core: DecodeLeader, message: AnyMessage) -> int | None:
+def state_of(inner: DecodeLeader, message: AnyMessage) -> int | None:
     match message:
         case PullEarly(generation) | Decode(generation):
             key = (generation.request_id, generation.attempt)
@@ -68,8 +68,8 @@ def state_of(core: DecodeLeader, message: AnyMessage) -> int | None:
             key = (request_id, attempt)
         case _:
             return None
-    slot = core.slots.key_to_slot.get(key)
-    return None if slot is None else int(core.table.state[slot])
+    slot = inner.slots.key_to_slot.get(key)
+    return None if slot is None else int(inner.table.state[slot])
 
 
 def early_world(seed: int, *, num_ranks: int = 1, early_pull: str = "auto") -> EarlyWorld:

@@ -81,7 +81,7 @@ class Stepper:
 class SteppingWorld(World):
     """All units step; nobody asks for anything."""
 
-    def _core(self, name: str, role: str, epoch: str, pool_name: str) -> Stepper:  # type: ignore[override]
+    def _inner(self, name: str, role: str, epoch: str, pool_name: str) -> Stepper:  # type: ignore[override]
         return Stepper(name, epoch, units_of(self.config, role).ranks)
 
     def _upset(self, host: Host) -> None:

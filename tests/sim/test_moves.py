@@ -32,15 +32,15 @@ class Watch:
     def __init__(self, world: World) -> None:
         self.leaders: list[DecodeLeader] = []
         self.balances: dict[str, list[float]] = {KV: [], REQUESTS: []}
-        self._core, self._watch = world._core, world._watch
-        world._core = self.core  # type: ignore[method-assign]
+        self._inner, self._watch = world._inner, world._watch
+        world._inner = self.inner  # type: ignore[method-assign]
         world._watch = self.watch  # type: ignore[method-assign]
 
-    def core(self, name: str, *args: object) -> object:
-        core = self._core(name, *args)  # type: ignore[arg-type]
-        if isinstance(core, DecodeLeader):
-            self.leaders.append(core)
-        return core
+    def inner(self, name: str, *args: object) -> object:
+        inner = self._inner(name, *args)  # type: ignore[arg-type]
+        if isinstance(inner, DecodeLeader):
+            self.leaders.append(inner)
+        return inner
 
     def watch(self, life: int, message: AnyMessage) -> None:
         self._watch(life, message)

@@ -189,15 +189,15 @@ class World:
             self._start(name, self._rank_host(name, role, epoch))
             return
         pool_name = f"{name}.{epoch}"
-        core = self._core(name, role, epoch, pool_name)
+        inner = self._inner(name, role, epoch, pool_name)
         if units.ranks > 1:
-            leader = self._ranked(name, core, units)
+            leader = self._ranked(name, inner, units)
             self._start(
                 name,
                 Host(
                     name,
                     leader,
-                    lambda: [*leader.check(), *core.audit()],
+                    lambda: [*leader.check(), *inner.audit()],
                     self.clock,
                     self.random,
                     self._sender(name),
@@ -211,8 +211,8 @@ class World:
             name,
             Host(
                 name,
-                core,
-                core.audit,
+                inner,
+                inner.audit,
                 self.clock,
                 self.random,
                 self._sender(name),
@@ -226,7 +226,7 @@ class World:
             ),
         )
 
-    def _core(
+    def _inner(
         self, name: str, role: str, epoch: str, pool_name: str
     ) -> PrefillLeader | DecodeLeader:
         config, num_blocks = self.config, self.pool_blocks[role]
@@ -242,7 +242,7 @@ class World:
         return make_leader(deployment, model, name, role, epoch, pool_name, fingerprint=FINGERPRINT)
 
     def _ranked(
-        self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig
+        self, name: str, inner: PrefillLeader | DecodeLeader, units: UnitsConfig
     ) -> RankedLeader:
         placement = spread(NUM_LAYERS, NUM_EXPERTS, units.ranks, units.redundant_experts)
         membership = UnitMembership(
@@ -253,7 +253,7 @@ class World:
         )
         return RankedLeader(
             name,
-            core,
+            inner,
             membership,
             num_slots=units.max_requests,
             experts=experts,
@@ -291,7 +291,7 @@ class World:
         host.starving = self.starving
         self.hosts[name] = host
         host.start()
-        if self.disk is not None and core_of(host) is not None:
+        if self.disk is not None and inner_of(host) is not None:
             self.disk.watch(host.handle)
         for message in self._mail.pop(name, []):
             self.clock.after(0.0, lambda m=message: self._arrive(name, m, 0))
@@ -426,12 +426,12 @@ class World:
 
     def _verify_named(self, name: str, message: Cached) -> None:
         """What a unit says it can take out of its pools is what its ranks' memory holds."""
-        core = core_of(self.hosts[name])
-        assert core is not None
-        for rank in core.blocks.living:
-            pool = self.pools.get(core.blocks.names[rank])
+        inner = inner_of(self.hosts[name])
+        assert inner is not None
+        for rank in inner.blocks.living:
+            pool = self.pools.get(inner.blocks.names[rank])
             for block_name in split(message.added) if pool is not None else ():
-                for block in core.blocks[rank].lookup(block_name):
+                for block in inner.blocks[rank].lookup(block_name):
                     self.names.verify(block_name, pool.cells[block])  # type: ignore[union-attr]
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
@@ -488,9 +488,9 @@ class World:
         assert not open_streams, f"never ended: {open_streams}"
         assert self.front.idle, f"the front still holds {list(self.front.requests.by_id)}"
         for name, host in self.hosts.items():
-            core = core_of(host)
-            if core is not None:
-                used, held = core.blocks.num_used, core.num_requests
+            inner = inner_of(host)
+            if inner is not None:
+                used, held = inner.blocks.num_used, inner.num_requests
                 assert (used, held) == (0, 0), f"{name} leaks {used} blocks of {held} requests"
 
     def is_over(self) -> bool:
@@ -502,11 +502,11 @@ class World:
             for host in self.hosts.values()
         ):
             return False
-        cores = [core for host in self.hosts.values() if (core := core_of(host)) is not None]
-        return not any(core.num_requests or core.blocks.num_used for core in cores)
+        cores = [inner for host in self.hosts.values() if (inner := inner_of(host)) is not None]
+        return not any(inner.num_requests or inner.blocks.num_used for inner in cores)
 
 
-def core_of(host: Host) -> PrefillLeader | DecodeLeader | None:
+def inner_of(host: Host) -> PrefillLeader | DecodeLeader | None:
     """What decides about requests in a leader's process."""
     role = host.role.inner if isinstance(host.role, RankedLeader) else host.role
     return role if isinstance(role, PrefillLeader | DecodeLeader) else None

@@ -60,10 +60,10 @@ def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
     minute = int(60 * first_hour) % 1440
     begin = f"{_MIDNIGHT + timedelta(minutes=minute):%Y-%m-%d %H:%M}"
 
-    def line(name: str, values: Values, colour: str, width: float, told: str) -> Figure:
+    def line(name: str, values: Values, colour: str, width: float, labels: str) -> Figure:
         steps = {"width": width, "shape": "hv", "color": colour}
         time = {"type": "scatter", "x0": begin, "dx": 60_000}
-        return {**time, "name": name, "y": values, "line": steps, "hovertemplate": told}
+        return {**time, "name": name, "y": values, "line": steps, "hovertemplate": labels}
 
     data = [line(role, values, f"--{role}", 0, "%{y:,.0f}") for role, values in roles]
     for trace in data:
@@ -94,7 +94,7 @@ def income_and_cost(hours: Sequence[Row]) -> Figure | None:
     return _figure(
         "Income and cost by hour.",
         [
-            _bars(name, f"--{name}", values, _told(hours, name, values, dollars), **_times(hours))
+            _bars(name, f"--{name}", values, _labels(hours, name, values, dollars), **_times(hours))
             for name, values in series
         ],
         height=300,
@@ -154,7 +154,7 @@ def _lines(
     data = [
         {
             **{"type": "scatter", "name": name, "y": values, **look, **_times(hours)},
-            **{"hovertext": _told(hours, name, values, shown), "hoverinfo": "text"},
+            **{"hovertext": _labels(hours, name, values, shown), "hoverinfo": "text"},
             "line": {"width": 1.8, "color": "--ink"},
         }
         for name, values, look in looks
@@ -192,12 +192,12 @@ def distribution(histogram: Row, name: str) -> Figure | None:
         100.0 * count / total * _mean(widths) / max(width, least)
         for (_, _, count), width in zip(bins, widths, strict=True)
     ]
-    told = [
+    labels = [
         f"{duration(low)} to {duration(high)}: {percent(100.0 * count / total)}"
         for low, high, count in bins
     ]
     edges = {"x": [low for low, _, _ in bins], "width": [high - low for low, high, _ in bins]}
-    bars = _bars("requests", "--bar", heights, told, **edges, offset=0)
+    bars = _bars("requests", "--bar", heights, labels, **edges, offset=0)
     bars["marker"]["line"] = {"width": 0.5, "color": "--card"}
     return _figure(
         f"{name}: distribution over requests.",
@@ -283,10 +283,10 @@ def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | No
         size = math.ceil(len(bars) / NUM_BARS)
         runs = [ranked[begin : begin + size] for begin in range(0, len(ranked), size)]
         bars = [(_mean([value for value, _ in run]), f"mean of {len(run)} ranks") for run in runs]
-    told = [f"{who}: {compact(value, 4)}{unit}" for value, who in bars]
+    labels = [f"{who}: {compact(value, 4)}{unit}" for value, who in bars]
     return _figure(
         f"{name} by rank, sorted: {balance_words(values, unit)}.",
-        [_bars(name, f"--{role}", [value for value, _ in bars], told)],
+        [_bars(name, f"--{role}", [value for value, _ in bars], labels)],
         height=170,
         margin={"l": 50, "r": 16, "t": 24, "b": 8},
         xaxis=_axis(visible=False),
@@ -375,14 +375,14 @@ def _hour_axis() -> Figure:
 
 
 def _bars(
-    name: str, colour: str | list[str], values: Values, told: list[str], **more: Any
+    name: str, colour: str | list[str], values: Values, labels: list[str], **more: Any
 ) -> Figure:
-    """A trace of bars; `told` is what is said of each where one points at it."""
+    """A trace of bars; `labels` is what is said of each where one points at it."""
     looks = {"type": "bar", "marker": {"color": colour}, "hoverinfo": "text"}
-    return {**looks, "name": name, "y": values, "hovertext": told, **more}
+    return {**looks, "name": name, "y": values, "hovertext": labels, **more}
 
 
-def _told(
+def _labels(
     hours: Sequence[Row], name: str, values: Values, shown: Callable[[float | None], str]
 ) -> list[str]:
     return [

@@ -117,16 +117,16 @@ def day_table(result: dict[str, Any]) -> Table:
         if not published:
             table.add_row(label, ours)
             continue
-        told = published[key]
-        if isinstance(told, list):
+        stated = published[key]
+        if isinstance(stated, list):
             shown, within = (
-                f"{told[0]:g} to {told[1]:g}",
-                value is not None and told[0] <= value <= told[1],
+                f"{stated[0]:g} to {stated[1]:g}",
+                value is not None and stated[0] <= value <= stated[1],
             )
             table.add_row(label, shown, ours, "within" if within else "outside")
         else:
-            difference = "-" if value is None else f"{value / told - 1:+.1%}"
-            table.add_row(label, format(told / by, form), ours, difference)
+            difference = "-" if value is None else f"{value / stated - 1:+.1%}"
+            table.add_row(label, format(stated / by, form), ours, difference)
     return table
 
 

@@ -1,5 +1,5 @@
-"""What those who name, keep and move blocks of the KV cache have in common: sizes, places on disk,
-names of counts.
+"""What those who name, keep and move blocks of the KV cache have in common: sizes, locations on
+disk, names of counts.
 
 Holds no block and decides nothing.
 """
@@ -54,7 +54,7 @@ CACHE_TOTALS = (
 NO_NAME = bytes(NAME_BYTES)
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class DiskLocation(msgspec.Struct, frozen=True, array_like=True):
     """Where a block lies on disk."""
 
     segment: int
@@ -66,15 +66,15 @@ _SLOT_BITS = 32
 
 
 def number_of(segment: int, slot: int) -> int:
-    """A place as one number: the slots of a segment are a row of them, and segments are far
+    """A location as one number: the slots of a segment are a row of them, and segments are far
     apart.
     """
     return segment << _SLOT_BITS | slot
 
 
-def place_of(number: int) -> Place:
-    """The place that has it."""
-    return Place(number >> _SLOT_BITS, number & ((1 << _SLOT_BITS) - 1))
+def location_of(number: int) -> DiskLocation:
+    """The location that has it."""
+    return DiskLocation(number >> _SLOT_BITS, number & ((1 << _SLOT_BITS) - 1))
 
 
 def split(names: bytes) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 from hadal.core.config import ROLES
 from hadal.core.plans import (
     BlocksRead,
@@ -524,7 +524,7 @@ class ReadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     read_id: int
     """Never used twice by a leader."""
     names: bytes
-    places: tuple[Place, ...]
+    locations: tuple[DiskLocation, ...]
     into: tuple[int, ...]
     rank: int = 0
     """Whose blocks `into` are."""

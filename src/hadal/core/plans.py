@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 
 # Bytes of a row that travels between ranks, by format: for plans, and for the codec itself
 # (reference/codec).
@@ -343,7 +343,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     slot_counts: bytes = b""
     """Tokens that the rank's slots received since the last counted plan, int64 [L, S]; only a
     counted plan has them. A flip lets its layer's counts begin anew. A leader of many ranks reads
-    them itself; its core does not get them.
+    them itself; its inner leader does not get them.
     """
 
 
@@ -401,7 +401,7 @@ class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
     store_id: int
-    places: tuple[Place | None, ...]
+    locations: tuple[DiskLocation | None, ...]
     """Where each block is now; None if it was not written."""
     dropped: bytes = b""
     """Names of blocks that made room."""

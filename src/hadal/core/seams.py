@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 from hadal.core.messages import Closing as Closing
 from hadal.core.messages import Deliver as Deliver
 from hadal.core.messages import Freed as Freed
@@ -84,7 +84,7 @@ class Stage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A prompt used these blocks, out of memory or disk: whoever keeps them there wants to know."""
 
-    places: tuple[Place, ...]
+    locations: tuple[DiskLocation, ...]
 
 
 class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -156,8 +156,8 @@ class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """
 
     added: bytes
-    places: tuple[Place, ...]
-    """Places of `added`, name by name. A name that is known already has another place now."""
+    locations: tuple[DiskLocation, ...]
+    """Locations of `added`, name by name. A name that is known already has another location now."""
     dropped: bytes = b""
 
 

@@ -218,7 +218,7 @@ class Edge:
         asked = headers.get("x-request-id", "")
         seen = AccessRecord(asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex)
         scope[SEEN] = seen
-        told = REQUEST_ID.set(seen.request_id)
+        id_token = REQUEST_ID.set(seen.request_id)
         start_s = self._now()
         origin = headers.get("origin")
         allows = origin is not None and self._allows(origin)
@@ -241,7 +241,7 @@ class Edge:
             await (self._app if answer is None else answer)(scope, receive, send_marked)
         finally:
             self._log(scope, seen, (self._now() - start_s) * 1000)
-            REQUEST_ID.reset(told)
+            REQUEST_ID.reset(id_token)
 
     def _answer(
         self, method: str, headers: Headers, origin: str | None, allows: bool

@@ -53,9 +53,9 @@ from hadal.runtime.topology import gateway_names, rank_name
 # Room for requests in the gateway, by tenant: for bodies on their way, then for requests that are
 # worked on.
 #
-#     headers --Bodies--> whole body --Places--> answered
+#     headers --Bodies--> whole body --Permits--> answered
 #
-# What one tenant does to them costs no other a place. Generations are counted by the front
+# What one tenant does to them costs no other a permit. Generations are counted by the front
 # (policy/admission).
 
 
@@ -111,9 +111,9 @@ MAX_BODIES = 256
 asked for.
 """
 LEFT_S = 10.0
-"""How long generations that were given up still take places. To begin and to end one costs the
+"""How long generations that were given up still take permits. To begin and to end one costs the
 gateway half a millisecond of its one thread: a tenant that does nothing else may have 5 % of it
-where there are a thousand places.
+where there are a thousand permits.
 """
 
 
@@ -132,7 +132,7 @@ class Bodies:
 
     @asynccontextmanager
     async def wait(self, tenant: str, deadline_s: float) -> AsyncIterator[None]:
-        """Read a body within this. Raises ApiError 408 after the deadline, 429 if its place is
+        """Read a body within this. Raises ApiError 408 after the deadline, 429 if its permit is
         taken from it.
         """
         waits = self._tenant_to_waits.setdefault(tenant, {})
@@ -197,7 +197,7 @@ class Permits:
 
     @contextmanager
     def take(self, tenant: str) -> Iterator[None]:
-        """Hold a place. Raises as `check` does."""
+        """Hold a permit. Raises as `check` does."""
         self.check(tenant)
         self._tenant_to_num[tenant] += 1
         try:
@@ -208,8 +208,8 @@ class Permits:
                 del self._tenant_to_num[tenant]
 
     def left(self, tenant: str, num: int) -> None:
-        """A client went away from so many generations: they take places for LEFT_S more, so that to
-        begin and give up again and again costs the tenant that does it and not the others.
+        """A client went away from so many generations: they take permits for LEFT_S more, so that
+        to begin and give up again and again costs the tenant that does it and not the others.
         """
         self._tenant_to_left[tenant] += num
         asyncio.get_running_loop().call_later(LEFT_S, self._forget, tenant, num)

@@ -47,7 +47,7 @@ not broken.
 _POLL_S = 0.2
 _VERSION_TIMEOUT_S = 60.0
 
-Told = Callable[[float], None]
+OnElapsed = Callable[[float], None]
 """Hears, while the library is being compiled, here or by another process, for how many seconds that
 has gone on.
 """
@@ -61,7 +61,7 @@ class TimedOut(BuildError):
     """The compiler did not get done; it may another time."""
 
 
-def build(told: Told = lambda elapsed_s: None) -> Path:
+def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
     """Return the compiled library, compiling it if it is not in the cache. Raises BuildError."""
     compiler = _compiler()
     try:
@@ -73,9 +73,11 @@ def build(told: Told = lambda elapsed_s: None) -> Path:
         if library.exists():
             return library
         start_s = time.monotonic()
-        with _only_one(folder / f"kernels-{key}.lock", lambda: told(time.monotonic() - start_s)):
+        with _only_one(
+            folder / f"kernels-{key}.lock", lambda: on_elapsed(time.monotonic() - start_s)
+        ):
             if not library.exists():  # Another process may have built it while this one waited.
-                _compile(compiler, library, told)
+                _compile(compiler, library, on_elapsed)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(
             f"no kernels: {error}. HADAL_CACHE_DIR may name another folder to build in."
@@ -139,12 +141,12 @@ def _only_one(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], library: Path, told: Told) -> None:
+def _compile(compiler: list[str], library: Path, on_elapsed: OnElapsed) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=library.parent)
     os.close(handle)
     try:
         command = [*compiler, *FLAGS, str(SOURCES / MAIN_SOURCE), "-o", name]
-        code, said = _run(command, told)
+        code, said = _run(command, on_elapsed)
         if code != 0:
             raise BuildError(f"{shlex.join(command)} failed: {said.strip()[-800:]}")
         os.replace(name, library)  # Whole or not at all: a reader never sees half a library.
@@ -152,7 +154,7 @@ def _compile(compiler: list[str], library: Path, told: Told) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _run(command: list[str], told: Told) -> tuple[int, str]:
+def _run(command: list[str], on_elapsed: OnElapsed) -> tuple[int, str]:
     """Exit code and output of the compiler. Raises TimedOut."""
     start_s = time.monotonic()
     with tempfile.TemporaryFile() as output:
@@ -167,7 +169,7 @@ def _run(command: list[str], told: Told) -> tuple[int, str]:
         try:
             while process.poll() is None:
                 elapsed_s = time.monotonic() - start_s
-                told(elapsed_s)
+                on_elapsed(elapsed_s)
                 if elapsed_s > COMPILE_TIMEOUT_S:
                     raise TimedOut(f"the compiler did not finish within {COMPILE_TIMEOUT_S} s.")
                 time.sleep(_POLL_S)

@@ -17,12 +17,12 @@ import threading
 import torch
 from torch import Tensor
 
-from hadal.kernels.build import BuildError, Told, build
+from hadal.kernels.build import BuildError, OnElapsed, build
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _teams: dict[int, int] = {}
-_told: list[Told] = []
+_on_elapsed: list[OnElapsed] = []
 """Who hears that it is being compiled; empty in processes that nobody waits for."""
 
 _STATUS = {
@@ -70,8 +70,8 @@ class _Tell:
                 "the kernels are being compiled for this machine, once: that takes half a minute of"
                 " a core"
             )
-        for told in _told:
-            told(elapsed_s)
+        for on_elapsed in _on_elapsed:
+            on_elapsed(elapsed_s)
 
 
 @functools.lru_cache(maxsize=1)
@@ -95,11 +95,11 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def prepare(told: Told) -> None:
-    """Load now: a process's start is the time for it. `told` hears how long it has been
+def prepare(on_elapsed: OnElapsed) -> None:
+    """Load now: a process's start is the time for it. `on_elapsed` hears how long it has been
     compiling.
     """
-    _told[:] = [told]
+    _on_elapsed[:] = [on_elapsed]
     load()
 
 

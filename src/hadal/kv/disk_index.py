@@ -1,9 +1,9 @@
-"""What a leader can find on disk: names of blocks to their places, as runtime/store/view reports
+"""What a leader can find on disk: names of blocks to their locations, as runtime/store/view reports
 them.
 
-A name and its place take about 150 bytes: millions of blocks fit beside the leader's other state
-(bench/cache_index measures it). Knows nothing of files, and not whether a place still holds what it
-held: whoever reads it verifies that.
+A name and its location take about 150 bytes: millions of blocks fit beside the leader's other state
+(bench/cache_index measures it). Knows nothing of files, and not whether a location still holds what
+it held: whoever reads it verifies that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from hadal.core.cache import Place, num_names, number_of, place_of, split
+from hadal.core.cache import DiskLocation, location_of, num_names, number_of, split
 
 
 class BlockIndex(Protocol):
@@ -23,19 +23,19 @@ class BlockIndex(Protocol):
 
     def __contains__(self, name: bytes) -> bool: ...
 
-    def put(self, names: bytes, places: Sequence[Place | None]) -> None: ...
+    def put(self, names: bytes, locations: Sequence[DiskLocation | None]) -> None: ...
 
     def drop(self, names: bytes) -> None: ...
 
-    def found(self, names: bytes) -> tuple[Place, ...]: ...
+    def found(self, names: bytes) -> tuple[DiskLocation, ...]: ...
 
     def num_found(self, chain: bytes) -> int: ...
 
-    def lookup(self, chain: bytes) -> tuple[Place, ...]: ...
+    def lookup(self, chain: bytes) -> tuple[DiskLocation, ...]: ...
 
 
 class DiskIndex:
-    """Places are kept as numbers: a Place is made when somebody asks."""
+    """Locations are kept as numbers: a DiskLocation is made when somebody asks."""
 
     def __init__(self) -> None:
         self._name_to_number: dict[bytes, int] = {}
@@ -46,29 +46,29 @@ class DiskIndex:
     def __contains__(self, name: bytes) -> bool:
         return name in self._name_to_number
 
-    def put(self, names: bytes, places: Sequence[Place | None]) -> None:
+    def put(self, names: bytes, locations: Sequence[DiskLocation | None]) -> None:
         """These blocks can be found; a name that is known already is somewhere else now. None: that
         one cannot.
         """
-        if num_names(names) != len(places):
-            raise ValueError(f"{len(places)} places for {num_names(names)} names.")
-        for name, place in zip(split(names), places, strict=True):
-            if place is not None:
-                self._name_to_number[name] = number_of(place.segment, place.slot)
+        if num_names(names) != len(locations):
+            raise ValueError(f"{len(locations)} locations for {num_names(names)} names.")
+        for name, location in zip(split(names), locations, strict=True):
+            if location is not None:
+                self._name_to_number[name] = number_of(location.segment, location.slot)
 
     def drop(self, names: bytes) -> None:
         """These cannot be found any more; unknown names are passed over."""
         for name in split(names):
             self._name_to_number.pop(name, None)
 
-    def find(self, name: bytes) -> Place | None:
+    def find(self, name: bytes) -> DiskLocation | None:
         """Where a block is."""
         number = self._name_to_number.get(name)
-        return None if number is None else place_of(number)
+        return None if number is None else location_of(number)
 
-    def found(self, names: bytes) -> tuple[Place, ...]:
+    def found(self, names: bytes) -> tuple[DiskLocation, ...]:
         """Where those of these blocks are that are here."""
-        return tuple(place for name in split(names) if (place := self.find(name)) is not None)
+        return tuple(location for name in split(names) if (location := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:
         """How many of the chain's first blocks are here, up to one that is not."""
@@ -79,12 +79,12 @@ class DiskIndex:
             num += 1
         return num
 
-    def lookup(self, chain: bytes) -> tuple[Place, ...]:
-        """The places of the longest prefix of the chain that is here."""
-        places = []
+    def lookup(self, chain: bytes) -> tuple[DiskLocation, ...]:
+        """The locations of the longest prefix of the chain that is here."""
+        locations = []
         for name in split(chain):
             number = self._name_to_number.get(name)
             if number is None:
                 break
-            places.append(place_of(number))
-        return tuple(places)
+            locations.append(location_of(number))
+        return tuple(locations)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from hadal.core.cache import Place, number_of, place_of
+from hadal.core.cache import DiskLocation, location_of, number_of
 from hadal.core.errors import InvariantError
 from hadal.policy.eviction import Arc, Lru
 
@@ -138,10 +138,10 @@ class DiskSlots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def find(self, name: bytes) -> Place | None:
+    def find(self, name: bytes) -> DiskLocation | None:
         """Where a block is or is being written."""
         number = self._name_to_number.get(name)
-        return None if number is None else place_of(number)
+        return None if number is None else location_of(number)
 
     def add_segment(self, segment: int, num_slots: int) -> None:
         """Have more slots, all free."""
@@ -155,7 +155,7 @@ class DiskSlots:
         """Forget its slots and what is in them."""
         names = self._segment_to_names[segment]
         self.drop([name for name in names if name is not None])
-        self._free.remove(lambda number: place_of(number).segment == segment)
+        self._free.remove(lambda number: location_of(number).segment == segment)
         self._eviction.capacity -= len(names)
         del self._segment_to_names[segment]
 
@@ -184,17 +184,17 @@ class DiskSlots:
                 if uses and uses[index]:
                     self._eviction.use(name)
                 self._eviction.offer(name)
-        self._free.remove(lambda number: place_of(number).segment == segment)
+        self._free.remove(lambda number: location_of(number).segment == segment)
         for slot, held in enumerate(row):
             if held is None:
                 self._free.add(number_of(segment, slot))
 
     def take(
         self, names: Sequence[bytes], positions: Sequence[int]
-    ) -> tuple[list[Place | None], bytes]:
+    ) -> tuple[list[DiskLocation | None], bytes]:
         """Give new blocks slots, to be written now. `positions`: of each in its text.
 
-        Returns a place for each, None for the last ones if too many slots are being written, and
+        Returns a location for each, None for the last ones if too many slots are being written, and
         the names that made room: they are not to be found any more. Raises InvariantError if a name
         has a slot already.
         """
@@ -205,20 +205,20 @@ class DiskSlots:
             dropped += victim
             self._give_back(victim)
         self._eviction.tick()
-        places: list[Place | None] = []
+        locations: list[DiskLocation | None] = []
         while (
-            len(places) < len(names)
-            and (run := self._free.take(len(names) - len(places))) is not None
+            len(locations) < len(names)
+            and (run := self._free.take(len(names) - len(locations))) is not None
         ):
             first, count = run
             for number in range(first, first + count):
-                name, place = names[len(places)], place_of(number)
-                self._segment_to_names[place.segment][place.slot] = name
+                name, location = names[len(locations)], location_of(number)
+                self._segment_to_names[location.segment][location.slot] = name
                 self._name_to_number[name] = number
                 self._writing.add(name)
-                self._eviction.add(name, positions[len(places)])
-                places.append(place)
-        return places + [None] * (len(names) - len(places)), bytes(dropped)
+                self._eviction.add(name, positions[len(locations)])
+                locations.append(location)
+        return locations + [None] * (len(names) - len(locations)), bytes(dropped)
 
     def wrote(self, names: Sequence[bytes]) -> None:
         """These blocks are on disk: from now on they may make room. Names without a slot are passed
@@ -283,6 +283,6 @@ class DiskSlots:
 
     def _give_back(self, name: bytes) -> None:
         number = self._name_to_number.pop(name)
-        place = place_of(number)
-        self._segment_to_names[place.segment][place.slot] = None
+        location = location_of(number)
+        self._segment_to_names[location.segment][location.slot] = None
         self._free.add(number)

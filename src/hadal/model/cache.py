@@ -38,7 +38,7 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
 
 
 class KvCache:
-    """`cache_PLSD`, in own memory or in the caller's (a shared-memory segment that another process
+    """`cache_PLSD`, in own memory or in the caller's (a shared-memory file that another process
     reads); or, staged, in own memory beside the caller's.
     """
 

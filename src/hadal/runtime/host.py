@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from hadal.comm.mesh.link import refused_here
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Refused, UnitReport
 from hadal.core.plans import BlocksRead, BlocksStored, Staged, StagePlan
@@ -43,7 +43,7 @@ from hadal.core.seams import (
 )
 from hadal.runtime.compute import Compute
 from hadal.runtime.process.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
-from hadal.runtime.transfer.kv import Copier, KvWire
+from hadal.runtime.transfer.kv import Copier, KvTransfer
 from hadal.runtime.transfer.pool import KvPool
 from hadal.runtime.wire import ZmqWire
 
@@ -99,7 +99,7 @@ class DiskReader(Protocol):
 
     def take(self) -> list[DiskNews]: ...
 
-    def mark(self, places: tuple[Place, ...]) -> None: ...
+    def mark(self, locations: tuple[DiskLocation, ...]) -> None: ...
 
     def stop(self, timeout_s: float) -> None: ...
 
@@ -125,14 +125,14 @@ class UnitHost:
         make_stager: Callable[[Wake], ExpertStager] | None = None,
         make_disk: Callable[[Wake], BlockDisk | None] = lambda wake: None,
         make_view: Callable[[Wake], DiskReader | None] = lambda wake: None,
-        kv_wire: KvWire | None = None,
+        kv_transfer: KvTransfer | None = None,
     ) -> None:
         """`step_deadline_s`: a step longer than this ends the process, so that the supervisor
         starts another.
 
         `news` feeds the role, before every tick and after every wake, what only the process can
         see: a rank's progress. `make_stager` is given what wakes the host; None where nobody asks
-        for a stage. So are `make_disk` and `make_view`, which may make nothing. `kv_wire` pulls
+        for a stage. So are `make_disk` and `make_view`, which may make nothing. `kv_transfer` pulls
         into the pool; None: from pools of this host alone.
         """
         self._leader = leader
@@ -144,12 +144,12 @@ class UnitHost:
         self._news = news
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wire.wake_on(self._wake_fd)
-        self._kv_wire = kv_wire or (None if pool is None else KvWire(pool))
+        self._kv_transfer = kv_transfer or (None if pool is None else KvTransfer(pool))
         self._compute = None if runner is None else Compute(runner, self.wake)
         self._copier = (
             None
-            if self._kv_wire is None or pool is None
-            else Copier(self._kv_wire, pool.block_bytes, self.wake)
+            if self._kv_transfer is None or pool is None
+            else Copier(self._kv_transfer, pool.block_bytes, self.wake)
         )
         self._stager = make_stager(self.wake) if make_stager else None
         self._disk = make_disk(self.wake)
@@ -158,7 +158,7 @@ class UnitHost:
         self._step_ended = False
         """A step's end is among the events being handled: a plan made now follows it."""
         self._stopping = False
-        self._told_refused_s = 0.0
+        self._reported_refused_s = 0.0
         self._refused_before = refused_here()
         """What this process refused before it was a host: nothing, but in tests."""
 
@@ -200,7 +200,7 @@ class UnitHost:
                 self._end_if_stuck(self._compute.busy_s())
 
     def close(self) -> None:
-        """Free the name, the segment and the threads."""
+        """Free the name, the shared-memory file and the threads."""
         if self._runner is not None:
             self._runner.abort()  # Its peers may be gone already: do not wait for them.
         if self._compute and not self._compute.stop(_STOP_S):
@@ -214,8 +214,8 @@ class UnitHost:
         if self._view:
             self._view.stop(_STOP_S)
         self._wire.close()
-        if self._kv_wire:
-            self._kv_wire.close()
+        if self._kv_transfer:
+            self._kv_transfer.close()
         if self._pool:
             self._pool.close()
         if self._runner is not None:
@@ -239,7 +239,7 @@ class UnitHost:
             elif isinstance(effect, ReadBlocks | StoreBlocks) and self._disk:
                 self._disk.submit(effect)
             elif isinstance(effect, UsedBlocks) and self._view:
-                self._view.mark(effect.places)
+                self._view.mark(effect.locations)
             elif isinstance(effect, Freed) and self._pool:
                 self._pool.free(effect.block_ids)
             elif isinstance(effect, Pull) and self._copier:
@@ -271,10 +271,10 @@ class UnitHost:
         """
         now_s = self._clock.now()
         if (
-            now_s - self._told_refused_s >= _TELL_REFUSED_S
+            now_s - self._reported_refused_s >= _TELL_REFUSED_S
             and (kind_to_num := refused_here()) != self._refused_before
         ):
-            self._told_refused_s = now_s
+            self._reported_refused_s = now_s
             self._wire.send("front", Refused(self._wire.name, kind_to_num))
 
     def _take_news(self) -> None:

@@ -50,9 +50,9 @@ from hadal.runtime.recorder import recorded
 from hadal.runtime.store.disk import DiskStore, make_store
 from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import device_index, rank_name
-from hadal.runtime.transfer.experts import PURPOSE, ExpertWire, Stager
+from hadal.runtime.transfer.experts import PURPOSE, ExpertTransfer, Stager
 from hadal.runtime.transfer.grants import Grants
-from hadal.runtime.transfer.kv import KvWire, live_wire
+from hadal.runtime.transfer.kv import KvTransfer, live_transfer
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
 
@@ -194,11 +194,11 @@ class RankProcess:
     pool: KvPool
     clock: Clock
 
-    def wires(self) -> tuple[ZmqWire, KvWire]:
+    def wires(self) -> tuple[ZmqWire, KvTransfer]:
         """Its messages, and KV out of other pools and its own."""
         grants = Grants(self.run.secret, self.name)
-        kv_wire = live_wire(self.pool, self.run, grants, ADDRESS)
-        return ZmqWire(self.name, self.folder, grants), kv_wire
+        kv_transfer = live_transfer(self.pool, self.run, grants, ADDRESS)
+        return ZmqWire(self.name, self.folder, grants), kv_transfer
 
     def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:
         return make_store(self.run, self.role, self.pool.blocks, wake)
@@ -234,7 +234,7 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
     run, config, role = process.run, process.config, process.role
     runner = make_lone_runner(run.deployment, config, role, process.pool, process.device)
     _freeze()
-    wire, kv_wire = process.wires()
+    wire, kv_transfer = process.wires()
     leader = recorded(
         make_leader(
             run.deployment,
@@ -242,11 +242,11 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
             process.unit,
             role,
             process.epoch,
-            kv_wire.address,
+            kv_transfer.address,
             fingerprint=run.fingerprint,
         ),
         process.unit,
-        MadeSoleLeader(role, process.epoch, kv_wire.address, run.fingerprint, config),
+        MadeSoleLeader(role, process.epoch, kv_transfer.address, run.fingerprint, config),
         run.run_id,
         run.deployment,
     )
@@ -259,7 +259,7 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
         step_deadline_s=STEP_DEADLINE_S,
         make_disk=process.make_disk,
         make_view=lambda wake: make_view(run, wake),
-        kv_wire=kv_wire,
+        kv_transfer=kv_transfer,
     )
     return host, leader.start(process.clock.now())
 
@@ -282,17 +282,17 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
     _freeze()
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
-    expert_wire = (
-        ExpertWire(ADDRESS, key_of(run.secret, PURPOSE), store.expert)
+    expert_transfer = (
+        ExpertTransfer(ADDRESS, key_of(run.secret, PURPOSE), store.expert)
         if moves_experts(units_of(deployment, role))
         else None
     )
-    wire, kv_wire = process.wires()
-    expert_port = expert_wire.port if expert_wire else 0
+    wire, kv_transfer = process.wires()
+    expert_port = expert_transfer.port if expert_transfer else 0
     rank_role = recorded(
-        RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=expert_port),
+        RankRole(unit, rank, epoch, ADDRESS, port, kv_transfer.address, expert_port=expert_port),
         process.name,
-        MadeRank(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port),
+        MadeRank(unit, rank, epoch, ADDRESS, port, kv_transfer.address, expert_port),
         run.run_id,
         deployment,
     )
@@ -305,10 +305,10 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
         step_deadline_s=STEP_DEADLINE_S,
         news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
         make_stager=(
-            (lambda wake: Stager(store.stage, expert_wire, wake)) if expert_wire else None
+            (lambda wake: Stager(store.stage, expert_transfer, wake)) if expert_transfer else None
         ),
         make_disk=process.make_disk,
-        kv_wire=kv_wire,
+        kv_transfer=kv_transfer,
     )
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
     return host, rank_role.start(process.clock.now())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.cache import Place, num_names, number_of, place_of, slice_of, split
+from hadal.core.cache import DiskLocation, location_of, num_names, number_of, slice_of, split
 
 
 def test_names_are_cut_by_number() -> None:
@@ -16,5 +16,5 @@ def test_names_are_cut_by_number() -> None:
 
 def test_places_are_numbers_in_the_order_of_their_slots() -> None:
     for segment, slot in [(0, 0), (7, 5), ((1 << 62) - 1, (1 << 31) - 1)]:
-        assert place_of(number_of(segment, slot)) == Place(segment, slot)
+        assert location_of(number_of(segment, slot)) == DiskLocation(segment, slot)
     assert number_of(7, 5) + 1 == number_of(7, 6) < number_of(8, 0)

@@ -315,7 +315,7 @@ def test_too_many_requests(model: ServedModel) -> None:
     play(model, scene, limits=LimitsConfig(max_running=1, max_queued=1))
 
 
-def test_places_are_generations(model: ServedModel) -> None:
+def test_permits_are_generations(model: ServedModel) -> None:
     """And a request that there is no room for is refused whole, before any of it is begun."""
 
     async def scene(it: World) -> None:

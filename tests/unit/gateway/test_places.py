@@ -29,7 +29,7 @@ def test_a_tenant_alone_takes_all_and_leaves_another_its_share() -> None:
     assert len(permits) == 0
 
 
-def test_what_is_begun_and_given_up_takes_places_for_a_while(
+def test_what_is_begun_and_given_up_takes_permits_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("hadal.gateway.http.LEFT_S", 0.1)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from hadal.core.cache import NAME_BYTES, Place, split
+from hadal.core.cache import NAME_BYTES, DiskLocation, split
 from hadal.core.errors import InvariantError
 from hadal.kv.disk_slots import DiskSlots
 from tests.fresh import fresh
@@ -32,9 +32,12 @@ def test_new_blocks_lie_side_by_side() -> None:
     slots = DiskSlots()
     slots.add_segment(3, 4)
     slots.add_segment(9, 8)
-    assert slots.take(names_of(*range(6)), range(6)) == ([Place(9, slot) for slot in range(6)], b"")
+    assert slots.take(names_of(*range(6)), range(6)) == (
+        [DiskLocation(9, slot) for slot in range(6)],
+        b"",
+    )
     assert slots.take(names_of(*range(10, 14)), range(4)) == (
-        [Place(3, slot) for slot in range(4)],
+        [DiskLocation(3, slot) for slot in range(4)],
         b"",
     )
     assert (slots.num_slots, slots.num_free, len(slots), slots.check()) == (12, 2, 10, [])
@@ -44,25 +47,25 @@ def test_what_is_being_written_never_makes_room() -> None:
     slots = DiskSlots()
     slots.add_segment(7, 3)
     slots.take(names_of(0, 1), (0, 1))
-    places, dropped = slots.take(names_of(2, 3), (0, 1))
-    assert (places, dropped) == ([Place(7, 2), None], b"")
+    locations, dropped = slots.take(names_of(2, 3), (0, 1))
+    assert (locations, dropped) == ([DiskLocation(7, 2), None], b"")
     slots.wrote(names_of(0))
-    assert slots.take(names_of(4, 5), (0, 1)) == ([Place(7, 0), None], names_of(0)[0])
+    assert slots.take(names_of(4, 5), (0, 1)) == ([DiskLocation(7, 0), None], names_of(0)[0])
     assert slots.check() == []
 
 
 def test_the_end_of_a_text_makes_room_first() -> None:
     slots = full(4)
-    places, dropped = slots.take(names_of(10, 11), (0, 1))
+    locations, dropped = slots.take(names_of(10, 11), (0, 1))
     assert list(split(dropped)) == names_of(3, 2)
-    assert places == [Place(7, 2), Place(7, 3)]
+    assert locations == [DiskLocation(7, 2), DiskLocation(7, 3)]
 
 
 def test_a_use_saves_a_block() -> None:
     slots = full(4)
     slots.used(7, (3, 1), (2, 0))
     assert list(split(slots.take(names_of(10, 11), (0, 1))[1])) == names_of(2, 1)
-    assert slots.find(names_of(3)[0]) == Place(7, 3)
+    assert slots.find(names_of(3)[0]) == DiskLocation(7, 3)
 
 
 def test_a_block_has_one_slot() -> None:
@@ -89,9 +92,9 @@ def test_recovery_takes_each_name_once() -> None:
     slots.add_segment(8, 4)
     slots.restore(8, (0, 2, 3), names_of(1, 20, 21), (1, 0, 1), uses=(0, 0, 5))
     assert [slots.find(name) for name in names_of(1, 20, 21)] == [
-        Place(7, 1),
-        Place(8, 2),
-        Place(8, 3),
+        DiskLocation(7, 1),
+        DiskLocation(8, 2),
+        DiskLocation(8, 3),
     ]
     assert (slots.num_free, slots.check()) == (2, [])
     # Block 21 was used before; block 20 was not.
@@ -123,8 +126,8 @@ def test_any_use_adds_up(seed: int) -> None:
     print(f"seed {seed}")
     random = Random(seed)
     slots, next_segment, next_name = DiskSlots(), 0, 0
-    kept: dict[bytes, Place] = {}
-    writing: dict[bytes, Place] = {}
+    kept: dict[bytes, DiskLocation] = {}
+    writing: dict[bytes, DiskLocation] = {}
     for _ in range(700):
         if random.random() < 0.05 or not slots.num_slots:
             slots.add_segment(next_segment, random.randrange(1, 12))
@@ -137,11 +140,15 @@ def test_any_use_adds_up(seed: int) -> None:
             )
         new = names_of(*range(next_name, next_name + random.randrange(8)))
         next_name += len(new)
-        places, dropped = slots.take(new, range(len(new)))
+        locations, dropped = slots.take(new, range(len(new)))
         assert set(split(dropped)) <= kept.keys()
         for name in split(dropped):
             del kept[name]
-        got = {name: place for name, place in zip(new, places, strict=True) if place is not None}
+        got = {
+            name: location
+            for name, location in zip(new, locations, strict=True)
+            if location is not None
+        }
         assert not set(got.values()) & (set(kept.values()) | set(writing.values()))
         assert len(got) == len(new) or not kept
         writing |= got
@@ -152,9 +159,9 @@ def test_any_use_adds_up(seed: int) -> None:
             slots.drop([name])
             kept.pop(name, None)
             writing.pop(name, None)
-        for place in random.sample(
+        for location in random.sample(
             sorted(kept.values(), key=lambda p: (p.segment, p.slot)), len(kept) // 4
         ):
-            slots.used(place.segment, (place.slot,), (1,))
-        assert all(slots.find(name) == place for name, place in (kept | writing).items())
+            slots.used(location.segment, (location.slot,), (1,))
+        assert all(slots.find(name) == location for name, location in (kept | writing).items())
         assert (len(slots), slots.check()) == (len(kept) + len(writing), [])

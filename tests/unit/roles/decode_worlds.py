@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 
-from hadal.core.cache import Place, split
+from hadal.core.cache import DiskLocation, split
 from hadal.core.messages import BLOCK_TOKENS, Cancel, Decode, Generation, KvLease, PullEarly, Tokens
 from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Pull, Send, StoreBlocks
@@ -132,7 +132,9 @@ class DecodeWorld(World):
     def stored(self) -> None:
         store = self.stores.pop(self.random.randrange(len(self.stores)))
         self.look(store)
-        places = tuple(None if self.random.random() < 0.1 else Place(0, 0) for _ in store.positions)
+        places = tuple(
+            None if self.random.random() < 0.1 else DiskLocation(0, 0) for _ in store.positions
+        )
         written = [
             name
             for name, place in zip(split(store.names), places, strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hadal.core.cache import NAME_BYTES, Place, num_names
+from hadal.core.cache import NAME_BYTES, DiskLocation, num_names
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.runtime.store.disk import DiskStore
@@ -64,13 +64,15 @@ class Host:
         assert done.store_id == self._next_id
         return done
 
-    def begin_load(self, names: bytes, places: tuple[Place, ...], into: tuple[int, ...]) -> int:
+    def begin_load(
+        self, names: bytes, locations: tuple[DiskLocation, ...], into: tuple[int, ...]
+    ) -> int:
         self._next_id += 1
-        self.store.submit(ReadBlocks(self._next_id, names, places, into))
+        self.store.submit(ReadBlocks(self._next_id, names, locations, into))
         return self._next_id
 
-    def load(self, names: bytes, places: tuple[Any, ...], into: tuple[int, ...]) -> BlocksRead:
-        self.begin_load(names, places, into)
+    def load(self, names: bytes, locations: tuple[Any, ...], into: tuple[int, ...]) -> BlocksRead:
+        self.begin_load(names, locations, into)
         (done,) = wait_for(self.store.take)
         assert isinstance(done, BlocksRead)
         assert done.read_id == self._next_id

@@ -44,7 +44,7 @@ from hadal.core.seams import (
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.host import UnitHost
 from hadal.runtime.process.process import EXIT_STUCK, LiveClock
-from hadal.runtime.transfer.experts import ExpertWire, Stager
+from hadal.runtime.transfer.experts import ExpertTransfer, Stager
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 from hadal.runtime.wire import ZmqWire
 
@@ -297,7 +297,7 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
 
     threads = set(threading.enumerate())
     with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
-        wire = ExpertWire("127.0.0.1", key_of(b"a run", "experts"), lambda layer, expert: held)
+        wire = ExpertTransfer("127.0.0.1", key_of(b"a run", "experts"), lambda layer, expert: held)
         sources = (Source(7, "127.0.0.1", wire.port),)
         script, front = Script(answer), ZmqWire("front", Path(name))
         host = UnitHost(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 from hadal.core.messages import Cancel
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews, Effect, Event, ReadBlocks, Send, StoreBlocks, UsedBlocks
@@ -32,17 +32,17 @@ class Script:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.places: tuple[Place, ...] = ()
+        self.locations: tuple[DiskLocation, ...] = ()
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         self.events.append(event)
         match event:
-            case DiskNews(added, places) if added:
-                order = sorted(range(len(places)), key=lambda at: added[16 * at])
-                self.places = tuple(places[at] for at in order)
-                return [ReadBlocks(5, NAMES, self.places, (4, 5))]
+            case DiskNews(added, locations) if added:
+                order = sorted(range(len(locations)), key=lambda at: added[16 * at])
+                self.locations = tuple(locations[at] for at in order)
+                return [ReadBlocks(5, NAMES, self.locations, (4, 5))]
             case BlocksRead():
-                return [UsedBlocks(self.places), Send("front", Cancel("loaded", 0))]
+                return [UsedBlocks(self.locations), Send("front", Cancel("loaded", 0))]
         return []
 
 
@@ -78,7 +78,7 @@ def test_blocks_go_to_disk_are_told_of_and_come_back(tmp_path: Path) -> None:
     assert world.failure is None
     (stored,) = [event for event in script.events if isinstance(event, BlocksStored)]
     (loaded,) = [event for event in script.events if isinstance(event, BlocksRead)]
-    assert (stored.store_id, stored.places, stored.error) == (3, script.places, None)
+    assert (stored.store_id, stored.locations, stored.error) == (3, script.locations, None)
     assert (loaded.read_id, loaded.num_loaded) == (5, 2)
 
 

@@ -164,18 +164,18 @@ class Refusals:
         self._kind = kind
         self._what = what
         self._clock = clock
-        self._told_s = -REFUSALS_S
-        self._num_told = 0
+        self._logged_s = -REFUSALS_S
+        self._num_logged = 0
 
     def count(self, why: object) -> None:
         """One more. From any thread: at worst two lines are written instead of one."""
         self.num_refused += 1
         _of_process[self._kind] += 1
         now_s = self._clock()
-        if now_s - self._told_s >= REFUSALS_S:
-            self._told_s, num_told, self._num_told = now_s, self._num_told, self.num_refused
+        if now_s - self._logged_s >= REFUSALS_S:
+            self._logged_s, num_logged, self._num_logged = now_s, self._num_logged, self.num_refused
             log.warning(
-                "%s refused %d connections: %s", self._what, self.num_refused - num_told, why
+                "%s refused %d connections: %s", self._what, self.num_refused - num_logged, why
             )
 
 

@@ -32,7 +32,7 @@ from hadal.policy.admission import in_turns, turn_s
 # One request as the front knows it, from Submit to its last Deliver.
 
 
-Place = tuple[float, int, str]
+QueueKey = tuple[float, int, str]
 """A place in the queue: whose turn is first, then who came first."""
 
 
@@ -74,7 +74,7 @@ class Record:
         return self.generation.request_id
 
     @property
-    def place(self) -> Place:
+    def queue_key(self) -> QueueKey:
         """Its place in the queue; the same when it comes back."""
         return (
             turn_s(self.generation.arrived_s, self.generation.priority),
@@ -301,8 +301,8 @@ class FrontRequests:
     num_blocks_placed: int = 0
     running: Running = field(default_factory=Running)
     """Those in decode."""
-    _tenant_to_queue: dict[str, list[Place]] = field(default_factory=dict)
-    """Places of those that wait, in their order. A tenant of whom nobody waits is not in it."""
+    _tenant_to_queue: dict[str, list[QueueKey]] = field(default_factory=dict)
+    """Queue keys of those that wait, in their order. A tenant of whom nobody waits is not in it."""
     tenant_to_placed: Counter[str] = field(default_factory=Counter)
     """How many of a tenant's requests units work on."""
     tenant_to_seen_s: dict[str, float] = field(default_factory=dict)
@@ -403,10 +403,10 @@ class FrontRequests:
             if (head := self._head(queue, now_s)) is not None
         ]
         if len(heads) > 1:
-            heads.sort(key=lambda record: record.place)
+            heads.sort(key=lambda record: record.queue_key)
         return next(in_turns(heads, _who, self.tenant_to_placed), None)
 
-    def _head(self, queue: list[Place], now_s: float) -> Record | None:
+    def _head(self, queue: list[QueueKey], now_s: float) -> Record | None:
         for _, _, request_id in queue:
             record = self.by_id[request_id]
             if record.not_before_s <= now_s:
@@ -414,16 +414,16 @@ class FrontRequests:
         return None
 
     def _enqueue(self, record: Record) -> None:
-        insort(self._tenant_to_queue.setdefault(record.generation.tenant, []), record.place)
+        insort(self._tenant_to_queue.setdefault(record.generation.tenant, []), record.queue_key)
 
     def _dequeue(self, record: Record) -> None:
         queue = self._tenant_to_queue[record.generation.tenant]
-        del queue[bisect_left(queue, record.place)]
+        del queue[bisect_left(queue, record.queue_key)]
         if not queue:
             del self._tenant_to_queue[record.generation.tenant]
 
     def queued(self) -> list[Record]:
-        """Those that wait, in the order of their places."""
+        """Those that wait, in the order of their queue keys."""
         return [
             self.by_id[request_id] for _, _, request_id in merge(*self._tenant_to_queue.values())
         ]
@@ -471,10 +471,10 @@ class FrontRequests:
                     f"{record.request_id} counts {record.num_blocks} blocks for {record.num_tokens}"
                     " tokens"
                 )
-        queues: dict[str, list[Place]] = {}
+        queues: dict[str, list[QueueKey]] = {}
         for record in self.by_id.values():
             if record.state is State.QUEUED:
-                queues.setdefault(record.generation.tenant, []).append(record.place)
+                queues.setdefault(record.generation.tenant, []).append(record.queue_key)
         if {tenant: sorted(queue) for tenant, queue in queues.items()} != self._tenant_to_queue:
             problems.append("the queue does not hold those that are queued")
         if self.num_blocks_placed != sum(record.num_blocks for record in self.placed()):

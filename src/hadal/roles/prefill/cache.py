@@ -346,9 +346,9 @@ class PrefillCache:
 
     def _say_used(self, names: bytes) -> None:
         """Tell those who keep them on disk."""
-        places = self.stores.index.found(names)
-        if places:
-            self._out.append(UsedBlocks(places))
+        locations = self.stores.index.found(names)
+        if locations:
+            self._out.append(UsedBlocks(locations))
 
     # ---- what the disk says ----
     def loaded(self, now_s: float, event: BlocksRead) -> None:
@@ -419,9 +419,9 @@ class PrefillCache:
         before.
         """
         full = prompt.num_done // BLOCK_TOKENS
-        if full <= prompt.num_told or prompt.num_done >= len(prompt.tokens):
+        if full <= prompt.num_notified or prompt.num_done >= len(prompt.tokens):
             return
-        prompt.num_told = full
+        prompt.num_notified = full
         pool, block_ids = self._pools[prompt.rank], prompt.block_ids[:full]
         lease = KvLease(
             self._pools.names[prompt.rank],

@@ -69,7 +69,7 @@ class PrefillAttempt:
     """Some of that is being read."""
     num_named: int = 0
     """Blocks that can be found by others."""
-    num_told: int = 0
+    num_notified: int = 0
     """Blocks that decode was told of ahead."""
     last_step_id: int = -1
     """The last plan that writes its blocks: they cannot be freed before it is done."""

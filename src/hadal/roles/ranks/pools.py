@@ -252,11 +252,11 @@ class RankPools:
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")
-        num_told = sum(ranks.bit_count() for ranks in self._names.values())
+        num_reported = sum(ranks.bit_count() for ranks in self._names.values())
         num_named = sum(allocator.num_named for allocator in self._allocators)
-        if not num_told == num_named == self._num_named:
+        if not num_reported == num_named == self._num_named:
             problems.append(
-                f"{num_told} names are told of, and {num_named} blocks have one, not"
+                f"{num_reported} names are told of, and {num_named} blocks have one, not"
                 f" {self._num_named}"
             )
         return problems

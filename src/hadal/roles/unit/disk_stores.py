@@ -151,23 +151,23 @@ class DiskStores:
     def news(self, event: DiskNews) -> None:
         """What can be found on disk changed."""
         self.index.drop(event.dropped)
-        self.index.put(event.added, event.places)
+        self.index.put(event.added, event.locations)
 
     def stored(self, event: BlocksStored) -> None:
         """Blocks were written, or could not be: let go of them. Raises InvariantError if nobody
         asked for it.
         """
         effect = self._writing.pop(event.store_id, None)
-        if effect is None or len(event.places) != len(effect.block_ids):
+        if effect is None or len(event.locations) != len(effect.block_ids):
             raise InvariantError(
-                f"store {event.store_id} ended with {event.places}, and {effect} was asked for."
+                f"store {event.store_id} ended with {event.locations}, and {effect} was asked for."
             )
         self._num_writing[effect.rank] -= len(effect.block_ids)
         self._names.difference_update(split(effect.names))
         self._pools.free(effect.rank, effect.block_ids, Writer(event.store_id))
         self.index.drop(event.dropped)
-        self.index.put(effect.names, event.places)
-        num_stored = sum(place is not None for place in event.places)
+        self.index.put(effect.names, event.locations)
+        num_stored = sum(location is not None for location in event.locations)
         self.counts[cache.STORED_BLOCKS] += num_stored
         self.counts[cache.SKIPPED_BLOCKS] += len(effect.block_ids) - num_stored
         self.counts[cache.DISK_EVICTED_BLOCKS] += num_names(event.dropped)

@@ -336,7 +336,7 @@ class Starting:
         self._stack = ExitStack()
         self._has_bar = has_bar
         self._bar: Bar | None = None
-        self._told_s: float | None = None
+        self._logged_s: float | None = None
         """When the log was last told; None while nobody starts."""
 
     def look(self, now_s: float) -> None:
@@ -348,11 +348,11 @@ class Starting:
                 self._stack.enter_context(written_by(self._bar.print_above))
             self._bar.update(self._text(starting), done=self._share())
         elif not starting:
-            self._told_s = None
-        elif self._told_s is None:
-            self._told_s = now_s
-        elif now_s - self._told_s >= PERIOD_S:
-            self._told_s = now_s
+            self._logged_s = None
+        elif self._logged_s is None:
+            self._logged_s = now_s
+        elif now_s - self._logged_s >= PERIOD_S:
+            self._logged_s = now_s
             log.info("%s", self._text(starting))
 
     def close(self) -> None:
@@ -373,12 +373,14 @@ class Starting:
         shares = []
         for child in self._children:
             if child.is_wanted:
-                of_told = (
+                of_reported = (
                     child.doing.done / child.doing.total
                     if child.doing and child.doing.total
                     else 0.0
                 )
-                shares.append(1.0 if child.phase is ProcessPhase.READY else _OF_A_START * of_told)
+                shares.append(
+                    1.0 if child.phase is ProcessPhase.READY else _OF_A_START * of_reported
+                )
         return sum(shares) / len(shares) if shares else 1.0
 
 

@@ -143,11 +143,11 @@ class Teller:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._told_s = -math.inf
+        self._logged_s = -math.inf
 
     def __call__(self, done: float, total: float = 0.0) -> None:
-        if (now_s := time.monotonic()) - self._told_s >= _TELL_S:
-            self._told_s = now_s
+        if (now_s := time.monotonic()) - self._logged_s >= _TELL_S:
+            self._logged_s = now_s
             tell_doing(self._what, done, total)
 
 

@@ -104,7 +104,7 @@ class _Found:
 
 @dataclass
 class _Piece:
-    """Places begin .. end-1 of a load: adjacent slots of one segment."""
+    """Locations begin .. end-1 of a load: adjacent slots of one segment."""
 
     load: _Read
     index: int
@@ -164,9 +164,9 @@ class Loader:
         now_s = time.monotonic()
         pieces = _pieces(effect, len(self._threads[0].buffer))
         load = _Read(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
-        if not len(load.names) == len(effect.places) == len(effect.into):
+        if not len(load.names) == len(effect.locations) == len(effect.into):
             raise ValueError(
-                f"load {effect.read_id} has {len(load.names)} names, {len(effect.places)} places, "
+                f"load {effect.read_id} has {len(load.names)} names, {len(effect.locations)} locations, "
                 f"{len(effect.into)} blocks"
             )
         with self._lock:
@@ -278,13 +278,13 @@ class Loader:
         except OSError as error:
             found = _Found(0, 0, self._troubles.note_error("read", error))
         if found.error is not None:
-            self._forget(own, piece.load.effect.places[piece.begin].segment)
+            self._forget(own, piece.load.effect.locations[piece.begin].segment)
         return found
 
     def _read(self, own: _Thread, load: _Read, begin: int, end: int) -> _Found:
-        """Read places begin .. end-1, which are adjacent, into the buffer, and verify them."""
-        first, count = load.effect.places[begin].slot, end - begin
-        segment = self._open(own, load.effect.places[begin].segment)
+        """Read locations begin .. end-1, which are adjacent, into the buffer, and verify them."""
+        first, count = load.effect.locations[begin].slot, end - begin
+        segment = self._open(own, load.effect.locations[begin].segment)
         if not 0 <= first <= first + count <= segment.num_slots:
             return _Found(0, 0, "there is no such slot")
         records = segment.table(first, count)
@@ -366,12 +366,14 @@ class Loader:
 
 
 def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:
-    """Cut the places into stretches of adjacent slots: (first index, end), `most` of them at
+    """Cut the locations into stretches of adjacent slots: (first index, end), `most` of them at
     most.
     """
     return [
         (begin, min(begin + most, at + count))
-        for at, count in runs([number_of(place.segment, place.slot) for place in effect.places])
+        for at, count in runs(
+            [number_of(location.segment, location.slot) for location in effect.locations]
+        )
         for begin in range(at, at + count, most)
     ]
 

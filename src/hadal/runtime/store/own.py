@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.cache import Place, number_of
+from hadal.core.cache import DiskLocation, number_of
 from hadal.kv.blocks import runs
 from hadal.kv.disk_slots import DiskSlots
 from hadal.runtime.store.segments import (
@@ -43,7 +43,7 @@ class Block:
     position: int
     sum: bytes
     row: int
-    place: Place | None = None
+    location: DiskLocation | None = None
     """Where it is, once it is written; it may be lost until it is synced as well."""
     is_new: bool = False
     """It is to be written; else it was there before."""
@@ -74,9 +74,9 @@ class OwnBlocks:
             self._take_up(segment)
 
     def place(self, blocks: list[Block]) -> bytes:
-        """Give blocks their slots. Returns the names that made room; blocks without a place found
-        none, and those that are somewhere already are not `is_new`. Raises OSError or SegmentError
-        if there are no segments to be had.
+        """Give blocks their slots. Returns the names that made room; blocks without a location
+        found none, and those that are somewhere already are not `is_new`. Raises OSError or
+        SegmentError if there are no segments to be had.
         """
         if self._segments.make_folder():  # It was deleted, and the segments in it with it.
             self._troubles.note_gone()
@@ -85,13 +85,19 @@ class OwnBlocks:
         self._poll_if_due()
         self._grow(len(self._new(blocks)))
         new = self._new(blocks)  # Again: what was taken up from the dead may hold some of them.
-        places, dropped = self._slots.take([one.name for one in new], [one.position for one in new])
-        for block, place in zip(new, places, strict=True):
-            block.place, block.is_new, block.sequence = place, place is not None, self._sequence
+        locations, dropped = self._slots.take(
+            [one.name for one in new], [one.position for one in new]
+        )
+        for block, location in zip(new, locations, strict=True):
+            block.location, block.is_new, block.sequence = (
+                location,
+                location is not None,
+                self._sequence,
+            )
             self._sequence += 1
         for block in blocks:
-            if block.place is None:
-                block.place = self._slots.find(block.name)
+            if block.location is None:
+                block.location = self._slots.find(block.name)
         return dropped
 
     def _new(self, blocks: list[Block]) -> list[Block]:
@@ -105,8 +111,8 @@ class OwnBlocks:
         or SegmentError.
         """
         for run in _runs([one for one in blocks if one.is_new]):
-            assert run[0].place is not None
-            segment, first = self._segments.segments[run[0].place.segment], run[0].place.slot
+            assert run[0].location is not None
+            segment, first = self._segments.segments[run[0].location.segment], run[0].location.slot
             names, positions, sums = zip(
                 *((one.name, one.position, one.sum) for one in run), strict=True
             )
@@ -122,20 +128,20 @@ class OwnBlocks:
         for block in blocks:
             if (
                 not block.is_new
-                or block.place is None
-                or self._slots.find(block.name) != block.place
+                or block.location is None
+                or self._slots.find(block.name) != block.location
             ):
                 continue  # What was there before is there still.
             self._slots.drop([block.name])
-            segment = self._segments.segments.get(block.place.segment)
+            segment = self._segments.segments.get(block.location.segment)
             try:
                 if segment is not None:
-                    segment.clear(block.place.slot, 1)
+                    segment.clear(block.location.slot, 1)
             except (OSError, SegmentError) as error:
                 self._troubles.note_error(
                     "clear", error
                 )  # Its sum is of these bytes or it is not used.
-            block.place = None
+            block.location = None
 
     def sync(self, blocks: list[Block]) -> None:
         """Make written blocks durable and let readers know. Raises OSError or SegmentError if some
@@ -144,8 +150,8 @@ class OwnBlocks:
         trouble: OSError | SegmentError | None = None
         number_to_blocks: dict[int, list[Block]] = {}
         for block in blocks:
-            if block.place is not None and self._slots.find(block.name) == block.place:
-                number_to_blocks.setdefault(block.place.segment, []).append(block)
+            if block.location is not None and self._slots.find(block.name) == block.location:
+                number_to_blocks.setdefault(block.location.segment, []).append(block)
         for number, here in number_to_blocks.items():
             try:
                 self._sync_segment(number)
@@ -280,11 +286,11 @@ class OwnBlocks:
 
 def _runs(blocks: list[Block]) -> list[list[Block]]:
     """Blocks that lie side by side on disk and in the buffer, to be written at once."""
-    ordered = sorted(blocks, key=_place_number)
-    cut = runs([_place_number(block) for block in ordered], [block.row for block in ordered])
+    ordered = sorted(blocks, key=_location_number)
+    cut = runs([_location_number(block) for block in ordered], [block.row for block in ordered])
     return [ordered[at : at + count] for at, count in cut]
 
 
-def _place_number(block: Block) -> int:
-    assert block.place is not None
-    return number_of(block.place.segment, block.place.slot)
+def _location_number(block: Block) -> int:
+    assert block.location is not None
+    return number_of(block.location.segment, block.location.slot)

@@ -14,7 +14,7 @@ overwritten in this order, so that after `kill -9` a record names only what is w
     clear the record | write the block | write the record | fdatasync | say that it is durable
 
 Power that fails, or a disk that lies, may keep the record and lose the block: the sum tells.
-Records are checked with their place, so none is believed where it was not written. Nothing is
+Records are checked with their location, so none is believed where it was not written. Nothing is
 mapped: of a file that shrinks or a disk that fails, a read tells with an error, a mapping with
 SIGBUS.
 
@@ -54,8 +54,8 @@ log = logging.getLogger("hadal.disk")
 
 REPEAT_S = 600.0
 GONE = "gone"
-_told_lock = threading.Lock()
-_told: dict[tuple[Path, str], float] = {}
+_logged_lock = threading.Lock()
+_logged: dict[tuple[Path, str], float] = {}
 """(folder, kind) -> when the log was told. Of the process: its store and its view meet with the
 same trouble.
 """
@@ -74,10 +74,10 @@ class Troubles:
         now_s, key = time.monotonic(), (self._folder, kind)
         with self._lock:
             self.kind_to_count[kind] += 1
-        with _told_lock:
-            is_new = now_s - _told.get(key, -REPEAT_S) >= REPEAT_S
+        with _logged_lock:
+            is_new = now_s - _logged.get(key, -REPEAT_S) >= REPEAT_S
             if is_new:
-                _told[key] = now_s
+                _logged[key] = now_s
         if is_new:
             log.warning("disk cache: %s", text)
 
@@ -354,8 +354,8 @@ class Segment:
         return self._data_fd
 
     def _checks(self, records: Words, first: int) -> Words:
-        """A sum of each record and its place. Any change of one word changes it: every step can be
-        undone.
+        """A sum of each record and its location. Any change of one word changes it: every step can
+        be undone.
         """
         mixed = np.arange(
             first + 1, first + 1 + len(records), dtype=np.uint64

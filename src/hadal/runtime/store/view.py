@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 from hadal.core.seams import DiskNews
 from hadal.runtime.background import lower_priority
 from hadal.runtime.process.process import Run
@@ -75,7 +75,7 @@ class DiskView:
         self._lock = threading.Lock()
         self._news: list[DiskNews] = []
         self._broken: BaseException | None = None
-        self._marks: queue.Queue[tuple[Place, ...]] = queue.Queue(MARKS_MAX)
+        self._marks: queue.Queue[tuple[DiskLocation, ...]] = queue.Queue(MARKS_MAX)
         self._known: dict[int, _Known] = {}
         self._number_to_stat: dict[int, tuple[int, int]] = {}
         """Segments that were opened, with size and time of change: one that was damaged is tried
@@ -83,7 +83,7 @@ class DiskView:
         """
         self._foreign: set[int] = set()
         """Segments of other models."""
-        self._has_told = False
+        self._has_reported = False
         self._missed_from_s = time.monotonic() + FOLDER_S
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-view", daemon=True)
@@ -104,10 +104,10 @@ class DiskView:
             news, self._news = self._news, []
         return news
 
-    def mark(self, places: tuple[Place, ...]) -> None:
+    def mark(self, locations: tuple[DiskLocation, ...]) -> None:
         """These blocks were used. Counted later, or not at all where too much waits."""
         try:
-            self._marks.put_nowait(places)
+            self._marks.put_nowait(locations)
         except queue.Full:
             self.troubles.note("marks", "the folder is too slow to count uses in")
 
@@ -242,9 +242,9 @@ class DiskView:
         else:
             dropped = b""
         news = list(_news(added, dropped))
-        if not news and self._has_told:
+        if not news and self._has_reported:
             return
-        self._has_told = True
+        self._has_reported = True
         with self._lock:
             self._news += news or [DiskNews(b"", ())]
         self._wake()
@@ -253,11 +253,11 @@ class DiskView:
         number_to_slots: dict[int, list[int]] = {}
         while True:
             try:
-                places = self._marks.get_nowait()
+                locations = self._marks.get_nowait()
             except queue.Empty:
                 break
-            for place in places:
-                number_to_slots.setdefault(place.segment, []).append(place.slot)
+            for location in locations:
+                number_to_slots.setdefault(location.segment, []).append(location.slot)
         for number, slots in number_to_slots.items():
             known = self._known.get(number)
             if known is None:
@@ -294,5 +294,5 @@ def _news(
     for number, slots, names in added:
         for at in range(0, len(slots), NEWS_BLOCKS):
             piece = slice(at, at + NEWS_BLOCKS)
-            places = tuple(Place(number, slot) for slot in slots[piece].tolist())
-            yield DiskNews(names[piece].tobytes(), places)
+            locations = tuple(DiskLocation(number, slot) for slot in slots[piece].tolist())
+            yield DiskNews(names[piece].tobytes(), locations)

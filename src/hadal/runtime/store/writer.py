@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hadal.core.cache import Place, split
+from hadal.core.cache import DiskLocation, split
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import StoreBlocks
 from hadal.runtime.background import lower_priority
@@ -49,7 +49,7 @@ class _Store:
     effect: StoreBlocks
     names: list[bytes]
     moved_s: float
-    places: list[Place | None]
+    locations: list[DiskLocation | None]
     dropped: bytearray = field(default_factory=bytearray)
     is_copying: bool = False
     """Bytes of the pool are read right now: it cannot be given up."""
@@ -260,7 +260,8 @@ class DiskWriter:
         with self._lock:
             for store in batch:
                 self._end(
-                    store, (self._trouble or "there is no room") if None in store.places else None
+                    store,
+                    (self._trouble or "there is no room") if None in store.locations else None,
                 )
 
     def _copy(self, entries: list[tuple[_Store, int]], stage: Bytes) -> list[_Entry]:
@@ -313,7 +314,7 @@ class DiskWriter:
         with self._lock:
             for one in entries:
                 if one.block.is_durable and not one.store.is_over:
-                    one.store.places[one.index] = one.block.place
+                    one.store.locations[one.index] = one.block.location
                 one.store.moved_s = time.monotonic()
 
     def _enter_if_due(self) -> None:
@@ -351,6 +352,6 @@ class DiskWriter:
         self._stores.remove(store)
         self._num_queued_bytes -= len(store.names) * self._blocks.shape[1]
         answer = BlocksStored(
-            store.effect.store_id, tuple(store.places), bytes(store.dropped), error
+            store.effect.store_id, tuple(store.locations), bytes(store.dropped), error
         )
         self._results.append(answer)

@@ -68,7 +68,7 @@ Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
 """(plan, fetch, rest) -> what came of it; see model/experts.ExpertStore.stage."""
 
 
-class Wire(Protocol):
+class WeightTransfer(Protocol):
     """What a stager needs of runtime/transfer/experts."""
 
     def fetch(
@@ -84,12 +84,12 @@ class Stager:
     Every plan is answered, except those that a newer formation voids.
     """
 
-    def __init__(self, stage: Stage, wire: Wire, wake: Callable[[], None]) -> None:
-        """`wire` is the stager's from now on. `wake` is called, from the thread, when there is
+    def __init__(self, stage: Stage, transfer: WeightTransfer, wake: Callable[[], None]) -> None:
+        """`transfer` is the stager's from now on. `wake` is called, from the thread, when there is
         something to take.
         """
         self._stage = stage
-        self._wire = wire
+        self._transfer = transfer
         self._wake = wake
         self._changed = threading.Condition()
         """Guards what is below."""
@@ -141,14 +141,14 @@ class Stager:
         return done
 
     def stop(self, timeout_s: float) -> bool:
-        """Break off what is being staged, end the thread and close the wire. False: not within
+        """Break off what is being staged, end the thread and close the transfer. False: not within
         `timeout_s` each.
         """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
-        return self._wire.close(timeout_s) and not self._thread.is_alive()
+        return self._transfer.close(timeout_s) and not self._thread.is_alive()
 
     def _refuse(self, plan: StagePlan, error: str) -> None:
         self._results.append(Staged(plan.formation, plan.stage_id, plan.layer, error))
@@ -186,7 +186,7 @@ class Stager:
                 raise Overtaken(f"stage {plan.stage_id} of formation {plan.formation}")
 
         def fetch(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
-            return self._wire.fetch(layer, source, gate_up, down, rest)
+            return self._transfer.fetch(layer, source, gate_up, down, rest)
 
         return fetch, rest
 
@@ -454,7 +454,7 @@ class ExpertClient:
         return True
 
 
-class ExpertWire:
+class ExpertTransfer:
     """A rank's server and its client: what its stager needs of other ranks, and they of it."""
 
     def __init__(self, host: str, key: bytes, held: Held) -> None:

@@ -1,7 +1,7 @@
 """The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by
 whichever transport both ends can do.
 
-    shm   the segment is on this host: mapped once and copied from             (runtime/transfer/pool)
+    shm   the shared-memory file is on this host: mapped once and copied from             (runtime/transfer/pool)
     nixl  both ends have NIXL: one-sided reads over UCX                        (runtime/transfer/nixl)
     tcp   anything else: the owner's server sends      (runtime/transfer/tcp, runtime/transfer/tcp)
 
@@ -39,7 +39,7 @@ SHUN_S = 2.0
 SHM, NIXL, TCP = "shm", "nixl", "tcp"
 
 
-class KvWire:
+class KvTransfer:
     """Pulls into one own pool, from any other; and serves the own pool to others. `pull` from any
     thread.
     """
@@ -101,7 +101,7 @@ class KvWire:
         opening a file.
         """
         try:
-            return self._source(source).segment is not None
+            return self._source(source).mapped is not None
         except PoolError:
             return True  # And fail at once.
 
@@ -146,7 +146,7 @@ class _Source:
     ) -> None:
         """Raises PoolError if only shared memory may be used and it is not there."""
         self.address = address
-        self.segment: KvPool | None = None
+        self.mapped: KvPool | None = None
         self.transport = ""
         self._is_nixl_asked = handover == NIXL
         self._nixl = nixl if handover in (NIXL, AUTO) else None
@@ -157,8 +157,8 @@ class _Source:
         self._lock = threading.Lock()
         """Held while something is pulled over a network."""
         if handover in (SHM, AUTO):
-            self.segment = _open_segment(address, is_asked=handover == SHM)
-        if self.segment is not None:
+            self.mapped = _map_pool(address, is_asked=handover == SHM)
+        if self.mapped is not None:
             self._take(SHM)
         elif grants is None:
             raise PoolError(
@@ -170,8 +170,8 @@ class _Source:
     def pull(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        if self.segment is not None:
-            return own.copy_from(self.segment, lease, into)
+        if self.mapped is not None:
+            return own.copy_from(self.mapped, lease, into)
         if not into and not lease.block_ids:
             return None
         with self._lock:
@@ -195,8 +195,8 @@ class _Source:
         itself.
         """
         self._closing.set()
-        if self.segment is not None:
-            self.segment.close()
+        if self.mapped is not None:
+            self.mapped.close()
         if self._link is not None:
             self._link.interrupt()
         if self._lock.acquire(blocking=False):
@@ -259,33 +259,33 @@ class _Source:
             self._link.close()
 
 
-def live_wire(pool: KvPool, run: Run, grants: Grants, host: str) -> KvWire:
+def live_transfer(pool: KvPool, run: Run, grants: Grants, host: str) -> KvTransfer:
     """What a process of a run pulls with, and is pulled from. Raises ConfigError."""
     deployment = run.deployment
     handover = deployment.handover
     if handover == AUTO and is_near(host):
         handover = SHM  # Whoever pulls is on this host: nothing listens that nobody needs.
-    return KvWire(
+    return KvTransfer(
         pool, handover, host=host, secret=run.secret, grants=grants, lease_s=deployment.lease_s
     )
 
 
-def _open_segment(address: PoolAddress, *, is_asked: bool) -> KvPool | None:
-    """The segment, if it is on this host. Raises PoolError if it is not and nothing else will
-    do.
+def _map_pool(address: PoolAddress, *, is_asked: bool) -> KvPool | None:
+    """The shared-memory file, if it is on this host. Raises PoolError if it is not and nothing else
+    will do.
     """
     try:
-        segment = KvPool.open(address.name)
+        mapped = KvPool.open(address.name)
     except PoolError:
         if is_asked or not address.port:
             raise
         return None
-    if address.birth and segment.birth != address.birth:
-        segment.close()
+    if address.birth and mapped.birth != address.birth:
+        mapped.close()
         if is_asked:
             raise PoolError(f"{address.name} on this host is another pool of that name")
         return None
-    return segment
+    return mapped
 
 
 # Pulls of KV: small ones on this host at once, all others in threads, so that no copy delays
@@ -310,8 +310,8 @@ _WAIT_S = 1.0
 class Copier:
     """Runs Pull effects. All methods are called from the host's thread."""
 
-    def __init__(self, wire: KvWire, block_bytes: int, wake: Callable[[], None]) -> None:
-        self._wire = wire
+    def __init__(self, transfer: KvTransfer, block_bytes: int, wake: Callable[[], None]) -> None:
+        self._transfer = transfer
         self._block_bytes = block_bytes
         self._wake = wake
         self._results: deque[KvPulled | BaseException] = deque()
@@ -335,7 +335,7 @@ class Copier:
         is_inline = (
             not self._num_pending[pull.request_id]
             and len(pull.into) * self._block_bytes <= INLINE_BYTES
-            and self._wire.is_near(pull.lease.source)
+            and self._transfer.is_near(pull.lease.source)
         )
         self._num_pending[pull.request_id] += 1
         if is_inline:
@@ -369,7 +369,7 @@ class Copier:
             thread.join(timeout_s / NUM_THREADS)
 
     def _pulled(self, pull: Pull) -> KvPulled:
-        return KvPulled(pull.request_id, pull.attempt, self._wire.pull(pull.lease, pull.into))
+        return KvPulled(pull.request_id, pull.attempt, self._transfer.pull(pull.lease, pull.into))
 
     def _run(self) -> None:
         while (pull := self._next()) is not None:

@@ -1,13 +1,13 @@
-"""A rank's KV pool in POSIX shared memory: its segment, its versions, and the copy out of one
+"""A rank's KV pool in POSIX shared memory: its file, its versions, and the copy out of one
 that is on this host.
 
-A segment is a file in /dev/shm:
+A pool is a file in /dev/shm:
 
     header (one page)  magic, lengths, dtype, shape [P, L, S, D], a number drawn at its birth
     versions        int64 [P], raised by the owner whenever a block is freed
     cache              [P, L, S, D], page-aligned; a block's layers lie together, so a block is one copy
 
-The owner holds a lock on the file while it lives, so a segment nobody locks is a dead process's and
+The owner holds a lock on the file while it lives, so a file nobody locks is a dead process's and
 may be unlinked by anyone. A puller reads the versions before and after the copy: a block that
 was freed meanwhile makes the copy void. (Loads are ordered by the interpreter's own locks, taken
 between the copy and the second look.)
@@ -48,8 +48,8 @@ _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KvPool:
-    """One segment, created by its owner or opened by a puller. `cache` is its blocks' bytes, where
-    a KvCache lies.
+    """One shared-memory file, created by its owner or opened by a puller. `cache` is its blocks'
+    bytes, where a KvCache lies.
     """
 
     def __init__(self, name: str, fd: int, *, is_owner: bool) -> None:
@@ -65,7 +65,7 @@ class KvPool:
             self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         _, offset, self.block_bytes, dtype, *shape, birth = _HEADER.unpack_from(self._map)
         self.birth: str = birth.hex()
-        """Tells it from any other segment, of the same name on another host as well."""
+        """Tells it from any other shared-memory file, of the same name on another host as well."""
         self.dtype = dtype.rstrip(b"\0").decode("ascii")
         self.num_blocks, num_layers, block_tokens, latent = shape
         self.shape: Shape = (self.num_blocks, num_layers, block_tokens, latent)
@@ -80,7 +80,7 @@ class KvPool:
 
     @classmethod
     def create(cls, name: str, shape: Shape, dtype: str = POOL_DTYPE) -> KvPool:
-        """Make and lock a zeroed segment with all of its memory reserved.
+        """Make and lock a zeroed shared-memory file with all of its memory reserved.
 
         Raises ConfigError, saying what to do, if shared memory has no room for it.
         """
@@ -113,8 +113,8 @@ class KvPool:
 
     @classmethod
     def open(cls, name: str) -> KvPool:
-        """Map another process's segment, to be read. Raises PoolError if it is not there or not a
-        pool.
+        """Map another process's shared-memory file, to be read. Raises PoolError if it is not there
+        or not a pool.
         """
         if "/" in name or not name.startswith(PREFIX):
             raise PoolError(f"{name!r} is not the name of a KV pool")
@@ -186,8 +186,8 @@ class KvPool:
         return None
 
     def close(self) -> None:
-        """Owner: remove the segment. The memory itself goes with the last array that looks at
-        it.
+        """Owner: remove the shared-memory file. The memory itself goes with the last array that
+        looks at it.
         """
         if self._fd < 0:
             return
@@ -207,13 +207,13 @@ class PoolError(HadalError):
 
 @dataclass(frozen=True)
 class PoolAddress:
-    """Where a pool is, as leases name it: NAME of the segment, or NAME#BIRTH@HOST:PORT of one that
-    is served.
+    """Where a pool is, as leases name it: NAME of the shared-memory file, or NAME#BIRTH@HOST:PORT
+    of one that is served.
     """
 
     name: str
     birth: str = ""
-    """Empty: whichever segment has the name on this host."""
+    """Empty: whichever shared-memory file has the name on this host."""
     host: str = ""
     port: int = 0
     """0: it can be had on its own host alone."""
@@ -242,8 +242,8 @@ class PoolAddress:
 
 
 def pool_name(run_id: str, unit: str, epoch: str) -> str:
-    """Name of a unit's segment, new at every start. Run and unit come first, so that what a dead
-    one left is found.
+    """Name of a unit's shared-memory file, new at every start. Run and unit come first, so that
+    what a dead one left is found.
     """
     return f"{PREFIX}{run_id}.{unit}.{epoch}"
 
@@ -253,16 +253,18 @@ def remove_shared_memory(run_id: str, unit: str | None = None) -> list[str]:
     known to be gone.
     """
     prefix = f"{PREFIX}{run_id}." + (f"{unit}." if unit else "")
-    names = [name for name in _segments() if name.startswith(prefix)]
+    names = [name for name in _pool_names() if name.startswith(prefix)]
     for name in names:
         (SHM_FOLDER / name).unlink(missing_ok=True)
     return names
 
 
 def remove_stale_shared_memory() -> list[str]:
-    """Unlink the segments of any run whose owner no longer lives: nobody holds their lock."""
+    """Unlink the shared-memory files of any run whose owner no longer lives: nobody holds their
+    lock.
+    """
     removed = []
-    for name in _segments():
+    for name in _pool_names():
         try:
             fd = os.open(SHM_FOLDER / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -299,7 +301,7 @@ def _name_it(fd: int, name: str) -> None:
         os.close(folder)
 
 
-def _segments() -> list[str]:
+def _pool_names() -> list[str]:
     return (
         [name for name in os.listdir(SHM_FOLDER) if name.startswith(PREFIX)]
         if SHM_FOLDER.is_dir()

@@ -61,8 +61,8 @@ class DiskReplay:
             self._poll_at_s = at_s + POLL_S
         found = self.index.lookup(chain)
         used = self._used
-        for place in found:
-            used[place.slot] = used.get(place.slot, 0) + 1
+        for location in found:
+            used[location.slot] = used.get(location.slot, 0) + 1
         return len(found)
 
     def store(self, chain: bytes, first: int = 0) -> tuple[list[bytes], list[bytes]]:
@@ -92,12 +92,14 @@ class DiskReplay:
     def _store(
         self, names: Sequence[bytes], positions: Sequence[int]
     ) -> tuple[list[bytes], list[bytes]]:
-        places, dropped = self.slots.take(names, positions)
+        locations, dropped = self.slots.take(names, positions)
         self.index.drop(dropped)
-        self.index.put(b"".join(names), places)
-        kept = [name for name, place in zip(names, places, strict=True) if place is not None]
+        self.index.put(b"".join(names), locations)
+        kept = [
+            name for name, location in zip(names, locations, strict=True) if location is not None
+        ]
         self.slots.wrote(kept)
-        at = [place.slot for place in places if place is not None]
+        at = [location.slot for location in locations if location is not None]
         self.num_runs += sum(
             slot - 1 != before for slot, before in zip(at, [-9, *at], strict=False)
         )

@@ -453,8 +453,8 @@ def _by_hour(
     """Fill each hour [24]: with its window's value, between windows in a straight line, and without
     any with what is given.
     """
-    told = [None if window is None else value(window) for window in windows]
-    known = [(index, found) for index, found in enumerate(told) if found is not None]
+    readings = [None if window is None else value(window) for window in windows]
+    known = [(index, found) for index, found in enumerate(readings) if found is not None]
     if not known:
         return otherwise
     at, found_at = zip(*known, strict=True)

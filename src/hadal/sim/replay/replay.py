@@ -36,7 +36,7 @@ from hadal.sim.replay.relived import (
 )
 from hadal.sim.world.process import SimClock
 
-_TOLD_CALLS = 1000
+_PROGRESS_CALLS = 1000
 """Calls from one word on how far the replay is to the next."""
 
 _wire = msgspec.msgpack.Decoder(AnyMessage)
@@ -163,7 +163,7 @@ class _Run:
         if self._report.difference is not None:
             return
         self._report.num_calls += 1
-        if self._report.num_calls % _TOLD_CALLS == 0:
+        if self._report.num_calls % _PROGRESS_CALLS == 0:
             self._advance(self._report.num_calls, self._report.num_recorded)
         for event in events:
             if is_of_runner(event) and life.plans:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.cache import NAME_BYTES, Place, num_names, split
+from hadal.core.cache import NAME_BYTES, DiskLocation, num_names, split
 from hadal.core.config import PREFILL, Deployment, units_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import BlocksRead, BlocksStored, StepDone
@@ -44,8 +44,8 @@ from hadal.sim.world.seen import WorldLog, block_of, chain_of
 Ints = NDArray[np.int64]
 
 GIB = 2**30
-_HERE = Place(0, 0)
-"""The place of every block: nobody looks there."""
+_HERE = DiskLocation(0, 0)
+"""The location of every block: nobody looks there."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class View:
     def __contains__(self, name: bytes) -> bool:
         return self.find(name) is not None
 
-    def put(self, names: bytes, places: Sequence[Place | None]) -> None:
+    def put(self, names: bytes, locations: Sequence[DiskLocation | None]) -> None:
         """These are on disk, where the blocks before them are, too: there is no telling that some
         in between are not.
         """
-        for name, place in zip(split(names), places, strict=True):
+        for name, location in zip(split(names), locations, strict=True):
             known = self._known(name)
-            if place is None or known is None:
+            if location is None or known is None:
                 continue
             number, index = known
             if self._dropped.get(number) == index:
@@ -113,12 +113,12 @@ class View:
             if known is not None:
                 self._dropped[known[0]] = min(known[1], self._dropped.get(known[0], known[1]))
 
-    def find(self, name: bytes) -> Place | None:
+    def find(self, name: bytes) -> DiskLocation | None:
         """Where a block is."""
         known = self._known(name)
         return _HERE if known is not None and known[1] < self._end_of(known[0]) else None
 
-    def found(self, names: bytes) -> tuple[Place, ...]:
+    def found(self, names: bytes) -> tuple[DiskLocation, ...]:
         """Where those of these blocks are that are here."""
         known = self._known(names[:NAME_BYTES]) if names else None
         end = num_names(names)
@@ -129,7 +129,7 @@ class View:
             return (_HERE,) * min(
                 end, max(0, self._end_of(known[0]) - known[1])
             )  # As always: a part of one text.
-        return tuple(place for name in split(names) if (place := self.find(name)) is not None)
+        return tuple(location for name in split(names) if (location := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:
         """How many of the chain's first blocks are here, up to one that is not."""
@@ -138,8 +138,8 @@ class View:
             0 if known is None else min(num_names(chain), max(0, self._end_of(known[0]) - known[1]))
         )
 
-    def lookup(self, chain: bytes) -> tuple[Place, ...]:
-        """The places of the longest prefix of the chain that is here."""
+    def lookup(self, chain: bytes) -> tuple[DiskLocation, ...]:
+        """The locations of the longest prefix of the chain that is here."""
         return (_HERE,) * self.num_found(chain)
 
     def _known(self, name: bytes) -> tuple[int, int] | None:

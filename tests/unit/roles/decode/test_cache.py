@@ -14,7 +14,7 @@ from hadal.core.cache import (
     DISK_EVICTED_BLOCKS,
     SKIPPED_BLOCKS,
     STORED_BLOCKS,
-    Place,
+    DiskLocation,
     split,
 )
 from hadal.core.errors import InvariantError
@@ -100,7 +100,7 @@ class Drive:
         return tuple(range(1000, 1000 + num))
 
     def answer(self, store: StoreBlocks, *, is_written: bool = True) -> list[Any]:
-        place = Place(0, 0) if is_written else None
+        place = DiskLocation(0, 0) if is_written else None
         return self.feed(BlocksStored(store.store_id, (place,) * len(store.positions)))
 
     def cache(self) -> dict[str, int]:
@@ -183,7 +183,7 @@ def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
     message = request("a", 100)
     names = names_of(text_of(message, *range(1000, 1300)))
     drive = Drive(leader())
-    drive.feed(DiskNews(names[2], (Place(3, 3),)))
+    drive.feed(DiskNews(names[2], (DiskLocation(3, 3),)))
     drive.occupant(message)
     drive.occupant(request("b", 100))  # It joins two plans later and draws the same text.
     drive.unit.slots.cache.stores._num_writing_max = 1
@@ -202,10 +202,10 @@ def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
 
 def test_what_made_room_on_disk_is_written_again() -> None:
     drive = Drive(leader(), request("a", 100))
-    drive.feed(DiskNews(b"n" * 16, (Place(0, 0),)))
+    drive.feed(DiskNews(b"n" * 16, (DiskLocation(0, 0),)))
     drive.run(30)
     (store,) = drive.stores
-    drive.feed(BlocksStored(store.store_id, (Place(0, 0),), dropped=b"n" * 16))
+    drive.feed(BlocksStored(store.store_id, (DiskLocation(0, 0),), dropped=b"n" * 16))
     assert drive.cache()[DISK_BLOCKS] == 1
     drive.feed(DiskNews(b"", (), store.names))
     drive.feed(Cancel("a", 0))

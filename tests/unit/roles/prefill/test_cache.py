@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hadal.core import cache
-from hadal.core.cache import Place, num_names, split
+from hadal.core.cache import DiskLocation, num_names, split
 from hadal.core.messages import (
     Cached,
     FrontUp,
@@ -75,7 +75,9 @@ def chain_of(num_blocks: int) -> bytes:
 
 
 def news(num_blocks: int) -> DiskNews:
-    return DiskNews(chain_of(num_blocks), tuple(Place(3, slot) for slot in range(num_blocks)))
+    return DiskNews(
+        chain_of(num_blocks), tuple(DiskLocation(3, slot) for slot in range(num_blocks))
+    )
 
 
 def finish(unit: PrefillLeader, step_id: int, now_s: float = 0.1) -> list[Effect]:
@@ -97,7 +99,7 @@ def answer_stores(unit: PrefillLeader, effects: Sequence[Effect]) -> int:
     stores, num = of(effects, StoreBlocks), 0
     while stores:
         store = stores.pop(0)
-        places = tuple(Place(9, num + at) for at in range(len(store.block_ids)))
+        places = tuple(DiskLocation(9, num + at) for at in range(len(store.block_ids)))
         num += len(places)
         stores += of(unit.handle(0.3, BlocksStored(store.store_id, places)), StoreBlocks)
         assert unit.audit() == []
@@ -145,11 +147,14 @@ def test_a_prompt_that_reads_waits_for_the_disk_while_others_go_on() -> None:
     effects = unit.handle(0.0, Prefill(asked("a", 200)))
     assert prefill_plans(effects) == []
     (load,) = of(effects, ReadBlocks)
-    assert (load.names, load.places) == (chain_of(3), tuple(Place(3, slot) for slot in range(3)))
+    assert (load.names, load.locations) == (
+        chain_of(3),
+        tuple(DiskLocation(3, slot) for slot in range(3)),
+    )
     (plan,) = prefill_plans(unit.handle(0.1, Prefill(asked("b", 30))))
     assert [chunk.request_id for chunk in plan.chunks] == ["b"]
     effects = unit.handle(0.2, BlocksRead(load.read_id, 3))
-    assert of(effects, UsedBlocks) == [UsedBlocks(load.places)]
+    assert of(effects, UsedBlocks) == [UsedBlocks(load.locations)]
     (plan,) = prefill_plans(effects)
     assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (
         192,
@@ -182,7 +187,7 @@ def test_memory_comes_first_and_disk_behind_it() -> None:
     answer_stores(unit, finish(unit, 0))
     unit.handle(0.0, news(4))
     effects = unit.handle(0.3, Prefill(asked("b", 300)))
-    assert of(effects, UsedBlocks) == [UsedBlocks((Place(3, 0),))]
+    assert of(effects, UsedBlocks) == [UsedBlocks((DiskLocation(3, 0),))]
     (load,) = of(effects, ReadBlocks)
     assert load.names == chain_of(4)[16:]
 
@@ -204,7 +209,7 @@ def test_what_is_cheaper_to_compute_is_computed(recompute: str) -> None:
     assert unit.cache.totals()[cache.RECOMPUTED_TOKENS] == 192
     assert len(of(unit.handle(40.0, Prefill(asked("b", 200, salt=b"x"))), ReadBlocks)) == 0
     unit.handle(40.0, done(1, {0: 1}))
-    unit.cache.stores.index.put(extend(ROOT, b"", range(192), b"y"), [Place(1, 1)] * 3)
+    unit.cache.stores.index.put(extend(ROOT, b"", range(192), b"y"), [DiskLocation(1, 1)] * 3)
     assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), ReadBlocks)) == 1, (
         "tried again some time"
     )
@@ -305,7 +310,7 @@ def test_what_is_found_is_what_each_rank_has_and_what_the_disk_has_behind_that()
     unit.blocks.take_freed()
     on_disk = [0, 1, 3, 4, 5, 6]
     names = b"".join(chain[16 * at : 16 * at + 16] for at in on_disk)
-    unit.cache.stores.news(DiskNews(names, tuple(Place(1, at) for at in on_disk)))
+    unit.cache.stores.news(DiskNews(names, tuple(DiskLocation(1, at) for at in on_disk)))
     prompt = PrefillAttempt(asked("a", 512), asked("a", 512).prompt)
     unit.cache.ask(0.0, None)
     for _ in range(2):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.cache import Place
+from hadal.core.cache import DiskLocation
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     KvLease,
@@ -183,7 +183,7 @@ def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> Non
 def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None:
     rank = make_rank()
     rank.start(0.0)
-    load = RankDo(ReadBlocks(1, bytes(16), (Place(2, 3),), (4,)))
+    load = RankDo(ReadBlocks(1, bytes(16), (DiskLocation(2, 3),), (4,)))
     store = RankDo(StoreBlocks(1, bytes(16), (0,), (5,)))
     assert rank.handle(0.0, load) + rank.handle(0.0, store) == []  # Its predecessor's.
     rank.handle(0.0, form(1))

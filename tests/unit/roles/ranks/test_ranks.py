@@ -1,5 +1,5 @@
-"""The leader of many ranks: a core's effects go to ranks, one result comes back, a generation makes
-steps void.
+"""The leader of many ranks: an inner leader's effects go to ranks, one result comes back, a
+generation makes steps void.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class InnerLeader:
 
 
 class Driver:
-    """A leader of three ranks with its core. With `terms` experts are balanced."""
+    """A leader of three ranks with its inner leader. With `terms` experts are balanced."""
 
     def __init__(self, num_ranks: int = 3, terms: ExpertTerms | None = None) -> None:
-        self.core = InnerLeader()
+        self.inner = InnerLeader()
         membership = UnitMembership(
             "decode-0", num_ranks, spread(1, 12, num_ranks), rank_timeout_s=1.5
         )
@@ -69,7 +69,7 @@ class Driver:
         )
         self.leader = RankedLeader(
             "decode-0",
-            self.core,
+            self.inner,
             membership,
             num_slots=NUM_SLOTS,
             step_timeout_s=15.0,
@@ -100,17 +100,17 @@ class Driver:
         for rank in range(self.leader.membership.num_ranks):
             self.up(rank)
         self.formed()
-        self.core.heard.clear()
+        self.inner.heard.clear()
 
     def execute(self, step_id: int) -> list[Effect]:
-        """Let the core plan a step."""
+        """Let the inner leader plan a step."""
         plans = tuple(
             DecodePlan(step_id, (), (), ((rank, 0, 5),))
             for rank in range(self.leader.membership.num_ranks)
         )
-        self.core.answers = [Execute(plans)]
+        self.inner.answers = [Execute(plans)]
         effects = self.handle(Cancel("x", 0))
-        self.core.heard.pop()
+        self.inner.heard.pop()
         return effects
 
     def done(
@@ -136,7 +136,7 @@ class Driver:
         return effects
 
     def heard(self, kind: type) -> list[Event]:
-        return [event for event in self.core.heard if isinstance(event, kind)]
+        return [event for event in self.inner.heard if isinstance(event, kind)]
 
 
 def to(effects: list[Effect], kind: type) -> list[str]:
@@ -146,14 +146,14 @@ def to(effects: list[Effect], kind: type) -> list[str]:
     return [e.to for e, one in zip(sends, what, strict=True) if isinstance(one, kind)]
 
 
-def test_the_core_hears_of_the_first_generation_when_it_is_formed() -> None:
+def test_the_inner_leader_hears_of_the_first_generation_when_it_is_formed() -> None:
     driver = Driver()
     assert sent(driver.leader.start(0.0), UnitUp)
     effects = [*driver.up(0), *driver.up(1), *driver.up(2)]
     assert to(effects, RankForm) == ["decode-0.0", "decode-0.1", "decode-0.2"]
-    assert driver.core.heard == []
+    assert driver.inner.heard == []
     driver.formed()
-    assert driver.core.heard == [
+    assert driver.inner.heard == [
         RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), formation=1)
     ]
     assert driver.leader.take_notes() == ["formation 1 done in 0.000 s with ranks 0, 1, 2"]
@@ -164,11 +164,13 @@ def test_what_all_ranks_held_is_given_back_when_the_last_one_goes() -> None:
     driver.run()
     for rank in range(2):
         driver.handle(UnitDown(f"decode-0.{rank}", "killed"))
-    assert driver.core.heard == [RankReset((0, 1), (), pools=("", ""), formation=3)]
+    assert driver.inner.heard == [RankReset((0, 1), (), pools=("", ""), formation=3)]
     driver.up(0, "new0")
     driver.up(1, "new1")
     driver.formed()
-    assert driver.core.heard[1:] == [RankReset((), (0, 1), pools=("pool-0", "pool-1"), formation=4)]
+    assert driver.inner.heard[1:] == [
+        RankReset((), (0, 1), pools=("pool-0", "pool-1"), formation=4)
+    ]
 
 
 def test_a_step_goes_to_every_rank_and_comes_back_as_one() -> None:
@@ -180,9 +182,9 @@ def test_a_step_goes_to_every_rank_and_comes_back_as_one() -> None:
     driver.done(2, 0)
     driver.done(0, 0)
     driver.done(0, 0)
-    assert driver.core.heard == []
+    assert driver.inner.heard == []
     driver.done(1, 0)
-    assert driver.core.heard == [StepDone(0, (1, 9, 17), (10, 11, 12), {}, 0.03)]
+    assert driver.inner.heard == [StepDone(0, (1, 9, 17), (10, 11, 12), {}, 0.03)]
     assert driver.leader.num_stale == 1
 
 
@@ -196,7 +198,7 @@ def test_steps_are_heard_in_order() -> None:
         driver.done(rank, 1)
     driver.done(2, 0)
     driver.done(2, 1)
-    assert [event.step_id for event in driver.core.heard] == [0, 1]  # type: ignore[union-attr]
+    assert [event.step_id for event in driver.inner.heard] == [0, 1]  # type: ignore[union-attr]
 
 
 def test_prefill_keys_count_chunks_over_ranks_and_micro_batches() -> None:
@@ -208,19 +210,19 @@ def test_prefill_keys_count_chunks_over_ranks_and_micro_batches() -> None:
     )
     driver = Driver()
     driver.run()
-    driver.core.answers = [Execute(plans)]
+    driver.inner.answers = [Execute(plans)]
     driver.handle(Cancel("x", 0))
-    driver.core.heard.clear()
+    driver.inner.heard.clear()
     for rank, keys in ((0, (2,)), (1, ()), (2, (0,))):
         done = StepDone(3, keys, (7,) * len(keys), {}, 0.01)
         driver.handle(RankDone(rank, f"e{rank}", 1, done))
-    assert driver.core.heard == [StepDone(3, (2, 3), (7, 7), {}, 0.01)]
+    assert driver.inner.heard == [StepDone(3, (2, 3), (7, 7), {}, 0.01)]
 
 
 def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
     driver = Driver()
     driver.run()
-    driver.core.answers = [Freed((3,), rank=2), Pull("a", 0, LEASE, (4, 5), rank=1)]
+    driver.inner.answers = [Freed((3,), rank=2), Pull("a", 0, LEASE, (4, 5), rank=1)]
     effects = driver.handle(Cancel("x", 0))
     assert effects[:2] == [
         Send("decode-0.2", RankDo(Freed((3,), rank=2))),
@@ -239,18 +241,18 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     driver = Driver()
     driver.run()
     driver.execute(0)
-    driver.core.answers = [Pull("a", 0, LEASE, (4,), rank=1), Pull("b", 0, LEASE, (4,), rank=2)]
+    driver.inner.answers = [Pull("a", 0, LEASE, (4,), rank=1), Pull("b", 0, LEASE, (4,), rank=2)]
     driver.handle(Cancel("x", 0))
-    driver.core.heard.clear()
+    driver.inner.heard.clear()
     driver.done(0, 0)
     effects = driver.handle(UnitDown("decode-0.1", "killed"))
     assert to(effects, RankForm) == ["decode-0.0", "decode-0.2"]
     driver.handle(RankDone(2, "e2", 1, StepDone(0, (), (), {}, 0.0)))  # Of the generation before.
     driver.handle(RankAnswered(1, "e1", KvPulled("a", 0, None)))
     driver.handle(RankAnswered(2, "e2", KvPulled("b", 0, None)))
-    assert to(driver.execute(1), RankStep) == []  # Void: the core will plan it again.
+    assert to(driver.execute(1), RankStep) == []  # Void: the inner leader will plan it again.
     driver.formed()
-    assert driver.core.heard == [
+    assert driver.inner.heard == [
         KvPulled("a", 0, None),
         KvPulled("b", 0, None),
         RankReset((1,), (), pools=("pool-0", "", "pool-2"), formation=2),
@@ -258,7 +260,7 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     assert to(driver.execute(1), RankStep) == ["decode-0.0", "decode-0.2"]
     driver.done(0, 1)
     driver.done(2, 1)
-    assert driver.core.heard[-1] == StepDone(1, (1, 17), (10, 12), {}, 0.03)
+    assert driver.inner.heard[-1] == StepDone(1, (1, 17), (10, 12), {}, 0.03)
 
 
 def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
@@ -266,18 +268,18 @@ def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
     driver.run()
     load = UnitReport("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
     driver.handle(UnitDown("decode-0.1", "killed"))
-    driver.core.answers = [
+    driver.inner.answers = [
         Send("front", load)
-    ]  # As the core knows it, which hears of the death when they have formed.
+    ]  # As the inner leader knows it, which hears of the death when they have formed.
     (seen,) = sent(driver.handle(Cancel("x", 0)), UnitReport)
     assert (seen.num_ranks, seen.absent) == (2, (1,))
 
 
-def test_nothing_is_sent_to_a_rank_that_the_core_does_not_know_is_another() -> None:
+def test_nothing_is_sent_to_a_rank_that_the_inner_leader_does_not_know_is_another() -> None:
     driver = Driver()
     driver.run()
     driver.up(1, "new")
-    driver.core.answers = [
+    driver.inner.answers = [
         Freed((3,), rank=1),
         Pull("a", 0, LEASE, (4,), rank=1),
         Freed((3,), rank=0),
@@ -300,11 +302,11 @@ def test_a_step_that_lost_a_peer_is_not_heard_of() -> None:
     driver.done(0, 0, error="PeerLost: rank 1: closed", lost=(1,))
     driver.done(1, 0)
     driver.done(2, 0, error="Aborted: formation 1 is over")
-    assert driver.core.heard == []
+    assert driver.inner.heard == []
     assert to(driver.pass_s(1.2, 0, 1, 2), RankForm) == ["decode-0.0", "decode-0.1", "decode-0.2"]
     driver.formed()
-    assert [type(event) for event in driver.core.heard] == [RankReset]
-    assert driver.core.heard[0].lost == ()  # type: ignore[union-attr]
+    assert [type(event) for event in driver.inner.heard] == [RankReset]
+    assert driver.inner.heard[0].lost == ()  # type: ignore[union-attr]
 
 
 def test_a_step_that_failed_otherwise_is_heard_of_and_the_unit_forms_anew() -> None:
@@ -315,7 +317,7 @@ def test_a_step_that_failed_otherwise_is_heard_of_and_the_unit_forms_anew() -> N
     assert len(to(effects, RankForm)) == 3
     assert [event.error for event in driver.heard(StepDone)] == ["rank 1: RuntimeError: no"]  # type: ignore[union-attr]
     driver.formed()
-    assert isinstance(driver.core.heard[-1], RankReset)
+    assert isinstance(driver.inner.heard[-1], RankReset)
 
 
 def test_a_failure_waits_for_the_step_before() -> None:
@@ -325,7 +327,7 @@ def test_a_failure_waits_for_the_step_before() -> None:
     driver.execute(1)
     driver.done(0, 0)
     driver.done(0, 1, error="RuntimeError: no")
-    assert driver.core.heard == []
+    assert driver.inner.heard == []
     driver.done(1, 0)
     driver.done(2, 0)
     assert [(event.step_id, event.error is None) for event in driver.heard(StepDone)] == [  # type: ignore[union-attr]
@@ -346,7 +348,7 @@ def test_a_replacement_waits_for_the_steps_in_flight() -> None:
     driver.done(0, 0)
     assert len(to(driver.done(2, 0), RankForm)) == 3
     driver.formed()
-    assert driver.core.heard[-1] == RankReset(
+    assert driver.inner.heard[-1] == RankReset(
         (), (1,), pools=("pool-0", "pool-1", "pool-2"), formation=3
     )
     assert len(to(driver.execute(1), RankStep)) == 3
@@ -374,9 +376,9 @@ def test_the_earlier_of_both_wake_ups_counts() -> None:
     driver.run()
     assert of(driver.handle(Tick()), WakeAt)[-1:] in ([], [WakeAt(0.1)])
     driver.now_s = 0.1
-    driver.core.answers = []
+    driver.inner.answers = []
     assert of(driver.handle(Tick()), WakeAt) == [WakeAt(pytest.approx(0.2))]
-    driver.core.answers = [WakeAt(0.15)]
+    driver.inner.answers = [WakeAt(0.15)]
     assert of(driver.handle(Cancel("x", 0)), WakeAt) == [WakeAt(0.15)]
 
 
@@ -384,7 +386,7 @@ def test_the_audit_holds_the_books_problems_too() -> None:
     driver = Driver()
     driver.run()
     driver.leader.membership.members[0] = "another"
-    driver.core.answers = [Send("front", Audit("decode-0", 1, 0, 0, ("a block",)))]
+    driver.inner.answers = [Send("front", Audit("decode-0", 1, 0, 0, ("a block",)))]
     audit = sent(driver.leader.handle(0.0, AuditRequest(1)), Audit)[0]
     assert audit.problems[0] == "a block"
     assert len(audit.problems) > 1

@@ -153,18 +153,18 @@ def test_nothing_is_planned_beside_what_steps_wait_for() -> None:
     assert of(effects, WakeAt) == [WakeAt(driver.now_s)], "but right after it"
 
 
-def test_loads_tell_of_experts_and_counts_do_not_reach_the_core() -> None:
+def test_loads_tell_of_experts_and_counts_do_not_reach_the_inner_leader() -> None:
     driver = Skewed()
     driver.run()
     driver.step()
     assert all(event.slot_counts == b"" for event in driver.heard(StepDone))  # type: ignore[union-attr]
-    driver.core.answers = [Send("front", UnitReport("decode-0", "e", 1, 0, 0, 1, 0))]
+    driver.inner.answers = [Send("front", UnitReport("decode-0", "e", 1, 0, 0, 1, 0))]
     load = sent(driver.handle(Cancel("x", 0)), UnitReport)[0]
     assert load.balance == {
         "experts": pytest.approx(300 / 500),
         "experts_worst": pytest.approx(300 / 500),
     }
-    driver.core.answers = [
+    driver.inner.answers = [
         Send("front", Trace("decode-0", 1, (TracedStep(0, "sequential", 1, 1, ()),)))
     ]
     assert (

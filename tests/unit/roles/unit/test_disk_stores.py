@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.cache import SKIPPED_BLOCKS, Place, split
+from hadal.core.cache import SKIPPED_BLOCKS, DiskLocation, split
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import RankReset
 from hadal.roles.ranks.pools import RankPools
@@ -31,7 +31,9 @@ def test_an_eighth_of_the_blocks_is_written_at_a_time_in_two_parts() -> None:
     assert (membership.begin(), membership.check()) == ([], [])
     pools.free(0, blocks, "x")
     assert pools.num_used == 8
-    membership.stored(BlocksStored(first.store_id, (Place(0, 0), None, None, Place(0, 1))))
+    membership.stored(
+        BlocksStored(first.store_id, (DiskLocation(0, 0), None, None, DiskLocation(0, 1)))
+    )
     assert (
         pools.num_used,
         membership.counts[SKIPPED_BLOCKS],

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hadal.core.cache import Place, slice_of, split
+from hadal.core.cache import DiskLocation, slice_of, split
 from hadal.core.config import CacheConfig, Deployment, UnitsConfig
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import StoreBlocks
@@ -75,9 +75,9 @@ def test_what_is_stored_comes_back_and_wakes_the_host(tmp_path: Path) -> None:
         names, before = new_names(10), one.pool.copy()
         stored = one.save(names, TEN)
         assert stored.error is None
-        assert None not in stored.places
+        assert None not in stored.locations
         wait_for(lambda: one.num_woken)
-        loaded = one.load(names, stored.places, INTO)
+        loaded = one.load(names, stored.locations, INTO)
         assert (loaded.num_loaded, loaded.num_damaged, loaded.error) == (10, 0, None)
         assert np.array_equal(one.pool[21:31], before[1:11])
         untouched = [block for block in range(64) if block not in INTO]
@@ -87,20 +87,20 @@ def test_what_is_stored_comes_back_and_wakes_the_host(tmp_path: Path) -> None:
 
 def test_neighbours_get_adjacent_slots(tmp_path: Path) -> None:
     with host(tmp_path) as one:
-        places = one.save(new_names(10), TEN).places
-        slots = [place.slot for place in places if place is not None]
+        locations = one.save(new_names(10), TEN).locations
+        slots = [location.slot for location in locations if location is not None]
         assert slots == list(range(slots[0], slots[0] + 10))
 
 
 def test_a_successor_adopts_what_is_there_and_evicts_only_when_it_is_full(tmp_path: Path) -> None:
     names = new_names(10)
     with host(tmp_path) as one:
-        places, wanted = one.save(names, TEN).places, one.pool[1:11].copy()
+        locations, wanted = one.save(names, TEN).locations, one.pool[1:11].copy()
     with host(tmp_path) as two:
-        assert two.load(names, places, INTO).num_loaded == 10
+        assert two.load(names, locations, INTO).num_loaded == 10
         assert np.array_equal(two.pool[21:31], wanted)
         again = two.save(names + new_names(1), (*TEN, 11))
-        assert again.places[:10] == places  # Not written once more.
+        assert again.locations[:10] == locations  # Not written once more.
         assert again.dropped == b""
 
 
@@ -109,10 +109,10 @@ def test_another_models_segments_are_neither_read_nor_adopted_nor_deleted(
 ) -> None:
     names = new_names(10)
     with host(tmp_path) as one:
-        places = one.save(names, TEN).places
+        locations = one.save(names, TEN).locations
     before = set(segment_numbers(tmp_path))
     with host(tmp_path, "fine-tune") as other:
-        loaded = other.load(names, places, INTO)
+        loaded = other.load(names, locations, INTO)
         assert (loaded.num_loaded, loaded.num_damaged) == (0, 1)
         other.save(names, TEN)
         other.save(new_names(1), (1,))
@@ -123,8 +123,8 @@ def test_another_models_segments_are_neither_read_nor_adopted_nor_deleted(
 def test_eviction_tells_the_names_that_went_and_they_are_misses(tmp_path: Path) -> None:
     share = segment_bytes(8, BLOCK_BYTES)
     with host(tmp_path, share_bytes=share) as one:
-        saved: dict[bytes, Place] = {}
-        gone: dict[bytes, Place] = {}
+        saved: dict[bytes, DiskLocation] = {}
+        gone: dict[bytes, DiskLocation] = {}
         for _ in range(12):
             names = [new_names(1) for _ in range(3)]
             stored = one.save(b"".join(names), (1, 2, 3))
@@ -132,34 +132,36 @@ def test_eviction_tells_the_names_that_went_and_they_are_misses(tmp_path: Path) 
                 gone[name] = saved.pop(name)
             saved.update(
                 {
-                    name: place
-                    for name, place in zip(names, stored.places, strict=True)
-                    if place is not None
+                    name: location
+                    for name, location in zip(names, stored.locations, strict=True)
+                    if location is not None
                 }
             )
         assert gone
         assert bytes_in(tmp_path) <= share
-        for name, place in gone.items():
-            loaded = one.load(name, (place,), (40,))
+        for name, location in gone.items():
+            loaded = one.load(name, (location,), (40,))
             assert (loaded.num_loaded, loaded.num_damaged) == (0, 0)
-        for name, place in saved.items():
-            assert one.load(name, (place,), (40,)).num_loaded == 1
+        for name, location in saved.items():
+            assert one.load(name, (location,), (40,)).num_loaded == 1
 
 
 @pytest.mark.parametrize("what", ["data", "record"])
 def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what: str) -> None:
     with host(tmp_path) as one:
         names = new_names(10)
-        places = one.save(names, TEN).places
-        place = places[4]
-        assert place is not None
-        path = segment_path(tmp_path, place.segment)
+        locations = one.save(names, TEN).locations
+        location = locations[4]
+        assert location is not None
+        path = segment_path(tmp_path, location.segment)
         flip(
             path,
-            data_offset(path, place.slot) + 77 if what == "data" else PAGE + 64 * place.slot + 20,
+            data_offset(path, location.slot) + 77
+            if what == "data"
+            else PAGE + 64 * location.slot + 20,
         )
         before = one.pool[25:31].copy()
-        loaded = one.load(names, places, INTO)
+        loaded = one.load(names, locations, INTO)
         assert (loaded.num_loaded, loaded.num_damaged) == (4, 1)
         assert loaded.error is not None
         assert np.array_equal(one.pool[21:25], one.pool[1:5])
@@ -168,7 +170,7 @@ def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what
     with host(tmp_path) as two:
         # The successor does not believe it either, and writes it anew.
         two.pool[5] = one.pool[5]
-        again = two.save(slice_of(names, 4, 5), (5,)).places
+        again = two.save(slice_of(names, 4, 5), (5,)).locations
         assert two.load(slice_of(names, 4, 5), again, (50,)).num_loaded == 1
         assert np.array_equal(two.pool[50], one.pool[5])
 
@@ -176,28 +178,34 @@ def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what
 def test_a_truncated_segment_is_damage(tmp_path: Path) -> None:
     with host(tmp_path) as one:
         names = new_names(10)
-        places = one.save(names, TEN).places
-        path = segment_path(tmp_path, places[0].segment if places[0] else 0)
+        locations = one.save(names, TEN).locations
+        path = segment_path(tmp_path, locations[0].segment if locations[0] else 0)
         os.truncate(path, data_offset(path, 5))
-        loaded = one.load(names, places, INTO)
+        loaded = one.load(names, locations, INTO)
         assert (loaded.num_loaded, loaded.num_damaged) == (0, 1)
         assert (
-            one.save(new_names(1), (1,)).places is not None
+            one.save(new_names(1), (1,)).locations is not None
         )  # It goes on, with another segment or with none.
-        wait_for(lambda: None not in one.save(new_names(1), (1,)).places, 30)
+        wait_for(lambda: None not in one.save(new_names(1), (1,)).locations, 30)
     with host(tmp_path) as two:
-        assert two.load(names, places, INTO).num_loaded == 0
+        assert two.load(names, locations, INTO).num_loaded == 0
 
 
 def test_a_wrong_place_is_a_miss(tmp_path: Path) -> None:
     with host(tmp_path) as one:
         names = new_names(2)
-        places = one.save(names, (1, 2)).places
-        assert places[0] is not None
-        loaded = one.load(names, places[::-1], (40, 41))
+        locations = one.save(names, (1, 2)).locations
+        assert locations[0] is not None
+        loaded = one.load(names, locations[::-1], (40, 41))
         assert (loaded.num_loaded, loaded.num_damaged) == (0, 0)
-        assert one.load(names[:16], (Place(places[0].segment, 10**6),), (40,)).num_loaded == 0
-        assert one.load(names[:16], (Place(places[0].segment ^ 1, 0),), (40,)).num_loaded == 0
+        assert (
+            one.load(names[:16], (DiskLocation(locations[0].segment, 10**6),), (40,)).num_loaded
+            == 0
+        )
+        assert (
+            one.load(names[:16], (DiskLocation(locations[0].segment ^ 1, 0),), (40,)).num_loaded
+            == 0
+        )
 
 
 def test_a_full_disk_refuses_and_is_told_once(
@@ -208,24 +216,24 @@ def test_a_full_disk_refuses_and_is_told_once(
     with host(full_disk, share_bytes=4 << 20, pause_s=0.01) as one:
         for _ in range(5):
             stored = one.save(new_names(10), TEN)
-            assert stored.places == (None,) * 10
+            assert stored.locations == (None,) * 10
             assert stored.error
         (full_disk / "other").unlink()
-        assert one.load(new_names(1), (Place(1, 1),), (40,)).num_loaded == 0
+        assert one.load(new_names(1), (DiskLocation(1, 1),), (40,)).num_loaded == 0
     assert len([record for record in caplog.records if "No space" in record.message]) <= 2
 
 
 def test_a_disk_without_room_to_grow_keeps_what_it_has(full_disk: Path) -> None:
     with host(full_disk, share_bytes=2 << 20, pause_s=0.01) as one:
-        kept = [one.save(new_names(10), TEN).places for _ in range(12)]
-        assert all(place is not None for places in kept[:3] for place in places)
+        kept = [one.save(new_names(10), TEN).locations for _ in range(12)]
+        assert all(location is not None for locations in kept[:3] for location in locations)
         assert None not in kept[-1]  # By eviction.
 
 
 @pytest.mark.parametrize("share_bytes", [1 << 30, 1 << 62])
 def test_a_budget_beyond_the_disk_fills_the_disk(full_disk: Path, share_bytes: int) -> None:
     with host(full_disk, share_bytes=share_bytes, pause_s=0.01) as one:
-        assert None not in one.save(new_names(10), TEN).places
+        assert None not in one.save(new_names(10), TEN).locations
         for _ in range(12):
             one.save(new_names(10), TEN)
     assert sum(path.stat().st_size for path in full_disk.iterdir()) > 2**19
@@ -235,7 +243,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with host(tmp_path / "file", pause_s=0.01) as one:
         stored = one.save(new_names(1), (1,))
-        assert stored.places == (None,)
+        assert stored.locations == (None,)
         assert "file" in (stored.error or "")
 
 
@@ -245,7 +253,7 @@ def test_others_things_in_the_folder_do_no_harm_and_come_to_none(tmp_path: Path)
     theirs[1].mkdir()
     theirs[2].symlink_to(theirs[0])
     with host(tmp_path, pause_s=0.01) as one:
-        assert None not in one.save(new_names(2), (1, 2)).places
+        assert None not in one.save(new_names(2), (1, 2)).locations
     assert all(path.exists() for path in theirs)
 
 
@@ -257,7 +265,7 @@ def test_a_segment_that_is_of_no_use_is_said_to_take_room(
     for number in segment_numbers(tmp_path):
         os.truncate(segment_path(tmp_path, number), 100)
     with host(tmp_path) as one:
-        assert None not in one.save(new_names(2), (1, 2)).places
+        assert None not in one.save(new_names(2), (1, 2)).locations
     (told,) = [record.message for record in caplog.records if "cut off" in record.message]
     assert "delete it" in told
 
@@ -276,10 +284,10 @@ def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_ke
     folder = tmp_path / "cache"
     with host(folder, pause_s=0.01) as one:
         names = new_names(2)
-        places = one.save(names, (1, 2)).places
+        locations = one.save(names, (1, 2)).locations
         shutil.rmtree(folder)
-        assert one.load(names, places, (40, 41)).num_loaded == 0
-        assert None not in one.save(names, (1, 2)).places
+        assert one.load(names, locations, (40, 41)).num_loaded == 0
+        assert None not in one.save(names, (1, 2)).locations
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -293,7 +301,7 @@ def test_more_than_the_queue_holds_is_refused_at_once(
         first = one.begin_save(new_names(10), TEN)
         second = one.begin_save(new_names(10), TEN)
         (refused,) = wait_for(one.store.take)
-        assert (refused.store_id, refused.places) == (second, (None,) * 10)
+        assert (refused.store_id, refused.locations) == (second, (None,) * 10)
         gate.set()
         (done,) = wait_for(one.store.take)
         assert (done.store_id, done.error) == (first, None)
@@ -304,7 +312,7 @@ def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
 ) -> None:
     with host(tmp_path, read_deadline_s=0.2) as one:
         names = new_names(2)
-        places: Any = one.save(names, (1, 2)).places
+        locations: Any = one.save(names, (1, 2)).locations
         gate, before = threading.Event(), one.pool.copy()
         read = Segment.read_blocks
 
@@ -313,14 +321,14 @@ def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
             read(self, first, into)
 
         monkeypatch.setattr(Segment, "read_blocks", slow)
-        loaded = one.load(names, places, (40, 41))
+        loaded = one.load(names, locations, (40, 41))
         assert loaded.num_loaded == 0
         assert "not answered" in (loaded.error or "")
         for _ in range(8):  # All threads hang by and by; then nobody waits any more.
-            assert one.load(names, places, (40, 41)).num_loaded == 0
-        assert "hangs" in (one.load(names, places, (40, 41)).error or "")
+            assert one.load(names, locations, (40, 41)).num_loaded == 0
+        assert "hangs" in (one.load(names, locations, (40, 41)).error or "")
         gate.set()
-        wait_for(lambda: one.load(names, places, (42, 43)).num_loaded == 2)
+        wait_for(lambda: one.load(names, locations, (42, 43)).num_loaded == 2)
         assert np.array_equal(one.pool[40:42], before[40:42])
         assert np.array_equal(one.pool[42:44], before[1:3])
 
@@ -338,11 +346,11 @@ def test_a_store_that_hangs_is_answered_and_lets_go_of_its_blocks(
         monkeypatch.setattr(Segment, "write_blocks", slow)
         names, wanted = new_names(1), one.pool[1].copy()
         stored = one.save(names, (1,))
-        assert (stored.places, stored.error) == ((None,), "the disk hangs")
+        assert (stored.locations, stored.error) == ((None,), "the disk hangs")
         one.pool[1] = 0  # The block is another's now.
         gate.set()
-        place = wait_for(lambda: one.save(names, (1,)).places)
-        assert one.load(names, place, (40,)).num_loaded == 1
+        location = wait_for(lambda: one.save(names, (1,)).locations)
+        assert one.load(names, location, (40,)).num_loaded == 1
         assert np.array_equal(one.pool[40], wanted)
 
 
@@ -352,8 +360,8 @@ def test_two_writers_in_one_folder_keep_apart(tmp_path: Path) -> None:
         for _ in range(10):
             for own, other in ((one, two), (two, one)):
                 names = new_names(3)
-                places = own.save(names, (1, 2, 3)).places
-                assert other.load(names, places, (40, 41, 42)).num_loaded == 3
+                locations = own.save(names, (1, 2, 3)).locations
+                assert other.load(names, locations, (40, 41, 42)).num_loaded == 3
                 assert np.array_equal(other.pool[40:43], own.pool[1:4])
 
 
@@ -393,7 +401,7 @@ def test_the_budget_is_shared_by_all_that_write(tmp_path: Path) -> None:
     (done,) = wait_for(store.take)
     store.stop(20)
     assert isinstance(done, BlocksStored)
-    assert None not in done.places
+    assert None not in done.locations
     (path,) = (tmp_path / "cache").iterdir()
     assert path.stat().st_size <= 2 << 20
     assert make_store(Run("run", Deployment()), "decode", pool, lambda: None) is None
@@ -406,7 +414,7 @@ def test_a_store_flushes_what_waits_when_it_stops(tmp_path: Path) -> None:
     one.stop()
     (done,) = one.store.take()
     with host(tmp_path) as two:
-        assert two.load(names, done.places, INTO).num_loaded == 10  # type: ignore[union-attr]
+        assert two.load(names, done.locations, INTO).num_loaded == 10  # type: ignore[union-attr]
 
 
 def test_a_folder_that_cannot_be_had_is_waited_for_and_not_spun_on(

@@ -80,12 +80,12 @@ def test_a_disk_that_fails_to_read_is_a_miss_and_one_line(
     caplog.set_level(logging.WARNING, "hadal.disk")
     names = new_names(10)
     with host(disk.folder, pause_s=0.01) as one:
-        places = one.save(names, tuple(range(1, 11))).places
-        assert None not in places
+        locations = one.save(names, tuple(range(1, 11))).locations
+        assert None not in locations
         before = one.pool[21:31].copy()
         disk.lose()
         for _ in range(3):
-            loaded = one.load(names, places, tuple(range(21, 31)))
+            loaded = one.load(names, locations, tuple(range(21, 31)))
             assert loaded.num_loaded == 0
             assert loaded.error
         assert np.array_equal(one.pool[21:31], before)
@@ -103,16 +103,16 @@ def test_a_disk_that_fails_to_write_is_refused_and_one_line(
         for _ in range(60):
             names = new_names(10)
             stored = one.save(names, ten)
-            if None in stored.places:
+            if None in stored.locations:
                 assert stored.error
                 num_refused += 1
             else:
-                saved.append((names, stored.places))
+                saved.append((names, stored.locations))
         assert saved
         assert num_refused
         loads = []
-        for names, places in saved:
-            loads.append(one.load(names, places, tuple(range(21, 31))))
+        for names, locations in saved:
+            loads.append(one.load(names, locations, tuple(range(21, 31))))
             num = loads[-1].num_loaded
             assert np.array_equal(one.pool[21 : 21 + num], one.pool[1 : 1 + num])
         # This device lies once, where its room ends: it says that a write is done and durable, and
@@ -133,13 +133,13 @@ def test_a_disk_that_stops_answering_holds_no_block_of_the_pool(disk: Disk) -> N
         begun_s = time.monotonic()
         one.begin_save(names, (2,))
         (stored,) = wait_for(one.store.take)
-        assert (stored.places, stored.error) == ((None,), "the disk hangs")
+        assert (stored.locations, stored.error) == ((None,), "the disk hangs")
         assert time.monotonic() - begun_s < 10
         one.pool[2] = 0
         disk.freeze(stop=False)
         # The late write is whole, and of the bytes that were meant.
-        place = wait_for(lambda: one.save(names, (2,)).places)
-        assert one.load(names, place, (40,)).num_loaded == 1
+        location = wait_for(lambda: one.save(names, (2,)).locations)
+        assert one.load(names, location, (40,)).num_loaded == 1
         assert np.array_equal(one.pool[40], wanted)
     assert all(
         Segment.open(disk.folder, number).is_whole() for number in segment_numbers(disk.folder)
@@ -149,17 +149,17 @@ def test_a_disk_that_stops_answering_holds_no_block_of_the_pool(disk: Disk) -> N
 def test_a_read_only_disk_is_read_and_not_written(disk: Disk) -> None:
     names, ten = new_names(10), tuple(range(1, 11))
     with host(disk.folder) as one:
-        places = one.save(names, ten).places
+        locations = one.save(names, ten).locations
     run(["mount", "-o", "remount,ro", str(disk.folder)])
     with host(disk.folder, pause_s=0.01) as two:
         two.pool[1:11] = one.pool[1:11]
-        assert two.load(names, places, tuple(range(21, 31))).num_loaded == 10
+        assert two.load(names, locations, tuple(range(21, 31))).num_loaded == 10
         assert np.array_equal(two.pool[21:31], one.pool[1:11])
-        assert two.save(new_names(1), (1,)).places == (None,)
+        assert two.save(new_names(1), (1,)).locations == (None,)
         view = DiskView(disk.folder, "model", lambda: None, look_s=0.01)
         (news,) = wait_for(view.take)
         assert set(split(news.added)) == set(split(names))
-        view.mark(news.places)
+        view.mark(news.locations)
         wait_for(lambda: view.troubles.kind_to_count)
         view.stop(20)
         assert view.take() == []

@@ -35,7 +35,7 @@ def damage(path: Path, slot: int, what: str = "data") -> None:
 def test_what_is_no_segment_keeps_nobody_from_the_others(tmp_path: Path, what: str) -> None:
     (tmp_path / f"{7:016x}.{what}").mkdir()
     with host(tmp_path) as one:
-        assert None not in one.save(new_names(10), tuple(range(1, 11))).places
+        assert None not in one.save(new_names(10), tuple(range(1, 11))).locations
 
 
 def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
@@ -45,8 +45,8 @@ def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
     names = new_names(60)
     share_bytes = 4 * segment_bytes(20, BLOCK_BYTES)
     with host(tmp_path, share_bytes=share_bytes) as one:
-        places = one.save(names, tuple(range(1, 61))).places
-        assert None not in places
+        locations = one.save(names, tuple(range(1, 61))).locations
+        assert None not in locations
     numbers = segment_numbers(tmp_path)
     assert len(numbers) == 3
     table = Segment.table
@@ -58,31 +58,33 @@ def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
 
     monkeypatch.setattr(Segment, "table", fail)
     with host(tmp_path, share_bytes=share_bytes) as one:
-        assert None not in one.save(new_names(1), (1,)).places
+        assert None not in one.save(new_names(1), (1,)).locations
         kept = [
             name
-            for name, place in zip(split(names), places, strict=True)
-            if place is not None and place.segment != numbers[1]
+            for name, location in zip(split(names), locations, strict=True)
+            if location is not None and location.segment != numbers[1]
         ]
         again = one.save(b"".join(kept), tuple(range(1, len(kept) + 1)))
-        assert set(again.places) <= set(
-            places
+        assert set(again.locations) <= set(
+            locations
         )  # They were found where they are, and not written again.
 
 
 def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Path) -> None:
     names = new_names(3)
     with host(tmp_path) as one:
-        places = one.save(names, (1, 2, 3)).places
-        assert places[2] is not None
-        damage(segment_path(tmp_path, places[2].segment), places[2].slot)
-        assert one.load(names, places, (21, 22, 23)).num_damaged == 1
+        locations = one.save(names, (1, 2, 3)).locations
+        assert locations[2] is not None
+        damage(segment_path(tmp_path, locations[2].segment), locations[2].slot)
+        assert one.load(names, locations, (21, 22, 23)).num_damaged == 1
     with host(tmp_path) as one:
         other = new_names(1)
-        (place,) = one.save(other, (4,)).places
-        assert place is not None
+        (location,) = one.save(other, (4,)).locations
+        assert location is not None
     with host(tmp_path) as one:
-        assert one.save(other, (4,)).places == (place,)  # Durable was said of it: it is there.
+        assert one.save(other, (4,)).locations == (
+            location,
+        )  # Durable was said of it: it is there.
     view = DiskView(tmp_path, "model", lambda: None)
     try:
         added = b"".join(news.added for news in wait_for(view.take))
@@ -97,18 +99,18 @@ def test_a_block_that_was_written_anew_outlives_what_is_said_of_its_damaged_one(
     monkeypatch.setattr(own, "POLL_S", 0.0)
     names = list(split(new_names(4)))
     with host(tmp_path) as one:
-        places = one.save(b"".join(names[:3]), (1, 2, 3)).places
-        assert places[0] is not None
-        path = segment_path(tmp_path, places[0].segment)
+        locations = one.save(b"".join(names[:3]), (1, 2, 3)).locations
+        assert locations[0] is not None
+        path = segment_path(tmp_path, locations[0].segment)
         damage(path, 0)
-        assert one.load(names[0], places[:1], (21,)).num_damaged == 1
+        assert one.load(names[0], locations[:1], (21,)).num_damaged == 1
         two = names[0] + names[3]
-        anew = one.save(two, (1, 4)).places
-        assert places[0] not in anew  # Two slots lie together elsewhere.
+        anew = one.save(two, (1, 4)).locations
+        assert locations[0] not in anew  # Two slots lie together elsewhere.
         damage(path, 2)
-        assert one.load(names[2], places[2:], (21,)).num_damaged == 1
+        assert one.load(names[2], locations[2:], (21,)).num_damaged == 1
         one.save(new_names(3), (1, 2, 3))  # It looks at what is damaged.
-        assert one.save(two, (1, 4)).places == anew
+        assert one.save(two, (1, 4)).locations == anew
 
 
 @pytest.mark.parametrize("what", ["data", "record"])
@@ -118,11 +120,11 @@ def test_what_a_reader_found_damaged_is_written_anew(
     monkeypatch.setattr(own, "POLL_S", 0.0)
     names = new_names(3)
     with host(tmp_path) as one:
-        places = one.save(names, (1, 2, 3)).places
-        assert places[1] is not None
-        damage(segment_path(tmp_path, places[1].segment), 1, what)
-        assert one.load(names, places, (21, 22, 23)).num_damaged == 1
-        anew = one.save(names, (1, 2, 3)).places
+        locations = one.save(names, (1, 2, 3)).locations
+        assert locations[1] is not None
+        damage(segment_path(tmp_path, locations[1].segment), 1, what)
+        assert one.load(names, locations, (21, 22, 23)).num_damaged == 1
+        anew = one.save(names, (1, 2, 3)).locations
         assert one.load(names, anew, (21, 22, 23)).num_loaded == 3
 
 
@@ -133,6 +135,6 @@ def test_what_a_dead_sibling_left_is_found_at_the_moment_its_segment_is_taken_up
     with host(tmp_path) as one:
         assert one.save(new_names(0), ()).error is None  # It has entered, and found nothing.
         with host(tmp_path) as sibling:
-            places = sibling.save(names, ten).places
-        assert one.save(names, ten).places == places
-        assert one.load(names, places, tuple(range(21, 31))).num_loaded == 10
+            locations = sibling.save(names, ten).locations
+        assert one.save(names, ten).locations == locations
+        assert one.load(names, locations, tuple(range(21, 31))).num_loaded == 10

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hadal.core.cache import NAME_BYTES, Place, split
+from hadal.core.cache import NAME_BYTES, DiskLocation, split
 from hadal.core.seams import DiskNews
 from hadal.runtime.store import view
 from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
@@ -26,16 +26,16 @@ class Leader:
 
     def __init__(self, folder: Path, fingerprint: str = "model") -> None:
         self.view = DiskView(folder, fingerprint, lambda: None, look_s=0.01)
-        self.name_to_place: dict[bytes, Place] = {}
+        self.name_to_location: dict[bytes, DiskLocation] = {}
         self.news: list[DiskNews] = []
 
-    def look(self) -> dict[bytes, Place]:
+    def look(self) -> dict[bytes, DiskLocation]:
         for news in self.view.take():
             self.news.append(news)
             for name in split(news.dropped):
-                self.name_to_place.pop(name, None)
-            self.name_to_place.update(zip(split(news.added), news.places, strict=True))
-        return self.name_to_place
+                self.name_to_location.pop(name, None)
+            self.name_to_location.update(zip(split(news.added), news.locations, strict=True))
+        return self.name_to_location
 
     def sees(self, *names: bytes) -> None:
         """Wait until it knows these and no others."""
@@ -57,14 +57,14 @@ def test_the_first_news_says_all_there_is_even_if_it_is_nothing(tmp_path: Path) 
         assert news == DiskNews(b"", ())
     names = new_names(10)
     with host(tmp_path) as one:
-        places = one.save(names, tuple(range(1, 11))).places
+        locations = one.save(names, tuple(range(1, 11))).locations
         with leader(tmp_path) as full:
             (news,) = wait_for(full.view.take)
-            told = dict(zip(split(news.added), news.places, strict=True))
-            assert told == dict(zip(split(names), places, strict=True))
+            told = dict(zip(split(news.added), news.locations, strict=True))
+            assert told == dict(zip(split(names), locations, strict=True))
     with leader(tmp_path) as later:  # Of a writer that is gone.
         (news,) = wait_for(later.view.take)
-        assert len(news.places) == 10
+        assert len(news.locations) == 10
         assert later.view.num_blocks == 10
 
 
@@ -73,9 +73,9 @@ def test_every_writers_blocks_come_and_go(tmp_path: Path) -> None:
         first, second = new_names(2), new_names(2)
         one.save(first, (1, 2))
         own.sees(*split(first))
-        places = two.save(second, (1, 2)).places
+        locations = two.save(second, (1, 2)).locations
         own.sees(*split(first), *split(second))
-        assert own.name_to_place[second[:16]] == places[0]
+        assert own.name_to_location[second[:16]] == locations[0]
 
 
 def test_what_made_room_is_dropped(tmp_path: Path) -> None:
@@ -86,23 +86,23 @@ def test_what_made_room_is_dropped(tmp_path: Path) -> None:
             stored = one.save(names, (1, 2))
             alive = alive - set(split(stored.dropped)) | set(split(names))
         own.sees(*alive)
-        for name, place in own.name_to_place.items():
-            assert one.load(name, (place,), (40,)).num_loaded == 1
+        for name, location in own.name_to_location.items():
+            assert one.load(name, (location,), (40,)).num_loaded == 1
 
 
 def test_a_block_that_two_wrote_stays_while_one_has_it(tmp_path: Path) -> None:
     names = new_names(3)
     with leader(tmp_path) as own:
         with host(tmp_path) as one, host(tmp_path) as two:
-            place = one.save(names, (1, 2, 3)).places[0]
-            other = two.save(names, (1, 2, 3)).places[0]
+            location = one.save(names, (1, 2, 3)).locations[0]
+            other = two.save(names, (1, 2, 3)).locations[0]
             own.sees(*split(names))
             wait_for(lambda: own.look() and own.view.num_blocks == 6)
-        assert place is not None
+        assert location is not None
         assert other is not None
-        known = own.name_to_place[names[:16]]
+        known = own.name_to_location[names[:16]]
         segment_path(tmp_path, known.segment).unlink()
-        left = place if known == other else other
+        left = location if known == other else other
         wait_for(lambda: own.look().get(names[:16]) == left)
         segment_path(tmp_path, left.segment).unlink()
         own.sees()
@@ -115,35 +115,42 @@ def test_many_blocks_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         one.save(names, tuple(range(1, 11)))
     with leader(tmp_path) as own:
         own.sees(*split(names))
-        assert [len(news.places) for news in own.news] == [4, 4, 2]
+        assert [len(news.locations) for news in own.news] == [4, 4, 2]
 
 
 def test_uses_reach_the_segments(tmp_path: Path) -> None:
     with host(tmp_path) as one, leader(tmp_path) as own:
         names = new_names(3)
-        places = one.save(names, (1, 2, 3)).places
+        locations = one.save(names, (1, 2, 3)).locations
         own.sees(*split(names))
-        assert places[1] is not None
-        known = (places[1], places[1], Place(12345, 0), Place(places[1].segment, 10**6))
+        assert locations[1] is not None
+        known = (
+            locations[1],
+            locations[1],
+            DiskLocation(12345, 0),
+            DiskLocation(locations[1].segment, 10**6),
+        )
         own.view.mark(known)
-        segment = Segment.open(tmp_path, places[1].segment)
-        wait_for(lambda: segment.uses()[places[1].slot] == 2)  # type: ignore[union-attr]
+        segment = Segment.open(tmp_path, locations[1].segment)
+        wait_for(lambda: segment.uses()[locations[1].slot] == 2)  # type: ignore[union-attr]
         assert segment.uses().sum() == 2
 
 
 def test_a_block_found_damaged_by_a_reader_is_dropped_by_all(tmp_path: Path) -> None:
     with host(tmp_path) as one, host(tmp_path) as two, leader(tmp_path) as own:
         names = new_names(3)
-        places = one.save(names, (1, 2, 3)).places
+        locations = one.save(names, (1, 2, 3)).locations
         own.sees(*split(names))
-        assert places[1] is not None
-        segment = Segment.open(tmp_path, places[1].segment)
+        assert locations[1] is not None
+        segment = Segment.open(tmp_path, locations[1].segment)
         with segment.path.open("r+b") as file:
             file.seek(
-                segment.total_bytes - (segment.num_slots - places[1].slot) * segment.slot_bytes + 9
+                segment.total_bytes
+                - (segment.num_slots - locations[1].slot) * segment.slot_bytes
+                + 9
             )
             file.write(b"\xff\x00\xff")
-        assert two.load(names, places, (40, 41, 42)).num_damaged == 1  # type: ignore[arg-type]
+        assert two.load(names, locations, (40, 41, 42)).num_damaged == 1  # type: ignore[arg-type]
         own.sees(names[:16], names[32:])
 
 
@@ -153,12 +160,12 @@ def test_a_damaged_segment_is_passed_over(
 ) -> None:
     names = new_names(3)
     with host(tmp_path) as one:
-        places = one.save(names, (1, 2, 3)).places
-    assert places[0] is not None
-    path = segment_path(tmp_path, places[0].segment)
+        locations = one.save(names, (1, 2, 3)).locations
+    assert locations[0] is not None
+    path = segment_path(tmp_path, locations[0].segment)
     if what in ("header", "record"):
         with path.open("r+b") as file:
-            file.seek(20 if what == "header" else PAGE + 64 * places[0].slot + 3)
+            file.seek(20 if what == "header" else PAGE + 64 * locations[0].slot + 3)
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 16]))
@@ -240,7 +247,7 @@ def test_a_folder_that_is_deleted_is_made_again_by_the_next_store(
         shutil.rmtree(folder)
         own.sees()
         others = new_names(3)
-        assert None not in one.save(others, (3, 4, 5)).places
+        assert None not in one.save(others, (3, 4, 5)).locations
         assert folder.stat().st_mode & 0o777 == 0o700
         own.sees(*split(others))
     (record,) = caplog.records  # Of both, the store and the view.

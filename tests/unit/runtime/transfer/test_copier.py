@@ -17,7 +17,7 @@ BLOCK = 1 << 20
 NEAR, FAR = "near", "far"
 
 
-class Wire:
+class WeightTransfer:
     """Pulls that take as long as the test holds them; sources that begin with "near" are on this
     host.
     """
@@ -52,7 +52,7 @@ def pull(request_id: str, source: str, number: int, num_blocks: int = 1) -> Pull
     return Pull(request_id, 0, KvLease(source, ids, (0,) * num_blocks, number), ids)
 
 
-def copier_of(wire: Wire) -> Copier:
+def copier_of(wire: WeightTransfer) -> Copier:
     return Copier(wire, BLOCK, lambda: None)  # type: ignore[arg-type]
 
 
@@ -64,7 +64,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_small_pulls_on_this_host_are_done_at_once_and_no_others() -> None:
-    wire = Wire()
+    wire = WeightTransfer()
     copier = copier_of(wire)
     copier.submit(pull("a", NEAR, 1))
     assert wire.inline == [1]
@@ -78,7 +78,7 @@ def test_small_pulls_on_this_host_are_done_at_once_and_no_others() -> None:
 
 
 def test_a_dead_source_holds_up_no_other() -> None:
-    wire = Wire()
+    wire = WeightTransfer()
     wire.held = {"dead": threading.Event()}
     copier = copier_of(wire)
     for number in range(3 * NUM_THREADS):
@@ -96,7 +96,7 @@ def test_a_dead_source_holds_up_no_other() -> None:
 
 
 def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
-    wire = Wire()
+    wire = WeightTransfer()
     wire.held = {FAR: threading.Event()}
     copier = copier_of(wire)
     copier.submit(pull("a", FAR, 1))
@@ -112,7 +112,7 @@ def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
 
 
 def test_what_breaks_a_thread_is_raised() -> None:
-    wire = Wire()
+    wire = WeightTransfer()
     copier = copier_of(wire)
     wire.under_way.append(FAR)  # The wire's own assertion.
     copier.submit(pull("a", FAR, 1))
@@ -127,7 +127,7 @@ def test_what_breaks_a_thread_is_raised() -> None:
 
 
 def test_stopping_begins_nothing_more() -> None:
-    wire = Wire()
+    wire = WeightTransfer()
     wire.held = {FAR: threading.Event()}
     copier = copier_of(wire)
     copier.submit(pull("a", FAR, 1))
@@ -139,7 +139,7 @@ def test_stopping_begins_nothing_more() -> None:
 
 
 def test_order_holds_for_pulls_that_wait_for_their_source() -> None:
-    wire = Wire()
+    wire = WeightTransfer()
     wire.held = {FAR: threading.Event()}
     copier = copier_of(wire)
     copier.submit(pull("other", FAR, 1))

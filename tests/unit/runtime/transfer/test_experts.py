@@ -19,13 +19,13 @@ from torch import Tensor
 
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source
-from hadal.runtime.transfer import experts as expert_wire
+from hadal.runtime.transfer import experts as expert_transfer
 from hadal.runtime.transfer.experts import (
     PIECE_BYTES,
     PURPOSE,
     ExpertClient,
     ExpertServer,
-    ExpertWire,
+    ExpertTransfer,
 )
 from hadal.runtime.transfer.peers import (
     ANSWER_BYTES,
@@ -163,7 +163,9 @@ def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
         with serving({(0, 7): held}) as server:
             assert client.fetch(0, source(server.port), *got), "others are asked"
         monkeypatch.setattr(
-            expert_wire.time, "monotonic", lambda: time.perf_counter() + 2 * expert_wire.SHUN_S
+            expert_transfer.time,
+            "monotonic",
+            lambda: time.perf_counter() + 2 * expert_transfer.SHUN_S,
         )
         threading.Thread(target=lambda: listener.accept()[0].close()).start()
         assert not client.fetch(0, source(port), *got), "asked again, in vain"
@@ -288,7 +290,7 @@ def ask(connection: socket.socket) -> None:
     connection.sendall(
         answered(handshake, connection.recv(ANSWER_BYTES, socket.MSG_WAITALL), "decode-0.1")
     )
-    connection.sendall(expert_wire._ASK.pack(0, 7))
+    connection.sendall(expert_transfer._ASK.pack(0, 7))
 
 
 def proven(talk: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
@@ -307,24 +309,26 @@ def babble(connection: socket.socket) -> None:
 
 def claim_to_be_huge(connection: socket.socket) -> None:
     connection.sendall(
-        expert_wire._ANSWER.pack(1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20)
+        expert_transfer._ANSWER.pack(1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20)
     )
 
 
 def trickle(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0))
+    connection.sendall(expert_transfer._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0))
     for _ in range(1000):
         connection.sendall(b"x")
         time.sleep(0.01)
 
 
 def send_too_little(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0) + bytes(1000))
+    connection.sendall(
+        expert_transfer._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0) + bytes(1000)
+    )
 
 
 def send_zeros(connection: socket.socket) -> None:
     connection.sendall(
-        expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20)
+        expert_transfer._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20)
     )
 
 
@@ -344,18 +348,18 @@ def say_nothing(connection: socket.socket) -> None:
 def test_answers_that_are_none(
     talk: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_wire, "SILENCE_S", 0.2)
+    monkeypatch.setattr(expert_transfer, "SILENCE_S", 0.2)
     begun_s = time.monotonic()
     assert not ExpertClient(KEY).fetch(0, source(answering(talk)), *empty(expert_of(1)))
     assert time.monotonic() - begun_s < 5.0
 
 
 def test_a_server_outlives_whoever_babbles_or_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_wire, "SILENCE_S", 0.2)
+    monkeypatch.setattr(expert_transfer, "SILENCE_S", 0.2)
     held, generator = expert_of(1), random.Random(6)
     with serving({(0, 7): held}) as server:
         address = (HOST, server.port)
-        for size in (0, 1, expert_wire._ASK.size - 1, expert_wire._ASK.size, 100_000):
+        for size in (0, 1, expert_transfer._ASK.size - 1, expert_transfer._ASK.size, 100_000):
             with socket.create_connection(address, timeout=5) as connection:
                 connection.sendall(generator.randbytes(size))
         with socket.create_connection(
@@ -428,11 +432,11 @@ def test_whoever_fetches_may_break_it_off() -> None:
 
 def test_a_closed_wire_has_no_thread_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        expert_wire, "SILENCE_S", 60.0
+        expert_transfer, "SILENCE_S", 60.0
     )  # It does not wait for whoever does not read.
     held = expert_of(1, (8192, 2048, 2))
     before = set(threading.enumerate())
-    wire = ExpertWire(HOST, KEY, lambda layer, expert: held)
+    wire = ExpertTransfer(HOST, KEY, lambda layer, expert: held)
     with socket.create_connection((HOST, wire.port), timeout=5) as connection:
         ask(connection)
         assert connection.recv(1000)  # It is sending.

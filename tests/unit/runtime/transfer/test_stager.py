@@ -18,7 +18,7 @@ from hadal.core.handshake import key_of
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.background import NICE
-from hadal.runtime.transfer.experts import MAX_WAITING, ExpertWire, Stager
+from hadal.runtime.transfer.experts import MAX_WAITING, ExpertTransfer, Stager
 
 HOST = "127.0.0.1"
 HELD = torch.full((64, 192), 2.0), torch.full((192, 32), 3.0)
@@ -59,7 +59,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.store, self.woken = Store(), threading.Event()
-        wire = ExpertWire(
+        wire = ExpertTransfer(
             HOST, key_of(b"a run", "experts"), lambda layer, expert: HELD if expert < 100 else None
         )
         self.port = wire.port

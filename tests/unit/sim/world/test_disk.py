@@ -81,7 +81,7 @@ def test_what_is_written_is_found_by_all() -> None:
         2.0, "prefill-0", StoreBlocks(3, slice_of(chain, 1, 3), (1, 2), (8, 9), 0)
     )
     assert end_s == pytest.approx(2.0 + 2 * BLOCK_BYTES / DiskSpeed().write_bytes_per_s)
-    one.put(slice_of(chain, 1, 3), stored.places)
+    one.put(slice_of(chain, 1, 3), stored.locations)
     assert (stored.store_id, one.num_found(chain), other.num_found(chain)) == (3, 3, 3)
     one.put(slice_of(chain, 3, 4), (None,))
     assert other.num_found(chain) == 3, "that one was not written"
