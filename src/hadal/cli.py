@@ -19,20 +19,18 @@ from typer.completion import completion_init, get_completion_script  # type: ign
 
 from hadal import __version__
 from hadal.commands.examples import examples
-from hadal.commands.plan import EPILOG as PLAN_EPILOG
-from hadal.commands.plan import plan as plan_deployment
 from hadal.commands.replay import EPILOG as REPLAY_EPILOG
 from hadal.commands.replay import replay
-from hadal.commands.simulate import EPILOG as SIMULATE_EPILOG
-from hadal.commands.simulate import simulate as simulate_day
 from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 from hadal.core.config import Deployment, read_deployment
 from hadal.core.documents import MAX_TABLE_BYTES, parse_json, read_text, shown
-from hadal.core.errors import ConfigError
+from hadal.core.errors import ConfigError, HadalError
 
 EXIT_CONFIG = 2
 URL = "http://127.0.0.1:8000"
+PLAN_SLO = "ttft=2s,tpot=50ms"
+SIMULATE_PRESET = "deepseek-day"
 MAX_URL_CHARS = 2000
 COMPLETE_VARIABLE = "_HADAL_COMPLETE"
 """Set by a shell that asks how a line goes on; Typer answers."""
@@ -498,9 +496,240 @@ def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> 
 
 
 app.command(epilog=STEP_EPILOG)(step)
-app.command(name="simulate", epilog=SIMULATE_EPILOG)(simulate_day)
+
+
+@app.command(
+    epilog=examples(
+        ("hadal simulate", "the day that DeepSeek published, into the folder hadal-day"),
+        (
+            "hadal simulate --hardware h200 --gpu-hour-usd 2.5 --out h200",
+            "the same day on other GPUs",
+        ),
+        (
+            "hadal simulate --no-windows --no-what-ifs",
+            "in a minute: the fleet as a fluid, no request by itself",
+        ),
+        (
+            "hadal simulate --hours 14,22 --window 30",
+            "half a minute of two hours (Beijing), request by request",
+        ),
+        (
+            "hadal simulate --print-config > day.toml; hadal simulate --config day.toml",
+            "anything else",
+        ),
+        after=(
+            "DIR/report.html shows it, DIR/result.json holds it, DIR/step.trace.json is a step for"
+            " ui.perfetto.dev."
+        ),
+    )
+)
+def simulate(
+    preset: Annotated[
+        str, typer.Option(help="What to begin with: deepseek-day.")
+    ] = SIMULATE_PRESET,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file of what is different; --print-config shows all of it."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for result.json, report.html and step.trace.json.")
+    ] = Path("hadal-day"),
+    window: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds of every hour in which every request is one. [dim]5[/dim]", min=0.5
+        ),
+    ] = None,
+    hours: Annotated[
+        str,
+        typer.Option(
+            help="Hours in Beijing to look at like that, such as 0-5,14. [dim]all 24[/dim]"
+        ),
+    ] = "",
+    no_windows: Annotated[bool, typer.Option("--no-windows", help="Look at none.")] = False,
+    no_what_ifs: Annotated[
+        bool, typer.Option("--no-what-ifs", help="Leave out the alternatives.")
+    ] = False,
+    hardware: Annotated[
+        str | None, typer.Option(help="h800, h20, h100, h200, b200 or gb200.")
+    ] = None,
+    gpu_hour_usd: Annotated[
+        float | None, typer.Option(help="Rent of a GPU for an hour.", min=0)
+    ] = None,
+    prices: Annotated[
+        str | None, typer.Option(help="A price list, or HIT/MISS/OUT dollars per million.")
+    ] = None,
+    cache_pb: Annotated[
+        float | None, typer.Option(help="Petabytes of the KV cache on disk; 0: none.", min=0)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed makes the same day.", min=0, max=2**63 - 1)
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(help="Processes at once; 0: as many as there are cores.", min=0, max=512)
+    ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print result.json instead of tables.")
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all that can be set, as TOML, and leave.")
+    ] = False,
+) -> None:
+    """Simulate a day of DeepSeek-V3/R1's fleet: nodes, speeds, cache, cost and income, hour by
+    hour.
+    """
+    from hadal.commands.simulate import SimulateOptions, read_study, run, study_toml
+
+    try:
+        study = read_study(
+            preset,
+            config,
+            {
+                "hardware": hardware,
+                "gpu_hour_usd": gpu_hour_usd,
+                "prices": prices,
+                "cache.disk_pb": cache_pb,
+                "seed": seed,
+                "window.seconds": window,
+            },
+        )
+        if print_config:
+            typer.echo(study_toml(study), nl=False)
+            return
+        run(
+            SimulateOptions(
+                study, out, "" if no_windows else hours or "0-23", not no_what_ifs, jobs, as_json
+            )
+        )
+    except (HadalError, ValueError) as error:
+        typer.echo(f"hadal simulate: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+
+
 app.command(epilog=REPLAY_EPILOG)(replay)
-app.command(name="plan", epilog=PLAN_EPILOG)(plan_deployment)
+
+
+@app.command(
+    epilog=examples(
+        (
+            "hadal plan --slo ttft=2s,tpot=50ms --hardware h800 --out plans",
+            (
+                "DeepSeek's published day on H800: a table of what was tried, and deployments to run in"
+                " plans/"
+            ),
+        ),
+        (
+            (
+                "hadal plan --example-traffic > traffic.toml\n"
+                "hadal plan --traffic traffic.toml --hardware h200,h20 --price h20=1.2"
+            ),
+            (
+                "your traffic; H20 and B200 have no trustworthy price, so they are planned with if one"
+                " is given"
+            ),
+        ),
+        (
+            "hadal plan --traffic mooncake.jsonl.gz --slo ttft_p99=5s,tpot=40ms",
+            (
+                "rate, lengths and hits of a trace; a percentile is promised with ttft_p99, without one"
+                " it is the mean"
+            ),
+        ),
+        (
+            "hadal plan --mtp-tokens 1 --no-verify --json",
+            "with drafts, by the step model alone, for programs",
+        ),
+        (
+            "hadal serve --config plans/1_*.toml --model FOLDER --dry-run",
+            "what the cheapest would run where",
+        ),
+    )
+)
+def plan(
+    traffic: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .toml, Mooncake's .jsonl[.gz] or Azure's .csv. [dim]DeepSeek's day[/dim]"
+        ),
+    ] = None,
+    slo: Annotated[
+        str, typer.Option(help="What the busiest hour keeps, means; ttft_p99=... for a percentile.")
+    ] = PLAN_SLO,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="h800,h20,h100,h200,b200,gb200: some of them. [dim]all that have a price[/dim]"
+        ),
+    ] = "",
+    price: Annotated[
+        list[str] | None, typer.Option(help="Dollars per GPU-hour, h20=1.2; may be given again.")
+    ] = None,
+    mtp_tokens: Annotated[
+        int, typer.Option(help="Drafts in decode; `hadal serve` makes none yet.", min=0, max=4)
+    ] = 0,
+    mtp_accept: Annotated[
+        float, typer.Option(help="Share of drafts that is accepted.", min=0, max=1)
+    ] = 0.8,
+    experts: Annotated[str, typer.Option(help="Weights of routed experts: fp8 or fp4.")] = "fp8",
+    static: Annotated[
+        bool, typer.Option("--static", help="The peak's units all day, instead of a fleet.")
+    ] = False,
+    start: Annotated[
+        float, typer.Option(help="Seconds until a unit that is started works.", min=1)
+    ] = 600.0,
+    verify: Annotated[
+        int, typer.Option(help="Plans to simulate, the cheapest first.", min=0, max=20)
+    ] = 1,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the step model.")] = False,
+    top: Annotated[int, typer.Option(help="Plans to show and to write.", min=1, max=50)] = 3,
+    out: Annotated[Path | None, typer.Option(help="Folder for deployments and plan.json.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with config.json; written into deployments. [dim]DeepSeek-V3[/dim]"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the simulated requests.", min=0, max=2**63 - 1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plan.json.")] = False,
+    example_traffic: Annotated[
+        bool,
+        typer.Option(
+            "--example-traffic", help="Print a traffic file with all its fields, and leave."
+        ),
+    ] = False,
+) -> None:
+    """Find the cheapest deployments of DeepSeek-V3/R1 for a traffic and a promise on latency; say
+    why others lose.
+    """
+    from hadal.commands.plan import PlanOptions, run
+    from hadal.sim.plan.traffic import EXAMPLE
+
+    if example_traffic:
+        typer.echo(EXAMPLE, nl=False)
+        return
+    try:
+        run(
+            PlanOptions(
+                traffic,
+                slo,
+                hardware,
+                tuple(price or ()),
+                mtp_tokens,
+                mtp_accept,
+                experts,
+                static,
+                start,
+                0 if no_verify else verify,
+                top,
+                out,
+                model,
+                seed,
+                as_json,
+            )
+        )
+    except ValueError as error:
+        typer.echo(f"hadal plan: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
 
 
 def _read_json(path: Path) -> Any:

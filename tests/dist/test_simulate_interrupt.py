@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.commands.simulate_run import study_toml
+from hadal.commands.simulate import study_toml
 from tests.dist.oracle import FULL
 from tests.dist.serving import wait_until
 from tests.unit.sim.studies import WORKLOAD, small

@@ -237,7 +237,7 @@ def test_a_page_of_a_huge_unit_stays_readable() -> None:
 def test_nothing_but_the_report_loads_what_draws_it() -> None:
     """Neither a server nor the processes that simulate wait for it."""
     code = (
-        "import sys, hadal.cli, hadal.runtime.launch, hadal.commands.simulate_run\n"
+        "import sys, hadal.cli, hadal.runtime.launch, hadal.commands.simulate\n"
         "assert not {'plotly', 'narwhals', 'hadal.commands.day_page'} & set(sys.modules)"
     )
     done = subprocess.run(

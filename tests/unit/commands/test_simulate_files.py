@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hadal.commands.simulate_run import _finite, hours_of, read_study, study_toml
+from hadal.commands.simulate import _finite, hours_of, read_study, study_toml
 from hadal.core.errors import ConfigError
 from hadal.sim.day.study import Study
 from hadal.sim.sessions import LogNormal, SystemPrompt

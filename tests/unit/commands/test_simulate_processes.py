@@ -11,7 +11,7 @@ from multiprocessing import active_children
 
 import pytest
 
-from hadal.commands.simulate_run import Processes, processes
+from hadal.commands.simulate import Processes, processes
 from hadal.core.errors import ConfigError
 from tests.unit.commands.parts import blocked, die_halfway, part, refused
 

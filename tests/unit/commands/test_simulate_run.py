@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-import hadal.commands.simulate_run as simulate_run
-from hadal.commands.simulate_run import (
+import hadal.commands.simulate as simulate_run
+from hadal.commands.simulate import (
     Simulated,
     SimulationPlan,
     Stages,
