@@ -20,6 +20,7 @@ import pytest
 from hadal.runtime.process.child import Status, read_status
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER
+from tests.dist.served import Forked, fork
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 START_TIMEOUT_S = 60.0
@@ -90,7 +91,7 @@ def is_alive(pid: int) -> bool:
 class Server:
     """One running `hadal serve`."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     folder: Path
     log_path: Path
     seen_pids: set[int] = field(default_factory=set)
@@ -185,10 +186,15 @@ def _value(value: Any) -> str:
 
 
 def launch(
-    folder: Path, arguments: tuple[str, ...], environment: dict[str, str], **overrides: Any
+    folder: Path,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    *,
+    is_plain: bool = False,
+    **overrides: Any,
 ) -> Server:
     """Start `hadal serve` in `folder` with fields of the deployment overridden; does not wait for
-    it.
+    it. `is_plain`: as a user's shell does, not forked from a warm process.
     """
     fields: dict[str, Any] = {"port": 0, "model": str(model_folder("")), **overrides}
     for kind in ("prefill", "decode"):
@@ -196,25 +202,21 @@ def launch(
     config = folder / "deployment.toml"
     config.write_text(to_toml(fields))
     run_folder, log_path = folder / "run", folder / "server.log"
-    command = [
-        "-m",
-        "hadal.cli",
-        "serve",
-        "--config",
-        str(config),
-        "--run-folder",
-        str(run_folder),
-        *arguments,
-    ]
+    command = ["serve", "--config", str(config), "--run-folder", str(run_folder), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **environment}
+    process: subprocess.Popen[bytes] | Forked
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
-        )
+        if is_plain:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hadal.cli", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
+            )
+        else:
+            process = fork(command, environment, log.fileno())
     return Server(process, run_folder, log_path)
 
 

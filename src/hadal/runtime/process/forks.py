@@ -135,11 +135,27 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def start(
+    fd: int, environment: Mapping[str, str], modules: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """Start a fork server that takes its jobs from descriptor `fd`."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, str(fd), *modules],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=(fd,),
+        env=dict(environment),
+    )
+
+
 class Forks:
     """The supervisor's side. Waits for the other process in `fork` alone, and there not for long."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the fork server, which is not waited for."""
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
+        """Start the fork server, which is not waited for. `modules` are what it imports first; the
+        last of them once nobody waits for a fork.
+        """
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
@@ -148,14 +164,7 @@ class Forks:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-                env=dict(environment),
-            )
+            self._process = start(theirs.fileno(), environment, modules)
 
     def clear_after(self, left: Left) -> None:
         """Have this removed if this process is killed."""
@@ -241,7 +250,7 @@ def main() -> int:
     supervisor_pid = os.getppid()
     line = socket.socket(fileno=int(sys.argv[1]))
     left = Left([], [])
-    waiting = list(MODULES)
+    waiting = sys.argv[2:]
     for module in waiting[:-1]:
         importlib.import_module(module)
     gc.collect()

@@ -15,6 +15,8 @@ import pytest
 from hadal.runtime.process.forks import Forked, Forks, reap_others
 
 DEADLINE_S = 60.0
+MODULES = ("json", "jobcode")
+"""What is imported before, and what once nobody waits."""
 
 CODE = """
 import os, sys, time
@@ -45,7 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    made = Forks(environment)
+    made = Forks(environment, MODULES)
     wait(made)
     yield made
     made.close()
@@ -136,7 +138,7 @@ def test_a_library_that_starts_threads_is_not_forked(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
-    forks = Forks(environment)
+    forks = Forks(environment, MODULES)
     wait(forks)
     assert forks.fork("decode-0", ["jobcode"], {}) is None
     forks.close()
@@ -152,7 +154,7 @@ def test_what_a_killed_supervisor_leaves_is_removed_and_its_processes_end(
     code = (
         "import os, time\n"
         "from hadal.runtime.process.forks import Forks, Left\n"
-        "forks = Forks(dict(os.environ))\n"
+        "forks = Forks(dict(os.environ), ['json', 'jobcode'])\n"
         f"forks.clear_after(Left(['/dev/shm/hadal-forks-test.*'], [{str(folder)!r}]))\n"
         "while forks.is_warming: time.sleep(0.01)\n"
         "print(forks.fork('decode-0', ['jobcode', 'sleep'], {}).pid, flush=True)\n"

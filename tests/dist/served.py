@@ -1,0 +1,125 @@
+"""`hadal serve` in a process that is forked from one which has imported all that it needs: a server of
+a test is ready in half a second, and its imports cost nothing.
+
+    pytest                        warm process                  hadal serve                its units
+       |-- Job (runtime/process/forks) -->|-- fork ------------------>|   main() of this file
+       |                                  |                           |-- fork -->  its fork server, warm
+       |                                  |                           |             from the first
+
+What differs from a start by a user is who imports, and nothing else: from `hadal.cli` on it is the same
+code. Tests of how a server starts and ends ask for the plain way (`launch`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hadal import cli
+from hadal.commands import plan, report  # noqa: F401  Imported for those that are forked.
+from hadal.gateway import process  # noqa: F401
+from hadal.runtime import banner, launch, rank, unit  # noqa: F401
+from hadal.runtime.process import forks
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_TIMEOUT_S = 120.0
+_warm: list[forks.Forks] = []
+
+
+class Forked:
+    """A forked server with as much of `subprocess.Popen` as tests ask for."""
+
+    def __init__(self, forked: forks.Forked) -> None:
+        self._forked = forked
+        self.pid = forked.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        return self._forked.poll()
+
+    def wait(self, timeout: float) -> int:
+        return self._forked.wait(timeout)
+
+    def send_signal(self, number: Any) -> None:
+        self._forked.send_signal(number)
+
+    def terminate(self) -> None:
+        import signal
+
+        self._forked.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._forked.kill()
+
+
+def fork(arguments: Sequence[str], environment: Mapping[str, str], log_fd: int) -> Forked:
+    """Start `hadal ARGUMENTS` in a warm process; what it prints goes to `log_fd`."""
+    if not _warm:
+        path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+        warm = forks.Forks({**forks.environment(), "PYTHONPATH": path}, (__name__, "json"))
+        _warm.append(warm)
+        atexit.register(warm.close)
+    until_s = time.monotonic() + WARM_TIMEOUT_S
+    while _warm[0].is_warming:
+        assert time.monotonic() < until_s, "nothing to fork servers from"
+        time.sleep(0.005)
+    forked = _warm[0].fork("hadal", [__name__, str(log_fd), *arguments], environment, (log_fd,))
+    assert forked is not None, "nothing to fork servers from"
+    forked.stdout.close()
+    return Forked(forked)
+
+
+def main() -> int:
+    """Be `hadal`, whose fork server is a fork of this process."""
+    log_fd = int(sys.argv[1])
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    sys.argv[1:] = sys.argv[2:]
+    forks.start = _start
+    cli.app()
+    return 0
+
+
+class _Process:
+    """The fork server, as `Forks` knows it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, 9)
+
+    def wait(self) -> None:
+        os.waitpid(self.pid, 0)
+
+
+def _start(
+    fd: int, environment: Mapping[str, str], modules: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """As `forks.start`, without a new interpreter."""
+    pid = os.fork()
+    if pid:
+        return _Process(pid)  # type: ignore[return-value]
+    for other in map(int, os.listdir("/proc/self/fd")):
+        if other > 2 and other != fd:
+            try:
+                os.close(other)
+            except OSError:
+                continue  # That of the listing itself.
+    os.setsid()
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [forks.__name__, str(fd), *modules]
+    raise SystemExit(forks.main())
