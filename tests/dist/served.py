@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hadal import cli
 from hadal.commands import plan, report  # noqa: F401  Imported for those that are forked.
@@ -49,12 +49,10 @@ class Forked:
     def wait(self, timeout: float) -> int:
         return self._forked.wait(timeout)
 
-    def send_signal(self, number: Any) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self._forked.send_signal(number)
 
     def terminate(self) -> None:
-        import signal
-
         self._forked.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -79,14 +77,17 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], log_fd: int) 
 
 
 def main() -> int:
-    """Be `hadal`, whose fork server is a fork of this process."""
+    """Be `hadal`, whose fork server is a fork of this process. Returns the exit code."""
     log_fd = int(sys.argv[1])
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.close(log_fd)
     sys.argv[1:] = sys.argv[2:]
     forks.start = _start
-    cli.app()
+    try:
+        cli.app()
+    except SystemExit as end:
+        return int(end.code or 0)
     return 0
 
 
@@ -97,7 +98,7 @@ class _Process:
         self.pid = pid
 
     def kill(self) -> None:
-        os.kill(self.pid, 9)
+        os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
         os.waitpid(self.pid, 0)
@@ -122,4 +123,4 @@ def _start(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [forks.__name__, str(fd), *modules]
-    raise SystemExit(forks.main())
+    os._exit(forks.main())

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,7 +182,7 @@ def fork_servers(server: Server) -> list[int]:
 
 
 def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(is_plain=True)
     pids = list(server.pids().values())
     segments = server.segments()
     assert len(segments) == 2
@@ -193,7 +194,7 @@ def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> N
 
 
 def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(is_plain=True)
     segments = server.segments()
     assert len(segments) == 2
     pids = [*server.pids().values(), *fork_servers(server)]
@@ -238,7 +239,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartSe
 
 
 def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(is_plain=True)
     pids = list(server.pids().values())
 
     def end_twice() -> None:
@@ -262,7 +263,7 @@ def test_a_damaged_checkpoint_ends_it_with_the_files_name(
     content = damaged.read_bytes()
     damaged.unlink()
     damaged.write_bytes(content[: len(content) // 2])
-    server = start_server(wait=False, model=str(tmp_path))
+    server = start_server(is_plain=True, wait=False, model=str(tmp_path))
     assert server.process.wait(60) == 2
     assert damaged.name in server.log()
     assert "Traceback" not in server.log()
@@ -275,7 +276,7 @@ def test_two_servers_do_not_mix(server: Server, start_server: StartServer) -> No
     assert httpx.get(f"{first.url}/v1/models").status_code == 200
     assert httpx.get(f"{second.url}/v1/models").status_code == 401
     taken = subprocess.run(
-        [*_command(first), "--port", str(httpx.URL(first.url).port)],
+        [sys.executable, "-m", "hadal.cli", "serve", "--port", str(httpx.URL(first.url).port)],
         capture_output=True,
         text=True,
         timeout=30,
@@ -285,12 +286,6 @@ def test_two_servers_do_not_mix(server: Server, start_server: StartServer) -> No
     assert taken.returncode == 2
     assert "is in use" in taken.stderr
     assert len(taken.stderr.splitlines()) == 1
-
-
-def _command(server: Server) -> list[str]:
-    command = server.process.args
-    assert isinstance(command, list)
-    return [str(part) for part in command[: command.index("serve") + 1]]
 
 
 def _source() -> str:
@@ -339,7 +334,7 @@ def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_pa
     )
     compiler.chmod(0o755)
     environment = {"CXX": str(compiler), "HADAL_CACHE_DIR": str(tmp_path / "cache")}
-    server = start_server(environment=environment, wait=False)
+    server = start_server(is_plain=True, environment=environment, wait=False)
     server.wait_ready(150.0)
     log = server.log()
     assert "INFO    the kernels are being compiled for this machine" in log
