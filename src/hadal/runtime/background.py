@@ -18,7 +18,7 @@ holds the interpreter holds up the computing thread as well.
 NICE_MAX = 19
 """Highest niceness of any thread (sched(7))."""
 SHARE = 0.1
-"""Share of one core that a background thread may take. A rank's step waits for its slowest peer, so
+"""Share of one core that background work may take. A rank's step waits for its slowest peer, so
 what one rank loses all lose, and ranks that share cores stage side by side: at a quarter, four of
 them on two cores made steps 1.5 times as long (bench/balance_live). A tenth of a core still moves
 an expert of 44 MB several times a second (bench/staging).
@@ -36,21 +36,25 @@ def lower_priority() -> None:
 
 
 class Pace:
-    """Tells one thread when to rest, so that it takes `share` of a core over any stretch of work.
-    Idle time before the work is not saved up.
+    """Tells threads when to rest, so that together they take `share` of a core over any stretch of
+    work. Idle time before the work is not saved up.
     """
 
     def __init__(self, share: float = SHARE) -> None:
         self._share = share
-        self._since_s: float | None = None
-        self._worked_s = 0.0
+        self._lock = threading.Lock()
+        self._rested_at_s = 0.0
+        """When all that was worked until now has been rested for."""
+        self._of_thread = threading.local()
 
     def owed_s(self) -> float:
-        """How long to rest now; 0: go on. From the thread whose pace it is."""
+        """How long the calling thread is to rest now; 0: go on. What it worked before its first
+        call does not count.
+        """
         worked_s, now_s = time.thread_time(), time.monotonic()
-        if self._since_s is None:
-            self._since_s, self._worked_s = now_s, worked_s
-        owed_s = (worked_s - self._worked_s) / self._share - (now_s - self._since_s)
-        if owed_s <= 0:
-            self._since_s, self._worked_s = now_s, worked_s
+        new_s = worked_s - getattr(self._of_thread, "worked_s", worked_s)
+        self._of_thread.worked_s = worked_s
+        with self._lock:
+            self._rested_at_s = max(self._rested_at_s + new_s / self._share, now_s)
+            owed_s = self._rested_at_s - now_s
         return owed_s if owed_s >= MIN_REST_S else 0.0

@@ -3,7 +3,7 @@ whichever transport both ends can do.
 
     shm   the shared-memory file is on this host: mapped once and copied from             (runtime/transfer/pool)
     nixl  both ends have NIXL: one-sided reads over UCX                        (runtime/transfer/nixl)
-    tcp   anything else: the owner's server sends      (runtime/transfer/tcp, runtime/transfer/tcp)
+    tcp   anything else: the owner's server sends                              (runtime/transfer/tcp)
 
 Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
 them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
@@ -27,15 +27,14 @@ from hadal.core.messages import KvLease
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Pull
 from hadal.runtime.process.process import Run
-from hadal.runtime.transfer.frames import PURPOSE, SILENCE_S, BadPeer
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.nixl import NixlAgent, NixlError, NixlReader, package, require_nixl
+from hadal.runtime.transfer.peers import SILENCE_S, BadPeer
 from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError
-from hadal.runtime.transfer.tcp import KvLink, KvServer
+from hadal.runtime.transfer.tcp import PURPOSE, KvLink, KvServer
 
 log = logging.getLogger(__name__)
 
-SHUN_S = 2.0
 SHM, NIXL, TCP = "shm", "nixl", "tcp"
 
 
@@ -152,7 +151,6 @@ class _Source:
         self._nixl = nixl if handover in (NIXL, AUTO) else None
         self._reader: NixlReader | None = None
         self._link: KvLink | None = None
-        self._shunned_until_s = 0.0
         self._closing = threading.Event()
         self._lock = threading.Lock()
         """Held while something is pulled over a network."""
@@ -174,13 +172,14 @@ class _Source:
             return own.copy_from(self.mapped, lease, into)
         if not into and not lease.block_ids:
             return None
+        assert self._link is not None
         with self._lock:
-            if time.monotonic() < self._shunned_until_s:
+            if self._link.peer.is_shunned:
                 return f"{self.address.name} did not answer a moment ago"
             try:
-                return self._pull(own, lease, into, deadline_s)
+                return self._pull(self._link, own, lease, into, deadline_s)
             except TimeoutError as error:
-                self._shunned_until_s = time.monotonic() + SHUN_S
+                self._link.peer.shun()
                 self._let_go()
                 return f"{self.address.name} is silent: {error}"
             except (OSError, BadPeer, PoolError, NixlError) as error:
@@ -198,18 +197,22 @@ class _Source:
         if self.mapped is not None:
             self.mapped.close()
         if self._link is not None:
-            self._link.interrupt()
+            self._link.peer.interrupt()
         if self._lock.acquire(blocking=False):
             self._let_go()
             self._lock.release()
 
     def _pull(
-        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+        self,
+        link: KvLink,
+        own: KvPool,
+        lease: KvLease,
+        into: tuple[int, ...],
+        deadline_s: float,
     ) -> str | None:
-        assert self._link is not None
         if self._nixl is not None and not self._nixl.is_full:
             try:
-                return self._pull_nixl(self._nixl, self._link, own, lease, into, deadline_s)
+                return self._pull_nixl(self._nixl, link, own, lease, into, deadline_s)
             except NixlError as error:
                 self._close_reader()
                 if self._is_nixl_asked:
@@ -218,7 +221,7 @@ class _Source:
                 log.warning("%s is pulled from over TCP from now on: %s", self.address.name, error)
                 self._nixl = None
         self._take(TCP)
-        return self._link.pull(own, lease, into, deadline_s)
+        return link.pull(own, lease, into, deadline_s)
 
     def _pull_nixl(
         self,
@@ -256,7 +259,7 @@ class _Source:
     def _let_go(self) -> None:
         self._close_reader()
         if self._link is not None:
-            self._link.close()
+            self._link.peer.close()
 
 
 def live_transfer(pool: KvPool, run: Run, grants: Grants, host: str) -> KvTransfer:
