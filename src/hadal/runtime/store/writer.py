@@ -24,9 +24,9 @@ import numpy as np
 from hadal.core.cache import DiskLocation, split
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import StoreBlocks
-from hadal.runtime.background import lower_priority
 from hadal.runtime.store.own import Block, OwnBlocks
 from hadal.runtime.store.segments import Bytes, SegmentError, Troubles, make_buffer, sum_of
+from hadal.runtime.worker import lower_priority
 
 STAGE_BYTES = 16 * 1024 * 1024
 """Copied, summed and written at a time."""

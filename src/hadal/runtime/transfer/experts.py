@@ -16,8 +16,6 @@ the sum is right. Device memory goes over the host's.
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -30,8 +28,8 @@ from torch import Tensor
 
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import Fetch, Overtaken
-from hadal.runtime.background import SHARE, Pace, lower_priority
 from hadal.runtime.transfer.peers import BadPeer, Channel, PeerLink, PeerServer, deadline_of
+from hadal.runtime.worker import SHARE, Pace, Worker
 
 # The thread that gets layers ready for a flip: StagePlans in, Staged out, in order, beside the
 # steps that run.
@@ -39,14 +37,13 @@ from hadal.runtime.transfer.peers import BadPeer, Channel, PeerLink, PeerServer,
 #     host thread     submit(plan) ........................ take() -> Staged
 #     stage thread              fetch rest fetch rest ... |
 #
-# It is slow on purpose (runtime/background): nobody waits for a better placement, everybody waits
+# It is slow on purpose (runtime/worker): nobody waits for a better placement, everybody waits
 # for a late step. Knows neither weights nor placements; the store (model/experts) builds the layer,
 # this hands it a way to fetch experts.
 
 
 MAX_WAITING = 8
 """A leader installs one layer at a time, so this many wait only if it gave the ones before up."""
-_WAIT_S = 1.0
 
 Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
 """(plan, fetch, rest) -> what came of it; see model/experts.ExpertStore.stage."""
@@ -75,97 +72,68 @@ class Stager:
         self._stage = stage
         self._transfer = transfer
         self._wake = wake
-        self._changed = threading.Condition()
-        """Guards what is below."""
-        self._waiting: deque[StagePlan] = deque()
         self._formation = 0
         """Number of the newest plan, or the newest FormPlan: what belongs to an older one is void.
         """
-        self._stopping = False
-        self._results: deque[Staged | BaseException] = deque()
         self._pace = Pace()
-        self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
-        self._thread.start()
+        self._worker = Worker("stage", self._run, wake, in_background=True)
 
     def submit(self, plan: StagePlan) -> None:
         """Queue a plan; its outcome is among `take`'s. One that waits for the same layer is
         replaced by it.
         """
         self.void(plan.formation)
-        with self._changed:
+        worker = self._worker
+        with worker.changed:
             if plan.formation < self._formation:
                 return
-            for old in [waiting for waiting in self._waiting if waiting.layer == plan.layer]:
-                self._waiting.remove(old)
+            for old in [waiting for waiting in worker.waiting if waiting.layer == plan.layer]:
+                worker.waiting.remove(old)
                 self._refuse(old, f"stage {plan.stage_id} takes its place")
-            if len(self._waiting) >= MAX_WAITING:
+            if len(worker.waiting) >= MAX_WAITING:
                 self._refuse(plan, f"{MAX_WAITING} layers wait already")
             else:
-                self._waiting.append(plan)
-                self._changed.notify_all()
+                worker.submit(plan)
 
     def void(self, formation: int) -> None:
         """This formation begins: drop what waits for older ones, and break off what is being
         staged for one.
         """
-        with self._changed:
+        with self._worker.changed:
             if formation > self._formation:
                 self._formation = formation
-                self._waiting.clear()
-                self._changed.notify_all()
+                self._worker.waiting.clear()
+                self._worker.changed.notify_all()
 
     def take(self) -> list[Staged]:
         """Return the outcomes that are ready. Raises what broke the thread, if anything did."""
-        done = []
-        while self._results:
-            result = self._results.popleft()
-            if isinstance(result, BaseException):
-                raise result
-            done.append(result)
-        return done
+        return self._worker.take()
 
     def stop(self, timeout_s: float) -> bool:
         """Break off what is being staged, end the thread and close the transfer. False: not within
         `timeout_s` each.
         """
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
-        return self._transfer.close(timeout_s) and not self._thread.is_alive()
+        is_ended = self._worker.stop(timeout_s)
+        return self._transfer.close(timeout_s) and is_ended
 
     def _refuse(self, plan: StagePlan, error: str) -> None:
-        self._results.append(Staged(plan.formation, plan.stage_id, plan.layer, error))
+        self._worker.put(Staged(plan.formation, plan.stage_id, plan.layer, error))
         self._wake()
 
-    def _run(self) -> None:
-        lower_priority()
-        while (plan := self._next()) is not None:
-            result: Staged | BaseException
-            try:
-                result = self._stage(plan, *self._means(plan))
-            except BaseException as error:
-                # A store answers with its errors; one that raises is broken, and the host ends.
-                result = error
-            if not self._is_void(plan):
-                self._results.append(result)
-                self._wake()
-
-    def _next(self) -> StagePlan | None:
-        with self._changed:
-            while not self._waiting and not self._stopping:
-                self._changed.wait(_WAIT_S)
-            return None if self._stopping else self._waiting.popleft()
+    def _run(self, plan: StagePlan) -> Staged | None:
+        # A store answers with its errors; one that raises is broken, and the host ends.
+        staged = self._stage(plan, *self._means(plan))
+        return None if self._is_void(plan) else staged
 
     def _is_void(self, plan: StagePlan) -> bool:
-        return self._stopping or plan.formation < self._formation
+        return self._worker.is_stopping or plan.formation < self._formation
 
     def _means(self, plan: StagePlan) -> tuple[Fetch, Callable[[], None]]:
         def rest() -> None:
             owed_s = self._pace.owed_s()
             if owed_s:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_void(plan), owed_s)
+                with self._worker.changed:
+                    self._worker.changed.wait_for(lambda: self._is_void(plan), owed_s)
             if self._is_void(plan):
                 raise Overtaken(f"stage {plan.stage_id} of formation {plan.formation}")
 

@@ -28,7 +28,7 @@ import msgspec
 from hadal.comm.mesh.link import Refusals
 from hadal.core.errors import HadalError
 from hadal.core.handshake import NONCE_BYTES, PROOF_BYTES, TAG_BYTES, Handshake, is_near
-from hadal.runtime.background import lower_priority
+from hadal.runtime.worker import lower_priority
 
 log = logging.getLogger(__name__)
 
