@@ -32,6 +32,7 @@ from hadal.runtime.transfer.nixl import NixlAgent, NixlError, NixlReader, packag
 from hadal.runtime.transfer.peers import SILENCE_S, BadPeer
 from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError
 from hadal.runtime.transfer.tcp import PURPOSE, KvLink, KvServer
+from hadal.runtime.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +308,6 @@ NUM_THREADS = 4
 """They wait for sockets or copy; several sources that die together hold up the others no longer
 than one does.
 """
-_WAIT_S = 1.0
 
 
 class Copier:
@@ -316,20 +316,9 @@ class Copier:
     def __init__(self, transfer: KvTransfer, block_bytes: int, wake: Callable[[], None]) -> None:
         self._transfer = transfer
         self._block_bytes = block_bytes
-        self._wake = wake
-        self._results: deque[KvPulled | BaseException] = deque()
         self._num_pending: Counter[str] = Counter()
         """Request -> pulls that were submitted and not taken."""
-        self._changed = threading.Condition()
-        self._waiting: deque[Pull] = deque()
-        self._busy: list[Pull] = []
-        self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"copy-{i}", daemon=True)
-            for i in range(NUM_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._worker = Worker("copy", self._pull, wake, pick=_next_pull, num_threads=NUM_THREADS)
 
     def submit(self, pull: Pull) -> None:
         """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one of its
@@ -342,61 +331,35 @@ class Copier:
         )
         self._num_pending[pull.request_id] += 1
         if is_inline:
-            self._results.append(self._pulled(pull))
-            return
-        with self._changed:
-            self._waiting.append(pull)
-            self._changed.notify()
+            self._worker.put(self._pull(pull))
+        else:
+            self._worker.submit(pull)
 
     def take(self) -> list[KvPulled]:
         """Return the outcomes that are ready. Raises what broke a copying thread, if anything
         did.
         """
-        done = []
-        while self._results:
-            result = self._results.popleft()
-            if isinstance(result, BaseException):
-                raise result
+        done = self._worker.take()
+        for result in done:
             self._num_pending[result.request_id] -= 1
             if not self._num_pending[result.request_id]:
                 del self._num_pending[result.request_id]
-            done.append(result)
         return done
 
     def stop(self, timeout_s: float) -> None:
         """What waits is not begun any more."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(timeout_s / NUM_THREADS)
+        self._worker.stop(timeout_s)
 
-    def _pulled(self, pull: Pull) -> KvPulled:
+    def _pull(self, pull: Pull) -> KvPulled:
         return KvPulled(pull.request_id, pull.attempt, self._transfer.pull(pull.lease, pull.into))
 
-    def _run(self) -> None:
-        while (pull := self._next()) is not None:
-            try:
-                self._results.append(self._pulled(pull))
-            except BaseException as error:
-                self._results.append(error)
-            with self._changed:
-                self._busy.remove(pull)
-                self._changed.notify_all()
-            self._wake()
 
-    def _next(self) -> Pull | None:
-        """The first pull that may begin, once there is one; None: stop."""
-        with self._changed:
-            while not self._stopping:
-                held = {pull.request_id for pull in self._busy} | {
-                    pull.lease.source for pull in self._busy
-                }
-                for index, pull in enumerate(self._waiting):
-                    if held.isdisjoint((pull.request_id, pull.lease.source)):
-                        del self._waiting[index]
-                        self._busy.append(pull)
-                        return pull
-                    held.add(pull.request_id)
-                self._changed.wait(_WAIT_S)
-            return None
+def _next_pull(waiting: deque[Pull], running: list[Pull]) -> Pull | None:
+    """The first pull that may begin."""
+    held = {one for pull in running for one in (pull.request_id, pull.lease.source)}
+    for index, pull in enumerate(waiting):
+        if held.isdisjoint((pull.request_id, pull.lease.source)):
+            del waiting[index]
+            return pull
+        held.add(pull.request_id)
+    return None
