@@ -59,6 +59,7 @@ class Compute:
         self._worker: Worker[tuple[StepPlan | FormPlan, bool, int], StepDone | Formed] = Worker(
             "compute", self._run, wake
         )
+        self._worker.start()
 
     @property
     def num_in_flight(self) -> int:

@@ -75,6 +75,9 @@ class Worker(Generic[J, R]):
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
             for index in range(num_threads)
         ]
+
+    def start(self) -> None:
+        """Begin: whoever is called back is ready by now."""
         for thread in self._threads:
             thread.start()
 

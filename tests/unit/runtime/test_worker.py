@@ -36,6 +36,7 @@ def test_jobs_are_done_in_order_and_each_result_wakes_the_host() -> None:
     worker: Worker[int, int] = Worker(
         "test", lambda job: 10 * job if job % 2 else None, woken.release
     )
+    worker.start()
     for job in range(10):
         worker.submit(job)
     assert take(worker, 5) == [10, 30, 50, 70, 90]
@@ -49,6 +50,7 @@ def test_jobs_are_done_in_order_and_each_result_wakes_the_host() -> None:
 def test_what_a_job_raises_is_raised_once_in_the_host_and_the_next_is_done() -> None:
     woken = threading.Semaphore(0)
     worker: Worker[int, int] = Worker("test", lambda job: 12 // job, woken.release)
+    worker.start()
     worker.submit(0)
     assert woken.acquire(timeout=5)
     with pytest.raises(ZeroDivisionError):
@@ -75,6 +77,7 @@ def test_several_threads_begin_what_may_run_beside_the_rest() -> None:
         return fit[0] if fit else None
 
     worker: Worker[int, int] = Worker("test", do, lambda: None, pick=pick, num_threads=3)
+    worker.start()
     for job in (2, 4, 1, 6, 3):
         worker.submit(job)
     deadline_s = time.monotonic() + 10
@@ -99,6 +102,7 @@ def test_stopping_ends_what_runs_and_what_waits_if_asked(is_draining: bool) -> N
         return job
 
     worker: Worker[int, int] = Worker("test", do, lambda: None)
+    worker.start()
     for job in range(3):
         worker.submit(job)
     assert begun.wait(10)

@@ -77,6 +77,7 @@ class Stager:
         """
         self._pace = Pace()
         self._worker = Worker("stage", self._run, wake, in_background=True)
+        self._worker.start()
 
     def submit(self, plan: StagePlan) -> None:
         """Queue a plan; its outcome is among `take`'s. One that waits for the same layer is

@@ -319,6 +319,7 @@ class Copier:
         self._num_pending: Counter[str] = Counter()
         """Request -> pulls that were submitted and not taken."""
         self._worker = Worker("copy", self._pull, wake, pick=_next_pull, num_threads=NUM_THREADS)
+        self._worker.start()
 
     def submit(self, pull: Pull) -> None:
         """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one of its
