@@ -4,7 +4,7 @@ the shipped model.
     python -m bench.staging [--quick]
 
 One process serves, this one fetches. "In the background" is as ranks do it: both threads of a lower
-priority and with a share of a core (runtime/background). The bound is a copy within memory, by one
+priority and with a share of a core (runtime/worker). The bound is a copy within memory, by one
 thread.
 """
 
@@ -28,7 +28,6 @@ from hadal.core.placement import spread
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
-from hadal.runtime.background import SHARE, Pace
 from hadal.runtime.transfer.experts import (
     PURPOSE,
     ExpertClient,
@@ -36,6 +35,7 @@ from hadal.runtime.transfer.experts import (
     ExpertTransfer,
     Stager,
 )
+from hadal.runtime.worker import SHARE, Pace
 
 HOST = "127.0.0.1"
 KEY = key_of(b"bench", PURPOSE)

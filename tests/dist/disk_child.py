@@ -45,12 +45,13 @@ def told(stored: BlocksStored, names: list[bytes]) -> int:
     kept = [
         name.hex() for name, place in zip(names, stored.locations, strict=True) if place is not None
     ]
+    # First: killed in between, it has not told of blocks as written which put out others unsaid.
+    if stored.dropped:
+        say("D", *(name.hex() for name in split(stored.dropped)))
     if kept:
         say("A", *kept)
     if len(kept) < len(names):
         say("F", len(names) - len(kept))
-    if stored.dropped:
-        say("D", *(name.hex() for name in split(stored.dropped)))
     return len(kept)
 
 

@@ -14,10 +14,7 @@ and never run.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -25,6 +22,7 @@ import msgspec
 from hadal.core.errors import InvariantError
 from hadal.core.plans import Formed, FormPlan, OpTime, StepDone, StepPlan
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
+from hadal.runtime.worker import Worker
 
 MAX_FORMS_IN_FLIGHT = 16
 """A unit forms again when a rank is lost while it forms. More than this, and its leader is mad."""
@@ -37,7 +35,6 @@ IDLE = "idle"
 messages.
 """
 _SMOOTHING = 0.1
-_WAIT_S = 1.0
 
 
 class Compute:
@@ -50,11 +47,6 @@ class Compute:
         self.overhead_ms = 0.0
         """Smoothed time per step that the runner stood idle though work was there."""
         self._runner = runner
-        self._wake = wake
-        self._plans: queue.SimpleQueue[tuple[StepPlan | FormPlan, bool, int] | None] = (
-            queue.SimpleQueue()
-        )
-        self._results: deque[StepDone | Formed | BaseException] = deque()
         self._num_in_flight = 0
         self._num_forms = 0
         self._formation = 0
@@ -64,9 +56,10 @@ class Compute:
         self._busy_since_s: float | None = None
         self._ended_s = time.monotonic()
         """When the last plan ended."""
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
+        self._worker: Worker[tuple[StepPlan | FormPlan, bool, int], StepDone | Formed] = Worker(
+            "compute", self._run, wake
+        )
+        self._worker.start()
 
     @property
     def num_in_flight(self) -> int:
@@ -83,7 +76,7 @@ class Compute:
         is_soon = self._formation > 0 and time.monotonic() - self._ended_s < FOLLOWS_S
         follows = follows or self._num_in_flight > 0 or is_soon
         self._num_in_flight += 1
-        self._plans.put((plan, follows, self._formation))
+        self._worker.submit((plan, follows, self._formation))
 
     def form(self, plan: FormPlan) -> None:
         """Break off what runs, void what waits, and form the formation. Needs a runner that can be
@@ -96,7 +89,7 @@ class Compute:
         self._num_forms += 1
         self._formation = plan.formation
         self._runner.abort()
-        self._plans.put((plan, False, plan.formation))
+        self._worker.submit((plan, False, plan.formation))
 
     def abort_void(self) -> None:
         """Break off a plan that was void when it began: it was taken in the instant a FormPlan was
@@ -108,16 +101,12 @@ class Compute:
 
     def take(self) -> list[StepDone | Formed]:
         """Return the results that are ready. Raises what the runner raised, if it did."""
-        done: list[StepDone | Formed] = []
-        while self._results:
-            result = self._results.popleft()
-            if isinstance(result, BaseException):
-                raise result
+        done = self._worker.take()
+        for result in done:
             if isinstance(result, Formed):
                 self._num_forms -= 1
             else:
                 self._num_in_flight -= 1
-            done.append(result)
         return done
 
     def busy_s(self) -> float:
@@ -129,40 +118,26 @@ class Compute:
         """Let the running step finish and end the thread. False if it has not within
         `timeout_s`.
         """
-        self._stopping = True
-        self._plans.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._worker.stop(timeout_s)
 
-    def _run(self) -> None:
-        while not self._stopping:
-            try:
-                item = self._plans.get(timeout=_WAIT_S)
-            except queue.Empty:
-                continue
-            if item is None:
-                break
-            plan, follows, formation = item
-            started_s = time.monotonic()
-            idle_s = started_s - self._ended_s if follows else 0.0
-            if follows:
-                self.overhead_ms += _SMOOTHING * (1000.0 * idle_s - self.overhead_ms)
-            self._busy_since_s = started_s
-            self._running_formation = formation
-            result: StepDone | Formed | BaseException
-            try:
-                result = self._execute(plan, formation, idle_s)
-            except BaseException as error:
-                # A runner answers with its errors; one that raises is broken, and the host ends.
-                result = error
+    def _run(self, item: tuple[StepPlan | FormPlan, bool, int]) -> StepDone | Formed:
+        plan, follows, formation = item
+        started_s = time.monotonic()
+        idle_s = started_s - self._ended_s if follows else 0.0
+        if follows:
+            self.overhead_ms += _SMOOTHING * (1000.0 * idle_s - self.overhead_ms)
+        self._busy_since_s = started_s
+        self._running_formation = formation
+        try:
+            # A runner answers with its errors; one that raises is broken, and the host ends.
+            return self._execute(plan, formation, idle_s)
+        finally:
             self._ended_s = time.monotonic()
             self._busy_since_s = self._running_formation = None
-            self._results.append(result)
-            self._wake()
 
     def _execute(
         self, plan: StepPlan | FormPlan, formation: int, idle_s: float
-    ) -> StepDone | Formed | BaseException:
+    ) -> StepDone | Formed:
         if formation < self._formation:
             void = f"formation {formation} is over"
             if isinstance(plan, FormPlan):

@@ -148,7 +148,7 @@ def own(run: str, handover: str, host: str, num_blocks: int, layers: int = LAYER
             threading.Thread(target=churn, args=(pool,), daemon=True).start()
             print("churning", flush=True)
         elif verb == "connections":
-            print(wire._server.num_connections if wire._server else 0, flush=True)
+            print(wire._server.peers.num_connections if wire._server else 0, flush=True)
         elif verb == "threads":
             print(threading.active_count(), flush=True)
     wire.close()

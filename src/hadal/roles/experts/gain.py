@@ -70,7 +70,7 @@ class ExpertTerms:
     """Balancedness at which an incremental plan stops to look for moves."""
     background_share: float = 0.1
     """How much staging slows the steps that run beside it: it may take a tenth of a core
-    (runtime/background).
+    (runtime/worker).
     """
     replica_s: float = 0.003
     """Staging of a replica before one was measured: 44 MB of a V3 expert in FP8 through a NIC of 25

@@ -8,8 +8,6 @@ leaders learn from runtime/store/view.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -39,6 +37,7 @@ from hadal.runtime.store.segments import (
     sum_of,
 )
 from hadal.runtime.store.writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, DiskWriter
+from hadal.runtime.worker import Worker
 
 # Reading blocks of the disk cache into a KV pool: each is verified before a byte of it gets there.
 #
@@ -63,7 +62,6 @@ READ_DEADLINE_S = 10.0
 READ_TOTAL_S = 60.0
 """One that moves, but waits or works longer than this, as well."""
 _MAX_OPEN = 64
-_WAIT_S = 1.0
 
 
 @dataclass
@@ -113,10 +111,12 @@ class _Piece:
 
 
 @dataclass
-class _Thread:
+class _PieceReader:
+    """What a thread reads with, while it reads a piece."""
+
     buffer: Bytes
     load: _Read | None = None
-    """That it reads for."""
+    """Load that it reads for."""
     segments: OrderedDict[int, Segment] = field(default_factory=OrderedDict)
     """Open ones, least recently used first."""
 
@@ -142,27 +142,23 @@ class Loader:
         self._troubles = troubles
         self._wake = wake
         self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._reads: deque[_Read] = deque()
         """Not answered, in order of arrival."""
-        self._results: list[BlocksRead] = []
-        self._broken: BaseException | None = None
-        self._stopping = False
-        self._threads = [
-            _Thread(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
+        self._readers = [
+            _PieceReader(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
         ]
-        self._running = [
-            threading.Thread(target=self._run, args=(one,), name=f"disk-load-{index}", daemon=True)
-            for index, one in enumerate(self._threads)
-        ]
-        for thread in self._running:
-            thread.start()
+        self._free = deque(self._readers)
+        self._worker: Worker[_Piece, BlocksRead] = Worker(
+            "disk-load", self._run, wake, num_threads=NUM_THREADS
+        )
+        self._lock = self._worker.changed
+        """Guards the loads, too: none is given up while one of its pieces is copied."""
+        self._worker.start()
 
     def submit(self, effect: ReadBlocks) -> None:
         """Begin a load; its outcome is among `take`'s."""
         now_s = time.monotonic()
-        pieces = _pieces(effect, len(self._threads[0].buffer))
+        pieces = _pieces(effect, len(self._readers[0].buffer))
         load = _Read(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
         if not len(load.names) == len(effect.locations) == len(effect.into):
             raise ValueError(
@@ -174,7 +170,7 @@ class Loader:
             if not pieces:
                 self._end(load)
         for index, (begin, end) in enumerate(pieces):
-            self._queue.put(_Piece(load, index, begin, end))
+            self._worker.submit(_Piece(load, index, begin, end))
         if not pieces:
             self._wake()
 
@@ -184,9 +180,7 @@ class Loader:
         """
         now_s = time.monotonic()
         with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            do_all_hang = all(one.load is not None and one.load.is_over for one in self._threads)
+            do_all_hang = all(one.load is not None and one.load.is_over for one in self._readers)
             for load in list(self._reads):
                 stood_s = now_s - load.moved_s
                 is_stuck = load.is_running and not load.num_copying and stood_s > self._deadline_s
@@ -199,42 +193,30 @@ class Loader:
                     )
                     self._troubles.note("hang", f"{text}; what is on it is computed instead")
                     self._end(load, text)
-            done, self._results = self._results, []
-        return done
+            return self._worker.take()
 
     def stop(self, deadline_s: float) -> None:
         """Let the threads end. `deadline_s`: by time.monotonic; one that hangs is left to the
         process's end.
         """
-        with self._lock:
-            self._stopping = True  # A block that is being copied is copied to its end.
-        for _ in self._running:
-            self._queue.put(None)
-        for thread in self._running:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        # A block that is being copied is copied to its end, and no other is begun.
+        self._worker.stop(deadline_s - time.monotonic())
+        for own in self._free:
+            for segment in own.segments.values():
+                segment.close()
 
     # ---- in the threads ----
-    def _run(self, own: _Thread) -> None:
-        while True:
-            try:
-                piece = self._queue.get(timeout=_WAIT_S)
-            except queue.Empty:
-                continue
-            if piece is None:
-                break
-            try:
-                self._do(own, piece)
-            except BaseException as error:
-                with self._lock:
-                    self._broken = error
-                self._wake()
-        for segment in own.segments.values():
-            segment.close()
+    def _run(self, piece: _Piece) -> None:
+        own = self._free.pop()
+        try:
+            self._do(own, piece)
+        finally:
+            self._free.append(own)
 
-    def _do(self, own: _Thread, piece: _Piece) -> None:
+    def _do(self, own: _PieceReader, piece: _Piece) -> None:
         load = piece.load
         with self._lock:
-            if load.is_over or self._stopping:
+            if load.is_over or self._worker.is_stopping:
                 return
             is_wanted = load.outcome().error is None
             own.load = load
@@ -259,16 +241,16 @@ class Loader:
         if is_last:
             self._wake()
 
-    def _may_copy(self, own: _Thread, load: _Read) -> bool:
+    def _may_copy(self, own: _PieceReader, load: _Read) -> bool:
         """Whether the load's blocks are still its own; then they are until the copy is done."""
         with self._lock:
             own.load = None
-            if load.is_over or self._stopping:
+            if load.is_over or self._worker.is_stopping:
                 return False
             load.num_copying += 1
         return True
 
-    def _try_to_read(self, own: _Thread, piece: _Piece) -> _Found:
+    def _try_to_read(self, own: _PieceReader, piece: _Piece) -> _Found:
         try:
             found = self._read(own, piece.load, piece.begin, piece.end)
         except FileNotFoundError:
@@ -281,7 +263,7 @@ class Loader:
             self._forget(own, piece.load.effect.locations[piece.begin].segment)
         return found
 
-    def _read(self, own: _Thread, load: _Read, begin: int, end: int) -> _Found:
+    def _read(self, own: _PieceReader, load: _Read, begin: int, end: int) -> _Found:
         """Read locations begin .. end-1, which are adjacent, into the buffer, and verify them."""
         first, count = load.effect.locations[begin].slot, end - begin
         segment = self._open(own, load.effect.locations[begin].segment)
@@ -292,7 +274,7 @@ class Loader:
         return self._verify(own, segment, first, records, load.names[begin:end])
 
     def _verify(
-        self, own: _Thread, segment: Segment, first: int, records: Words, names: list[bytes]
+        self, own: _PieceReader, segment: Segment, first: int, records: Words, names: list[bytes]
     ) -> _Found:
         is_good = segment.is_good(records, first)
         for index, name in enumerate(names):
@@ -327,7 +309,7 @@ class Loader:
             self._troubles.note_error("mark", error)
         return what
 
-    def _open(self, own: _Thread, number: int) -> Segment:
+    def _open(self, own: _PieceReader, number: int) -> Segment:
         """Segments stay open: a file is looked up once. One that was removed is let go of, so that
         its room is free.
         """
@@ -347,7 +329,7 @@ class Loader:
             own.segments.popitem(last=False)[1].close()
         return segment
 
-    def _forget(self, own: _Thread, number: int) -> None:
+    def _forget(self, own: _PieceReader, number: int) -> None:
         segment = own.segments.pop(number, None)
         if segment is not None:
             segment.close()
@@ -362,7 +344,7 @@ class Loader:
         answer = BlocksRead(
             load.effect.read_id, found.num_good, found.num_damaged, found.error or error
         )
-        self._results.append(answer)
+        self._worker.put(answer)
 
 
 def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from hadal.core.cache import DiskLocation
 from hadal.core.seams import DiskNews
-from hadal.runtime.background import lower_priority
 from hadal.runtime.process.process import Run
 from hadal.runtime.store.segments import (
     NAME,
@@ -36,6 +35,7 @@ from hadal.runtime.store.segments import (
     segment_numbers,
     segment_path,
 )
+from hadal.runtime.worker import lower_priority
 
 LOOK_S = 0.2
 NEWS_BLOCKS = 16384

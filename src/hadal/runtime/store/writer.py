@@ -12,8 +12,6 @@ Where blocks go, runtime/store/own knows.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,9 +22,9 @@ import numpy as np
 from hadal.core.cache import DiskLocation, split
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import StoreBlocks
-from hadal.runtime.background import lower_priority
 from hadal.runtime.store.own import Block, OwnBlocks
 from hadal.runtime.store.segments import Bytes, SegmentError, Troubles, make_buffer, sum_of
+from hadal.runtime.worker import Worker
 
 STAGE_BYTES = 16 * 1024 * 1024
 """Copied, summed and written at a time."""
@@ -41,7 +39,6 @@ STORE_DEADLINE_S = 30.0
 PAUSE_S = 5.0
 """After the disk failed, nothing is tried for so long."""
 SWEEP_S = 60.0
-_WAIT_S = 1.0
 
 
 @dataclass
@@ -62,43 +59,6 @@ class _Entry:
     index: int
     """Index of the block in its store."""
     block: Block
-
-
-class _Helper:
-    """Writes one piece at a time while the writer's thread copies the next."""
-
-    def __init__(self, own: OwnBlocks) -> None:
-        self._own = own
-        self._todo: queue.SimpleQueue[tuple[list[Block], Bytes] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._blocks: list[Block] = []
-        self._is_busy = False
-        threading.Thread(target=self._run, name="disk-write", daemon=True).start()
-
-    def begin(self, blocks: list[Block], buffer: Bytes) -> None:
-        self._blocks, self._is_busy = blocks, True
-        self._todo.put((blocks, buffer))
-
-    def end(self) -> tuple[list[Block], BaseException | None]:
-        """Wait for the piece. A disk that hangs hangs the writer's thread here; who waits for it is
-        answered by `DiskWriter.take`.
-        """
-        if not self._is_busy:
-            return [], None
-        self._is_busy = False
-        return self._blocks, self._done.get()
-
-    def stop(self) -> None:
-        self._todo.put(None)
-
-    def _run(self) -> None:
-        lower_priority()
-        while (piece := self._todo.get()) is not None:
-            try:
-                self._own.write(*piece)
-                self._done.put(None)
-            except BaseException as error:
-                self._done.put(error)
 
 
 class DiskWriter:
@@ -124,24 +84,30 @@ class DiskWriter:
         self._queue_bytes = queue_bytes
         self._deadline_s = deadline_s
         self._pause_s = pause_s
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()
         self._stores: deque[_Store] = deque()
         """Not answered, in order of arrival."""
         self._num_queued_bytes = 0
-        self._results: list[BlocksStored] = []
-        self._broken: BaseException | None = None
         self._pause_until_s = 0.0
         self._pause_reason = ""
         self._trouble = ""
         """What the batch at hand met with; the thread's own."""
         self._has_entered = False
-        self._is_stopping = False
+        self._is_late = False
+        """Nothing more is to be written."""
         self._sweep_at_s = time.monotonic()
         self._stages = [make_buffer(blocks.shape[1], STAGE_BYTES) for _ in range(2)]
-        self._helper = _Helper(own)
-        self._thread = threading.Thread(target=self._run, name="disk-store", daemon=True)
-        self._thread.start()
+        self._writing: list[Block] = []
+        """The piece that is written while the next is copied."""
+        self._helper: Worker[tuple[list[Block], Bytes], None] = Worker(
+            "disk-write", lambda piece: own.write(*piece), lambda: None, in_background=True
+        )
+        self._worker: Worker[list[_Store], BlocksStored] = Worker(
+            "disk-store", self._run, wake, pick=self._next_batch, in_background=True
+        )
+        self._lock = self._worker.changed
+        """Guards the stores, too."""
+        self._helper.start()
+        self._worker.start()
 
     def submit(self, effect: StoreBlocks) -> None:
         """Queue a store, or refuse it at once; its outcome is among `take`'s."""
@@ -164,7 +130,7 @@ class DiskWriter:
                 )
                 self._end(store, "the disk is behind")
             else:
-                self._queue.put(store)
+                self._worker.submit([store])
                 return
         self._wake()
 
@@ -174,68 +140,48 @@ class DiskWriter:
         """
         now_s = time.monotonic()
         with self._lock:
-            if self._broken is not None:
-                raise self._broken
             for store in list(self._stores):
                 if not store.is_copying and now_s - store.moved_s > self._deadline_s:
                     self._troubles.note(
                         "hang", f"nothing was written for {now_s - store.moved_s:.0f} s"
                     )
                     self._end(store, "the disk hangs")
-            done, self._results = self._results, []
-        return done
+            return self._worker.take()
 
     def stop(self, deadline_s: float) -> None:
         """Write what waits and end, by `deadline_s` of time.monotonic; what is not written then is
         left out.
         """
-        self._queue.put(None)
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        self._is_stopping = True
+        if self._worker.stop(deadline_s - time.monotonic(), is_draining=True):
+            self._helper.stop(deadline_s - time.monotonic())
+            self._own.close()
+        self._is_late = True
         with self._lock:
             for store in list(self._stores):
                 if not store.is_copying:
                     self._end(store, "stopped")
 
     # ---- in the thread ----
-    def _run(self) -> None:
-        lower_priority()
-        try:
-            while (batch := self._next_batch()) is not None:
-                self._enter_if_due()
-                if batch:
-                    self._write(batch)
-                    self._wake()
-                self._sweep_if_due()
-            self._helper.stop()
-            self._own.close()
-        except BaseException as error:
-            with self._lock:
-                self._broken = error
+    def _run(self, batch: list[_Store]) -> None:
+        self._enter_if_due()
+        if batch:
+            self._write(batch)
             self._wake()
+        self._sweep_if_due()
 
-    def _next_batch(self) -> list[_Store] | None:
-        """Stores that wait, BATCH_BYTES of them or a little more; empty if none came for a while;
-        None: end.
+    def _next_batch(
+        self, waiting: deque[list[_Store]], running: list[list[_Store]]
+    ) -> list[_Store] | None:
+        """Stores that wait, BATCH_BYTES of them or a little more; empty if none do and the folder
+        is due.
         """
         batch: list[_Store] = []
         num_bytes = 0
-        may_wait = (
-            self._has_entered or self._is_paused()
-        )  # Else what the dead left is adopted first.
-        while num_bytes < BATCH_BYTES:
-            try:
-                store = self._queue.get(block=not batch and may_wait, timeout=_WAIT_S)
-            except queue.Empty:
-                break
-            if store is None:
-                if not batch:
-                    return None
-                self._queue.put(None)
-                break
-            batch.append(store)
-            num_bytes += len(store.names) * self._blocks.shape[1]
-        return batch
+        while waiting and num_bytes < BATCH_BYTES:
+            batch += waiting.popleft()
+            num_bytes += len(batch[-1].names) * self._blocks.shape[1]
+        is_due = not self._has_entered or time.monotonic() >= self._sweep_at_s
+        return batch if batch or (is_due and not self._is_paused()) else None
 
     def _write(self, batch: list[_Store]) -> None:
         """Write the stores' blocks, in pieces, and answer them all. One piece is copied while
@@ -249,7 +195,7 @@ class DiskWriter:
             stage = self._stages[number % 2]
             piece = self._copy(entries[at : at + len(stage)], stage)
             self._finish_writing()
-            if self._is_stopping or self._is_paused():
+            if self._is_late or self._is_paused():
                 break
             if len(written) >= num_most:
                 self._sync(written)
@@ -294,16 +240,19 @@ class DiskWriter:
         if dropped:
             with self._lock:
                 entries[0].store.dropped += dropped
-        self._helper.begin(blocks, stage)
+        self._writing = blocks
+        self._helper.submit((blocks, stage))
         return entries
 
     def _finish_writing(self) -> None:
-        """Wait for the piece that the helper has, if it has one."""
-        blocks, error = self._helper.end()
-        if error is not None and not isinstance(error, OSError | SegmentError):
-            raise error
-        if error is not None:
-            self._own.fail(blocks)
+        """Wait for the piece that the helper has, if it has one. A disk that hangs hangs the thread
+        here; who waits for it is answered by `take`.
+        """
+        self._helper.settle()
+        try:
+            self._helper.take()
+        except (OSError, SegmentError) as error:
+            self._own.fail(self._writing)
             self._pause(self._troubles.note_error("write", error))
 
     def _sync(self, entries: list[_Entry]) -> None:
@@ -354,4 +303,4 @@ class DiskWriter:
         answer = BlocksStored(
             store.effect.store_id, tuple(store.locations), bytes(store.dropped), error
         )
-        self._results.append(answer)
+        self._worker.put(answer)

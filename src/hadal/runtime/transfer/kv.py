@@ -3,7 +3,7 @@ whichever transport both ends can do.
 
     shm   the shared-memory file is on this host: mapped once and copied from             (runtime/transfer/pool)
     nixl  both ends have NIXL: one-sided reads over UCX                        (runtime/transfer/nixl)
-    tcp   anything else: the owner's server sends      (runtime/transfer/tcp, runtime/transfer/tcp)
+    tcp   anything else: the owner's server sends                              (runtime/transfer/tcp)
 
 Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
 them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
@@ -27,15 +27,15 @@ from hadal.core.messages import KvLease
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Pull
 from hadal.runtime.process.process import Run
-from hadal.runtime.transfer.frames import PURPOSE, SILENCE_S, BadPeer
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.nixl import NixlAgent, NixlError, NixlReader, package, require_nixl
+from hadal.runtime.transfer.peers import SILENCE_S, BadPeer
 from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError
-from hadal.runtime.transfer.tcp import KvLink, KvServer
+from hadal.runtime.transfer.tcp import PURPOSE, KvLink, KvServer
+from hadal.runtime.worker import Worker
 
 log = logging.getLogger(__name__)
 
-SHUN_S = 2.0
 SHM, NIXL, TCP = "shm", "nixl", "tcp"
 
 
@@ -152,7 +152,6 @@ class _Source:
         self._nixl = nixl if handover in (NIXL, AUTO) else None
         self._reader: NixlReader | None = None
         self._link: KvLink | None = None
-        self._shunned_until_s = 0.0
         self._closing = threading.Event()
         self._lock = threading.Lock()
         """Held while something is pulled over a network."""
@@ -174,13 +173,14 @@ class _Source:
             return own.copy_from(self.mapped, lease, into)
         if not into and not lease.block_ids:
             return None
+        assert self._link is not None
         with self._lock:
-            if time.monotonic() < self._shunned_until_s:
+            if self._link.peer.is_shunned:
                 return f"{self.address.name} did not answer a moment ago"
             try:
-                return self._pull(own, lease, into, deadline_s)
+                return self._pull(self._link, own, lease, into, deadline_s)
             except TimeoutError as error:
-                self._shunned_until_s = time.monotonic() + SHUN_S
+                self._link.peer.shun()
                 self._let_go()
                 return f"{self.address.name} is silent: {error}"
             except (OSError, BadPeer, PoolError, NixlError) as error:
@@ -198,18 +198,22 @@ class _Source:
         if self.mapped is not None:
             self.mapped.close()
         if self._link is not None:
-            self._link.interrupt()
+            self._link.peer.interrupt()
         if self._lock.acquire(blocking=False):
             self._let_go()
             self._lock.release()
 
     def _pull(
-        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+        self,
+        link: KvLink,
+        own: KvPool,
+        lease: KvLease,
+        into: tuple[int, ...],
+        deadline_s: float,
     ) -> str | None:
-        assert self._link is not None
         if self._nixl is not None and not self._nixl.is_full:
             try:
-                return self._pull_nixl(self._nixl, self._link, own, lease, into, deadline_s)
+                return self._pull_nixl(self._nixl, link, own, lease, into, deadline_s)
             except NixlError as error:
                 self._close_reader()
                 if self._is_nixl_asked:
@@ -218,7 +222,7 @@ class _Source:
                 log.warning("%s is pulled from over TCP from now on: %s", self.address.name, error)
                 self._nixl = None
         self._take(TCP)
-        return self._link.pull(own, lease, into, deadline_s)
+        return link.pull(own, lease, into, deadline_s)
 
     def _pull_nixl(
         self,
@@ -256,7 +260,7 @@ class _Source:
     def _let_go(self) -> None:
         self._close_reader()
         if self._link is not None:
-            self._link.close()
+            self._link.peer.close()
 
 
 def live_transfer(pool: KvPool, run: Run, grants: Grants, host: str) -> KvTransfer:
@@ -304,7 +308,6 @@ NUM_THREADS = 4
 """They wait for sockets or copy; several sources that die together hold up the others no longer
 than one does.
 """
-_WAIT_S = 1.0
 
 
 class Copier:
@@ -313,20 +316,10 @@ class Copier:
     def __init__(self, transfer: KvTransfer, block_bytes: int, wake: Callable[[], None]) -> None:
         self._transfer = transfer
         self._block_bytes = block_bytes
-        self._wake = wake
-        self._results: deque[KvPulled | BaseException] = deque()
         self._num_pending: Counter[str] = Counter()
         """Request -> pulls that were submitted and not taken."""
-        self._changed = threading.Condition()
-        self._waiting: deque[Pull] = deque()
-        self._busy: list[Pull] = []
-        self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"copy-{i}", daemon=True)
-            for i in range(NUM_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._worker = Worker("copy", self._pull, wake, pick=_next_pull, num_threads=NUM_THREADS)
+        self._worker.start()
 
     def submit(self, pull: Pull) -> None:
         """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one of its
@@ -339,61 +332,35 @@ class Copier:
         )
         self._num_pending[pull.request_id] += 1
         if is_inline:
-            self._results.append(self._pulled(pull))
-            return
-        with self._changed:
-            self._waiting.append(pull)
-            self._changed.notify()
+            self._worker.put(self._pull(pull))
+        else:
+            self._worker.submit(pull)
 
     def take(self) -> list[KvPulled]:
         """Return the outcomes that are ready. Raises what broke a copying thread, if anything
         did.
         """
-        done = []
-        while self._results:
-            result = self._results.popleft()
-            if isinstance(result, BaseException):
-                raise result
+        done = self._worker.take()
+        for result in done:
             self._num_pending[result.request_id] -= 1
             if not self._num_pending[result.request_id]:
                 del self._num_pending[result.request_id]
-            done.append(result)
         return done
 
     def stop(self, timeout_s: float) -> None:
         """What waits is not begun any more."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(timeout_s / NUM_THREADS)
+        self._worker.stop(timeout_s)
 
-    def _pulled(self, pull: Pull) -> KvPulled:
+    def _pull(self, pull: Pull) -> KvPulled:
         return KvPulled(pull.request_id, pull.attempt, self._transfer.pull(pull.lease, pull.into))
 
-    def _run(self) -> None:
-        while (pull := self._next()) is not None:
-            try:
-                self._results.append(self._pulled(pull))
-            except BaseException as error:
-                self._results.append(error)
-            with self._changed:
-                self._busy.remove(pull)
-                self._changed.notify_all()
-            self._wake()
 
-    def _next(self) -> Pull | None:
-        """The first pull that may begin, once there is one; None: stop."""
-        with self._changed:
-            while not self._stopping:
-                held = {pull.request_id for pull in self._busy} | {
-                    pull.lease.source for pull in self._busy
-                }
-                for index, pull in enumerate(self._waiting):
-                    if held.isdisjoint((pull.request_id, pull.lease.source)):
-                        del self._waiting[index]
-                        self._busy.append(pull)
-                        return pull
-                    held.add(pull.request_id)
-                self._changed.wait(_WAIT_S)
-            return None
+def _next_pull(waiting: deque[Pull], running: list[Pull]) -> Pull | None:
+    """The first pull that may begin."""
+    held = {one for pull in running for one in (pull.request_id, pull.lease.source)}
+    for index, pull in enumerate(waiting):
+        if held.isdisjoint((pull.request_id, pull.lease.source)):
+            del waiting[index]
+            return pull
+        held.add(pull.request_id)
+    return None

@@ -22,13 +22,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.errors import ConfigError, HadalError
 from hadal.core.messages import KvLease
 from hadal.kv.blocks import runs
-from hadal.runtime.transfer.frames import SILENCE_S, AboutNixl
+from hadal.runtime.transfer.peers import deadline_of
 from hadal.runtime.transfer.pool import FREED_BEFORE, FREED_DURING, KvPool
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ HALF_BYTES = 4 << 20
 """Size of half a buffer: one half is being read into while the other is copied out. One block at
 least.
 """
-MIN_BYTES_PER_S = 10e6
-"""A read may take SILENCE_S and its bytes at this rate."""
 MAX_RETIRED = 16
 """Buffers that unfinished reads took along, at most; then this process pulls over TCP."""
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
@@ -66,6 +65,15 @@ def require_nixl() -> None:
     """Raise ConfigError if NIXL is not installed."""
     if package() is None:
         raise ConfigError(f'handover is "nixl", and NIXL is not installed here: {INSTALL}.')
+
+
+class AboutNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The owner's agent, and where its pool lies in its memory; `error`: why there is none."""
+
+    agent: bytes = b""
+    cache: int = 0
+    versions: int = 0
+    error: str = ""
 
 
 class NixlAgent:
@@ -303,7 +311,7 @@ class NixlReader:
 
     def _wait(self, handle: int, num_bytes: int, deadline_s: float) -> None:
         library, nap_s = self._nixl.library, _NAP_S
-        deadline_s = min(deadline_s, time.monotonic() + SILENCE_S + num_bytes / MIN_BYTES_PER_S)
+        deadline_s = min(deadline_s, deadline_of(num_bytes))
         num_looks = 0
         while (status := self._agent.getXferStatus(handle)) == library.NIXL_IN_PROG:
             num_looks += 1

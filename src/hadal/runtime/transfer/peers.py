@@ -1,44 +1,85 @@
-"""What direct connections between processes of a run have in common: proving themselves, and
-sending and receiving exactly so many bytes within a deadline.
+"""Direct TCP connections between processes of a run, which KV and weights of experts travel over:
+one protocol, one server, one client, and the limits of all of them.
 
     connector  magic, nonce ->
-               <- magic, nonce, proof                     (silence where the other is not of this deployment)
+               <- magic, nonce, proof       (silence where the other is not of this deployment)
     its name, proof ->
+    ask ->
+               <- answer, and the bytes that it announces
 
-Knows neither what is asked nor what is answered (runtime/transfer/experts,
-runtime/transfer/frames). Why a proof is one: core/handshake.
+Asks and answers are frames: msgpack behind its length. A connection carries one ask after another.
+Knows neither what is asked nor what is answered (runtime/transfer/tcp, runtime/transfer/experts).
+Why a proof is one: core/handshake.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
+import msgspec
+
+from hadal.comm.mesh.link import Refusals
+from hadal.core.errors import HadalError
 from hadal.core.handshake import NONCE_BYTES, PROOF_BYTES, TAG_BYTES, Handshake, is_near
+from hadal.runtime.worker import lower_priority
 
+log = logging.getLogger(__name__)
+
+SILENCE_S = 2.0
+"""A peer that says nothing, or takes nothing, for this long is dead or frozen."""
+MIN_BYTES_PER_S = 10e6
+"""A peer that trickles is given up: to bring bytes may take SILENCE_S and this rate. A disk is
+faster.
+"""
+SHUN_S = 2.0
+"""A peer that failed is not asked for this long, so that what else is due from it fails at once:
+who waits for silent peers does so half of the time at most.
+"""
+IDLE_S = 120.0
+"""A connection without asks is closed; whoever made it makes another when it needs one."""
+TRIES = 3
+"""One, and again twice: a connection that was idle may have been closed, and one more may break."""
+NIXL_START_S = 6.0
+"""Silence before the answer to how NIXL reads a pool: its owner makes its agent when first asked
+for it, which takes long where cores are short.
+"""
+MAX_CONNECTIONS = 128
+"""Connections that a server serves at once; more wait. One for every rank that pulls."""
 MAX_UNPROVEN = 64
 """Accepted connections that have not proven themselves yet; one more ends the oldest of them."""
+MAX_FRAME_BYTES = 4 << 20
+"""A lease of a million tokens takes a twentieth."""
 MAX_PIECES = 512
 """Most pieces of one sendmsg or recvmsg (the kernel takes 1024, IOV_MAX)."""
 
 _MAGIC = b"HADALP01"
-CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES
-ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
+_CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES
 _NAME = struct.Struct("<128s")
-CLAIM_BYTES = _NAME.size + PROOF_BYTES
+_LENGTH = struct.Struct("<I")
+F = TypeVar("F")
+"""A frame, or a union of them."""
+T = TypeVar("T")
 
 
 class NotProven(ConnectionError):
     """The other side is not of this deployment, or something on the way changed what it said."""
 
 
+class BadPeer(HadalError):
+    """What came is not what this protocol says."""
+
+
 class Channel:
     """A socket whose other end proved itself; `name` is what it calls itself. Every record is
-    tagged if the other end is on another host. Raises OSError: silence for `silence_s`, the
-    deadline, an end in the middle, NotProven.
+    tagged if the other end is on another host. Raises OSError: silence, the deadline, an end in the
+    middle, NotProven.
     """
 
     def __init__(self, connection: socket.socket, handshake: Handshake, name: str) -> None:
@@ -47,21 +88,23 @@ class Channel:
         self._out = handshake.seal(is_outgoing=True)
         self._in = handshake.seal(is_outgoing=False)
 
-    def send(
-        self, *records: Sequence[memoryview | bytes], deadline_s: float, silence_s: float
-    ) -> None:
-        """Send records, straight from where they lie."""
+    def send(self, *records: Sequence[memoryview | bytes], deadline_s: float | None = None) -> None:
+        """Send records, straight from where they lie. `deadline_s`: SILENCE_S from now, unless it
+        is given.
+        """
+        deadline_s = time.monotonic() + SILENCE_S if deadline_s is None else deadline_s
         left: list[memoryview] = []
         for record in records:
             left += [memoryview(piece) for piece in record]
             if self._out is not None:
                 left.append(memoryview(self._out.tag(record)))
         while left:
-            wait(self.connection, deadline_s, silence_s)
+            wait(self.connection, deadline_s, SILENCE_S)
             left = after(left, self.connection.sendmsg(left[:MAX_PIECES]))
 
-    def fill(self, *views: memoryview, deadline_s: float, silence_s: float) -> None:
-        """Receive one record into `views`, in order."""
+    def fill(self, *views: memoryview, deadline_s: float, silence_s: float | None = None) -> None:
+        """Receive one record into `views`, in order. `silence_s`: SILENCE_S, unless it is given."""
+        silence_s = SILENCE_S if silence_s is None else silence_s
         if self._in is None and len(views) == 1:
             fill(self.connection, views[0], deadline_s, silence_s)
             return
@@ -76,78 +119,306 @@ class Channel:
         if self._in is not None and self._in.tag(views) != tag:
             raise NotProven("what came was changed on its way")
 
+    def send_frame(
+        self, frame: msgspec.Struct | None, *views: memoryview, deadline_s: float | None = None
+    ) -> None:
+        """Send a frame and the bytes that it announces, which are one record."""
+        body = msgspec.msgpack.encode(frame)
+        records: list[Sequence[memoryview | bytes]] = [(_LENGTH.pack(len(body)),), (body,)]
+        self.send(*records, *([views] if views else []), deadline_s=deadline_s)
+
+    def receive_frame(
+        self,
+        decoder: msgspec.msgpack.Decoder[F],
+        deadline_s: float,
+        silence_s: float | None = None,
+    ) -> F:
+        """Receive a frame of those that `decoder` knows. `silence_s` before its first byte. Raises
+        BadPeer, too.
+        """
+        head = bytearray(_LENGTH.size)
+        self.fill(memoryview(head), deadline_s=deadline_s, silence_s=silence_s)
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME_BYTES:
+            raise BadPeer(f"it announces {length} bytes")
+        body = bytearray(length)
+        self.fill(memoryview(body), deadline_s=deadline_s)
+        try:
+            return decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise BadPeer(f"what it says cannot be read ({error})") from error
+
     def close(self) -> None:
         self.connection.close()
 
 
-def connecting(connection: socket.socket, key: bytes) -> tuple[Handshake, bytes]:
-    """The connector's side of a connection, and what it says first."""
-    host, port = connection.getpeername()[:2]
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    handshake = Handshake(key, nonce, is_connector=True, port=port, is_sealed=not is_near(host))
-    return handshake, _MAGIC + nonce
-
-
-def answered(handshake: Handshake, answer: bytes, name: str) -> bytes:
-    """Check the acceptor's answer; what the connector, called `name`, says last. Raises
-    NotProven.
-    """
-    challenge, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
-    _challenged(handshake, challenge)
-    if not handshake.is_proof(proof):
-        raise NotProven("it does not hold this deployment's secret")
-    claim = _NAME.pack(name.encode())
-    return claim + handshake.proof(claim)
-
-
-def accepting(connection: socket.socket, key: bytes, challenge: bytes) -> tuple[Handshake, bytes]:
-    """The acceptor's side, once the connector's challenge is here, and its answer. Raises
-    NotProven.
-    """
-    host, port = connection.getpeername()[0], connection.getsockname()[1]
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    handshake = Handshake(key, nonce, is_connector=False, port=port, is_sealed=not is_near(host))
-    _challenged(handshake, challenge)
-    return handshake, _MAGIC + nonce + handshake.proof()
-
-
-def claimed(handshake: Handshake, claim: bytes) -> str:
-    """The connector's name, once its last word is here. Raises NotProven."""
-    name, proof = claim[: _NAME.size], claim[_NAME.size :]
-    if not handshake.is_proof(proof, name):
-        raise NotProven("it does not hold this deployment's secret")
-    return name.rstrip(b"\0").decode("utf-8", "replace")
-
-
-def open_channel(
-    host: str, port: int, key: bytes, name: str, deadline_s: float, silence_s: float
-) -> Channel:
-    """Connect, and prove to each other who is who. Raises OSError."""
-    timeout_s = min(silence_s, max(0.001, deadline_s - time.monotonic()))
+def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float) -> Channel:
+    """Connect, as `name`, and prove to each other who is who. Raises OSError."""
+    timeout_s = min(SILENCE_S, max(0.001, deadline_s - time.monotonic()))
     connection = socket.create_connection((host, port), timeout=timeout_s)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handshake, challenge = connecting(connection, key)
-        connection.sendall(challenge)
-        answer = bytearray(ANSWER_BYTES)
-        fill(connection, memoryview(answer), deadline_s, silence_s)
-        connection.sendall(answered(handshake, bytes(answer), name))
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        handshake = Handshake(
+            key,
+            nonce,
+            is_connector=True,
+            port=connection.getpeername()[1],
+            is_sealed=not is_near(connection.getpeername()[0]),
+        )
+        connection.sendall(_MAGIC + nonce)
+        _take_challenge(connection, handshake, deadline_s)
+        if not handshake.is_proof(_take(connection, PROOF_BYTES, deadline_s)):
+            raise NotProven("it does not hold this deployment's secret")
+        claim = _NAME.pack(name.encode())
+        connection.sendall(claim + handshake.proof(claim))
     except OSError:
         connection.close()
         raise
     return Channel(connection, handshake, "")
 
 
-def accept_channel(
-    connection: socket.socket, key: bytes, deadline_s: float, silence_s: float
-) -> Channel:
-    """The same from the acceptor's side. Raises OSError; the caller closes the connection."""
-    challenge, claim = bytearray(CHALLENGE_BYTES), bytearray(CLAIM_BYTES)
-    fill(connection, memoryview(challenge), deadline_s, silence_s)
-    handshake, answer = accepting(connection, key, bytes(challenge))
-    connection.sendall(answer)
-    fill(connection, memoryview(claim), deadline_s, silence_s)
-    return Channel(connection, handshake, claimed(handshake, bytes(claim)))
+def accept_channel(connection: socket.socket, key: bytes) -> Channel:
+    """The same from the acceptor's side, within SILENCE_S. Raises OSError; the caller closes the
+    connection.
+    """
+    deadline_s = time.monotonic() + SILENCE_S
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    handshake = Handshake(
+        key,
+        nonce,
+        is_connector=False,
+        port=connection.getsockname()[1],
+        is_sealed=not is_near(connection.getpeername()[0]),
+    )
+    _take_challenge(connection, handshake, deadline_s)
+    connection.sendall(_MAGIC + nonce + handshake.proof())
+    name = _take(connection, _NAME.size, deadline_s)
+    if not handshake.is_proof(_take(connection, PROOF_BYTES, deadline_s), name):
+        raise NotProven("it does not hold this deployment's secret")
+    return Channel(connection, handshake, name.rstrip(b"\0").decode("utf-8", "replace"))
+
+
+class PeerServer(Generic[F]):
+    """Answers peers that proved themselves, from `start` until closed. `port` is where.
+
+    A thread accepts, and each connection has one of its own that ends with it: when the other
+    closes or dies, says what cannot be read, is silent for IDLE_S between asks, or for SILENCE_S in
+    the middle of one.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        kind: str,
+        what: str,
+        asks: msgspec.msgpack.Decoder[F],
+        answer: Callable[[Channel, F], None],
+        *,
+        greet: Callable[[Channel], None] = lambda channel: None,
+        in_background: bool = False,
+    ) -> None:
+        """`kind` and `what` is served: see Refusals. `answer` is called with every ask, `greet`
+        before the first one, both from the connection's thread. `in_background`: the threads give
+        way to all others.
+        """
+        self.refusals = Refusals(kind, what)
+        self.closing = threading.Event()
+        """Is set when what is being sent is to be broken off."""
+        self._key = key
+        self._kind = kind
+        self._asks = asks
+        self._answer = answer
+        self._greet = greet
+        self._in_background = in_background
+        self._listener = socket.create_server((host, 0), backlog=MAX_CONNECTIONS)
+        self.port: int = self._listener.getsockname()[1]
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._talks: dict[socket.socket, threading.Thread] = {}
+        self._unproven: dict[socket.socket, None] = {}
+        """Those of them that have not proven themselves yet, the oldest first."""
+        self._thread = threading.Thread(target=self._accept, name=f"{kind}-server", daemon=True)
+
+    @property
+    def num_connections(self) -> int:
+        with self._lock:
+            return len(self._talks)
+
+    def start(self) -> None:
+        """Begin to accept: whoever is called back is ready by now."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> bool:
+        """Break off what is being sent and free the port. False if a thread has not ended within
+        `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            self.closing.set()
+            talks = dict(self._talks)
+        shut(self._listener)  # Wakes the thread that accepts.
+        for connection in talks:
+            shut(connection)
+        for thread in (self._thread, *talks.values()):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._listener.close()
+        return not any(thread.is_alive() for thread in (self._thread, *talks.values()))
+
+    # ---- in the thread that accepts ----
+    def _accept(self) -> None:
+        if self._in_background:
+            lower_priority()  # And so are the threads that it starts.
+        while not self.closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # Gone again, or no descriptor left, or it is over.
+                if not self.closing.is_set():
+                    log.warning("a connection for %s was refused: %s", self._kind, error)
+                    self.closing.wait(SILENCE_S)
+                continue
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        thread = threading.Thread(
+            target=self._talk, args=(connection,), name=f"{self._kind}-send", daemon=True
+        )
+        with self._lock:
+            if self.closing.is_set():
+                connection.close()
+                return
+            try:
+                thread.start()
+            except RuntimeError as error:  # No more threads: the next one may be served again.
+                log.warning("a connection for %s was refused: %s", self._kind, error)
+                connection.close()
+                return
+            self._talks[connection] = thread
+            self._unproven[connection] = None
+            oldest = next(iter(self._unproven)) if len(self._unproven) > MAX_UNPROVEN else None
+        if oldest is not None:
+            shut(oldest)  # Whoever only connects takes nobody's place.
+
+    # ---- in a connection's thread ----
+    def _talk(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                channel = self._prove(connection)
+                if channel is not None:
+                    self._serve(channel)
+        except NotProven as error:  # What came later was changed on its way.
+            self.refusals.count(error)
+        except (OSError, BadPeer) as error:  # A deadline's TimeoutError is one.
+            log.debug("a peer that asked for %s is gone: %r", self._kind, error)
+        except Exception:
+            log.exception("%s could not be sent", self._kind)  # Its peer does without.
+        finally:
+            with self._lock:
+                self._talks.pop(connection)
+
+    def _prove(self, connection: socket.socket) -> Channel | None:
+        try:
+            return accept_channel(connection, self._key)
+        except OSError as error:
+            # Silence as well: whoever takes a place and says nothing is counted.
+            if not self.closing.is_set():
+                self.refusals.count(str(error) or type(error).__name__)
+            return None
+        finally:
+            with self._lock:
+                self._unproven.pop(connection)
+
+    def _serve(self, channel: Channel) -> None:
+        # Places are for those who proved themselves.
+        if not self._room.acquire(timeout=SILENCE_S):
+            log.warning(
+                "a connection for %s was refused: %d are served", self._kind, MAX_CONNECTIONS
+            )
+            return
+        try:
+            self._greet(channel)
+            while not self.closing.is_set():
+                ask = channel.receive_frame(self._asks, time.monotonic() + IDLE_S, IDLE_S)
+                self._answer(channel, ask)
+        finally:
+            self._room.release()
+
+
+class PeerLink:
+    """Connection to one server, made when something is asked and kept until closed. One thread at a
+    time may use it.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        name: str = "",
+        greeted: Callable[[Channel, float], None] = lambda channel, deadline_s: None,
+    ) -> None:
+        """`name`: who asks. `greeted` is called with a new channel and the deadline."""
+        self._host = host
+        self._port = port
+        self._key = key
+        self._name = name
+        self._greeted = greeted
+        self._channel: Channel | None = None
+        self._shunned_until_s = 0.0
+
+    @property
+    def is_shunned(self) -> bool:
+        return time.monotonic() < self._shunned_until_s
+
+    def shun(self) -> None:
+        """The peer failed: leave it alone for SHUN_S."""
+        self._shunned_until_s = time.monotonic() + SHUN_S
+
+    def ask(self, attempt: Callable[[Channel], T], deadline_s: float, tries: int = TRIES) -> T:
+        """Return what `attempt` makes of the channel, and try again over a new one if that breaks.
+        When it raises, the link is closed. Raises OSError, and what `attempt` and `greeted` raise.
+        """
+        for number in range(tries):
+            try:
+                return attempt(self._connect(deadline_s))
+            except ConnectionError as error:
+                self.close()
+                if number == tries - 1 or isinstance(error, ConnectionRefusedError | NotProven):
+                    raise
+                log.debug("%s:%d: %s", self._host, self._port, error)
+            except BaseException:
+                self.close()  # It is in the middle of something.
+                raise
+        raise AssertionError("unreachable")
+
+    def interrupt(self) -> None:
+        """Make the ask under way, if any, fail soon. From any thread."""
+        channel = self._channel
+        if channel is not None:
+            shut(channel.connection)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _connect(self, deadline_s: float) -> Channel:
+        if self._channel is None:
+            channel = open_channel(self._host, self._port, self._key, self._name, deadline_s)
+            try:
+                self._greeted(channel, deadline_s)
+            except BaseException:
+                channel.close()
+                raise
+            self._channel = channel
+        return self._channel
+
+
+def deadline_of(num_bytes: int) -> float:
+    """When, by time.monotonic, a peer has to be done that begins to bring so many bytes now."""
+    return time.monotonic() + SILENCE_S + num_bytes / MIN_BYTES_PER_S
 
 
 def fill(connection: socket.socket, view: memoryview, deadline_s: float, silence_s: float) -> None:
@@ -184,7 +455,23 @@ def after(views: list[memoryview], count: int) -> list[memoryview]:
     return left
 
 
-def _challenged(handshake: Handshake, challenge: bytes) -> None:
+def shut(connection: socket.socket) -> None:
+    """Make every call on the connection, in whatever thread, end now."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("it was gone already: %s", error)
+
+
+def _take(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
+    """Receive so many bytes, within SILENCE_S."""
+    data = bytearray(num_bytes)
+    fill(connection, memoryview(data), deadline_s, SILENCE_S)
+    return bytes(data)
+
+
+def _take_challenge(connection: socket.socket, handshake: Handshake, deadline_s: float) -> None:
+    challenge = _take(connection, _CHALLENGE_BYTES, deadline_s)
     if not challenge.startswith(_MAGIC):
         raise NotProven("it does not speak this protocol")
     try:

@@ -1,11 +1,13 @@
 """Experts over the wire: the same bytes or none; peers that die, freeze, lie or babble cost a
-second and no more.
+silence and no more.
 """
 
+import contextlib
 import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -13,27 +15,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source
-from hadal.runtime.transfer import experts as expert_transfer
+from hadal.runtime.transfer import peers
 from hadal.runtime.transfer.experts import (
     PIECE_BYTES,
     PURPOSE,
+    AskExpert,
     ExpertClient,
+    ExpertHead,
     ExpertServer,
     ExpertTransfer,
 )
-from hadal.runtime.transfer.peers import (
-    ANSWER_BYTES,
-    MAX_UNPROVEN,
-    accept_channel,
-    answered,
-    connecting,
-)
+from hadal.runtime.transfer.peers import MAX_UNPROVEN, Channel, accept_channel, open_channel
 from tests.fresh import fresh
 
 HOST = "127.0.0.1"
@@ -163,9 +162,9 @@ def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
         with serving({(0, 7): held}) as server:
             assert client.fetch(0, source(server.port), *got), "others are asked"
         monkeypatch.setattr(
-            expert_transfer.time,
+            peers.time,
             "monotonic",
-            lambda: time.perf_counter() + 2 * expert_transfer.SHUN_S,
+            lambda: time.perf_counter() + 2 * peers.SHUN_S,
         )
         threading.Thread(target=lambda: listener.accept()[0].close()).start()
         assert not client.fetch(0, source(port), *got), "asked again, in vain"
@@ -202,7 +201,7 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def peers() -> Iterator[list[Peer]]:
+def processes() -> Iterator[list[Peer]]:
     """At most one: to start another takes longer than all tests here."""
     started: list[Peer] = []
     yield started
@@ -211,12 +210,12 @@ def peers() -> Iterator[list[Peer]]:
 
 
 @pytest.fixture
-def peer(peers: list[Peer]) -> Peer:
-    if peers and peers[0].process.poll() is not None:
-        peers.pop().end()
-    if not peers:
-        peers.append(Peer())
-    return peers[0]
+def peer(processes: list[Peer]) -> Peer:
+    if processes and processes[0].process.poll() is not None:
+        processes.pop().end()
+    if not processes:
+        processes.append(Peer())
+    return processes[0]
 
 
 def big() -> Pair:
@@ -236,7 +235,7 @@ def after(pieces: int, act: Callable[[], object]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("pieces", [0, 3])
-def test_a_frozen_peer_costs_a_second_once(peer: Peer, pieces: int) -> None:
+def test_a_frozen_peer_costs_its_silence_once(peer: Peer, pieces: int) -> None:
     process, port = peer.process, peer.port
     got, client, begun_s = big(), ExpertClient(KEY), time.monotonic()
     if not pieces:
@@ -263,6 +262,9 @@ def test_a_peer_that_is_killed_in_the_middle_costs_nothing_but_the_expert(peer: 
 
 
 # ---- peers that are not ours ----
+SOUND = ExpertHead("float32", (64, 192), (192, 32), 1)
+
+
 def answering(talk: Callable[[socket.socket], None]) -> int:
     """A port where one connection is talked to so."""
     listener = socket.create_server((HOST, 0))
@@ -274,7 +276,6 @@ def answering(talk: Callable[[socket.socket], None]) -> int:
             with connection:
                 connection.settimeout(HANG_S)
                 try:
-                    connection.recv(4096)
                     talk(connection)
                 except OSError:
                     return  # It hung up on us, as it should.
@@ -283,24 +284,39 @@ def answering(talk: Callable[[socket.socket], None]) -> int:
     return int(listener.getsockname()[1])
 
 
-def ask(connection: socket.socket) -> None:
+def ask(port: int) -> Channel:
     """As a rank of the run asks for expert 7."""
-    handshake, challenge = connecting(connection, KEY)
-    connection.sendall(challenge)
-    connection.sendall(
-        answered(handshake, connection.recv(ANSWER_BYTES, socket.MSG_WAITALL), "decode-0.1")
-    )
-    connection.sendall(expert_transfer._ASK.pack(0, 7))
+    channel = open_channel(HOST, port, KEY, "decode-0.1", time.monotonic() + HANG_S)
+    channel.send_frame(AskExpert(0, 7))
+    return channel
+
+
+def unproven(talk: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
+    """One that is not of the run: it takes the challenge for an ask."""
+
+    def hear_and_talk(connection: socket.socket) -> None:
+        connection.recv(4096)
+        talk(connection)
+
+    return hear_and_talk
 
 
 def proven(talk: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
     """One of the run that goes wrong afterwards."""
 
     def prove_and_talk(connection: socket.socket) -> None:
-        accept_channel(connection, KEY, time.monotonic() + 5.0, 5.0)
+        channel = accept_channel(connection, KEY)
+        ask = channel.receive_frame(msgspec.msgpack.Decoder(AskExpert), time.monotonic() + HANG_S)
+        assert ask == AskExpert(0, 7)
+        connection.settimeout(HANG_S)
         talk(connection)
 
     return prove_and_talk
+
+
+def answer(connection: socket.socket, head: ExpertHead, data: bytes = b"") -> None:
+    body = msgspec.msgpack.encode(head)
+    connection.sendall(struct.pack("<I", len(body)) + body + data)
 
 
 def babble(connection: socket.socket) -> None:
@@ -308,28 +324,23 @@ def babble(connection: socket.socket) -> None:
 
 
 def claim_to_be_huge(connection: socket.socket) -> None:
-    connection.sendall(
-        expert_transfer._ANSWER.pack(1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20)
-    )
+    huge = (2**31, 2**31)
+    answer(connection, ExpertHead("float32", huge, huge, 0), bytes(4 << 20))
 
 
 def trickle(connection: socket.socket) -> None:
-    connection.sendall(expert_transfer._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0))
+    answer(connection, SOUND)
     for _ in range(1000):
         connection.sendall(b"x")
         time.sleep(0.01)
 
 
 def send_too_little(connection: socket.socket) -> None:
-    connection.sendall(
-        expert_transfer._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0) + bytes(1000)
-    )
+    answer(connection, SOUND, bytes(1000))
 
 
 def send_zeros(connection: socket.socket) -> None:
-    connection.sendall(
-        expert_transfer._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20)
-    )
+    answer(connection, SOUND, bytes(4 << 20))
 
 
 def say_nothing(connection: socket.socket) -> None:
@@ -339,33 +350,28 @@ def say_nothing(connection: socket.socket) -> None:
 @pytest.mark.parametrize(
     "talk",
     [
-        babble,
-        say_nothing,
-        lambda connection: None,
+        *map(unproven, (babble, say_nothing, lambda connection: None)),
         *map(proven, (babble, claim_to_be_huge, trickle, send_too_little, send_zeros, say_nothing)),
     ],
 )
 def test_answers_that_are_none(
     talk: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_transfer, "SILENCE_S", 0.2)
+    monkeypatch.setattr(peers, "SILENCE_S", 0.2)
     begun_s = time.monotonic()
     assert not ExpertClient(KEY).fetch(0, source(answering(talk)), *empty(expert_of(1)))
     assert time.monotonic() - begun_s < 5.0
 
 
 def test_a_server_outlives_whoever_babbles_or_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_transfer, "SILENCE_S", 0.2)
+    monkeypatch.setattr(peers, "SILENCE_S", 0.2)
     held, generator = expert_of(1), random.Random(6)
     with serving({(0, 7): held}) as server:
         address = (HOST, server.port)
-        for size in (0, 1, expert_transfer._ASK.size - 1, expert_transfer._ASK.size, 100_000):
+        for size in (0, 1, 39, 40, 100_000):
             with socket.create_connection(address, timeout=5) as connection:
                 connection.sendall(generator.randbytes(size))
-        with socket.create_connection(
-            address, timeout=5
-        ) as connection:  # One that hangs up on a long answer.
-            ask(connection)
+        ask(server.port).close()  # One that hangs up on a long answer.
         silent = [socket.create_connection(address, timeout=5) for _ in range(2 * MAX_UNPROVEN)]
         got, deadline_s = empty(held), time.monotonic() + HANG_S
         while not ExpertClient(KEY).fetch(0, source(server.port), *got):
@@ -431,15 +437,12 @@ def test_whoever_fetches_may_break_it_off() -> None:
 
 
 def test_a_closed_wire_has_no_thread_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        expert_transfer, "SILENCE_S", 60.0
-    )  # It does not wait for whoever does not read.
+    monkeypatch.setattr(peers, "SILENCE_S", 60.0)  # It does not wait for whoever does not read.
     held = expert_of(1, (8192, 2048, 2))
     before = set(threading.enumerate())
     wire = ExpertTransfer(HOST, KEY, lambda layer, expert: held)
-    with socket.create_connection((HOST, wire.port), timeout=5) as connection:
-        ask(connection)
-        assert connection.recv(1000)  # It is sending.
+    with contextlib.closing(ask(wire.port)) as channel:
+        assert channel.connection.recv(1000)  # It is sending.
         assert wire.close(5)
     assert set(threading.enumerate()) <= before
     with pytest.raises(ConnectionRefusedError):

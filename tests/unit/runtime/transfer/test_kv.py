@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import ConfigError
-from hadal.runtime.transfer import kv, nixl
+from hadal.runtime.transfer import nixl
+from hadal.runtime.transfer.peers import SHUN_S, SILENCE_S
 from hadal.runtime.transfer.pool import (
     SHM_FOLDER,
     KvPool,
@@ -152,7 +153,7 @@ def test_an_owner_that_dies_or_freezes_is_an_error_soon(
         # Whoever comes next does not wait.
         start_s = time.monotonic()
         assert wire.pull(lease_of(owner.address, 1), (1,)) is not None
-        assert time.monotonic() - start_s < kv.SILENCE_S
+        assert time.monotonic() - start_s < SILENCE_S
         # The blocks belong to somebody else now: what a frozen owner still sends must not reach
         # them.
         pool.cache[:] = bytes([7]) * len(pool.cache)
@@ -173,7 +174,7 @@ def test_a_frozen_owner_that_goes_on_is_pulled_from_again(pool: KvPool) -> None:
         owner.process.send_signal(signal.SIGSTOP)
         assert "silent" in (wire.pull(lease_of(owner.address, *ids), ids) or "")
         owner.process.send_signal(signal.SIGCONT)
-        time.sleep(kv.SHUN_S)
+        time.sleep(SHUN_S)
         assert wire.pull(lease_of(owner.address, *ids), ids) is None
         assert all(is_written(pool, i, i, 0) for i in ids)
         assert wire.transport_of(owner.address) == "nixl"
@@ -275,7 +276,7 @@ def test_an_address_where_nobody_is_fails_at_once(pool: KvPool) -> None:
     start_s = time.monotonic()
     assert wire.pull(lease_of(f"hadal-{RUN}.x.1#00@127.0.0.1:{port}", 1), (1,)) is not None
     assert wire.pull(lease_of("nonsense", 1), (1,)) is not None
-    assert time.monotonic() - start_s < kv.SILENCE_S
+    assert time.monotonic() - start_s < SILENCE_S
     wire.close()
 
 

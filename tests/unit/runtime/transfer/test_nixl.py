@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.transfer import kv, nixl
+from hadal.runtime.transfer import nixl, peers
 from hadal.runtime.transfer.nixl import NixlAgent
 from hadal.runtime.transfer.pool import KvPool, remove_shared_memory
 from tests.unit.runtime.kv_peers import RUN, Peer, is_written, lease_of, make_pool, wire_of
@@ -46,8 +46,8 @@ def test_reads_that_never_end_cost_a_buffer_each_and_in_the_end_nixl(
     pool: KvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "MAX_RETIRED", 2)
-    monkeypatch.setattr(nixl, "SILENCE_S", 0.3)
-    monkeypatch.setattr(kv, "SHUN_S", 0.0)
+    monkeypatch.setattr(peers, "SILENCE_S", 0.3)
+    monkeypatch.setattr(peers, "SHUN_S", 0.0)
     with Peer("owner", RUN, "nixl", "127.0.0.1", NUM_BLOCKS) as owner:
         wire = wire_of(pool, "nixl", lease_s=20.0)
         for _ in range(2):

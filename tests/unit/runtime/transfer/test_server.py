@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import struct
 import threading
@@ -13,35 +14,32 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from hadal.core.handshake import key_of
+from hadal.core.handshake import NONCE_BYTES, PROOF_BYTES, Handshake, key_of
 from hadal.core.messages import KvLease
-from hadal.runtime.transfer import frames, tcp
-from hadal.runtime.transfer.frames import (
-    PURPOSE,
-    AskNixl,
-    PullChunks,
-    connect,
-    receive_frame,
-    receive_head,
-    send_frame,
-)
+from hadal.runtime.transfer import peers
 from hadal.runtime.transfer.grants import Grant
-from hadal.runtime.transfer.peers import (
-    ANSWER_BYTES,
-    CHALLENGE_BYTES,
-    MAX_UNPROVEN,
-    NotProven,
-    answered,
-    connecting,
-)
+from hadal.runtime.transfer.peers import MAX_UNPROVEN, Channel, NotProven, open_channel
 from hadal.runtime.transfer.pool import KvPool, remove_shared_memory
-from hadal.runtime.transfer.tcp import KvServer
+from hadal.runtime.transfer.tcp import (
+    PURPOSE,
+    AboutPool,
+    AskNixl,
+    ChunkHead,
+    ChunksEnd,
+    KvServer,
+    PullChunks,
+)
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, make_pool
 
 SECRET = b"0123456789abcdef"
 KEY = key_of(SECRET, PURPOSE)
 GRANTS = SelfGrants(SECRET, "decode-0")
 NUM_BLOCKS = 41
+MAGIC = b"HADALP01"
+CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
+ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
+HEARD = msgspec.msgpack.Decoder(AboutPool | ChunkHead | ChunksEnd)
+CLAIM = b"decode-0".ljust(128, b"\0")
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 
 def answer_to(server: KvServer, data: bytes) -> bytes:
     """All that comes back before the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.peers.port), timeout=10) as connection:
         found = b""
         try:
             connection.sendall(data)
@@ -89,6 +87,39 @@ def answer_to(server: KvServer, data: bytes) -> bytes:
         return found
 
 
+def connect(
+    server: KvServer, key: bytes = KEY, name: str = "decode-0", deadline_s: float | None = None
+) -> tuple[Channel, AboutPool]:
+    """A channel that asks can go over, and what the server says first."""
+    deadline_s = soon() if deadline_s is None else deadline_s
+    channel = open_channel("127.0.0.1", server.peers.port, key, name, deadline_s)
+    try:
+        about = hear(channel, deadline_s)
+    except OSError:
+        channel.close()
+        raise
+    assert isinstance(about, AboutPool)
+    return channel, about
+
+
+def hear(channel: Channel, deadline_s: float | None = None) -> AboutPool | ChunkHead | ChunksEnd:
+    found = channel.receive_frame(HEARD, soon() if deadline_s is None else deadline_s)
+    assert isinstance(found, AboutPool | ChunkHead | ChunksEnd)
+    return found
+
+
+def connecting(connection: socket.socket, key: bytes) -> tuple[Handshake, bytes]:
+    """A side that connects, and what it says first."""
+    port, nonce = connection.getpeername()[1], os.urandom(NONCE_BYTES)
+    return Handshake(key, nonce, is_connector=True, port=port), MAGIC + nonce
+
+
+def take_answer(handshake: Handshake, connection: socket.socket) -> bytes:
+    answer = connection.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+    handshake.challenged(answer[len(MAGIC) : CHALLENGE_BYTES])
+    return answer
+
+
 @pytest.mark.parametrize("size", [0, 3, CHALLENGE_BYTES - 1, CHALLENGE_BYTES, 10_000])
 def test_a_stranger_gets_no_answer(server: KvServer, size: int) -> None:
     assert answer_to(server, b"GET / HTTP/1.1\r\n\r\n".ljust(size, b"x")[:size]) == b""
@@ -98,26 +129,26 @@ def test_who_holds_another_secret_is_refused_and_counted(server: KvServer) -> No
     other = key_of(b"another run's ke", PURPOSE)
     for _ in range(3):
         with pytest.raises(NotProven, match="secret"):
-            connect("127.0.0.1", server.port, other, "decode-0", soon())
+            connect(server, other)
     # The owner proves itself first: a puller that does not check that gets no further.
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", server.peers.port), timeout=10) as connection:
             handshake, challenge = connecting(connection, other)
             connection.sendall(challenge)
-            handshake.challenged(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL)[8:40])
-            claim = b"decode-0".ljust(128, b"\0")
-            connection.sendall(claim + handshake.proof(claim))
+            take_answer(handshake, connection)
+            connection.sendall(CLAIM + handshake.proof(CLAIM))
             assert connection.recv(1) == b""
-    assert wait_for(lambda: server.refusals.num_refused >= 3)
-    connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
+    assert wait_for(lambda: server.peers.refusals.num_refused >= 3)
+    connect(server)[0].close()
 
 
 def test_what_was_said_to_one_connection_is_worth_nothing_on_another(server: KvServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as first:
+    with socket.create_connection(("127.0.0.1", server.peers.port), timeout=10) as first:
         handshake, challenge = connecting(first, KEY)
         first.sendall(challenge)
-        said = answered(handshake, first.recv(ANSWER_BYTES, socket.MSG_WAITALL), "decode-0")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as second:
+        take_answer(handshake, first)
+        said = CLAIM + handshake.proof(CLAIM)
+    with socket.create_connection(("127.0.0.1", server.peers.port), timeout=10) as second:
         second.sendall(challenge)
         assert len(second.recv(ANSWER_BYTES, socket.MSG_WAITALL)) == ANSWER_BYTES
         second.sendall(said)
@@ -126,13 +157,13 @@ def test_what_was_said_to_one_connection_is_worth_nothing_on_another(server: KvS
 
 def test_strangers_that_say_nothing_take_nobodys_place(server: KvServer) -> None:
     idle = [
-        socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        socket.create_connection(("127.0.0.1", server.peers.port), timeout=10)
         for _ in range(3 * MAX_UNPROVEN)
     ]
     begun_s = time.monotonic()
-    connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
-    assert time.monotonic() - begun_s < frames.SILENCE_S
-    assert wait_for(lambda: server.refusals.num_refused >= 2 * MAX_UNPROVEN)
+    connect(server)[0].close()
+    assert time.monotonic() - begun_s < peers.SILENCE_S
+    assert wait_for(lambda: server.peers.refusals.num_refused >= 2 * MAX_UNPROVEN)
     for connection in idle:
         connection.close()
 
@@ -142,10 +173,10 @@ def test_strangers_that_say_nothing_take_nobodys_place(server: KvServer) -> None
 )
 def test_what_cannot_be_read_ends_the_connection(server: KvServer, body: bytes) -> None:
     for data in (struct.pack("<I", len(body)) + body, struct.pack("<I", 1 << 31)):
-        channel, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+        channel, _ = connect(server)
         channel.connection.sendall(data)
         with pytest.raises(ConnectionError):
-            receive_frame(channel, soon())
+            hear(channel)
         channel.close()
 
 
@@ -160,21 +191,23 @@ def ask_of(
     return PullChunks(ids, versions, chunks, GRANTS.grant(reader, lease))
 
 
-def outcome(server: KvServer, ask: PullChunks, name: str = "decode-0") -> int:
-    channel, _ = connect("127.0.0.1", server.port, KEY, name, soon())
+def outcome(server: KvServer, ask: PullChunks, name: str = "decode-0") -> str:
+    """What the server's answer begins with."""
+    channel, _ = connect(server, name=name)
     with contextlib.closing(channel):
-        send_frame(channel, ask)
-        return receive_head(channel, soon())[0]
+        channel.send_frame(ask)
+        head = hear(channel)
+        return "chunk" if isinstance(head, ChunkHead) else getattr(head, "outcome", "")
 
 
 def test_blocks_are_served_under_a_lease_that_names_the_reader(
     server: KvServer, pool: KvPool
 ) -> None:
     sound = ask_of(server, (1, 2), (0, 0), (0,))
-    assert outcome(server, sound) == frames.CHUNK
+    assert outcome(server, sound) == "chunk"
     part = msgspec.structs.replace(sound, block_ids=(2,), versions=(0,))
-    assert outcome(server, part) == frames.CHUNK
-    num_refused = server.refusals.num_refused
+    assert outcome(server, part) == "chunk"
+    num_refused = server.peers.refusals.num_refused
     beyond = msgspec.structs.replace(sound, block_ids=(1, 3))
     for ask in (
         beyond,
@@ -184,13 +217,13 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(
         msgspec.structs.replace(beyond, grant=Grant((1, 3), (0, 0), sound.grant.tag)),
         ask_of(server, (1, 2), (0, 0), (0,), "decode-1"),
     ):
-        assert outcome(server, ask) == frames.REFUSED
-    assert outcome(server, sound, "decode-1") == frames.REFUSED
-    assert server.refusals.num_refused == num_refused + 7
+        assert outcome(server, ask) == "refused"
+    assert outcome(server, sound, "decode-1") == "refused"
+    assert server.peers.refusals.num_refused == num_refused + 7
     # Freed, it is another's: the old lease gets nothing, and nobody has a new one.
     pool.free((2,))
-    assert outcome(server, sound) == frames.FREED
-    assert outcome(server, msgspec.structs.replace(sound, versions=(0, 1))) == frames.REFUSED
+    assert outcome(server, sound) == "freed"
+    assert outcome(server, msgspec.structs.replace(sound, versions=(0, 1))) == "refused"
 
 
 @pytest.mark.parametrize(
@@ -206,63 +239,63 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(
 def test_a_lease_that_does_not_fit_is_refused_and_the_next_is_served(
     server: KvServer, ask: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 ) -> None:
-    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    connection, _ = connect(server)
     with contextlib.closing(connection):
-        send_frame(connection, ask_of(server, *ask))
-        assert receive_head(connection, soon())[0] == frames.REFUSED
-        send_frame(connection, ask_of(server, (1,), (1,), (0,)))
-        assert receive_head(connection, soon())[0] == frames.FREED
+        connection.send_frame(ask_of(server, *ask))
+        assert hear(connection) == ChunksEnd("refused")
+        connection.send_frame(ask_of(server, (1,), (1,), (0,)))
+        assert hear(connection) == ChunksEnd("freed")
 
 
 def test_nixl_that_is_not_there_is_not_offered(server: KvServer) -> None:
-    connection, about = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    connection, about = connect(server)
     with contextlib.closing(connection):
         assert not about.has_nixl
-        send_frame(connection, AskNixl())
+        connection.send_frame(AskNixl())
         with pytest.raises(ConnectionError):
-            receive_frame(connection, soon())
+            hear(connection)
 
 
 def test_one_who_takes_nothing_is_let_go(server: KvServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "SILENCE_S", 0.2)
-    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    monkeypatch.setattr(peers, "SILENCE_S", 0.2)
+    connection, _ = connect(server)
     with contextlib.closing(connection):
         connection.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         ids = tuple(range(1, NUM_BLOCKS)) * 20
-        send_frame(connection, ask_of(server, ids, (0,) * len(ids), tuple(range(100))))
+        connection.send_frame(ask_of(server, ids, (0,) * len(ids), tuple(range(100))))
         deadline_s = soon()
-        while server.num_connections:
+        while server.peers.num_connections:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
 
 
 def test_one_who_asks_nothing_is_let_go(server: KvServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "IDLE_S", 0.2)
-    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    monkeypatch.setattr(peers, "IDLE_S", 0.2)
+    connection, _ = connect(server)
     with contextlib.closing(connection), pytest.raises(ConnectionError):
-        receive_frame(connection, soon(), 10.0)
+        connection.receive_frame(HEARD, soon(), 10.0)
 
 
 def test_more_than_it_serves_wait_until_others_leave(
     pool: KvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(peers, "MAX_CONNECTIONS", 2)
     server = KvServer(pool, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    held = [connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0] for _ in range(2)]
+    held = [connect(server)[0] for _ in range(2)]
     with pytest.raises(TimeoutError):
-        connect("127.0.0.1", server.port, KEY, "decode-0", time.monotonic() + 0.3)
+        connect(server, deadline_s=time.monotonic() + 0.3)
     held.pop().close()
-    connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
+    connect(server)[0].close()
     held.pop().close()
     assert server.close(5.0)
 
 
 def test_closing_breaks_off_what_is_being_sent(pool: KvPool) -> None:
     server = KvServer(pool, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    connection, _ = connect(server)
     ids = tuple(range(1, NUM_BLOCKS)) * 20
-    send_frame(connection, ask_of(server, ids, (0,) * len(ids), tuple(range(100))))
-    receive_head(connection, soon())
+    connection.send_frame(ask_of(server, ids, (0,) * len(ids), tuple(range(100))))
+    assert isinstance(hear(connection), ChunkHead)
     assert server.close(5.0)
-    assert server.num_connections == 0
+    assert server.peers.num_connections == 0
     connection.close()

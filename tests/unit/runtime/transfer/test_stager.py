@@ -17,8 +17,8 @@ import torch
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import Fetch, Overtaken
-from hadal.runtime.background import NICE
 from hadal.runtime.transfer.experts import MAX_WAITING, ExpertTransfer, Stager
+from hadal.runtime.worker import NICE
 
 HOST = "127.0.0.1"
 HELD = torch.full((64, 192), 2.0), torch.full((192, 32), 3.0)

@@ -6,19 +6,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from hadal.core.handshake import key_of
-from hadal.runtime.transfer import frames, tcp
-from hadal.runtime.transfer.frames import PURPOSE, PullChunks
-from hadal.runtime.transfer.peers import Channel, NotProven
+from hadal.runtime.transfer import tcp
+from hadal.runtime.transfer.peers import TRIES, Channel, NotProven
 from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError, remove_shared_memory
-from hadal.runtime.transfer.tcp import TRIES, KvLink, KvServer
+from hadal.runtime.transfer.tcp import (
+    CHUNK_BYTES,
+    PURPOSE,
+    KvLink,
+    KvServer,
+    PullChunks,
+    blocks_per_chunk,
+    checksum,
+)
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, is_written, lease_of, make_pool
 
 NUM_BLOCKS = 41
@@ -129,14 +138,14 @@ def pools() -> Iterator[tuple[KvPool, KvPool]]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Chunks of every ask."""
     seen: list[tuple[int, ...]] = []
-    send_frame = frames.send_frame
+    send_frame = Channel.send_frame
 
-    def note(channel: Channel, frame: frames.Frame) -> None:
+    def note(channel: Channel, frame: Any, *views: memoryview, **options: Any) -> None:
         if isinstance(frame, PullChunks):
             seen.append(frame.chunks)
-        send_frame(channel, frame)
+        send_frame(channel, frame, *views, **options)
 
-    monkeypatch.setattr(tcp, "send_frame", note)
+    monkeypatch.setattr(Channel, "send_frame", note)
     return seen
 
 
@@ -148,14 +157,14 @@ def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | No
     """What came of a pull, and over how many connections."""
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    proxy = Proxy(server.port, *spoils)
+    proxy = Proxy(server.peers.port, *spoils)
     link = KvLink(PoolAddress(source.name, source.birth, PROXY, proxy.port), KEY, GRANTS)
     try:
         return link.pull(
             own, lease_of(server.address, *IDS), IDS, _deadline_s()
         ), proxy.num_connections
     finally:
-        link.close()
+        link.peer.close()
         proxy.close()
         assert server.close(5.0)
 
@@ -208,7 +217,7 @@ def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
 ) -> None:
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.port), KEY, GRANTS)
+    link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.peers.port), KEY, GRANTS)
     with pytest.raises(PoolError, match="in its place"):
         link.pull(own, lease_of(server.address, 1), (1,), _deadline_s())
     assert server.close(5.0)
@@ -218,20 +227,39 @@ def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
 def test_a_connection_closed_while_idle_is_made_again(pools: tuple[KvPool, KvPool]) -> None:
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY, GRANTS)
+    link = KvLink(
+        PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port), KEY, GRANTS
+    )
     assert link.pull(own, lease_of(server.address, 1), (1,), _deadline_s()) is None
-    for connection in list(server._talks):
+    for connection in list(server.peers._talks):
         connection.shutdown(socket.SHUT_RDWR)
     assert link.pull(own, lease_of(server.address, 2), (2,), _deadline_s()) is None
     assert link.pull(own, lease_of(server.address, 2), (2,), time.monotonic() + 1e9) is None
-    link.close()
+    link.peer.close()
     assert server.close(5.0)
 
 
 def test_a_deadline_that_is_over_is_an_error(pools: tuple[KvPool, KvPool]) -> None:
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY, GRANTS)
+    link = KvLink(
+        PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port), KEY, GRANTS
+    )
     with pytest.raises(TimeoutError):
         link.pull(own, lease_of(server.address, 1), (1,), time.monotonic() - 1.0)
     assert server.close(5.0)
+
+
+def test_a_chunk_is_a_block_at_least() -> None:
+    assert blocks_per_chunk(1 << 10) == 1024
+    assert blocks_per_chunk(CHUNK_BYTES) == 1
+    assert blocks_per_chunk(61 * 64 * 576 * 2) == 1
+
+
+def test_a_checksum_is_of_the_bytes_whatever_pieces_they_lie_in() -> None:
+    data = bytearray(os.urandom(100_000))
+    view = memoryview(data)
+    whole = checksum([view])
+    assert checksum([view[:1], view[1:70_000], view[70_000:]]) == whole
+    data[99_999] ^= 1
+    assert checksum([view[:50_000], view[50_000:]]) != whole
