@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.messages import (
+    AnyMessage,
     RankDone,
     RankForm,
     RankFormed,
@@ -40,7 +41,6 @@ from hadal.core.plans import (
     Staged,
     StagePlan,
 )
-from hadal.core.wire import AnyMessage
 from hadal.roles.leaders import first_placement
 from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.resolve import plan

@@ -10,6 +10,7 @@ from random import Random
 from typing import Protocol
 
 from hadal.core.cache import num_names
+from hadal.core.messages import AnyMessage
 from hadal.core.plans import KvPulled, StepPlan
 from hadal.core.seams import (
     Deliver,
@@ -25,7 +26,6 @@ from hadal.core.seams import (
     UsedBlocks,
     WakeAt,
 )
-from hadal.core.wire import AnyMessage
 from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hadal.core.messages import AnyMessage
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
-from hadal.core.wire import AnyMessage
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk

@@ -17,6 +17,7 @@ from hadal.core.errors import HadalError
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
+    AnyMessage,
     Audit,
     AuditRequest,
     Cancel,
@@ -40,7 +41,6 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.core.wire import AnyMessage
 from hadal.gateway.errors import as_api_error, overloaded, sentence
 from hadal.gateway.mailbox import Mailbox, Outbox, mailbox_for
 from hadal.policy.admission import Refusal

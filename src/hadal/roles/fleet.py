@@ -24,8 +24,7 @@ from enum import StrEnum
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import ConfigError, InvariantError
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
-from hadal.core.messages import UnitDown, UnitUp
+from hadal.core.messages import Demand, DrainUnit, KeepUnit, UnitDown, UnitFacts, UnitUp
 from hadal.core.seams import (
     Event,
     FleetEffect,

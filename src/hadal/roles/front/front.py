@@ -20,16 +20,19 @@ import numpy as np
 from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import InvariantError
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
 from hadal.core.messages import (
     SUPERVISOR,
+    AnyMessage,
     Cached,
     Cancel,
     Decode,
+    Demand,
     Drain,
+    DrainUnit,
     FrontSnapshot,
     FrontUp,
     Generation,
+    KeepUnit,
     LeaderDown,
     Prefill,
     PrefillDone,
@@ -48,13 +51,13 @@ from hadal.core.messages import (
     Totals,
     TurnedAway,
     UnitDown,
+    UnitFacts,
     UnitReport,
     UnitUp,
 )
 from hadal.core.plans import NO_TOKEN
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.core.wire import AnyMessage
 from hadal.policy.admission import Refusal, admit, refuse_lengths
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record

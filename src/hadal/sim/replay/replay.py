@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hadal.core.messages import RankHeartbeat, UnitReport
+from hadal.core.messages import AnyMessage, RankHeartbeat, UnitReport
 from hadal.core.plans import StepDone
 from hadal.core.seams import Send, WakeAt
-from hadal.core.wire import AnyMessage
 from hadal.roles.recording import AnyEffect, AnyEvent, Recording, encode, ns_of, seconds_of
 from hadal.sim.replay.relived import (
     CausalLinks,
