@@ -10,7 +10,8 @@ rows, so its result depends on the number of ranks. Here, therefore, normal mode
 expert) pair as a token of its own with top 1 ("exact": a row per pair comes back and is added at
 the source by ascending expert id, the same bits at any width, at the price of low-latency mode's
 bytes). Low-latency combine adds at the source in the order of top-k; ids are sorted before, so its
-order is fixed, too, but it returns BF16. DeepEP has no FP32 rows: wire "fp32" is refused.
+order is fixed, too, but it returns BF16. DeepEP has no FP32 rows: dispatch format "fp32" is
+refused.
 
 Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, S local slots, C capacity
 of a slot, G groups.
@@ -38,10 +39,10 @@ _MIN_CAPABILITY = (9, 0)
 """Hopper: FP8 and the TMA stores that DeepEP's kernels use."""
 
 
-def why_not(wire: str = "fp8", hidden_size: int = 7168) -> str | None:
+def why_not(dispatch_format: str = "fp8", hidden_size: int = 7168) -> str | None:
     """Why DeepEP cannot be used here, or None."""
-    if wire == "fp32":
-        return "DeepEP sends FP8 or BF16 rows; wire fp32 needs another transport."
+    if dispatch_format == "fp32":
+        return "DeepEP sends FP8 or BF16 rows; dispatch format fp32 needs another transport."
     if hidden_size % SCALE_GROUP:
         return (
             f"DeepEP needs a hidden size that is a multiple of {SCALE_GROUP}; this one is"
@@ -79,13 +80,13 @@ def by_expert(ids_TK: Tensor) -> Tensor:
     return ids_TK.argsort(dim=1, stable=True)
 
 
-def fp8_rows(x_TD: Tensor, wire: str) -> tuple[Tensor, Tensor]:
+def fp8_rows(x_TD: Tensor, dispatch_format: str) -> tuple[Tensor, Tensor]:
     """Return (codes E4M3 [T, D], scales FP32 [T, G]) as `Buffer.dispatch` takes them."""
     hidden = x_TD.shape[1]
     rows_TB = torch.empty(
-        (len(x_TD), row_bytes(hidden, wire)), dtype=torch.uint8, device=x_TD.device
+        (len(x_TD), row_bytes(hidden, dispatch_format)), dtype=torch.uint8, device=x_TD.device
     )
-    encode(x_TD, None, rows_TB, wire)
+    encode(x_TD, None, rows_TB, dispatch_format)
     codes_TD = rows_TB[:, :hidden].contiguous().view(torch.float8_e4m3fn)
     return codes_TD, rows_TB[:, hidden:].contiguous().view(torch.float32)
 
@@ -121,16 +122,17 @@ class DeepEpComm:
         *,
         hidden_size: int,
         top_k: int,
-        wire: str,
+        dispatch_format: str,
         mode: str,
         max_tokens: int,
         num_slots: int,
     ) -> None:
-        reason = why_not(wire, hidden_size)
+        reason = why_not(dispatch_format, hidden_size)
         if reason is not None:
             raise RuntimeError(reason)
         deep_ep = importlib.import_module("deep_ep")
-        self.mode, self.wire, self.hidden_size, self.top_k = mode, wire, hidden_size, top_k
+        self.mode, self.dispatch_format = mode, dispatch_format
+        self.hidden_size, self.top_k = hidden_size, top_k
         self.members, self.max_tokens = tuple(members), max_tokens
         self.rank = self.members[process_group.rank()]
         self.num_experts = len(self.members) * num_slots
@@ -229,7 +231,7 @@ class _NormalHandle(DeepEpHandle):
             async_finish=True,
             allocate_on_comm_stream=True,
         )
-        codes, scales = fp8_rows(x_TD, comm.wire)
+        codes, scales = fp8_rows(x_TD, comm.dispatch_format)
         top_k = self._slots_TK.shape[1]
         received, slots_N1, _, _, self._handle, self._event = buffer.dispatch(
             (
@@ -290,7 +292,7 @@ class _LowLatencyHandle(DeepEpHandle):
                 comm.max_tokens,
                 comm.num_experts,
                 use_fp8=True,
-                round_scale=comm.wire == "fp8_pow2",
+                round_scale=comm.dispatch_format == "fp8_pow2",
                 return_recv_hook=True,
             )
         )

@@ -30,7 +30,7 @@ from hadal.comm.layout import (
     MESSAGE_HEAD_BYTES,
     MODES,
     PAIR_BYTES,
-    WireLayout,
+    MessageLayout,
     low_latency_buffers,
 )
 from hadal.core.errors import HadalError, InvariantError
@@ -40,8 +40,8 @@ from hadal.kernels import ops as rows
 from hadal.kernels.ops import MAX_TOP_K, Arrived, route, unpack
 from hadal.reference.ops import Replicas, Route
 
-# A wire format bound to a hidden size: rows in and out of messages. Knows no peers and no order of
-# messages.
+# A dispatch format bound to a hidden size: rows in and out of messages. Knows no peers and no order
+# of messages.
 #
 # Shapes: T tokens, D hidden, N rows, B bytes of a row, P pairs, K chosen. Messages are flat uint8
 # tensors. A tensor is measured by `shape` or `numel`: `len` of one takes microseconds, and a decode
@@ -59,9 +59,9 @@ class MessageError(HadalError):
 
 
 class Codec:
-    """Encodes and decodes rows of one wire."""
+    """Encodes and decodes rows of one dispatch format."""
 
-    def __init__(self, layout: WireLayout) -> None:
+    def __init__(self, layout: MessageLayout) -> None:
         self.layout = layout
         self.hidden_size = layout.hidden_size
 
@@ -73,11 +73,11 @@ class Codec:
         """
         num_rows = (x_TD if token_N is None else token_N).shape[0]
         rows_NB = self._rows(message, start, num_rows, stride, self.layout.row_bytes)
-        rows.encode(x_TD, token_N, rows_NB, self.layout.wire)
+        rows.encode(x_TD, token_N, rows_NB, self.layout.dispatch_format)
 
     def decode(self, message: Tensor, start: int, stride: int, out_ND: Tensor) -> None:
         rows_NB = self._rows(message, start, out_ND.shape[0], stride, self.layout.row_bytes)
-        rows.decode(rows_NB, out_ND, self.layout.wire)
+        rows.decode(rows_NB, out_ND, self.layout.dispatch_format)
 
     def encode_back(self, y_PD: Tensor, message: Tensor) -> None:
         """Fill the message with the experts' outputs, as they travel back."""
@@ -226,7 +226,7 @@ class NormalMode:
         for peer, start in zip(peers, starts, strict=True):
             offset_R[peer] = start
         if not message_kernel.pack(
-            x_TD, route, num_slots, layout.wire, False, layer, NORMAL, offset_R, buffer
+            x_TD, route, num_slots, layout.dispatch_format, False, layer, NORMAL, offset_R, buffer
         ):
             for peer, message in messages.items():
                 self._fill(message, x_TD, route, layer, peer)
@@ -335,7 +335,15 @@ class LowLatencyMode:
             offset_R[peer] = at
             at += size
         if not message_kernel.pack(
-            x_TD, route, num_slots, layout.wire, True, layer, LOW_LATENCY, offset_R, buffers.send
+            x_TD,
+            route,
+            num_slots,
+            layout.dispatch_format,
+            True,
+            layer,
+            LOW_LATENCY,
+            offset_R,
+            buffers.send,
         ):
             for peer, message in messages.items():
                 self._fill(message, x_TD, route, layer, peer)
@@ -407,8 +415,8 @@ class Received:
 class ExpertComm:
     """A rank's side of expert parallelism. `group` None: one rank that holds every expert.
 
-    Raises ValueError if wire, mode or top_k are not possible. Not thread-safe: one compute thread
-    calls it.
+    Raises ValueError if dispatch_format, mode or top_k are not possible. Not thread-safe: one
+    compute thread calls it.
     """
 
     def __init__(
@@ -417,7 +425,7 @@ class ExpertComm:
         *,
         hidden_size: int,
         top_k: int,
-        wire: str,
+        dispatch_format: str,
         mode: str,
         max_tokens: int,
         device: str = "cpu",
@@ -428,7 +436,7 @@ class ExpertComm:
             raise ValueError(
                 f"top_k {top_k} must be 1 to {MAX_TOP_K}, max_tokens {max_tokens} positive."
             )
-        self.layout = WireLayout(wire, hidden_size)
+        self.layout = MessageLayout(dispatch_format, hidden_size)
         self.mode = mode
         self.rank = 0
         self.peers: tuple[int, ...] = ()
@@ -611,7 +619,7 @@ class Handle:
             self._x_TD,
             own,
             comm._counts.rows_S[self._layer],
-            comm.layout.wire,
+            comm.layout.dispatch_format,
             mode is comm._low_latency,
             row_M,
             slot_M,

@@ -91,7 +91,7 @@ def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
 #
 # A row's result is bit-equal whatever the other rows and the number of threads; torch's batched
 # product does not promise that, and a difference in the last bit is enough to round an activation
-# otherwise on an FP8 wire. Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
+# otherwise with FP8 dispatch. Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 
 
 def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
@@ -385,7 +385,7 @@ FORMATS = {"fp32": 0, "fp8": 1, "fp8_pow2": 2, "bf16": 3}
 MAX_TOP_K = 64
 
 
-def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: str) -> None:
+def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: str) -> None:
     """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` (int32) of x_TD, all in
     order if None.
 
@@ -393,10 +393,10 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
     """
     num_tokens, hidden = x_TD.shape
     num_rows = num_tokens if index_N is None else index_N.shape[0]
-    _check_rows(rows_NB, num_rows, row_bytes(hidden, wire_format))
+    _check_rows(rows_NB, num_rows, row_bytes(hidden, row_format))
     lib = library.load()
     if lib is None or not library.fits(x_TD) or rows_NB.device.type != "cpu":
-        codec_twin.encode(x_TD, index_N, rows_NB, wire_format)
+        codec_twin.encode(x_TD, index_N, rows_NB, row_format)
         return
     index_N = None if index_N is None else library.as_int(index_N, torch.int32)
     library.check_status(
@@ -407,20 +407,20 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
             hidden,
             None if index_N is None else index_N.data_ptr(),
             num_rows,
-            FORMATS[wire_format],
+            FORMATS[row_format],
             rows_NB.data_ptr(),
             rows_NB.stride(0),
         )
     )
 
 
-def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
+def decode(rows_NB: Tensor, out_ND: Tensor, row_format: str) -> None:
     """Fill out_ND (FP32) with what `encode` wrote. Raises ValueError if shapes do not match."""
     num_rows, hidden = out_ND.shape
-    _check_rows(rows_NB, num_rows, row_bytes(hidden, wire_format))
+    _check_rows(rows_NB, num_rows, row_bytes(hidden, row_format))
     lib = library.load()
     if lib is None or not library.fits(out_ND) or rows_NB.device.type != "cpu":
-        codec_twin.decode(rows_NB, out_ND, wire_format)
+        codec_twin.decode(rows_NB, out_ND, row_format)
         return
     library.check_status(
         lib.hadal_decode(
@@ -429,7 +429,7 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
             rows_NB.stride(0),
             num_rows,
             hidden,
-            FORMATS[wire_format],
+            FORMATS[row_format],
             out_ND.data_ptr(),
         )
     )
@@ -437,7 +437,7 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
 
 def weighted_sum(
     rows_PB: Tensor,
-    wire_format: str,
+    row_format: str,
     at_TK: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -446,18 +446,18 @@ def weighted_sum(
     """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add
     each.
 
-    `wire_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
+    `row_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
     """
     num_tokens, hidden = out_TD.shape
     num_rows, top_k = rows_PB.shape[0], ids_TK.shape[1]
-    if wire_format not in ("fp32", "bf16") or top_k > MAX_TOP_K:
-        raise ValueError(f"rows of {wire_format} with {top_k} of a token cannot be summed.")
-    library.check_shape("rows_PB", rows_PB, (num_rows, row_bytes(hidden, wire_format)))
+    if row_format not in ("fp32", "bf16") or top_k > MAX_TOP_K:
+        raise ValueError(f"rows of {row_format} with {top_k} of a token cannot be summed.")
+    library.check_shape("rows_PB", rows_PB, (num_rows, row_bytes(hidden, row_format)))
     for name, tensor in (("at_TK", at_TK), ("ids_TK", ids_TK), ("weights_TK", weights_TK)):
         library.check_shape(name, tensor, (num_tokens, top_k))
     lib = library.load()
     if lib is None or not library.fits(weights_TK, out_TD) or not rows_PB.is_contiguous():
-        codec_twin.weighted_sum(rows_PB, wire_format, at_TK, ids_TK, weights_TK, out_TD)
+        codec_twin.weighted_sum(rows_PB, row_format, at_TK, ids_TK, weights_TK, out_TD)
         return
     at_TK, ids_TK = library.as_int(at_TK, torch.int32), library.as_int(ids_TK, torch.int64)
     library.check_status(
@@ -466,7 +466,7 @@ def weighted_sum(
             rows_PB.data_ptr(),
             num_rows,
             hidden,
-            int(wire_format == "bf16"),
+            int(row_format == "bf16"),
             at_TK.data_ptr(),
             ids_TK.data_ptr(),
             weights_TK.data_ptr(),
@@ -499,7 +499,7 @@ def pack(
     x_TD: Tensor,
     route: Route,
     num_slots: int,
-    wire: str,
+    row_format: str,
     is_low_latency: bool,
     layer: int,
     kind: int,
@@ -520,7 +520,7 @@ def pack(
         x_TD.shape[1],
         num_slots,
         num_ranks,
-        FORMATS[wire],
+        FORMATS[row_format],
         is_low_latency,
         layer,
         kind,
@@ -554,7 +554,7 @@ def unpack(
     x_TD: Tensor,
     own: tuple[Tensor, Tensor, Tensor],
     counts_S: Tensor,
-    wire: str,
+    row_format: str,
     is_low_latency: bool,
     row_M: Tensor,
     slot_M: Tensor,
@@ -579,7 +579,7 @@ def unpack(
     shape = (ctypes.c_int32 * 7)(
         x_TD.shape[1],
         num_slots,
-        FORMATS[wire],
+        FORMATS[row_format],
         is_low_latency,
         len(messages),
         first_row,

@@ -2,7 +2,7 @@
 alone.
 
 A multiply-add is two FLOPs. Sources: DeepSeek-V3 technical report (arXiv 2412.19437) for the
-dimensions, DeepEP's kernels for what a token weighs on the wire.
+dimensions, DeepEP's kernels for the bytes of a token between ranks.
 """
 
 from __future__ import annotations

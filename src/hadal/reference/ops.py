@@ -311,15 +311,15 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
 # process.
 #
 # Knows no bytes, ranks only as owners of tokens. The slow twin of `comm/expert_comm`: the same rows
-# reach the same experts and the same sum is made; what the wire does to a row is a function the
-# caller passes. Shapes: T tokens of a rank, D hidden, K chosen.
+# reach the same experts and the same sum is made; what the dispatch format does to a row is a
+# function the caller passes. Shapes: T tokens of a rank, D hidden, K chosen.
 
 
 Rows = Callable[[Tensor], Tensor]
 
 
 def exact(rows_ND: Tensor) -> Tensor:
-    """The FP32 wire: rows arrive as they left."""
+    """Dispatch in FP32: rows arrive as they left."""
     return rows_ND
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hadal import __version__
-from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
+from hadal.comm.layout import MessageLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
 from hadal.core.config import PREFILL, ROLES, UnitsConfig, units_of
 from hadal.core.handshake import is_near
@@ -70,7 +70,7 @@ def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:
         yield f"{role}: memory of a rank", list(_memory(role, resolved, memory))
         if units.ranks > 1:
             yield f"{role}: experts", list(_experts(role, resolved))
-            yield f"{role}: on the wire", list(_wire(role, resolved))
+            yield f"{role}: dispatch and combine", list(_exchange(role, resolved))
         yield f"{role}: schedule", list(_schedule(units))
     yield "cache: KV that outlives its request", cache_rows(deployment, resolved.memory)
 
@@ -81,7 +81,7 @@ def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
     where = "GPUs" if deployment.device == "cuda" else "processes on CPUs"
     nodes = num_nodes(places)
     yield "in all", f"{total} ranks ({where}) on {nodes} {'node' if nodes == 1 else 'nodes'}"
-    yield "transport", f"{deployment.transport}, wire {deployment.wire}"
+    yield "transport", f"{deployment.transport}, dispatch in {deployment.dispatch_format}"
     pulled = (
         "when a prompt is done"
         if deployment.early_pull == OFF
@@ -183,12 +183,12 @@ def _ids(experts: Sequence[int]) -> str:
     return shown if len(numbers) <= _SHOWN else f"{shown} ... ({len(numbers)} in all)"
 
 
-def _wire(role: str, resolved: Resolved) -> Iterator[Row]:
+def _exchange(role: str, resolved: Resolved) -> Iterator[Row]:
     deployment, config = resolved.deployment, resolved.config
     units = units_of(deployment, role)
-    layout = WireLayout(deployment.wire, config.hidden_size)
+    layout = MessageLayout(deployment.dispatch_format, config.hidden_size)
     tokens, top_k = max_step_tokens(role, deployment), config.num_experts_per_tok
-    yield "dispatch", f"{layout.message_bytes:,} bytes a message ({deployment.wire})"
+    yield "dispatch", f"{layout.message_bytes:,} bytes a message ({deployment.dispatch_format})"
     yield "combine", f"{layout.back_bytes:,} bytes a row ({layout.back_format})"
     if mode_of(role, units) == "low_latency":
         replicas = config.n_routed_experts + units.redundant_experts

@@ -402,10 +402,10 @@ def make_lone_runner(
 def lone_comm(
     deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu"
 ) -> ExpertComm | None:
-    """What rounds tokens on their way to experts as ranks' messages would, so that the wire's
+    """What rounds tokens on their way to experts as ranks' messages would, so that the dispatch
     format alone decides what comes out, not the number of ranks. None where nothing is rounded.
     """
-    if deployment.wire == "fp32":
+    if deployment.dispatch_format == "fp32":
         return None
     comm = make_comm(deployment, config, role, None, device)
     comm.install(first_placement(deployment, config, role))
@@ -429,7 +429,7 @@ def make_comm(
         group,
         hidden_size=config.hidden_size,
         top_k=config.num_experts_per_tok,
-        wire=deployment.wire,
+        dispatch_format=deployment.dispatch_format,
         mode=mode_of(role, units_of(deployment, role)),
         max_tokens=max_step_tokens(role, deployment),
         device=device,

@@ -85,7 +85,7 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
         VERSION,
         repr(layout).encode(),
         dtype.encode(),
-        deployment.wire.encode(),
+        deployment.dispatch_format.encode(),
         deployment.device.encode(),
     )
     _add(digest, os.environ.get(KERNELS, "").encode())

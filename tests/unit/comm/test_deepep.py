@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hadal.comm import deepep
-from hadal.comm.layout import WireLayout
+from hadal.comm.layout import MessageLayout
 from hadal.core.placement import spread, without
 from hadal.reference import codec as slow
 from hadal.reference.ops import Replicas, route
@@ -38,7 +38,7 @@ def test_it_says_why_not() -> None:
                 (0, 1),
                 hidden_size=7168,
                 top_k=8,
-                wire="fp8",
+                dispatch_format="fp8",
                 mode="normal",
                 max_tokens=128,
                 num_slots=2,
@@ -66,15 +66,15 @@ def test_slot_ids_refuse_what_is_not_there() -> None:
         deepep.slot_ids(torch.arange(12)[None, :], replicas(), 0, (0, 1))
 
 
-@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
-def test_rows_are_those_of_our_own_wire(wire: str) -> None:
+@pytest.mark.parametrize("dispatch_format", ["fp8", "fp8_pow2"])
+def test_rows_are_those_of_our_own_format(dispatch_format: str) -> None:
     x_TD = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
-    codes, scales = deepep.fp8_rows(x_TD, wire)
+    codes, scales = deepep.fp8_rows(x_TD, dispatch_format)
     assert (codes.dtype, codes.shape, scales.shape) == (torch.float8_e4m3fn, (5, 256), (5, 2))
-    rows = torch.empty((5, WireLayout(wire, 256).row_bytes), dtype=torch.uint8)
+    rows = torch.empty((5, MessageLayout(dispatch_format, 256).row_bytes), dtype=torch.uint8)
     out = torch.empty_like(x_TD)
-    slow.encode(x_TD, None, rows, wire)
-    slow.decode(rows, out, wire)
+    slow.encode(x_TD, None, rows, dispatch_format)
+    slow.decode(rows, out, dispatch_format)
     assert torch.equal(deepep.fp32_rows(codes, scales), out)
 
 

@@ -89,10 +89,10 @@ def random_split(placement: Placement, seed: int) -> Placement:
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wire", ["fp32", "fp8"])
+@pytest.mark.parametrize("dispatch_format", ["fp32", "fp8"])
 @pytest.mark.parametrize(("num_ranks", "redundant"), [(1, 0), (4, 8)])
 def test_counts_are_those_made_by_hand(
-    wire: str, mode: str, num_ranks: int, redundant: int, seed: int
+    dispatch_format: str, mode: str, num_ranks: int, redundant: int, seed: int
 ) -> None:
     tokens, placement = (
         scene(seed),
@@ -101,7 +101,7 @@ def test_counts_are_those_made_by_hand(
     groups, shares = queue_groups(range(num_ranks), seed), dict(enumerate(cuts(num_ranks, seed)))
 
     def work(rank: int) -> tuple[np.ndarray, np.ndarray]:
-        comm = make(groups[rank] if num_ranks > 1 else None, wire, mode, placement)
+        comm = make(groups[rank] if num_ranks > 1 else None, dispatch_format, mode, placement)
         for _ in range(NUM_ROUNDS):
             for layer in range(LAYERS):
                 serve(comm, tokens, shares[rank], layer)

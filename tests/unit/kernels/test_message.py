@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hadal.comm.expert_comm import LOW_LATENCY, NORMAL, Codec, LowLatencyMode, NormalMode
-from hadal.comm.layout import WIRES, WireLayout
+from hadal.comm.layout import DISPATCH_FORMATS, MessageLayout
 from hadal.core.placement import spread
 from hadal.kernels import ops as message
 from hadal.kernels.ops import route
@@ -30,17 +30,17 @@ def replicas() -> Replicas:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("num_tokens", [0, 1, 30])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dispatch_format", DISPATCH_FORMATS)
 @pytest.mark.parametrize("kind", [NORMAL, LOW_LATENCY])
 def test_messages_are_the_plain_paths(
-    built: None, kind: int, wire: str, num_tokens: int, seed: int
+    built: None, kind: int, dispatch_format: str, num_tokens: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x_TD = torch.randn(num_tokens, 130, generator=generator)
     ids_TK = torch.randint(0, EXPERTS, (num_tokens, TOP_K), generator=generator)
     where, peers = replicas(), (0, 2, 3)
     way = route(ids_TK, where, 1)
-    codec = Codec(WireLayout(wire, 130))
+    codec = Codec(MessageLayout(dispatch_format, 130))
     if kind == NORMAL:
         normal = NormalMode(codec, "cpu")
         fast = normal.pack(0, x_TD, way, where.num_slots, 5, peers)
@@ -60,7 +60,7 @@ def test_messages_are_the_plain_paths(
 
 def test_messages_that_name_what_is_not_there_are_refused(built: None) -> None:
     where, x_TD = replicas(), torch.zeros(3, 8)
-    normal = NormalMode(Codec(WireLayout("fp32", 8)), "cpu")
+    normal = NormalMode(Codec(MessageLayout("fp32", 8)), "cpu")
     way = route(torch.tensor([[0, 1, 2]] * 3), where, 0)
     peer = next(rank for rank in range(RANKS) if way.num_pairs_R[rank] and rank != 1)
     written = normal.pack(0, x_TD, way, where.num_slots, 0, (peer,))[peer]

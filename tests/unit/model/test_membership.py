@@ -75,7 +75,7 @@ class Rank:
             self.group,
             hidden_size=config.hidden_size,
             top_k=config.num_experts_per_tok,
-            wire="fp32",
+            dispatch_format="fp32",
             mode=mode,
             max_tokens=64,
         )

@@ -56,7 +56,7 @@ def deployment_of(
     return Deployment(
         model=model,
         chunk_tokens=unit.chunk_tokens,
-        wire="fp8_pow2",
+        dispatch_format="fp8_pow2",
         transport="deepep",
         handover="nixl",
         device="cuda",

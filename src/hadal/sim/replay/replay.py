@@ -38,7 +38,7 @@ from hadal.sim.world.process import SimClock
 _PROGRESS_CALLS = 1000
 """Calls from one word on how far the replay is to the next."""
 
-_wire = msgspec.msgpack.Decoder(AnyMessage)
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Run:
         elif isinstance(effect, Send):
             # The replayed message, not the recorded one, by the wire's encoding: what is in a
             # role's hands stays there.
-            message = _wire.decode(encode(effect.message))
+            message = _decoder.decode(encode(effect.message))
             if isinstance(message, UnitReport) and isinstance(recorded, UnitReport):
                 message = msgspec.structs.replace(
                     message, overhead_ms=recorded.overhead_ms
