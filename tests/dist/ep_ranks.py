@@ -136,7 +136,9 @@ class Rank:
             self.runner = ModelRunner(self.model, max_slots)
             return
         nothing = np.empty((num_layers, 0), np.int16)
-        self.model = Listened(load_weights(folder, slots_LS=nothing), cache, comm, self._logits)
+        self.model = Listened(
+            load_weights(folder, slot_to_expert_LS=nothing), cache, comm, self._logits
+        )
         membership = Membership(
             self.rank, group, comm, ExpertStore(folder, self.model.weights, nothing)
         )
@@ -144,7 +146,7 @@ class Rank:
 
     def form(self, formation: int, members: tuple[Member, ...], placement: Placement) -> Formed:
         plan = FormPlan(
-            formation, self.num_ranks, members, placement.to_bytes(), placement.num_slots
+            formation, self.num_ranks, members, placement.to_bytes(), placement.num_expert_slots
         )
         formed = self.runner.execute(plan)
         assert isinstance(formed, Formed)

@@ -89,7 +89,9 @@ def _model(group: TorchGroup, device: str, dispatch_format: str, mode: str) -> D
     num_layers = config.num_hidden_layers - config.first_k_dense_replace
     placement = spread(num_layers, config.n_routed_experts, NUM_RANKS, 16)
     weights = load_weights(
-        model_folder(""), slots_LS=placement.slot_to_expert_LRS[:, group.rank], device=device
+        model_folder(""),
+        slot_to_expert_LS=placement.slot_to_expert_LRS[:, group.rank],
+        device=device,
     )
     comm = ExpertComm(
         group,

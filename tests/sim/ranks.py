@@ -245,7 +245,9 @@ class SimCompute:
             self._end(Formed(plan.formation, None))
         else:
             done = self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
-            self._end(msgspec.structs.replace(done, slot_counts=self.experts.counted(plan, done)))
+            self._end(
+                msgspec.structs.replace(done, expert_slot_counts=self.experts.counted(plan, done))
+            )
 
     def stage(self, plan: StagePlan, answer: Callable[[Staged], None]) -> None:
         """In the background, beside the steps."""

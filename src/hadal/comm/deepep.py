@@ -13,8 +13,8 @@ bytes). Low-latency combine adds at the source in the order of top-k; ids are so
 order is fixed, too, but it returns BF16. DeepEP has no FP32 rows: dispatch format "fp32" is
 refused.
 
-Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, S local slots, C capacity
-of a slot, G groups.
+Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, S local expert slots, C
+capacity of an expert slot, G groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hadal.comm.expert_comm import Received, SlotCounts, replicas_of
+from hadal.comm.expert_comm import ExpertSlotCounts, Received, replicas_of
 from hadal.comm.group import Interval
 from hadal.core.placement import Placement
 from hadal.core.plans import SCALE_GROUP, row_bytes
@@ -59,20 +59,22 @@ def why_not(dispatch_format: str = "fp8", hidden_size: int = 7168) -> str | None
     return None
 
 
-def slot_ids(ids_TK: Tensor, replicas: Replicas, shift: int, members: Sequence[int]) -> Tensor:
+def expert_slot_ids(
+    ids_TK: Tensor, replicas: Replicas, shift: int, members: Sequence[int]
+) -> Tensor:
     """The replica each pair takes as DeepEP's expert id, int64 [T, K]: position among `members` * S
-    + local slot.
+    + local expert slot.
 
     Raises ValueError if an id is out of range, has no replica, or its replica is on a rank that is
     no member.
     """
-    slot_TK = choose_replicas(ids_TK, replicas, shift)
+    expert_slot_TK = choose_replicas(ids_TK, replicas, shift)
     position_R = torch.full((replicas.num_ranks,), -1, dtype=torch.int64)
     position_R[list(members)] = torch.arange(len(members))
-    rank_TK = position_R.to(ids_TK.device)[slot_TK // replicas.num_slots]
+    rank_TK = position_R.to(ids_TK.device)[expert_slot_TK // replicas.num_expert_slots]
     if bool((rank_TK < 0).any()):
         raise ValueError("the placement gives experts to ranks that are not members.")
-    return rank_TK * replicas.num_slots + slot_TK % replicas.num_slots
+    return rank_TK * replicas.num_expert_slots + expert_slot_TK % replicas.num_expert_slots
 
 
 def by_expert(ids_TK: Tensor) -> Tensor:
@@ -102,10 +104,10 @@ def fp32_rows(codes_ND: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def filled(counts_S: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """(slot [M], position [M]) of the rows that low-latency dispatch filled, by slot."""
+    """(expert slot [M], position [M]) of the rows that low-latency dispatch filled, by slot."""
     is_filled = torch.arange(capacity, device=counts_S.device)[None, :] < counts_S[:, None]
-    slot_M, position_M = is_filled.nonzero(as_tuple=True)
-    return slot_M, position_M
+    expert_slot_M, position_M = is_filled.nonzero(as_tuple=True)
+    return expert_slot_M, position_M
 
 
 class DeepEpComm:
@@ -125,7 +127,7 @@ class DeepEpComm:
         dispatch_format: str,
         mode: str,
         max_tokens: int,
-        num_slots: int,
+        num_expert_slots: int,
     ) -> None:
         reason = why_not(dispatch_format, hidden_size)
         if reason is not None:
@@ -135,16 +137,16 @@ class DeepEpComm:
         self.hidden_size, self.top_k = hidden_size, top_k
         self.members, self.max_tokens = tuple(members), max_tokens
         self.rank = self.members[process_group.rank()]
-        self.num_experts = len(self.members) * num_slots
+        self.num_experts = len(self.members) * num_expert_slots
         self.replicas: list[Replicas] = []
-        self.counts = SlotCounts(0, num_slots, "cuda")
+        self.counts = ExpertSlotCounts(0, num_expert_slots, "cuda")
         buffer = deep_ep.Buffer
         if mode == "low_latency":
             size = buffer.get_low_latency_rdma_size_hint(
                 max_tokens, hidden_size, len(self.members), self.num_experts
             )
             self.buffer = buffer(
-                process_group, 0, size, low_latency_mode=True, num_qps_per_rank=num_slots
+                process_group, 0, size, low_latency_mode=True, num_qps_per_rank=num_expert_slots
             )
             return
         configs = (
@@ -165,13 +167,13 @@ class DeepEpComm:
         self.replicas = [
             replicas_of(placement, layer, "cuda") for layer in range(placement.num_layers)
         ]
-        self.counts = SlotCounts(placement.num_layers, placement.num_slots, "cuda")
+        self.counts = ExpertSlotCounts(placement.num_layers, placement.num_expert_slots, "cuda")
 
     def install_layer(self, layer: int, placement: Placement) -> None:
         """See ExpertComm.install_layer."""
-        if placement.num_slots * len(self.members) != self.num_experts:
+        if placement.num_expert_slots * len(self.members) != self.num_experts:
             raise ValueError(
-                f"a placement of {placement.num_slots} slots; the buffers have {self.num_experts}"
+                f"a placement of {placement.num_expert_slots} slots; the buffers have {self.num_experts}"
                 " in all."
             )
         self.replicas[layer] = replicas_of(placement, layer, "cuda")
@@ -185,9 +187,11 @@ class DeepEpComm:
         """See ExpertComm.dispatch."""
         order_TK = by_expert(ids_TK)
         ids_TK = ids_TK.gather(1, order_TK)
-        slots_TK = slot_ids(ids_TK, self.replicas[layer], layer + self.rank, self.members)
+        expert_slot_TK = expert_slot_ids(
+            ids_TK, self.replicas[layer], layer + self.rank, self.members
+        )
         kind = _LowLatencyHandle if self.mode == "low_latency" else _NormalHandle
-        return kind(self, x_TD, slots_TK, order_TK, layer)
+        return kind(self, x_TD, expert_slot_TK, order_TK, layer)
 
 
 class DeepEpHandle:
@@ -197,11 +201,11 @@ class DeepEpHandle:
     combine_interval: Interval | None = None
 
     def __init__(
-        self, comm: DeepEpComm, x_TD: Tensor, slots_TK: Tensor, order_TK: Tensor, layer: int
+        self, comm: DeepEpComm, x_TD: Tensor, expert_slot_TK: Tensor, order_TK: Tensor, layer: int
     ) -> None:
         self._comm = comm
         self._layer = layer
-        self._slots_TK = slots_TK
+        self._expert_slot_TK = expert_slot_TK
         self._order_TK = order_TK
         self._start(x_TD)
 
@@ -223,7 +227,7 @@ class _NormalHandle(DeepEpHandle):
 
     def _start(self, x_TD: Tensor) -> None:
         comm, buffer = self._comm, self._comm.buffer
-        pairs_P1 = self._slots_TK.reshape(-1, 1)
+        pairs_P1 = self._expert_slot_TK.reshape(-1, 1)
         per_rank, per_node, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
             pairs_P1,
             comm.num_experts,
@@ -232,7 +236,7 @@ class _NormalHandle(DeepEpHandle):
             allocate_on_comm_stream=True,
         )
         codes, scales = fp8_rows(x_TD, comm.dispatch_format)
-        top_k = self._slots_TK.shape[1]
+        top_k = self._expert_slot_TK.shape[1]
         received, slots_N1, _, _, self._handle, self._event = buffer.dispatch(
             (
                 codes.view(torch.uint8).repeat_interleave(top_k, 0).view(codes.dtype),
@@ -252,10 +256,12 @@ class _NormalHandle(DeepEpHandle):
 
     def finish_dispatch(self) -> Received:
         self._event.current_stream_wait()
-        slot_M = self._slots_N1.flatten()
-        self._comm.counts.add(self._layer, slot_M)
+        expert_slot_M = self._slots_N1.flatten()
+        self._comm.counts.add(self._layer, expert_slot_M)
         return Received(
-            fp32_rows(*self._received), torch.arange(len(slot_M), device=slot_M.device), slot_M
+            fp32_rows(*self._received),
+            torch.arange(len(expert_slot_M), device=expert_slot_M.device),
+            expert_slot_M,
         )
 
     def start_combine(self, y_MD: Tensor) -> None:
@@ -288,7 +294,7 @@ class _LowLatencyHandle(DeepEpHandle):
         self._received, self._counts_S, self._handle, _, self._hook = (
             comm.buffer.low_latency_dispatch(
                 x_TD.to(torch.bfloat16),
-                self._slots_TK,
+                self._expert_slot_TK,
                 comm.max_tokens,
                 comm.num_experts,
                 use_fp8=True,
@@ -301,23 +307,23 @@ class _LowLatencyHandle(DeepEpHandle):
         self._hook()
         self._comm.counts.add_sums(self._layer, self._counts_S)
         codes_SCD, scale_SCG = self._received
-        self._slot_M, self._position_M = filled(self._counts_S, codes_SCD.shape[1])
-        at = (self._slot_M, self._position_M)
+        self._expert_slot_M, self._position_M = filled(self._counts_S, codes_SCD.shape[1])
+        at = (self._expert_slot_M, self._position_M)
         codes_MD = codes_SCD.view(torch.uint8)[at].view(codes_SCD.dtype)
         x_ND = fp32_rows(codes_MD, scale_SCG[at])
-        return Received(x_ND, torch.arange(len(x_ND), device=x_ND.device), self._slot_M)
+        return Received(x_ND, torch.arange(len(x_ND), device=x_ND.device), self._expert_slot_M)
 
     def start_combine(self, y_MD: Tensor) -> None:
         comm = self._comm
         # Rows that were not filled are not sent.
         y_SCD = torch.empty(self._received[0].shape, dtype=torch.bfloat16, device=y_MD.device)
-        y_SCD[self._slot_M, self._position_M] = y_MD.to(torch.bfloat16)
+        y_SCD[self._expert_slot_M, self._position_M] = y_MD.to(torch.bfloat16)
         # Only the receiving kernel, which the hook launches, reads the weights: finish_combine
         # fills them before.
-        self._weights_TK = torch.zeros(self._slots_TK.shape, device=y_MD.device)
+        self._weights_TK = torch.zeros(self._expert_slot_TK.shape, device=y_MD.device)
         self._routed: Tensor
         self._routed, _, self._hook = comm.buffer.low_latency_combine(
-            y_SCD, self._slots_TK, self._weights_TK, self._handle, return_recv_hook=True
+            y_SCD, self._expert_slot_TK, self._weights_TK, self._handle, return_recv_hook=True
         )
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """How many bytes dispatch and combine take: of a row, a message, a step, a buffer. Pure arithmetic,
 no tensors.
 
-    normal        head 16 | row of every pair int32 | slot of every pair int32 | rows: one per token and rank
-    low latency   head 16 | messages: (token int32, slot int32, 8 spare bytes) and a row: one per token and expert
+    normal        head 16 | row of every pair int32 | expert slot of every pair int32 | rows: one per token and rank
+    low latency   head 16 | messages: (token int32, expert slot int32, 8 spare bytes), row: one per token and expert
     combine       rows: one per token and expert, in the order they were dispatched, both modes
 
 `deepep_*` are DeepEP's own sizes: its message is ours; its buffers hold every message at a place of
@@ -21,7 +21,7 @@ from hadal.core.plans import row_bytes
 HEAD_BYTES = 16
 """int32: rows, pairs, layer, kind of message."""
 PAIR_BYTES = 8
-"""Bytes of a pair in a normal message: which row, which slot."""
+"""Bytes of a pair in a normal message: which row, which expert slot."""
 MESSAGE_HEAD_BYTES = 16
 """Bytes of a low-latency message's head; the same as DeepEP's."""
 

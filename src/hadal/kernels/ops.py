@@ -317,7 +317,7 @@ def mla_decode(
     return o_BHC
 
 
-# Which rank and slot every (token, expert) pair goes to, grouped by rank. Twin:
+# Which rank and expert slot every (token, expert) pair goes to, grouped by rank. Twin:
 # `hadal.reference.ops`.
 #
 # Shapes: T tokens, K chosen, E experts, M most replicas, P = T * K pairs, N rows.
@@ -326,16 +326,16 @@ def mla_decode(
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     """See the twin. Raises ValueError if an id is out of range or its expert has no replica."""
     lib = library.load()
-    tensors = (ids_TK, replicas.slots_EM, replicas.counts_E)
+    tensors = (ids_TK, replicas.expert_slots_EM, replicas.counts_E)
     if lib is None or any(x.device.type != "cpu" for x in tensors):
         return twin.route(ids_TK, replicas, shift)
     num_tokens, top_k = ids_TK.shape
-    num_experts, most = replicas.slots_EM.shape
+    num_experts, most = replicas.expert_slots_EM.shape
     num_ranks, num_pairs = replicas.num_ranks, num_tokens * top_k
     library.check_shape("counts_E", replicas.counts_E, (num_experts,))
     ids_TK = library.as_int(ids_TK, torch.int64)
-    slots_EM, counts_E = (
-        library.as_int(x, torch.int32) for x in (replicas.slots_EM, replicas.counts_E)
+    expert_slots_EM, counts_E = (
+        library.as_int(x, torch.int32) for x in (replicas.expert_slots_EM, replicas.counts_E)
     )
     # One allocation: scratch, pairs and rows of every rank, then five lists of a pair each.
     out = torch.empty(num_pairs * 6 + num_ranks * 6, dtype=torch.int32)
@@ -343,13 +343,13 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     scratch, counts, *lists = torch.split_with_sizes(out, sizes)
     pairs_address = counts.data_ptr()
     shape = (ctypes.c_int32 * 7)(
-        num_tokens, top_k, num_experts, most, replicas.num_slots, num_ranks, shift
+        num_tokens, top_k, num_experts, most, replicas.num_expert_slots, num_ranks, shift
     )
     library.check_status(
         lib.hadal_route(
             ctypes.addressof(shape),
             ids_TK.data_ptr(),
-            slots_EM.data_ptr(),
+            expert_slots_EM.data_ptr(),
             counts_E.data_ptr(),
             scratch.data_ptr(),
             pairs_address,
@@ -357,7 +357,7 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
             *(x.data_ptr() for x in lists),
         )
     )
-    token_P, row_P, slot_P, token_N, at_P = lists
+    token_P, row_P, expert_slot_P, token_N, at_P = lists
     num_both = counts.tolist()
     num_pairs_R, num_rows_R = num_both[:num_ranks], num_both[num_ranks:]
     return Route(
@@ -365,7 +365,7 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
         num_rows_R,
         token_P,
         row_P,
-        slot_P,
+        expert_slot_P,
         token_N[: sum(num_rows_R)],
         at_P.view(num_tokens, top_k),
         scratch[:num_pairs].view(num_tokens, top_k),
@@ -488,7 +488,7 @@ def _check_rows(rows_NB: Tensor, num_rows: int, num_bytes: int) -> None:
 #
 # Where the kernels cannot run, both answer that they did nothing; the plain path is
 # comm/expert_comm, which gives the same bytes. Shapes: T tokens, D hidden, K
-# chosen, N received rows, M received pairs, R ranks, S slots of a rank.
+# chosen, N received rows, M received pairs, R ranks, S expert slots of a rank.
 
 
 Arrived = tuple[Tensor, int, int]
@@ -498,7 +498,7 @@ Arrived = tuple[Tensor, int, int]
 def pack(
     x_TD: Tensor,
     route: Route,
-    num_slots: int,
+    num_expert_slots: int,
     row_format: str,
     is_low_latency: bool,
     layer: int,
@@ -518,7 +518,7 @@ def pack(
         num_tokens,
         top_k,
         x_TD.shape[1],
-        num_slots,
+        num_expert_slots,
         num_ranks,
         FORMATS[row_format],
         is_low_latency,
@@ -535,12 +535,12 @@ def pack(
             library.team(),
             ctypes.addressof(shape),
             x_TD.data_ptr(),
-            route.slot_TK.data_ptr(),
+            route.expert_slot_TK.data_ptr(),
             route.at_TK.data_ptr(),
             at,
             at + 4 * num_ranks,
             route.row_P.data_ptr(),
-            route.slot_P.data_ptr(),
+            route.expert_slot_P.data_ptr(),
             ctypes.addressof(offsets),
             at + 8 * num_ranks,
             buffer.data_ptr(),
@@ -557,14 +557,14 @@ def unpack(
     row_format: str,
     is_low_latency: bool,
     row_M: Tensor,
-    slot_M: Tensor,
+    expert_slot_M: Tensor,
     out_ND: Tensor,
 ) -> bool:
-    """Fill row_M, slot_M (int64) and out_ND: the own part (tokens, rows, slots; int32), then the
-    messages in order.
+    """Fill row_M, expert_slot_M (int64) and out_ND: the own part (tokens, rows, expert slots;
+    int32), then the messages in order.
 
-    Every slot's pairs are added to counts_S (int64). False: nothing was done. Raises ValueError if
-    a message names a row or slot that is not there.
+    Every expert slot's pairs are added to counts_S (int64). False: nothing was done. Raises
+    ValueError if a message names a row or expert slot that is not there.
     """
     lib = library.load()
     if (
@@ -573,12 +573,12 @@ def unpack(
         or any(m.device.type != "cpu" for m, _, _ in messages)
     ):
         return False
-    num_slots = counts_S.shape[0]
-    token_N, row_P, slot_P = own
+    num_expert_slots = counts_S.shape[0]
+    token_N, row_P, expert_slot_P = own
     first_row, first_pair = token_N.shape[0], row_P.shape[0]
     shape = (ctypes.c_int32 * 7)(
         x_TD.shape[1],
-        num_slots,
+        num_expert_slots,
         FORMATS[row_format],
         is_low_latency,
         len(messages),
@@ -591,7 +591,7 @@ def unpack(
         first_row, first_pair = first_row + num_rows, first_pair + num_pairs
     library.check_shape("out_ND", out_ND, (first_row, x_TD.shape[1]))
     library.check_shape("row_M", row_M, (first_pair,))
-    library.check_shape("slot_M", slot_M, (first_pair,))
+    library.check_shape("expert_slot_M", expert_slot_M, (first_pair,))
     arrived = (ctypes.c_int64 * len(numbers))(*numbers)
     library.check_status(
         lib.hadal_unpack(
@@ -601,9 +601,9 @@ def unpack(
             x_TD.data_ptr(),
             token_N.data_ptr(),
             row_P.data_ptr(),
-            slot_P.data_ptr(),
+            expert_slot_P.data_ptr(),
             row_M.data_ptr(),
-            slot_M.data_ptr(),
+            expert_slot_M.data_ptr(),
             counts_S.data_ptr(),
             out_ND.data_ptr(),
         )

@@ -76,7 +76,7 @@ class Layer:
     """Shapes that all layers of a unit share."""
 
     model: ModelConfig
-    num_slots: int
+    num_expert_slots: int
     """Expert replicas on a rank."""
     expert_dtype: str = FP8
     _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
@@ -263,13 +263,13 @@ class Layer:
             _kernel(
                 EXPERTS,
                 "experts up",
-                line.grouped(curve, rows, self.num_slots, 2 * width, hidden, dtype),
+                line.grouped(curve, rows, self.num_expert_slots, 2 * width, hidden, dtype),
             ),
             _kernel(EXPERTS, "experts SwiGLU", line.elementwise(activated)),
             _kernel(
                 EXPERTS,
                 "experts down",
-                line.grouped(curve, rows, self.num_slots, hidden, width, dtype),
+                line.grouped(curve, rows, self.num_expert_slots, hidden, width, dtype),
             ),
         )
 

@@ -156,7 +156,7 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
     assert not problems, problems
     units = units_of(resolved.deployment, role)
     total = config.n_routed_experts + units.redundant_experts
-    routed, shared = placement.num_slots, config.n_shared_experts
+    routed, shared = placement.num_expert_slots, config.n_shared_experts
     yield "a rank", f"{routed} routed + {shared} shared, in each of {placement.num_layers} layers"
     yield (
         "replicas",

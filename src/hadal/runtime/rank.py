@@ -362,17 +362,19 @@ def make_runner(
     """
     units, started_s = units_of(deployment, role), time.monotonic()
     placement = first_placement(deployment, config, role)
-    slots_LS = placement.slot_to_expert_LRS[:, rank]
+    slot_to_expert_LS = placement.slot_to_expert_LRS[:, rank]
     folder = Path(deployment.model)
     prepare_kernels()
-    weights = load_weights(folder, slots_LS=slots_LS, device=device, advance=Teller(READING))
+    weights = load_weights(
+        folder, slot_to_expert_LS=slot_to_expert_LS, device=device, advance=Teller(READING)
+    )
     comm = make_comm(deployment, config, role, group, device)
     model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
-    store = ExpertStore(folder, weights, slots_LS)
+    store = ExpertStore(folder, weights, slot_to_expert_LS)
     log.info(
         "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s",
         time.monotonic() - started_s,
-        placement.num_slots,
+        placement.num_expert_slots,
         config.n_routed_experts,
         units.threads,
         device,

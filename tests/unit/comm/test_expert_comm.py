@@ -113,7 +113,9 @@ def run(
             for handle in handles:
                 received = handle.finish_dispatch()
                 handle.start_combine(
-                    scene.expert(slot_to_expert[received.slot_M], received.x_ND[received.row_M])
+                    scene.expert(
+                        slot_to_expert[received.expert_slot_M], received.x_ND[received.row_M]
+                    )
                 )
             routed = [
                 h.finish_combine(scene.weights_TK[part])
@@ -251,7 +253,7 @@ def test_over_the_mesh(mode: str) -> None:
             received = handle.finish_dispatch()
             slots = torch.from_numpy(placement.slot_to_expert_LRS[0, comm.rank].astype(np.int64))
             handle.start_combine(
-                received.x_ND[received.row_M] * (1 + slots[received.slot_M])[:, None]
+                received.x_ND[received.row_M] * (1 + slots[received.expert_slot_M])[:, None]
             )
             outputs.append(handle.finish_combine(weights_TK[own]))
         assert torch.equal(outputs[0], outputs[2])
@@ -266,9 +268,9 @@ def test_over_the_mesh(mode: str) -> None:
             assert torch.equal(result, base[: 0 if rank == 2 else num_tokens])
         expected = 0
         for rank in range(2):
-            slots_EM, counts_E = placement.replicas(0)
+            expert_slots_EM, counts_E = placement.replicas(0)
             choice_TK = (np.arange(num_tokens)[:, None] + rank) % counts_E[ids_TK.numpy()]
-            target_TK = slots_EM[ids_TK.numpy(), choice_TK] // placement.num_slots
+            target_TK = expert_slots_EM[ids_TK.numpy(), choice_TK] // placement.num_expert_slots
             peers = [peer for peer in range(3) if peer != rank]
             pairs = [int((target_TK == peer).sum()) for peer in peers]
             rows = [int((target_TK == peer).any(1).sum()) for peer in peers]

@@ -135,11 +135,11 @@ def test_weighted_sum_is_one_rounding_per_addition(
 
 
 def random_replicas(
-    num_experts: int, num_ranks: int, num_slots: int, generator: torch.Generator
+    num_experts: int, num_ranks: int, num_expert_slots: int, generator: torch.Generator
 ) -> Replicas:
     counts = torch.randint(1, 4, (num_experts,), generator=generator)
-    slots = torch.randint(0, num_ranks * num_slots, (num_experts, 3), generator=generator)
-    return Replicas(slots.int(), counts.int(), num_ranks, num_slots)
+    slots = torch.randint(0, num_ranks * num_expert_slots, (num_experts, 3), generator=generator)
+    return Replicas(slots.int(), counts.int(), num_ranks, num_expert_slots)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -154,7 +154,7 @@ def test_route_equals_its_twin(
     ids = torch.randint(0, 12, (num_tokens, top_k), generator=generator)
     fast, twin = route(ids, replicas, seed % 100), slow_route.route(ids, replicas, seed % 100)
     assert (fast.num_pairs_R, fast.num_rows_R) == (twin.num_pairs_R, twin.num_rows_R)
-    for name in ("token_P", "row_P", "slot_P", "token_N", "at_TK", "slot_TK"):
+    for name in ("token_P", "row_P", "expert_slot_P", "token_N", "at_TK", "expert_slot_TK"):
         assert torch.equal(getattr(fast, name), getattr(twin, name)), (name, seed)
 
 

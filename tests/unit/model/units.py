@@ -46,7 +46,7 @@ def rank_model(
     )
     comm.install(placement)
     rank = 0 if group is None else group.rank
-    weights = load_weights(peer.folder, slots_LS=placement.slot_to_expert_LRS[:, rank])
+    weights = load_weights(peer.folder, slot_to_expert_LS=placement.slot_to_expert_LRS[:, rank])
     cache = KvCache(config, num_blocks)
     cache.cache_PLSD.fill_(float("nan"))
     return DeepseekV3(weights, cache, comm)

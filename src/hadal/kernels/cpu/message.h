@@ -75,8 +75,8 @@ struct Arrived {
     int64_t address, num_rows, num_pairs, first_row, first_pair;
 };
 
-// Rows and slots of all pairs; counts_S, by slot, grows by those of this call. Returns false if a pair names a row or
-// slot that is not there.
+// Rows and expert slots of all pairs; counts_S, by slot, grows by those of this call. Returns false if a pair names a
+// row or slot that is not there.
 inline bool unpack_pairs(const UnpackShape& s, const Arrived* messages, const int32_t* own_row_P,
                          const int32_t* own_slot_P, int64_t* row_M, int64_t* slot_M, int64_t* counts_S) {
     const long message_bytes = kMessageHeadBytes + row_bytes_of(s.D, s.format);

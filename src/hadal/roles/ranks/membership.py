@@ -374,11 +374,15 @@ class UnitMembership:
         if (
             self.formation
             or len(plan.members) < len(self._ranks)
-            or plan.num_slots != full.num_slots
+            or plan.num_expert_slots != full.num_expert_slots
         ):
             return
         self.placement = self._full = Placement.from_bytes(
-            plan.slot_to_expert, full.num_experts, plan.num_ranks, plan.num_slots, plan.weights
+            plan.slot_to_expert,
+            full.num_experts,
+            plan.num_ranks,
+            plan.num_expert_slots,
+            plan.weights,
         )
 
     def take_held(self, rank: int) -> Held | None:
@@ -552,7 +556,7 @@ class UnitMembership:
             len(self._ranks),
             tuple(self._member(index) for index in living),
             placement.to_bytes(),
-            placement.num_slots,
+            placement.num_expert_slots,
             placement.weights_bytes(),
         )
         for index in living:

@@ -211,9 +211,9 @@ class RankHoldings:
         plan = self.plan
         assert plan is not None, "a step of no formation"
         placement = Placement.from_bytes(
-            plan.slot_to_expert, 0, plan.num_ranks, plan.num_slots, plan.weights
+            plan.slot_to_expert, 0, plan.num_ranks, plan.num_expert_slots, plan.weights
         )
-        placement = placement.with_layer(flip.layer, *flip_arrays(flip, plan.num_slots))
+        placement = placement.with_layer(flip.layer, *flip_arrays(flip, plan.num_expert_slots))
         self.plan = msgspec.structs.replace(
             plan, slot_to_expert=placement.to_bytes(), weights=placement.weights_bytes()
         )

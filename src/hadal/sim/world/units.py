@@ -229,7 +229,7 @@ def kv_blocks(model: StepModel) -> int:
     num_blocks = int(free_bytes // (BLOCK_TOKENS * kv_bytes_per_token(model.model)))
     if num_blocks < 2:
         raise ValueError(
-            f"{model.hardware.name} has no memory left for KV with {model.num_slots} experts on a"
+            f"{model.hardware.name} has no memory left for KV with {model.num_expert_slots} experts on a"
             " rank: units of more ranks have fewer."
         )
     return num_blocks
