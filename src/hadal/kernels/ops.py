@@ -1,5 +1,5 @@
 """The operations of a step on a CPU, through the kernels of `csrc`: products, norms, gate, experts,
-MLA's core, and the rows that travel between ranks.
+MLA's core attention, and the rows that travel between ranks.
 
 Each has a slow twin of the same name in `hadal.reference`, which runs where the kernels cannot (a
 GPU, no compiler). A token's result is bit-equal whatever the other tokens of the batch and the
@@ -86,7 +86,7 @@ def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
     return linear(F.silu(gate_TF) * up_TF, mlp.down)
 
 
-# Products of every head with a matrix of its own, around MLA's absorbed core. Twin:
+# Products of every head with a matrix of its own, around MLA's absorbed core attention. Twin:
 # `hadal.reference.ops`.
 #
 # A row's result is bit-equal whatever the other rows and the number of threads; torch's batched
@@ -238,7 +238,7 @@ def experts(
     return y_TD
 
 
-# MLA's core in absorbed form over the paged latent cache. Knows nothing of projections.
+# MLA's core attention in absorbed form over the paged latent cache. Knows nothing of projections.
 #
 # All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into
 # ranges of positions by its length alone: bit-equal whatever the batch and the number of threads.

@@ -97,7 +97,7 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     assert q_rope is not None
     assert latents_TD is not None
     if isinstance(state.batch, PrefillBatch):
-        o = mla.prefill_core(
+        o = mla.prefill_core_attention(
             q_nope,
             q_rope,
             latents_TD,
@@ -109,7 +109,9 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
         )
     else:
         assert state.batch is not None
-        o = mla.decode_core(q_nope, q_rope, layer.attention, state.config, state.batch, layer_index)
+        o = mla.decode_core_attention(
+            q_nope, q_rope, layer.attention, state.config, state.batch, layer_index
+        )
     state.hidden_TD = state.hidden_TD + linear(o, layer.attention.o)
     state.x_TD = _norm(state.hidden_TD, layer.ffn_norm_D, state.config)
     state.q_nope_THN = state.q_rope_THR = state.latents_TD = None

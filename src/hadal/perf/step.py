@@ -88,32 +88,35 @@ takes none.
 """
 
 
-def expected_places(model: ModelConfig, num_places: float) -> float:
-    """Distinct places a token's experts are in, of `num_places` equal ones (nodes, or ranks) that
+def expected_holders(model: ModelConfig, num_holders: float) -> float:
+    """Distinct holders of a token's experts, of `num_holders` equal ones (nodes, or ranks) that
     hold whole groups.
 
     A token reaches `topk_group` of `n_group` groups, chosen at random, and every one of them. With
-    fewer places than groups, several groups share a place; with more, a group's experts of a token
-    fall at random on the places it has. Source: V3 report 2.1.2; 4 places give 22/7 = 3.14 for V3.
+    fewer holders than groups, several groups share one; with more, a group's experts of a token
+    fall at random on the holders it has. Source: V3 report 2.1.2; 4 holders give 22/7 = 3.14 for
+    V3.
     """
-    if num_places <= 1.0:
+    if num_holders <= 1.0:
         return 1.0
     groups, chosen = model.n_group, model.topk_group
-    if num_places <= groups:
+    if num_holders <= groups:
         none = 1.0
         for i in range(chosen):
-            none *= max(0.0, groups - groups / num_places - i) / (groups - i)
-        return num_places * (1.0 - none)
-    spread: float = num_places / groups
+            none *= max(0.0, groups - groups / num_holders - i) / (groups - i)
+        return num_holders * (1.0 - none)
+    spread: float = num_holders / groups
     experts: float = model.num_experts_per_tok / chosen
     none = math.pow(1.0 - 1.0 / spread, experts)
     return chosen * spread * (1.0 - none)
 
 
-def remote_places(model: ModelConfig, num_places: float) -> float:
-    """The same, without the token's own place: 2.36 of 4 nodes."""
+def remote_holders(model: ModelConfig, num_holders: float) -> float:
+    """The same, without the one that the token is on: 2.36 of 4 nodes."""
     return (
-        expected_places(model, num_places) * (1.0 - 1.0 / num_places) if num_places > 1.0 else 0.0
+        expected_holders(model, num_holders) * (1.0 - 1.0 / num_holders)
+        if num_holders > 1.0
+        else 0.0
     )
 
 
@@ -132,8 +135,8 @@ class Links:
         domain = min(num_ranks, hardware.nvlink_domain)
         self._local_share = domain / num_ranks
         self._nodes = num_ranks / domain
-        self._remote_nodes = remote_places(model, self._nodes)
-        self._remote_ranks = remote_places(model, float(num_ranks))
+        self._remote_nodes = remote_holders(model, self._nodes)
+        self._remote_ranks = remote_holders(model, float(num_ranks))
 
     def low_latency_s(
         self, num_tokens: float, imbalance: float, *, is_overlapped: bool
@@ -191,7 +194,7 @@ class Links:
     @property
     def received_ranks(self) -> float:
         """Distinct ranks a token goes to."""
-        return expected_places(self._model, float(self._num_ranks))
+        return expected_holders(self._model, float(self._num_ranks))
 
 
 # Which inputs of a step lie outside of the tables that the curves were fitted to. Words for

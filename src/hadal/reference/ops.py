@@ -98,7 +98,7 @@ def rotate(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
 
 
 # Products of every head with a matrix of its own: what MLA's absorbed form does before and behind
-# its core.
+# its core attention.
 #
 # Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 
@@ -164,8 +164,8 @@ def experts(
     return y_TD
 
 
-# MLA's core in absorbed form, for decode: one query per request against the paged latent cache
-# itself.
+# MLA's core attention in absorbed form, for decode: one query per request against the paged latent
+# cache itself.
 #
 # W_UK is already in the query and W_UV comes after, so all heads share one key and value of C+R
 # (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Shapes: B requests, H heads, C latent, R rotated,
@@ -194,8 +194,8 @@ def mla_decode(
     return torch.einsum("bhs,bsc->bhc", p_BHS, latents_BSD[..., : q_latent_BHC.shape[-1]])
 
 
-# MLA's core in multi-head form, for prefill: keys and values are expanded from latents. Knows no
-# blocks, no batch.
+# MLA's core attention in multi-head form, for prefill: keys and values are expanded from latents.
+# Knows no blocks, no batch.
 #
 # Source: DeepSeek-V3 (arXiv 2412.19437), eq. 4-10. T new tokens, S context and new tokens, H heads,
 # C latent, R rotated, N plain key dims, W value dims.

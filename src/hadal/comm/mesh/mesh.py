@@ -147,11 +147,11 @@ class Inbox:
             and self._early_bytes + frame.num_bytes > MAX_EARLY_BYTES
         )
 
-    def place(self, rank: int, frame: Frame) -> memoryview:
+    def memory_for(self, rank: int, frame: Frame) -> memoryview:
         """Where a payload goes. Raises TooLargeError, and FrameError if it cannot be."""
         exchange = self._exchanges.get(frame.sequence)
         if exchange is None:
-            return self._place_early(rank, frame)
+            return self._early_memory_for(rank, frame)
         if rank not in exchange.missing or rank in exchange.received:
             raise FrameError(f"a second payload for exchange {frame.sequence}")
         if exchange.recvs is None:
@@ -161,7 +161,7 @@ class Inbox:
         exchange.received[rank] = tensor
         return bytes_of(tensor)
 
-    def _place_early(self, rank: int, frame: Frame) -> memoryview:
+    def _early_memory_for(self, rank: int, frame: Frame) -> memoryview:
         # A peer waits for us before it can be further ahead than what it may have in flight.
         if not self.next_sequence <= frame.sequence <= self.next_sequence + MAX_IN_FLIGHT:
             raise FrameError(
@@ -175,7 +175,7 @@ class Inbox:
         return bytes_of(tensor)
 
     def complete(self, rank: int, frame: Frame) -> None:
-        """The payload is where `place` said. Raises TooLargeError."""
+        """The payload is in the memory that `memory_for` gave. Raises TooLargeError."""
         exchange = self._exchanges.get(frame.sequence)
         key = (frame.sequence, rank)
         if exchange is None:
@@ -581,7 +581,7 @@ class MeshGroup:
                 link.is_paused = self._inbox.is_full_for(frame)
                 if link.is_paused:
                     raise PauseLink
-                return self._inbox.place(link.rank, frame)
+                return self._inbox.memory_for(link.rank, frame)
         except TooLargeError as error:
             self._fail((), str(error), formation=frame.formation)
             return None

@@ -63,12 +63,12 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
     flat = np.concatenate((amounts.reshape(num_layers, -1), np.zeros((num_layers, 1))), axis=1)
     rows = np.arange(num_layers)[:, None]
     # A padded expert slot is the last one of `flat`, on a rank that is not there.
-    places = [(np.where(slots < 0, flat.shape[1] - 1, slots), slots >= 0) for slots in groups]
-    ranks = [np.where(real, at // num_expert_slots, rank_loads.shape[1]) for at, real in places]
+    padded = [(np.where(slots < 0, flat.shape[1] - 1, slots), slots >= 0) for slots in groups]
+    ranks = [np.where(real, at // num_expert_slots, rank_loads.shape[1]) for at, real in padded]
     heights = np.concatenate((rank_loads, np.full((num_layers, 1), NOWHERE)), axis=1)
     heaviest = rank_loads.max(axis=1)
     for sweep in range(num_sweeps):
-        for (at, real), rank in zip(places, ranks, strict=True):
+        for (at, real), rank in zip(padded, ranks, strict=True):
             mine = flat[rows, at]
             others = heights[rows, rank] - mine
             wanted = _level(others, mine.sum(axis=1))

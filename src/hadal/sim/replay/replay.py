@@ -132,10 +132,14 @@ class _Run:
         report = self._report
         for index, life in enumerate(self._lives):
             self._clock.at(life.recording.calls[0].now_s, lambda index=index: self._call(index, ()))  # type: ignore[misc]
-        for index, number, place in self._links.outside:
+        for index, number, event_index in self._links.outside:
             call = self._lives[index].recording.calls[number]
-            report.outside[type(call.events[place]).__name__] += 1
-            self._at(ns_of(call.now_s), Consequence(index, number, place, 0), call.events[place])
+            report.outside[type(call.events[event_index]).__name__] += 1
+            self._at(
+                ns_of(call.now_s),
+                Consequence(index, number, event_index, 0),
+                call.events[event_index],
+            )
         self._clock.run(float("inf"), lambda: report.difference is not None)
         if report.difference is None:
             missing = [
@@ -151,10 +155,12 @@ class _Run:
         """Call the role once everything is there that it heard in one call."""
         life = self._lives[arrival.index]
         heard = life.inbox.setdefault(arrival.call, {})
-        heard[arrival.place] = event
+        heard[arrival.event_index] = event
         if len(heard) == len(life.recording.calls[arrival.call].events):
             del life.inbox[arrival.call]
-            self._call(arrival.index, tuple(heard[place] for place in range(len(heard))))
+            self._call(
+                arrival.index, tuple(heard[event_index] for event_index in range(len(heard)))
+            )
 
     def _call(self, index: int, events: Sequence[AnyEvent]) -> None:
         life, now_s = self._lives[index], self._clock.now()
@@ -205,7 +211,7 @@ class _Run:
         self._at(ns_of(self._clock.now()) + came.delay_ns, came, self._heard(came))
 
     def _heard(self, came: Consequence) -> AnyEvent:
-        return self._lives[came.index].recording.calls[came.call].events[came.place]
+        return self._lives[came.index].recording.calls[came.call].events[came.event_index]
 
 
 def decision_of(effect: AnyEffect) -> str | None:
@@ -223,7 +229,7 @@ def _steps(recordings: Sequence[Recording], links: CausalLinks) -> dict[str, Ste
     times: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for consequence in links.effect_to_consequence.values():
         recording = recordings[consequence.index]
-        event = recording.calls[consequence.call].events[consequence.place]
+        event = recording.calls[consequence.call].events[consequence.event_index]
         if isinstance(event, StepDone):
             times[recording.process].append((event.elapsed_s, consequence.delay_ns))
     return {
