@@ -195,7 +195,7 @@ class DeepEpComm:
 
 
 class DeepEpHandle:
-    """See comm/expert_comm.Handle. DeepEP tells no times, so the intervals stay None."""
+    """See comm/expert_comm.Handle. DeepEP reports no times, so the intervals stay None."""
 
     dispatch_interval: Interval | None = None
     combine_interval: Interval | None = None

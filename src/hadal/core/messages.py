@@ -140,7 +140,7 @@ Key = tuple[str, int]
 """An attempt: its request's id and its number."""
 
 
-# ---- gateway -> front (one process, but the front is told as if it were another) ----
+# ---- gateway -> front (one process, but the message is the same as between two) ----
 class Submit(Message, frozen=True):
     """A new generation. Answered by Deliver effects, exactly one of them final."""
 
@@ -342,7 +342,7 @@ class UnitReport(Message, frozen=True):
     messages.
     """
     num_ranks: int = 1
-    """Living ranks. The first to tell of a death: capacities follow when the unit has formed
+    """Living ranks. A death shows here first: capacities follow when the unit has formed
     without the dead.
     """
     formation: int = 0
@@ -743,7 +743,7 @@ class Open(Message, frozen=True):
     gateway: str
     versions: tuple[Generation, ...]
     log_id: str = ""
-    """The HTTP request's id, by which logs tell of it."""
+    """The HTTP request's id, by which logs name it."""
 
 
 class Leave(Message, frozen=True):

@@ -152,7 +152,7 @@ class Pages:
             refusal = as_api_error(error)
             status, body = refusal.status, refusal.body
         except Exception:
-            log.exception("%s cannot be told to %s", ask.path, ask.gateway)
+            log.exception("%s cannot be sent to %s", ask.path, ask.gateway)
             return
         self._send(ask.gateway, QueryReply(self._name, ask.reply_id, status, body))
 
@@ -488,7 +488,7 @@ class Host(Doors):
             yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
-        """What the front is told of a message: of another gateway's, what it would be told of this
+        """A message as events for the front: another gateway's becomes what it would be of this
         one's requests.
         """
         match message:

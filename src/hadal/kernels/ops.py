@@ -376,7 +376,7 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
 # back.
 #
 # Bit-equal to its twin `hadal.reference.codec`, which runs where the kernels cannot (a GPU, no
-# compiler) and tells the formats. Rows are views of a message, so nothing is copied on the way.
+# compiler) and knows the formats. Rows are views of a message, so nothing is copied on the way.
 #
 # Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token.
 

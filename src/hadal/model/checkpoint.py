@@ -276,7 +276,7 @@ def load_weights(
     """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming
     file and tensor.
 
-    `advance` is told how many layers are read, of how many.
+    `advance` is called with how many layers are read, of how many.
 
     `slot_to_expert_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only
     these are read. None: all experts, in order. An MTP module always has all of its own.

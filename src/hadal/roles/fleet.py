@@ -1,7 +1,7 @@
 """The fleet: starts units when more is asked for, drains them when less is, replaces those that
 die.
 
-Decides nothing about a request: the front is told which unit drains, and says when it is empty.
+Decides nothing about a request: the front learns which unit drains, and says when it is empty.
 What the policy wants (policy/scaling) is compared with what there is, so whatever goes wrong in
 between, the next event mends it:
 

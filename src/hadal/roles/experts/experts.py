@@ -705,7 +705,7 @@ class ExpertBalancer:
         install = self.installing
         is_flipping = install is not None and install.state is InstallState.FLIPPING
         if not is_flipping and self._issued is not self.placement:
-            problems.append("experts: ranks were told of a flip that is not in flight")
+            problems.append("experts: ranks were sent a flip that is not in flight")
         if install is None:
             return problems
         if install.formation != self._formation or not self._addresses:

@@ -216,10 +216,10 @@ def _tokens_per_s_max(unit: Unit) -> float:
     return load.num_ranks / load.token_s if load.token_s > 0.0 else 0.0
 
 
-# What comes of a decode unit's tokens: counted for the unit as a whole, told one by one to those
+# What comes of a decode unit's tokens: counted for the unit as a whole, sent one by one to those
 # who read them.
 #
-# Without text only the last token of a request is told, and none is kept. Changes the tables of
+# Without text only the last token of a request is sent, and none is kept. Changes the tables of
 # requests and units; ending a request is the front's own affair.
 
 

@@ -80,7 +80,7 @@ from hadal.core.seams import (
 )
 from hadal.roles.ranks.pools import named_blocks, names_of
 
-# What a rank's pool holds, as the plans that go by tell it: so that a new leader can go on with
+# What a rank's pool holds, as the plans that go by show it: so that a new leader can go on with
 # what an old one led.
 #
 #     join   the ticket's KV is in these blocks    grown  and in this one    step  one position more for all who joined

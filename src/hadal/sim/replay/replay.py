@@ -6,8 +6,8 @@ what they say now, and only how long it took (messages, steps, copies, late time
 computed (tokens, measured op times) is as it was recorded. Every call is compared with the recorded
 one (sim/replay/relived); the first that differs ends it.
 
-What makes it exact: recorded are the bounds of every call, so what a role was told together it is
-told together again; and the monotone clock counts nanoseconds, so a time plus a recorded delay is
+What makes it exact: recorded are the bounds of every call, so what a role heard together it
+hears together again; and the monotone clock counts nanoseconds, so a time plus a recorded delay is
 the very time that was read.
 """
 
@@ -93,8 +93,8 @@ def replay(
     make_role: MakeRole,
     advance: Callable[[int, int], None] = lambda done, of: None,
 ) -> ReplayReport:
-    """Let all roles of a run live together again. `advance` is told how many calls are made, of how
-    many.
+    """Let all roles of a run live together again. `advance` is called with how many calls are made,
+    of how many.
     """
     return _Run(recordings, make_role, advance).run()
 

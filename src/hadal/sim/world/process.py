@@ -163,7 +163,7 @@ class Process:
         self._num_deaths.update(ranks)
 
     def form(self, reset: RankReset) -> None:
-        """The unit works again, with the ranks that the role is told of now."""
+        """The unit works again, with the ranks that the role knows of now."""
         self._look()  # What was answered before is heard before.
         self._is_forming = False
         self._dead.difference_update(reset.fresh)

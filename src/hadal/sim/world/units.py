@@ -261,7 +261,7 @@ def simulated_leader(
 
 
 class SimUnit:
-    """One life of a unit: which of its ranks live, and what its leader is told of that.
+    """One life of a unit: which of its ranks live, and what its leader hears of that.
 
     `pools`: names of all pools there are, shared with the other units; `number`: new for each life
     of any unit.

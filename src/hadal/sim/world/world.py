@@ -3,7 +3,7 @@ serve, priced steps.
 
     requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
                              |  ^
-                             v  |  disk (sim/world/units): what it has of each prompt is told beforehand
+                             v  |  disk (sim/world/units): what it has of each prompt is known beforehand
 
 The same requests, deployment and models make the same run. What is simulated is what costs time:
 steps (sim/runners), messages, KV on its way, reads and writes of the disk. Text is not: a prompt is
