@@ -115,7 +115,7 @@ class Segments:
 
 
 class Sqlite:
-    """A table in a file, name to place and sum."""
+    """A table in a file, name to location and sum."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "index.sqlite"
@@ -155,7 +155,7 @@ class Sqlite:
 
 
 class Lmdb:
-    """A memory-mapped tree, name to place and sum."""
+    """A memory-mapped tree, name to location and sum."""
 
     def __init__(self, folder: Path, module: Any) -> None:
         self._module, self._path = module, str(folder / "lmdb")

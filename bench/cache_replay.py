@@ -181,12 +181,12 @@ def report(trace: Trace, table: Table, *, is_part: bool) -> None:
             )
     for share in SHARES:
         bound = best(trace, int(share * trace.num_blocks()))
-        places = (
+        caches = (
             [("memory", memory)]
             if is_part
             else [("memory", memory), ("disk", disk), ("disk+", answers)]
         )
-        for name, replay in places:
+        for name, replay in caches:
             ours, lru = row(trace, share, replay)
             said = "green" if ours.share > lru.share else "red"
             table.add_row(

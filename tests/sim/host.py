@@ -116,9 +116,9 @@ class Host:
                     )
                 case ReadBlocks() | StoreBlocks():
                     self._to_disk(effect)
-                case UsedBlocks(places):
+                case UsedBlocks(locations):
                     assert self._disk is not None
-                    self._disk.used(places)
+                    self._disk.used(locations)
                 case Freed(block_ids):
                     self._pools[self.pool_name].freed(block_ids)
                 case WakeAt(time_s):

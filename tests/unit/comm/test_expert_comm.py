@@ -345,14 +345,14 @@ def test_low_latency_allocates_its_buffers_once() -> None:
 
     def work(rank: int) -> set[int]:
         comm = make(groups[rank], "fp8", "low_latency", placement)
-        places = set()
+        addresses = set()
         for _ in range(6):
             handle = comm.dispatch(tokens.x_TD, tokens.ids_TK, 0)
             received = handle.finish_dispatch()
-            places.add(received.x_ND.data_ptr())
+            addresses.add(received.x_ND.data_ptr())
             handle.start_combine(received.x_ND[received.row_M])
             handle.finish_combine(tokens.weights_TK)
-        return places
+        return addresses
 
-    for places in in_threads(work, [0, 1]).values():
-        assert len(places) <= 2
+    for addresses in in_threads(work, [0, 1]).values():
+        assert len(addresses) <= 2
