@@ -19,7 +19,7 @@ help:  ## list the targets
 $(VENV)/.ok: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q uv
-	@echo "Installing what Hadal needs and compiling it, once: about a minute. Nothing is told while it compiles."
+	@echo "Installing what Hadal needs and compiling it, once: about a minute. Nothing is shown while it compiles."
 	$(UV) pip install --compile-bytecode --python $(BIN)/python -r requirements.txt
 	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q src/hadal

@@ -1,5 +1,5 @@
 """`make bench`: every benchmark in turn. `python -m bench [--quick]
-[engine|step|overlap|wire|distributed ...]`.
+[engine|step|overlap|dispatch|distributed ...]`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from bench import (
     cache_replay,
     cache_ttft,
     control_plane,
+    dispatch_bytes,
     distributed,
     engine,
     expert_skew,
@@ -44,7 +45,6 @@ from bench import (
     startup,
     step_breakdown,
     step_price,
-    wire_bytes,
 )
 from bench.checkpoints import ROOT
 from bench.shared_data import NAME_TO_SOURCE, why_missing
@@ -63,7 +63,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "load": load.main,
     "kernels": _kernels,
     "overlap": overlap.main,
-    "wire": wire_bytes.main,
+    "dispatch": dispatch_bytes.main,
     "distributed": distributed.main,
     "staging": staging.main,
     "handover": handover.main,

@@ -61,7 +61,7 @@ def find_eplb(folder: str | None) -> Callable[..., Any] | None:
     return found
 
 
-def bound(loads: Floats, mode: str, num_ranks: int, num_slots: int) -> float:
+def bound(loads: Floats, mode: str, num_ranks: int, num_expert_slots: int) -> float:
     """Upper bound of mean/max, averaged over layers: the heaviest replica when all extra ones go to
     heavy experts; hierarchical: the exact ceiling over all ways to deal the groups to nodes.
     """
@@ -75,7 +75,7 @@ def bound(loads: Floats, mode: str, num_ranks: int, num_slots: int) -> float:
         sums = groups[:, np.array(sorted(pairings))].sum(axis=3) / (num_ranks / NUM_NODES)
         return float((1 / sums.max(axis=2).min(axis=1)).mean())
     counts = np.ones_like(share)
-    for _ in range(num_ranks * num_slots - share.shape[1]):
+    for _ in range(num_ranks * num_expert_slots - share.shape[1]):
         counts[np.arange(len(share)), (share / counts).argmax(axis=1)] += 1
     return float((1 / np.maximum((share / counts).max(axis=1), 1.0)).mean())
 
@@ -89,8 +89,8 @@ def placements(
     )
     for column in ("case", "mode", "ours", "EPLB", "bound"):
         table.add_column(column, justify="left" if column in ("case", "mode") else "right")
-    for case, mode, num_ranks, num_slots, names in CASES:
-        cluster = Cluster.even(num_ranks, NUM_NODES, num_slots)
+    for case, mode, num_ranks, num_expert_slots, names in CASES:
+        cluster = Cluster.even(num_ranks, NUM_NODES, num_expert_slots)
         rows, theirs, bounds = [], [], []
         for name in names:
             loads = read_loads(folder, name)
@@ -99,9 +99,9 @@ def placements(
                 repeats,
             )
             rows.append((plan.balancedness_L.mean(), plan.balancedness_L.min(), ms))
-            bounds.append(bound(loads, mode, num_ranks, num_slots))
+            bounds.append(bound(loads, mode, num_ranks, num_expert_slots))
             if eplb is not None and mode in ("global", "hierarchical"):
-                theirs.append(run_eplb(eplb, loads, mode, num_ranks, num_slots))
+                theirs.append(run_eplb(eplb, loads, mode, num_ranks, num_expert_slots))
         peer = MEASURED_EPLB.get(f"{case} {mode}", "-")
         peer = figures(theirs) if theirs else peer if peer == "-" else f"{peer} *"
         table.add_row(case, mode, figures(rows), peer, f"{statistics.fmean(bounds):.4f}")
@@ -114,17 +114,17 @@ def figures(rows: Sequence[tuple[float, float, float]]) -> str:
 
 
 def run_eplb(
-    eplb: Callable[..., Any], loads: Floats, mode: str, num_ranks: int, num_slots: int
+    eplb: Callable[..., Any], loads: Floats, mode: str, num_ranks: int, num_expert_slots: int
 ) -> tuple[float, float, float]:
     import torch
 
     groups, nodes = (NUM_GROUPS, NUM_NODES) if mode == "hierarchical" else (1, 1)
     weight = torch.from_numpy(loads)
     (physical, _, counts), ms = timed(
-        lambda: eplb(weight, num_ranks * num_slots, groups, nodes, num_ranks), 1
+        lambda: eplb(weight, num_ranks * num_expert_slots, groups, nodes, num_ranks), 1
     )
     share = np.take_along_axis(loads / counts.numpy(), physical.numpy(), axis=1)
-    per_rank = share.reshape(len(loads), num_ranks, num_slots).sum(axis=2)
+    per_rank = share.reshape(len(loads), num_ranks, num_expert_slots).sum(axis=2)
     result = per_rank.mean(axis=1) / per_rank.max(axis=1)
     return float(result.mean()), float(result.min()), ms
 

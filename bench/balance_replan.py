@@ -23,7 +23,7 @@ CASES = (
     ("EP72", 72, 4, 0.16, 0.975),
     ("decode 144", 144, 2, 0.18, 1.0),
 )
-"""Name, ranks, slots, part of the slots that may move, target."""
+"""Name, ranks, expert slots, part of them that may move, target."""
 
 
 def sequences(folder: Path) -> dict[str, list[Floats]]:
@@ -64,17 +64,17 @@ def replans(console: Console, folder: Path) -> None:
         "1 layer ms",
     ):
         table.add_column(column, justify="left" if column in ("case", "loads") else "right")
-    for case, num_ranks, num_slots, limit, target in CASES:
-        cluster = Cluster.even(num_ranks, 1, num_slots)
+    for case, num_ranks, num_expert_slots, limit, target in CASES:
+        cluster = Cluster.even(num_ranks, 1, num_expert_slots)
         for kind, steps in sequences(folder).items():
             today = balance(steps[0], cluster).placement
             rows, of_greedy = [], []
             for loads in steps[1:]:
-                num_in_all = len(loads) * num_ranks * num_slots
+                num_in_all = len(loads) * num_ranks * num_expert_slots
                 stale = balancedness(today, loads).mean()
                 greedy = balance(loads, cluster, mode="fast").balancedness_L.mean()
                 one_ms = one_layer_ms(
-                    today, loads, cluster, int(limit * num_ranks * num_slots), target
+                    today, loads, cluster, int(limit * num_ranks * num_expert_slots), target
                 )
                 plan, ms = timed(
                     lambda: balance(
@@ -153,15 +153,15 @@ def windows(console: Console, folder: Path) -> None:
         table.add_column(column, justify="left" if column in ("case", "plan") else "right")
     mixes = [read_loads(folder, name) for name in DECODE]
     random = np.random.default_rng(5)
-    for case, num_ranks, num_slots, limit, target in CASES:
-        num_tokens = {9: 65536, 4: 9216, 2: 18432}[num_slots]
+    for case, num_ranks, num_expert_slots, limit, target in CASES:
+        num_tokens = {9: 65536, 4: 9216, 2: 18432}[num_expert_slots]
         window, later = (
             np.stack([sampled(mixes[random.integers(3)], num_tokens, random) for _ in range(num)])
             for num in (12, 24)
         )
-        cluster = Cluster.even(num_ranks, NUM_NODES, num_slots)
+        cluster = Cluster.even(num_ranks, NUM_NODES, num_expert_slots)
         today = balance(mixes[0], cluster).placement
-        near = int(limit * len(mixes[0]) * num_ranks * num_slots)
+        near = int(limit * len(mixes[0]) * num_ranks * num_expert_slots)
         asked = min(target, 0.99)
         plans: dict[str, Callable[[Floats], ExpertPlan]] = {
             "global": lambda loads: balance(loads, cluster),

@@ -71,7 +71,7 @@ def remote_nodes(
     if there is one.
     """
     slots, counts = placement.replicas(layer)
-    node_of_slot = np.repeat(np.array(cluster.nodes), placement.num_slots)
+    node_of_slot = np.repeat(np.array(cluster.nodes), placement.num_expert_slots)
     taken = tokens.experts_NK
     turn = (np.arange(len(taken))[:, None] // NUM_NODES + np.arange(TOP_EXPERTS)) % counts[taken]
     nodes = node_of_slot[slots[taken, turn]]

@@ -54,18 +54,18 @@ class Segments:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "segments"
         self.folder.mkdir()
-        self.slots, self.index = DiskSlots(), DiskIndex()
+        self.disk_slots, self.index = DiskSlots(), DiskIndex()
         self.number_to_segment: dict[int, Segment] = {}
         self.sequence = 1
 
     def insert(self, names: list[bytes]) -> None:
-        if self.slots.num_free < len(names):
+        if self.disk_slots.num_free < len(names):
             segment = Segment.create(self.folder, "bench", BLOCK_BYTES, SEGMENT_SLOTS)
             self.number_to_segment[segment.number] = segment
-            self.slots.add_segment(segment.number, segment.num_slots)
-        locations, _ = self.slots.take(names, range(len(names)))
+            self.disk_slots.add_segment(segment.number, segment.num_slots)
+        locations, _ = self.disk_slots.take(names, range(len(names)))
         there = [location for location in locations if location is not None]
-        first, segment = there[0].slot, self.number_to_segment[there[0].segment]
+        first, segment = there[0].disk_slot, self.number_to_segment[there[0].segment]
         numbers = range(self.sequence, self.sequence + len(names))
         records = segment.records(first, names, range(len(names)), [SUM] * len(names), numbers)
         self.sequence += len(names)
@@ -73,7 +73,7 @@ class Segments:
         segment.write_records(first, records)
         segment.sync()
         segment.tell_change()
-        self.slots.wrote(names)
+        self.disk_slots.wrote(names)
         self.index.put(b"".join(names), there)
 
     def find(self, name: bytes) -> DiskLocation | None:
@@ -115,7 +115,7 @@ class Segments:
 
 
 class Sqlite:
-    """A table in a file, name to place and sum."""
+    """A table in a file, name to location and sum."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "index.sqlite"
@@ -155,7 +155,7 @@ class Sqlite:
 
 
 class Lmdb:
-    """A memory-mapped tree, name to place and sum."""
+    """A memory-mapped tree, name to location and sum."""
 
     def __init__(self, folder: Path, module: Any) -> None:
         self._module, self._path = module, str(folder / "lmdb")

@@ -75,9 +75,9 @@ def index(num_blocks: int) -> tuple[float, float, float]:
     """A leader's, that hears of texts, finds them and hears that they are gone."""
     ledger, (insert, lookup, evict) = DiskIndex(), (Watch(), Watch(), Watch())
     for text, chain in enumerate(chains(0, num_blocks)):
-        places = [DiskLocation(1_000_000 + text, slot) for slot in range(CHAIN_BLOCKS)]
+        locations = [DiskLocation(1_000_000 + text, slot) for slot in range(CHAIN_BLOCKS)]
         with insert:
-            ledger.put(chain, places)
+            ledger.put(chain, locations)
     assert len(ledger) == num_blocks
     for chain in chains(0, num_blocks):
         with lookup:

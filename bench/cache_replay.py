@@ -100,10 +100,10 @@ def memory(trace: Trace, num_blocks: int, policy: Policy = Arc) -> Outcome:
 
 
 def disk(
-    trace: Trace, num_slots: int, policy: Policy = Arc, *, with_answers: bool = False
+    trace: Trace, num_disk_slots: int, policy: Policy = Arc, *, with_answers: bool = False
 ) -> Outcome:
     """Through one writer's slots and one leader's index (sim/day/cache), nothing in memory."""
-    cache = DiskReplay(num_slots, policy)
+    cache = DiskReplay(num_disk_slots, policy)
     answers = count(1 << 100)
     num_hit = num_touched = 0
     took_s = 0.0
@@ -165,9 +165,9 @@ def row(
     return replay(trace, num_blocks, Arc), replay(trace, num_blocks, Lru)
 
 
-def answers(trace: Trace, num_slots: int, policy: Policy) -> Outcome:
+def answers(trace: Trace, num_disk_slots: int, policy: Policy) -> Outcome:
     """The disk with generated text on it as well."""
-    return disk(trace, num_slots, policy, with_answers=True)
+    return disk(trace, num_disk_slots, policy, with_answers=True)
 
 
 def report(trace: Trace, table: Table, *, is_part: bool) -> None:
@@ -181,12 +181,12 @@ def report(trace: Trace, table: Table, *, is_part: bool) -> None:
             )
     for share in SHARES:
         bound = best(trace, int(share * trace.num_blocks()))
-        places = (
+        caches = (
             [("memory", memory)]
             if is_part
             else [("memory", memory), ("disk", disk), ("disk+", answers)]
         )
-        for name, replay in places:
+        for name, replay in caches:
             ours, lru = row(trace, share, replay)
             said = "green" if ours.share > lru.share else "red"
             table.add_row(

@@ -40,7 +40,7 @@ from hadal.perf.hardware import HARDWARE
 from hadal.perf.layer import Layer, MicroBatchLoad
 from hadal.perf.roofline import BOUNDS, CONSTANTS, CURVES, Roofline
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs
-from hadal.perf.step import Links, StepModel, expected_places
+from hadal.perf.step import Links, StepModel, expected_holders
 
 PAGE = ROOT / "docs" / "calibration.md"
 SILICON_HEAD = "## Silicon rows\n"
@@ -215,7 +215,7 @@ def _links() -> str:
             lines.append(_kernel_row(f"low-latency {name}", what, value, seconds * 1e6))
     for ranks, *published in NORMAL:
         found = Links(DEEPSEEK_V3, HARDWARE["h800"], ranks).normal_s(4096, 1.0, is_overlapped=False)
-        copies = 4096 * expected_places(DEEPSEEK_V3, ranks / 8)
+        copies = 4096 * expected_holders(DEEPSEEK_V3, ranks / 8)
         for name, value, seconds, size in zip(
             ("dispatch", "combine"), published, found, (7456, 14336), strict=True
         ):

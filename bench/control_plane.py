@@ -31,7 +31,7 @@ from hadal.sim.world.world import FleetWorld
 REQUESTS_PER_S = 2_000.0
 TOKENS_IN, TOKENS_OUT = 1_650.0, 400.0
 PLACED_DECODE = 1.15
-"""See perf/step: what expert placement leaves with two slots a rank."""
+"""See perf/step: what expert placement leaves with two expert slots a rank."""
 
 
 def fleet(num_decode: int, num_prefill: int) -> Deployment:

@@ -95,11 +95,11 @@ def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
     """
     pool = KvPool.create(pool_name(run, "prefill-0", "1"), shape, dtype)
     pool.blocks[:] = np.arange(pool.blocks.size, dtype=np.uint8).reshape(pool.blocks.shape)
-    wire = KvTransfer(
+    transfer = KvTransfer(
         pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name)
     )
     listener = socket.create_server((HOST, 0))
-    print(json.dumps((wire.address, listener.getsockname()[1])), flush=True)
+    print(json.dumps((transfer.address, listener.getsockname()[1])), flush=True)
 
     def send() -> None:
         connection, _ = listener.accept()
@@ -110,7 +110,7 @@ def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
 
     threading.Thread(target=send, daemon=True).start()
     sys.stdin.read()
-    wire.close()
+    transfer.close()
     pool.close()
 
 
@@ -131,16 +131,16 @@ def measure(run: str, handover: str, shape: Shape, dtype: str, seconds: float) -
         address, port = json.loads(owner.stdout.readline())
         pool = KvPool.create(pool_name(run, "decode-0", "1"), shape, dtype)
         source = KvPool.open(PoolAddress.parse(address).name)
-        wire = KvTransfer(
+        transfer = KvTransfer(
             pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name)
         )
         with socket.create_connection((HOST, port)) as connection:
             found = {
-                count: _compare(wire, pool, source, address, connection, count, seconds)
+                count: _compare(transfer, pool, source, address, connection, count, seconds)
                 for count in COUNTS
                 if count < shape[0]
             }
-        wire.close()
+        transfer.close()
         source.close()
         pool.close()
         owner.stdin.close()
@@ -148,7 +148,7 @@ def measure(run: str, handover: str, shape: Shape, dtype: str, seconds: float) -
 
 
 def _compare(
-    wire: KvTransfer,
+    transfer: KvTransfer,
     pool: KvPool,
     source: KvPool,
     address: str,
@@ -170,7 +170,7 @@ def _compare(
             view = view[connection.recv_into(view) :]
 
     def pull() -> None:
-        error = wire.pull(lease, ids)
+        error = transfer.pull(lease, ids)
         if error is not None:
             raise RuntimeError(error)
 

@@ -1,8 +1,8 @@
 """Does communication hide under computation? Virtual devices on a paced link, then real FP32
 compute on limited links.
 
-    python -m bench.overlap [--quick] [--ranks 2] [--tokens 256] [--minutes 4] [--wire fp32] [--only
-    real]
+    python -m bench.overlap [--quick] [--ranks 2] [--tokens 256] [--minutes 4] [--dispatch-format
+    fp32] [--only real]
 
 The first part needs nothing: ops are timed sleeps, messages are real. The second needs root and
 `tc`: ranks in network namespaces, a model's real ops, communication about 0.5, 1 and 2 times
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tokens", type=int, default=256, help="of a micro-batch of a rank, a multiple of 128"
     )
-    parser.add_argument("--wire", default="fp32", choices=("fp32", "fp8", "fp8_pow2"))
+    parser.add_argument("--dispatch-format", default="fp32", choices=("fp32", "fp8", "fp8_pow2"))
     parser.add_argument(
         "--minutes", type=float, default=4.0, help="at most, for each of the three links"
     )
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.only != "virtual":
         report["real"] = real(
             console,
-            ModelCase(num_tokens=options.tokens, wire=options.wire),
+            ModelCase(num_tokens=options.tokens, dispatch_format=options.dispatch_format),
             options.ranks,
             options.pairs or (QUICK_PAIRS if options.quick else NUM_PAIRS),
             60 * (min(options.minutes, 0.5) if options.quick else options.minutes),

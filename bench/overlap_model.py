@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.overlap_echo import Sizes, SwitchGroup, replay
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group, Interval
-from hadal.comm.layout import WireLayout
+from hadal.comm.layout import MessageLayout
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, parse_model_config
 from hadal.core.placement import spread
@@ -48,7 +48,7 @@ class ModelCase:
     """
 
     num_tokens: int = 256
-    wire: str = "fp32"
+    dispatch_format: str = "fp32"
     mode: str = "normal"
     num_layers: int = 6
     hidden_size: int = 512
@@ -99,7 +99,7 @@ class ModelRank:
             self._group,
             hidden_size=case.hidden_size,
             top_k=case.top_k,
-            wire=case.wire,
+            dispatch_format=case.dispatch_format,
             mode=case.mode,
             max_tokens=2 * case.num_tokens,
         )
@@ -166,10 +166,10 @@ class ModelRank:
         }
 
     def _formula_bytes(self) -> int:
-        """What this rank's tokens cost on the wire, both ways, from the experts that were
+        """What this rank's tokens cost on the link, both ways, from the experts that were
         chosen.
         """
-        layout = WireLayout(self._case.wire, self._case.hidden_size)
+        layout = MessageLayout(self._case.dispatch_format, self._case.hidden_size)
         peers = [peer for peer in self._group.members if peer != self._group.rank]
         total = 0
         for layer, ids_TK in self._chosen:

@@ -59,7 +59,7 @@ def show(console: Console, result: RealResult, num_pairs: int) -> None:
     case = result.case
     console.print(
         f"\n[bold]EP{result.num_ranks}, {case.num_tokens} tokens a micro-batch, {case.num_layers}"
-        f" layers, {case.wire} wire, link {result.rate_bytes_per_s / 1e6:.0f} MB/s (communication"
+        f" layers, {case.dispatch_format} dispatched, link {result.rate_bytes_per_s / 1e6:.0f} MB/s (communication"
         f" {result.link_over_compute:g}x of computation asked for)[/bold]"
     )
     table = Table()

@@ -42,7 +42,7 @@ def between_hosts() -> None:
     peers.is_near = mesh.is_near = lambda address: False
 
 
-def wire_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
+def transfer_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
     """A pool and what it is pulled from, or pulls, with."""
     from hadal.runtime.transfer.kv import KvTransfer
     from hadal.runtime.transfer.pool import KvPool, pool_name
@@ -57,23 +57,23 @@ def wire_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
     return pool, KvTransfer(pool, "tcp", host=HOST, secret=SECRET, grants=Grants(SECRET, unit))
 
 
-def hand_over(wire: Any, lease: Any) -> None:
-    """Let the puller have the lease as it would over the wire of messages."""
+def hand_over(transfer: Any, lease: Any) -> None:
+    """Let the puller have the lease as it would over the wire."""
     try:
         from hadal.core.messages import PullEarly
         from hadal.runtime.transfer.grants import Grants
     except ImportError:
         return
     message = PullEarly(None, lease)  # type: ignore[arg-type]
-    wire._grants.keep(message, Grants(SECRET, "front").to("decode-0", message))
+    transfer._grants.keep(message, Grants(SECRET, "front").to("decode-0", message))
 
 
 def own() -> None:
     """Serve a pool until nobody reads from us."""
-    pool, wire = wire_of("prefill-0", max(BLOCKS) + 1)
-    print(json.dumps(wire.address), flush=True)
+    pool, transfer = transfer_of("prefill-0", max(BLOCKS) + 1)
+    print(json.dumps(transfer.address), flush=True)
     sys.stdin.read()
-    wire.close()
+    transfer.close()
     pool.close()
 
 
@@ -82,22 +82,22 @@ def pull(num_rounds: int) -> None:
     from hadal.core.messages import KvLease
 
     address = json.loads(sys.stdin.readline())
-    pool, wire = wire_of("decode-0", max(BLOCKS) + 1)
+    pool, transfer = transfer_of("decode-0", max(BLOCKS) + 1)
     found = {}
     for count in BLOCKS:
         into = tuple(range(1, count + 1))
         lease = KvLease(address, into, (0,) * count, 64 * count)
-        hand_over(wire, lease)
+        hand_over(transfer, lease)
 
         def once(lease: KvLease = lease, into: tuple[int, ...] = into) -> None:
-            error = wire.pull(lease, into)
+            error = transfer.pull(lease, into)
             assert error is None, error
 
         found[f"pull of {count} x {pool.block_bytes >> 10} KiB"] = timed(
             once, num_rounds // count + 20
         )
     print(json.dumps(found), flush=True)
-    wire.close()
+    transfer.close()
     pool.close()
 
 

@@ -111,9 +111,11 @@ def stage_layer(console: Console, port: int, num_new: int) -> None:
     hold.
     """
     placement = spread(3, 256, NUM_RANKS, NUM_REDUNDANT)
-    slots_LS = placement.slot_to_expert_LRS[:, 0]
-    store = ExpertStore(SHIPPED, load_weights(SHIPPED, slots_LS=slots_LS), slots_LS)
-    slots = slots_LS[0].tolist()
+    slot_to_expert_LS = placement.slot_to_expert_LRS[:, 0]
+    store = ExpertStore(
+        SHIPPED, load_weights(SHIPPED, slot_to_expert_LS=slot_to_expert_LS), slot_to_expert_LS
+    )
+    slots = slot_to_expert_LS[0].tolist()
     others = [
         one for one in np.unique(placement.slot_to_expert_LRS[0, 1:]).tolist() if one not in slots
     ]

@@ -29,6 +29,6 @@ def fresh() -> Random:
     """A generator for one draw, or for all of a test's."""
     caller = sys._getframe(1)
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    place = f"{caller.f_globals['__name__']}:{caller.f_lineno} {test}"
-    _num_drawn[place] += 1
-    return Random(f"{RUN} {place} {_num_drawn[place]}")
+    caller_name = f"{caller.f_globals['__name__']}:{caller.f_lineno} {test}"
+    _num_drawn[caller_name] += 1
+    return Random(f"{RUN} {caller_name} {_num_drawn[caller_name]}")

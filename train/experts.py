@@ -72,10 +72,10 @@ def grouped_experts(
         return _Experts.apply(x_TD, gate_up, down, weights_TK, chosen_TK)
     out = torch.zeros_like(x_TD)
     for expert in chosen_TK.unique().tolist():
-        token, slot = (chosen_TK == expert).nonzero(as_tuple=True)
+        token, choice = (chosen_TK == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x_TD[token], gate_up[expert]).chunk(2, dim=-1)
         y = F.linear(F.silu(gate) * up, down[expert])
-        out = out.index_add(0, token, y * weights_TK[token, slot, None])
+        out = out.index_add(0, token, y * weights_TK[token, choice, None])
     return out
 
 

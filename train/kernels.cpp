@@ -57,16 +57,16 @@ Tensor route(const Tensor& biased, int64_t num_groups, int64_t groups_kept, int6
   return chosen;
 }
 
-// Token-slots (token * k + slot) grouped by expert, and where each expert's begin.
+// Pairs (token * k + choice) grouped by expert, and where each expert's begin.
 std::vector<Tensor> sort_by_expert(const Tensor& chosen, int64_t experts) {
-  const int64_t slots = chosen.numel();
-  Tensor order = at::empty({slots}, chosen.options()), starts = at::zeros({experts + 1}, chosen.options());
+  const int64_t pairs = chosen.numel();
+  Tensor order = at::empty({pairs}, chosen.options()), starts = at::zeros({experts + 1}, chosen.options());
   const int64_t* c = chosen.data_ptr<int64_t>();
   int64_t *o = order.data_ptr<int64_t>(), *s = starts.data_ptr<int64_t>();
-  for (int64_t i = 0; i < slots; i++) s[c[i] + 1]++;
+  for (int64_t i = 0; i < pairs; i++) s[c[i] + 1]++;
   for (int64_t e = 0; e < experts; e++) s[e + 1] += s[e];
   std::vector<int64_t> at(s, s + experts);
-  for (int64_t i = 0; i < slots; i++) o[at[c[i]]++] = i;
+  for (int64_t i = 0; i < pairs; i++) o[at[c[i]]++] = i;
   return {order, starts};
 }
 
@@ -90,9 +90,9 @@ std::vector<Tensor> experts_forward(const Tensor& x, const Tensor& gate_up, cons
     for (int64_t e = 0; e < E; e++) {
       const int64_t m = s[e + 1] - s[e];
       if (m == 0) continue;
-      const int64_t* slot = o + s[e];
+      const int64_t* pair = o + s[e];
       rows.resize(m * D); hidden.resize(m * F); y.resize(m * D);
-      for (int64_t i = 0; i < m; i++) std::memcpy(&rows[i * D], xp + slot[i] / k * D, D * sizeof(float));
+      for (int64_t i = 0; i < m; i++) std::memcpy(&rows[i * D], xp + pair[i] / k * D, D * sizeof(float));
       float* pre = kp + s[e] * 2 * F;
       gemm(T, N, 2 * F, m, D, 1.f, gu + e * 2 * F * D, D, rows.data(), D, 0.f, pre, 2 * F);
       for (int64_t i = 0; i < m; i++) {
@@ -102,8 +102,8 @@ std::vector<Tensor> experts_forward(const Tensor& x, const Tensor& gate_up, cons
       }
       gemm(T, N, D, m, F, 1.f, dn + e * D * F, F, hidden.data(), F, 0.f, y.data(), D);
       for (int64_t i = 0; i < m; i++) {
-        const float c = w[slot[i]];
-        float* to = mine + slot[i] / k * D;
+        const float c = w[pair[i]];
+        float* to = mine + pair[i] / k * D;
         for (int64_t d = 0; d < D; d++) to[d] += c * y[i * D + d];
       }
     }
@@ -137,16 +137,16 @@ std::vector<Tensor> experts_backward(const Tensor& dout, const Tensor& x, const 
         std::memset(ddn_e, 0, D * F * sizeof(float));
         continue;
       }
-      const int64_t* slot = o + s[e];
+      const int64_t* pair = o + s[e];
       rows.resize(m * D); grads.resize(m * D); hidden.resize(m * F); dh.resize(m * F); dpre.resize(m * 2 * F);
       back.resize(m * D);
       for (int64_t i = 0; i < m; i++) {
-        std::memcpy(&rows[i * D], xp + slot[i] / k * D, D * sizeof(float));
-        std::memcpy(&grads[i * D], gp + slot[i] / k * D, D * sizeof(float));
+        std::memcpy(&rows[i * D], xp + pair[i] / k * D, D * sizeof(float));
+        std::memcpy(&grads[i * D], gp + pair[i] / k * D, D * sizeof(float));
       }
       gemm(N, N, F, m, D, 1.f, dn + e * D * F, F, grads.data(), D, 0.f, dh.data(), F);
       for (int64_t i = 0; i < m; i++) {
-        const float *p = kp + (s[e] + i) * 2 * F, c = w[slot[i]];
+        const float *p = kp + (s[e] + i) * 2 * F, c = w[pair[i]];
         float *h = &hidden[i * F], *g = &dh[i * F], *dp = &dpre[i * 2 * F], dot = 0.f;
         for (int64_t f = 0; f < F; f++) {
           const float sig = 1.f / (1.f + std::exp(-p[f])), act = p[f] * sig;
@@ -156,13 +156,13 @@ std::vector<Tensor> experts_backward(const Tensor& dout, const Tensor& x, const 
           dp[f] = c * g[f] * p[F + f] * (sig + act * (1.f - sig));
           dp[F + f] = c * g[f] * act;
         }
-        dwp[slot[i]] = dot;
+        dwp[pair[i]] = dot;
       }
       gemm(N, T, F, D, m, 1.f, hidden.data(), F, grads.data(), D, 0.f, ddn_e, F);
       gemm(N, T, D, 2 * F, m, 1.f, rows.data(), D, dpre.data(), 2 * F, 0.f, dgu_e, D);
       gemm(N, N, D, m, 2 * F, 1.f, gu + e * 2 * F * D, D, dpre.data(), 2 * F, 0.f, back.data(), D);
       for (int64_t i = 0; i < m; i++) {
-        float* to = mine + slot[i] / k * D;
+        float* to = mine + pair[i] / k * D;
         for (int64_t d = 0; d < D; d++) to[d] += back[i * D + d];
       }
     }

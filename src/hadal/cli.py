@@ -370,18 +370,18 @@ def trace(
         (
             (
                 "echo '{\"tokens_per_expert\": [[90, 20, 10, 40]]}' > loads.json\n"
-                "hadal balance --loads loads.json --ranks 2 --slots 3"
+                "hadal balance --loads loads.json --ranks 2 --expert-slots 3"
             ),
-            "one layer of 4 experts on 2 ranks of 3 slots: the busy experts get the 2 spare slots",
+            "one layer of 4 experts on 2 ranks of 3 slots each: the busy experts get the 2 spare slots",
         ),
         (
-            "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --slots 9 --mode hybrid",
+            "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --expert-slots 9 --mode hybrid",
             "DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows",
         ),
         (
             (
-                "hadal balance --loads v3.json.gz --ranks 144 --slots 2 --json >"
-                " placement.json\nhadal balance --loads new.json --ranks 144 --slots 2 \\\n   "
+                "hadal balance --loads v3.json.gz --ranks 144 --expert-slots 2 --json >"
+                " placement.json\nhadal balance --loads new.json --ranks 144 --expert-slots 2 \\\n   "
                 " --current placement.json --max-moves 500"
             ),
             "other loads since: the best placement that moves at most 500 replicas",
@@ -400,10 +400,10 @@ def balance(
         ),
     ],
     ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1, max=4096)],
-    slots: Annotated[
+    expert_slots: Annotated[
         int,
         typer.Option(
-            help="Slots of each rank; as many as experts or more: of all ranks together.",
+            help="Expert slots of each rank; as many as experts or more: of all ranks together.",
             min=1,
             max=65_536,
         ),
@@ -448,7 +448,7 @@ def balance(
 
     try:
         window = report.loads_of(_read_json(loads))
-        cluster = report.cluster_of(window, ranks, nodes, slots)
+        cluster = report.cluster_of(window, ranks, nodes, expert_slots)
         before = split = None
         if current is not None:
             today = _read_json(current)

@@ -43,7 +43,9 @@ def told(stored: BlocksStored, names: list[bytes]) -> int:
     """Say what came of a store; return how many blocks were written."""
     assert len(names) == len(stored.locations)
     kept = [
-        name.hex() for name, place in zip(names, stored.locations, strict=True) if place is not None
+        name.hex()
+        for name, location in zip(names, stored.locations, strict=True)
+        if location is not None
     ]
     # First: killed in between, it has not told of blocks as written which put out others unsaid.
     if stored.dropped:

@@ -53,7 +53,7 @@ class Way:
     mode: str = "normal"
     schedule: str = "sequential"
     num_micro_batches: int = 2
-    wire: str = "fp32"
+    dispatch_format: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Rank:
         cache = KvCache(config, script.num_blocks())
         cache.cache_PLSD.fill_(float("nan"))
         max_slots = max(1, len(script.prompts))
-        if group is None and way.wire == "fp32":
+        if group is None and way.dispatch_format == "fp32":
             self.model = Listened(load_weights(folder), cache, None, self._logits)
             self.runner = ModelRunner(self.model, max_slots)
             return
@@ -126,7 +126,7 @@ class Rank:
             group,
             hidden_size=config.hidden_size,
             top_k=config.num_experts_per_tok,
-            wire=way.wire,
+            dispatch_format=way.dispatch_format,
             mode=way.mode,
             max_tokens=MAX_TOKENS,
         )
@@ -136,7 +136,9 @@ class Rank:
             self.runner = ModelRunner(self.model, max_slots)
             return
         nothing = np.empty((num_layers, 0), np.int16)
-        self.model = Listened(load_weights(folder, slots_LS=nothing), cache, comm, self._logits)
+        self.model = Listened(
+            load_weights(folder, slot_to_expert_LS=nothing), cache, comm, self._logits
+        )
         membership = Membership(
             self.rank, group, comm, ExpertStore(folder, self.model.weights, nothing)
         )
@@ -144,7 +146,7 @@ class Rank:
 
     def form(self, formation: int, members: tuple[Member, ...], placement: Placement) -> Formed:
         plan = FormPlan(
-            formation, self.num_ranks, members, placement.to_bytes(), placement.num_slots
+            formation, self.num_ranks, members, placement.to_bytes(), placement.num_expert_slots
         )
         formed = self.runner.execute(plan)
         assert isinstance(formed, Formed)

@@ -99,7 +99,7 @@ def flip_records(folder: Path, rng: random.Random) -> int:
     for record in records:
         _flip(
             segment_path(folder, record.segment),
-            PAGE + 64 * record.slot + rng.randrange(64),
+            PAGE + 64 * record.disk_slot + rng.randrange(64),
             1 << rng.randrange(8),
         )
     return len(records)
@@ -146,7 +146,7 @@ def _block(folder: Path, record: Record) -> tuple[Path, int]:
     """The file and the offset at which the block begins."""
     segment = Segment.open(folder, record.segment)
     try:
-        return segment.path, _data_at(segment, record.slot)
+        return segment.path, _data_at(segment, record.disk_slot)
     finally:
         segment.close()
 

@@ -137,7 +137,7 @@ class Server:
         wait_until(restarted, timeout_s, f"{name} runs again")
         self.wait_ready(timeout_s)
 
-    def segments(self) -> list[str]:
+    def shared_pools(self) -> list[str]:
         """Names of its KV pools in shared memory."""
         return [
             name
@@ -221,7 +221,7 @@ def launch(
 
 
 def finish(server: Server) -> None:
-    """Stop the server if it runs, and see that no process and no segment outlive it."""
+    """Stop the server if it runs, and see that no process and no pool outlive it."""
     status = read_status(server.folder)
     pids = server.seen_pids | (
         {p.pid for p in status.processes.values() if p.pid} if status else set()
@@ -240,7 +240,7 @@ def finish(server: Server) -> None:
         left = [
             name for name in os.listdir(SHM_FOLDER) if name.startswith(f"{PREFIX}{status.run_id}.")
         ]
-        assert left == [], "segments are left in shared memory"
+        assert left == [], "pools are left in shared memory"
 
 
 StartServer = Callable[..., Server]

@@ -1,7 +1,7 @@
 """Expert parallelism changes when a token comes, never which: widths, placements, schedules, modes
-and wire formats.
+and dispatch formats.
 
-With FP32 on the wire every deployment gives the tokens of the plain single-request loop. With FP8
+With FP32 dispatch every deployment gives the tokens of the plain single-request loop. With FP8
 out and BF16 back the activations are rounded, so tokens may be others than the loop's, but they are
 the same for every width: what is rounded does not depend on where an expert lives.
 """
@@ -76,7 +76,7 @@ async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_fp32_wire_gives_the_plain_loops_tokens(
+def test_fp32_dispatch_gives_the_plain_loops_tokens(
     start_server: StartServer, cases: list[Case], name: str
 ) -> None:
     prefill, decode = DEPLOYMENTS[name]
@@ -119,14 +119,17 @@ FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"] if FULL else ["fp8"])
-def test_fp8_wire_gives_the_same_tokens_at_every_width(
-    start_server: StartServer, cases: list[Case], wire: str
+@pytest.mark.parametrize("dispatch_format", ["fp8", "fp8_pow2"] if FULL else ["fp8"])
+def test_fp8_dispatch_gives_the_same_tokens_at_every_width(
+    start_server: StartServer, cases: list[Case], dispatch_format: str
 ) -> None:
     widths, logprobs = [], []
     for prefill_ranks, decode_ranks in FP8_WIDTHS:
         server = start_server(
-            prefill=units(prefill_ranks), decode=units(decode_ranks), wire=wire, chunk_tokens=128
+            prefill=units(prefill_ranks),
+            decode=units(decode_ranks),
+            dispatch_format=dispatch_format,
+            chunk_tokens=128,
         )
         widths.append(asyncio.run(complete_all(server.url, server.model, cases)))
         logprobs.append(logprobs_of(server, cases[0]))
@@ -141,5 +144,5 @@ def test_fp8_wire_gives_the_same_tokens_at_every_width(
     for outputs in widths[1:]:
         assert differences(narrow, outputs) == []
     same = sum(case.output == output for case, output in zip(cases, widths[0], strict=True))
-    print(f"{wire}: {same} of {len(cases)} answers equal those with FP32 on the wire")
-    assert same > len(cases) // 2, "rounding on the wire changed most answers: the codec is suspect"
+    print(f"{dispatch_format}: {same} of {len(cases)} answers equal those with FP32 dispatch")
+    assert same > len(cases) // 2, "rounding in dispatch changed most answers: the codec is suspect"

@@ -99,13 +99,13 @@ def test_tokens_are_the_plain_loops(
 
 
 @pytest.mark.timeout(900)
-def test_fp8_wire_gives_the_same_bits_at_every_width(
+def test_fp8_dispatch_gives_the_same_bits_at_every_width(
     folder: Path, cases: list[Case], script: Script
 ) -> None:
-    way = Way(wire="fp8", schedule="decode_five")
+    way = Way(dispatch_format="fp8", schedule="decode_five")
     expected, logits = merge(serve(1, folder, script, (way,))[0])
     for num_ranks in WIDTHS:
-        ways = (way, Way(8 * num_ranks, "low_latency", "prefill_dual", wire="fp8"))
+        ways = (way, Way(8 * num_ranks, "low_latency", "prefill_dual", dispatch_format="fp8"))
         for ranks in serve(num_ranks, folder, script, ways):
             outputs, seen = merge(ranks)
             assert outputs == expected
@@ -113,7 +113,7 @@ def test_fp8_wire_gives_the_same_bits_at_every_width(
     _, exact = merge(serve(1, folder, script, (Way(),))[0])
     difference = (logits - exact).abs()
     print(
-        f"fp8 wire: logits off by {difference.mean() / exact.std():.4f} of their spread,"
+        f"fp8 dispatch: logits off by {difference.mean() / exact.std():.4f} of their spread,"
         f" {difference.max():.3f} most"
     )
     assert 0 < float(difference.mean()) < FP8_BOUND * float(exact.std())

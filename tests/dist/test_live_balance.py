@@ -282,7 +282,7 @@ def test_a_rank_dies_while_experts_move(
         # be moved.
         server = start(start_server)
         num_hit += asyncio.run(one_kill(server, rng, cycle(regimes.values())))
-        assert len(server.segments()) == 2 + 4
+        assert len(server.shared_pools()) == 2 + 4
         assert server.stop() == 0
     print(f"{num_hit} of {NUM_KILLS} kills hit an installation")
 

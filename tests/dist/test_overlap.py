@@ -18,7 +18,7 @@ from bench.overlap_model import ModelCase
 from bench.overlap_ranks import Ranks
 from bench.overlap_variants import DECODE, FULL, PREFILL, TWO, Variant
 from bench.overlap_virtual import VirtualResult, measure_until
-from hadal.comm.layout import MODES, WIRES
+from hadal.comm.layout import DISPATCH_FORMATS, MODES
 
 MAX_OVER_PRICE = 1.05
 SMALL = ModelCase(num_tokens=128, num_layers=2, expert_size=64)
@@ -84,19 +84,24 @@ def test_schedules_change_no_bit_of_a_real_model(ranks: Ranks) -> None:
         assert digests[1:] == digests[:1] * 2
 
 
-def test_bytes_on_the_wire_are_the_formulas(ranks: Ranks) -> None:
+def test_dispatched_bytes_are_the_formulas(ranks: Ranks) -> None:
     """What the mesh sent, beside what the chosen experts cost by the formula; FP8 and BF16 to 40 %
     of FP32.
     """
     for mode in MODES:
         sent: dict[str, int] = {}
-        for wire in WIRES:
-            ranks.ask({"do": "model", "case": asdict(replace(SMALL, mode=mode, wire=wire))})
+        for dispatch_format in DISPATCH_FORMATS:
+            ranks.ask(
+                {
+                    "do": "model",
+                    "case": asdict(replace(SMALL, mode=mode, dispatch_format=dispatch_format)),
+                }
+            )
             answers = ranks.run(TWO.question())
-            sent[wire] = sum(answer["sent_bytes"] for answer in answers)
-            assert sent[wire] == pytest.approx(
+            sent[dispatch_format] = sum(answer["sent_bytes"] for answer in answers)
+            assert sent[dispatch_format] == pytest.approx(
                 sum(answer["formula_bytes"] for answer in answers), rel=0.02
             )
-            assert sent[wire] <= (1.0 if wire == "fp32" else 0.4) * sent["fp32"], (
-                f"{mode} {wire}: {sent}"
-            )
+            assert (
+                sent[dispatch_format] <= (1.0 if dispatch_format == "fp32" else 0.4) * sent["fp32"]
+            ), f"{mode} {dispatch_format}: {sent}"

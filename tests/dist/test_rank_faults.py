@@ -128,7 +128,7 @@ def test_no_request_shows_that_a_rank_is_gone(
     # too.
     num_ranks = PREFILL_RANKS + DECODE_RANKS
     wait_until(
-        lambda: is_whole(server) and len(server.segments()) == num_ranks,
+        lambda: is_whole(server) and len(server.shared_pools()) == num_ranks,
         WHOLE_AGAIN_S,
         "every rank is back",
     )

@@ -59,7 +59,7 @@ def test_units_of_many_ranks_start_answer_and_go_without_a_trace(
     pids = ranked.pids()
     assert set(pids) == {"prefill-0", "decode-0", "gateway", *RANKS}
     assert len(set(pids.values())) == len(pids)
-    assert len(ranked.segments()) == len(RANKS)
+    assert len(ranked.shared_pools()) == len(RANKS)
     assert complete(ranked, 40) == complete(ranked, 40)
     audit = httpx.get(f"{ranked.url}/audit", timeout=30)
     assert audit.status_code == 200, audit.text
@@ -109,7 +109,7 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
         10.0,
         "all ranks are counted",
     )
-    assert len(ranked.segments()) == len(RANKS)
+    assert len(ranked.shared_pools()) == len(RANKS)
     assert httpx.get(f"{ranked.url}/audit", timeout=30).status_code == 200
 
 
@@ -160,8 +160,8 @@ def test_health_tells_of_dead_ranks_within_two_seconds(ranked: Server) -> None:
 
 def test_no_rank_outlives_a_killed_supervisor(start_server: StartServer) -> None:
     ranked = start_server(**RANKED)
-    pids, segments = list(ranked.pids().values()), ranked.segments()
+    pids, pools = list(ranked.pids().values()), ranked.shared_pools()
     ranked.process.kill()
     ranked.process.wait(5)
     wait_until(lambda: not any(is_alive(pid) for pid in pids), 5.0, "every process is gone")
-    wait_until(lambda: not set(segments) & set(os.listdir("/dev/shm")), 5.0, "their memory is gone")
+    wait_until(lambda: not set(pools) & set(os.listdir("/dev/shm")), 5.0, "their memory is gone")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.messages import (
+    AnyMessage,
     RankDone,
     RankForm,
     RankFormed,
@@ -40,7 +41,6 @@ from hadal.core.plans import (
     Staged,
     StagePlan,
 )
-from hadal.core.wire import AnyMessage
 from hadal.roles.leaders import first_placement
 from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.resolve import plan
@@ -98,7 +98,7 @@ class Unit:
             found[up.rank] = up
         self.ups = [found[0], found[1]]
         members = tuple(Member(up.rank, up.epoch, up.host, up.port) for up in self.ups)
-        form = FormPlan(1, 2, members, self.placement.to_bytes(), self.placement.num_slots)
+        form = FormPlan(1, 2, members, self.placement.to_bytes(), self.placement.num_expert_slots)
         for rank in range(2):
             self.send(rank, RankForm(form))
         assert {self.receive(RankFormed).formed.error for _ in range(2)} == {None}
@@ -122,9 +122,9 @@ class Unit:
 
     def swapped(self, layer: int) -> Slots:
         """The layer's slots [R, S] with the first ones of both ranks exchanged."""
-        slots_RS: Slots = self.placement.slot_to_expert_LRS[layer].copy()
-        slots_RS[:, :NUM_SWAPPED] = slots_RS[::-1, :NUM_SWAPPED].copy()
-        return slots_RS
+        slot_to_expert_RS: Slots = self.placement.slot_to_expert_LRS[layer].copy()
+        slot_to_expert_RS[:, :NUM_SWAPPED] = slot_to_expert_RS[::-1, :NUM_SWAPPED].copy()
+        return slot_to_expert_RS
 
     def begin_stage(self, rank: int, layer: int) -> None:
         slots_S, other = self.swapped(layer)[rank].tolist(), self.ups[1 - rank]
@@ -181,7 +181,7 @@ def test_experts_travel_between_ranks_and_come_from_the_checkpoint_when_they_can
     for staged in (unit.staged(), unit.staged()):
         assert (staged.error, staged.num_received, staged.num_read) == (None, NUM_SWAPPED, 0)
         print(
-            f"{NUM_SWAPPED} of {unit.placement.num_slots} experts staged in"
+            f"{NUM_SWAPPED} of {unit.placement.num_expert_slots} experts staged in"
             f" {1000 * staged.elapsed_s:.1f} ms"
         )
     flip = LayerFlip(1, 8, unit.swapped(1).tobytes())

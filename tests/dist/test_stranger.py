@@ -164,7 +164,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     )
     wanted = [ask(server, number) for number in range(10, 14)]
     pids, num_formed = server.pids(), server.log().count(" done in ")
-    names = [name.removeprefix("hadal-") for name in server.segments()]
+    names = [name.removeprefix("hadal-") for name in server.shared_pools()]
     ports = [port for name, pid in pids.items() if name != "gateway" for port in listening({pid})]
     stranger = as_stranger(
         server,

@@ -87,7 +87,7 @@ def test_a_stream_goes_on_where_it_stopped_when_a_unit_is_killed(
             )
     assert "".join(pieces) == undisturbed
     server.wait_restarted(victim, old_pid)
-    assert len(server.segments()) == 2
+    assert len(server.shared_pools()) == 2
     assert complete(server, 600) == undisturbed
 
 
@@ -184,19 +184,19 @@ def fork_servers(server: Server) -> list[int]:
 def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
     server = start_server(is_plain=True)
     pids = list(server.pids().values())
-    segments = server.segments()
-    assert len(segments) == 2
+    pools = server.shared_pools()
+    assert len(pools) == 2
     server.process.kill()
     server.process.wait(5)
     wait_until(lambda: not any(is_alive(pid) for pid in pids), 2.0, "every child is gone")
     # What it could not remove itself its fork server does, when the socket between them ends.
-    wait_until(lambda: not server.segments(), 3.0, "its shared memory is gone")
+    wait_until(lambda: not server.shared_pools(), 3.0, "its shared memory is gone")
 
 
 def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartServer) -> None:
     server = start_server(is_plain=True)
-    segments = server.segments()
-    assert len(segments) == 2
+    pools = server.shared_pools()
+    assert len(pools) == 2
     pids = [*server.pids().values(), *fork_servers(server)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -211,10 +211,10 @@ def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartS
 
     def all_swept() -> bool:
         swept.update(remove_stale_shared_memory())
-        return set(segments) <= swept
+        return set(pools) <= swept
 
-    wait_until(all_swept, 5.0, "all its segments are swept")
-    assert server.segments() == []
+    wait_until(all_swept, 5.0, "all its pools are swept")
+    assert server.shared_pools() == []
 
 
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartServer) -> None:
@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_ends_it_with_the_files_name(
 def test_two_servers_do_not_mix(server: Server, start_server: StartServer) -> None:
     first, second = server, start_server(environment={"HADAL_API_KEYS": "secret"})
     assert first.url != second.url
-    assert not set(first.segments()) & set(second.segments())
+    assert not set(first.shared_pools()) & set(second.shared_pools())
     assert httpx.get(f"{first.url}/v1/models").status_code == 200
     assert httpx.get(f"{second.url}/v1/models").status_code == 401
     taken = subprocess.run(

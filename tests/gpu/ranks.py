@@ -25,7 +25,9 @@ JOIN_TIMEOUT_S = 240.0
 NUM_STEPS = 3
 
 
-def run_ranks(folder: Path, device: str, wire: str, prompts: list[list[int]]) -> dict[str, Tensor]:
+def run_ranks(
+    folder: Path, device: str, dispatch_format: str, prompts: list[list[int]]
+) -> dict[str, Tensor]:
     """Logits [steps, prompts, V] by schedule and mode."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -33,7 +35,9 @@ def run_ranks(folder: Path, device: str, wire: str, prompts: list[list[int]]) ->
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_main, args=(rank, folder, device, wire, prompts, theirs), daemon=True
+                target=_main,
+                args=(rank, folder, device, dispatch_format, prompts, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -56,7 +60,12 @@ def run_ranks(folder: Path, device: str, wire: str, prompts: list[list[int]]) ->
 
 
 def _main(
-    rank: int, folder: Path, device: str, wire: str, prompts: list[list[int]], pipe: Connection
+    rank: int,
+    folder: Path,
+    device: str,
+    dispatch_format: str,
+    prompts: list[list[int]],
+    pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
     members = [Member(peer, f"e{peer}", "127.0.0.1", 0) for peer in range(NUM_RANKS)]
@@ -65,7 +74,7 @@ def _main(
         group.form(1, members)
         results = {}
         for mode in ("normal", "low_latency"):
-            model = _model(group, device, wire, mode)
+            model = _model(group, device, dispatch_format, mode)
             for name, schedule in SCHEDULES.items():
                 results[f"{mode} {name}"] = _work(model, prompts[rank::NUM_RANKS], schedule)
         pipe.send(results)
@@ -74,19 +83,21 @@ def _main(
         group.close()
 
 
-def _model(group: TorchGroup, device: str, wire: str, mode: str) -> DeepseekV3:
+def _model(group: TorchGroup, device: str, dispatch_format: str, mode: str) -> DeepseekV3:
     weights = load_weights(model_folder(""))
     config = weights.config
     num_layers = config.num_hidden_layers - config.first_k_dense_replace
     placement = spread(num_layers, config.n_routed_experts, NUM_RANKS, 16)
     weights = load_weights(
-        model_folder(""), slots_LS=placement.slot_to_expert_LRS[:, group.rank], device=device
+        model_folder(""),
+        slot_to_expert_LS=placement.slot_to_expert_LRS[:, group.rank],
+        device=device,
     )
     comm = ExpertComm(
         group,
         hidden_size=config.hidden_size,
         top_k=config.num_experts_per_tok,
-        wire=wire,
+        dispatch_format=dispatch_format,
         mode=mode,
         max_tokens=256,
         device=device,

@@ -46,16 +46,16 @@ def full_fp32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def make_model(device: str, wire: str | None) -> DeepseekV3:
+def make_model(device: str, dispatch_format: str | None) -> DeepseekV3:
     weights = load_weights(model_folder(""), device=device)
     config = weights.config
     comm = None
-    if wire is not None:
+    if dispatch_format is not None:
         comm = ExpertComm(
             None,
             hidden_size=config.hidden_size,
             top_k=config.num_experts_per_tok,
-            wire=wire,
+            dispatch_format=dispatch_format,
             mode="normal",
             max_tokens=1024,
             device=device,
@@ -114,31 +114,31 @@ def tokens() -> Tensor:
     )
 
 
-@pytest.mark.parametrize("wire", [None, "fp32"])
-def test_the_cpus_logits(tokens: Tensor, wire: str | None) -> None:
-    ours = work(make_model(DEVICE, wire), SEQUENTIAL, 1, tokens)
+@pytest.mark.parametrize("dispatch_format", [None, "fp32"])
+def test_the_cpus_logits(tokens: Tensor, dispatch_format: str | None) -> None:
+    ours = work(make_model(DEVICE, dispatch_format), SEQUENTIAL, 1, tokens)
     theirs = work(make_model("cpu", None), SEQUENTIAL, 1, tokens)
     assert theirs.std() > 0.3
     assert float((ours - theirs).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("wire", [None, "fp32", "fp8", "fp8_pow2"])
-def test_overlapped_is_sequential_to_the_bit(tokens: Tensor, wire: str | None) -> None:
-    model = make_model(DEVICE, wire)
+@pytest.mark.parametrize("dispatch_format", [None, "fp32", "fp8", "fp8_pow2"])
+def test_overlapped_is_sequential_to_the_bit(tokens: Tensor, dispatch_format: str | None) -> None:
+    model = make_model(DEVICE, dispatch_format)
     expected = work(model, SEQUENTIAL, 2, tokens)
     for schedule in SCHEDULES.values():
         assert torch.equal(work(model, schedule, 2, tokens), expected), schedule.name
 
 
-@pytest.mark.parametrize("wire", ["fp32", "fp8"])
-def test_two_ranks_share_the_device(tmp_path: Path, tokens: Tensor, wire: str) -> None:
+@pytest.mark.parametrize("dispatch_format", ["fp32", "fp8"])
+def test_two_ranks_share_the_device(tmp_path: Path, tokens: Tensor, dispatch_format: str) -> None:
     """Through gloo: every schedule and mode the same bits, and with FP32 the CPU's logits."""
     prompts = [tokens[i, :length].tolist() for i, length in enumerate((20, 70, 131, 150))]
-    results = run_ranks(tmp_path, DEVICE, wire, prompts)
+    results = run_ranks(tmp_path, DEVICE, dispatch_format, prompts)
     expected = results["normal sequential"]
     for name, logits in results.items():
         assert torch.equal(logits, expected), name
-    if wire == "fp32":
+    if dispatch_format == "fp32":
         weights = load_weights(model_folder(""))
         for i, prompt in enumerate(prompts):
             theirs, _ = forward(

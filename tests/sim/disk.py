@@ -48,13 +48,13 @@ class _Watcher:
 
 
 class SimDisk:
-    """`num_slots`: blocks that it holds; the oldest make room."""
+    """`num_disk_slots`: blocks that it holds; the oldest make room."""
 
     def __init__(
         self,
         clock: SimClock,
         random: Random,
-        num_slots: int,
+        num_disk_slots: int,
         faults: DiskFaults,
         verify: Callable[[bytes, Cells], None],
     ) -> None:
@@ -68,7 +68,7 @@ class SimDisk:
         self._cells: dict[DiskLocation, Cells] = {}
         self._clock = clock
         self._random = random
-        self._num_slots = num_slots
+        self._num_disk_slots = num_disk_slots
         self._verify = verify
         self._num_written = 0
         self._watchers: list[_Watcher] = []
@@ -116,7 +116,7 @@ class SimDisk:
             if self._random.random() < self.faults.store_rate:
                 locations.append(None)
                 continue
-            while len(self.name_to_location) >= self._num_slots:
+            while len(self.name_to_location) >= self._num_disk_slots:
                 dropped.append(next(iter(self.name_to_location)))
                 self._drop(dropped[-1])
             location = self.name_to_location.get(name) or DiskLocation(0, self._num_written)

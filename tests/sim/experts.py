@@ -65,12 +65,12 @@ class Traffic:
             self.known = placement
             self.turns = [placement.replicas(layer) for layer in range(placement.num_layers)]
         tokens_LE = self.rng.poisson(self.loads_LE)
-        num_slots = placement.num_ranks * placement.num_slots
-        dealt = np.empty((placement.num_layers, num_slots), np.int64)
+        num_expert_slots = placement.num_ranks * placement.num_expert_slots
+        dealt = np.empty((placement.num_layers, num_expert_slots), np.int64)
         for layer, (turns, counts) in enumerate(self.turns):
             experts = np.repeat(np.arange(NUM_EXPERTS), tokens_LE[layer])
             in_turn = (np.arange(len(experts)) + self.num_drawn) % counts[experts]
-            dealt[layer] = np.bincount(turns[experts, in_turn], minlength=num_slots)
+            dealt[layer] = np.bincount(turns[experts, in_turn], minlength=num_expert_slots)
         self.num_drawn += 1
         dealt = dealt.reshape(placement.slot_to_expert_LRS.shape)
         received = dealt.sum(axis=2)
@@ -95,11 +95,11 @@ class SimExperts:
 
     def form(self, plan: FormPlan) -> None:
         self.placement = Placement.from_bytes(
-            plan.slot_to_expert, NUM_EXPERTS, plan.num_ranks, plan.num_slots, plan.weights
+            plan.slot_to_expert, NUM_EXPERTS, plan.num_ranks, plan.num_expert_slots, plan.weights
         )
         assert not self.placement.check(), self.placement.check()
         self.staged.clear()
-        self.counts_LS = np.zeros((NUM_LAYERS, plan.num_slots), np.int64)
+        self.counts_LS = np.zeros((NUM_LAYERS, plan.num_expert_slots), np.int64)
 
     def stage(
         self, plan: StagePlan, holders: Callable[[int], SimExperts | None]
@@ -109,8 +109,8 @@ class SimExperts:
         """
         assert self.placement is not None
         own = self.placement.slot_to_expert_LRS[plan.layer, self.rank].tolist()
-        assert tuple(own) != plan.slots, "a rank whose slots stay is sent nothing"
-        missing = {expert for expert in plan.slots if expert >= 0} - set(own)
+        assert tuple(own) != plan.slot_to_expert, "a rank whose slots stay is sent nothing"
+        missing = {expert for expert in plan.slot_to_expert if expert >= 0} - set(own)
         assert sorted(source.expert for source in plan.sources) == sorted(missing)
         num_received = 0
         for source in plan.sources:
@@ -121,22 +121,23 @@ class SimExperts:
             ):  # Else it died: read from the checkpoint.
                 assert source.expert in giver.placement.slot_to_expert_LRS[plan.layer, giver.rank]
                 num_received += 1
-        self.staged[plan.layer] = (plan.stage_id, plan.slots)
+        self.staged[plan.layer] = (plan.stage_id, plan.slot_to_expert)
         return num_received, len(plan.sources) - num_received
 
     def flip(self, flip: LayerFlip) -> None:
         assert self.placement is not None
         before = self.placement.slot_to_expert_LRS
-        slots_RS, weights_RS = flip_arrays(flip, self.placement.num_slots)
-        if not np.array_equal(before[flip.layer, self.rank], slots_RS[self.rank]):
+        slot_to_expert_RS, weights_RS = flip_arrays(flip, self.placement.num_expert_slots)
+        if not np.array_equal(before[flip.layer, self.rank], slot_to_expert_RS[self.rank]):
             staged = self.staged.pop(flip.layer, None)
             self.num_moved += len(
-                set(slots_RS[self.rank].tolist()) - set(before[flip.layer, self.rank].tolist())
+                set(slot_to_expert_RS[self.rank].tolist())
+                - set(before[flip.layer, self.rank].tolist())
             )
-            assert staged == (flip.stage_id, tuple(slots_RS[self.rank].tolist())), (
+            assert staged == (flip.stage_id, tuple(slot_to_expert_RS[self.rank].tolist())), (
                 f"{flip} and {staged} is staged"
             )
-        self.placement = self.placement.with_layer(flip.layer, slots_RS, weights_RS)
+        self.placement = self.placement.with_layer(flip.layer, slot_to_expert_RS, weights_RS)
         assert not self.placement.check(), self.placement.check()
         self.counts_LS[flip.layer] = 0
         self.num_flips += 1

@@ -17,8 +17,16 @@ from typing import Any
 
 from hadal.core.balance import AUTO
 from hadal.core.config import Deployment, FleetConfig, LimitsConfig, UnitsConfig, units_of
-from hadal.core.fleet import Demand, DrainUnit
-from hadal.core.messages import Decode, Prefill, PullEarly, UnitDown, UnitUp
+from hadal.core.messages import (
+    AnyMessage,
+    Decode,
+    Demand,
+    DrainUnit,
+    Prefill,
+    PullEarly,
+    UnitDown,
+    UnitUp,
+)
 from hadal.core.seams import (
     Event,
     FleetEffect,
@@ -30,7 +38,6 @@ from hadal.core.seams import (
     WakeAt,
     WithdrawNodes,
 )
-from hadal.core.wire import AnyMessage
 from hadal.roles.fleet import UnitState, make_fleet
 from tests.sim.scenario import longest_output, random_generation
 from tests.sim.world import Faults, World

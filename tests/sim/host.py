@@ -10,6 +10,7 @@ from random import Random
 from typing import Protocol
 
 from hadal.core.cache import num_names
+from hadal.core.messages import AnyMessage
 from hadal.core.plans import KvPulled, StepPlan
 from hadal.core.seams import (
     Deliver,
@@ -25,7 +26,6 @@ from hadal.core.seams import (
     UsedBlocks,
     WakeAt,
 )
-from hadal.core.wire import AnyMessage
 from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
@@ -116,9 +116,9 @@ class Host:
                     )
                 case ReadBlocks() | StoreBlocks():
                     self._to_disk(effect)
-                case UsedBlocks(places):
+                case UsedBlocks(locations):
                     assert self._disk is not None
-                    self._disk.used(places)
+                    self._disk.used(locations)
                 case Freed(block_ids):
                     self._pools[self.pool_name].freed(block_ids)
                 case WakeAt(time_s):

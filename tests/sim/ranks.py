@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hadal.core.messages import AnyMessage
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
-from hadal.core.wire import AnyMessage
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk
@@ -245,7 +245,9 @@ class SimCompute:
             self._end(Formed(plan.formation, None))
         else:
             done = self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
-            self._end(msgspec.structs.replace(done, slot_counts=self.experts.counted(plan, done)))
+            self._end(
+                msgspec.structs.replace(done, expert_slot_counts=self.experts.counted(plan, done))
+            )
 
     def stage(self, plan: StagePlan, answer: Callable[[Staged], None]) -> None:
         """In the background, beside the steps."""

@@ -40,7 +40,7 @@ from hadal.core.seams import (
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 
-Place = tuple[int, int]
+RankBlock = tuple[int, int]
 """(rank, block)."""
 
 
@@ -56,7 +56,7 @@ class _Row:
 class _UnderWay:
     """What writes blocks, or needs them as they are, until its outcome is heard."""
 
-    places: frozenset[Place]
+    rank_blocks: frozenset[RankBlock]
     what: str
 
 
@@ -71,7 +71,7 @@ class BlockWatch:
     """Of a rank."""
     keeps_some: bool
     seen: Counter[str]
-    _holders: dict[Place, Hashable] = field(default_factory=dict)
+    _holders: dict[RankBlock, Hashable] = field(default_factory=dict)
     _held: Counter[tuple[int, Hashable]] = field(default_factory=Counter)
     """(rank, who) -> how many of these."""
     _rows: dict[int, dict[int, _Row]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class BlockWatch:
             self._see(effect)
 
     @property
-    def left(self) -> list[tuple[Place, Hashable]]:
+    def left(self) -> list[tuple[RankBlock, Hashable]]:
         """Blocks that somebody has, and who."""
         return list(self._holders.items())
 
@@ -124,10 +124,10 @@ class BlockWatch:
                 self._others.pop((KvPulled, (request_id, attempt)), None)
             case BlocksRead(read_id):
                 over = self._others.pop((BlocksRead, read_id), None)
-                for place in (
-                    over.places if over is not None else ()
+                for rank_block in (
+                    over.rank_blocks if over is not None else ()
                 ):  # What was not read is computed, by whomever.
-                    self._release(place)
+                    self._release(rank_block)
             case BlocksStored(store_id):
                 self._others.pop((BlocksStored, store_id), None)
             case Cancel(request_id) | Release(request_id):
@@ -145,12 +145,12 @@ class BlockWatch:
         self._rows.clear()
         for rank in ranks:
             self._prompts.pop(rank, None)
-        for place in [place for place in self._holders if place[0] in ranks]:
-            self._release(place)
+        for rank_block in [rank_block for rank_block in self._holders if rank_block[0] in ranks]:
+            self._release(rank_block)
         self._others = {
             name: one
             for name, one in self._others.items()
-            if not any(rank in ranks for rank, _ in one.places)
+            if not any(rank in ranks for rank, _ in one.rank_blocks)
         }
 
     def _see(self, effect: Effect) -> None:
@@ -158,11 +158,13 @@ class BlockWatch:
             case Freed(block_ids, rank):
                 self._freed({(rank, block) for block in block_ids})
             case Execute(plans):
-                places = [
-                    place for rank, plan in enumerate(plans) for place in self._planned(rank, plan)
+                rank_blocks = [
+                    rank_block
+                    for rank, plan in enumerate(plans)
+                    for rank_block in self._planned(rank, plan)
                 ]
                 step_id = plans[0].step_id
-                self._steps.append((step_id, _UnderWay(frozenset(places), f"step {step_id}")))
+                self._steps.append((step_id, _UnderWay(frozenset(rank_blocks), f"step {step_id}")))
             case Pull(request_id, attempt, _, into, rank):
                 self._pull((request_id, attempt), rank, into)
             case ReadBlocks(read_id, _, _, into, rank):
@@ -194,20 +196,20 @@ class BlockWatch:
                     f"{self.unit}: rank {rank} gives {holder}'s block {block} to {key}"
                 )
 
-    def _release(self, place: Place) -> None:
-        key = self._holders.pop(place, None)
+    def _release(self, rank_block: RankBlock) -> None:
+        key = self._holders.pop(rank_block, None)
         if key is not None:
-            self._held[place[0], key] -= 1
+            self._held[rank_block[0], key] -= 1
 
-    def _freed(self, places: set[Place]) -> None:
-        self.seen["blocks freed"] += len(places)
+    def _freed(self, rank_blocks: set[RankBlock]) -> None:
+        self.seen["blocks freed"] += len(rank_blocks)
         for one in (*(step for _, step in self._steps), *self._others.values()):
-            early = places & one.places
+            early = rank_blocks & one.rank_blocks
             assert not early, (
                 f"{self.unit}: (rank, block) {sorted(early)} are free while {one.what} needs them"
             )
-        for place in places:
-            self._release(place)
+        for rank_block in rank_blocks:
+            self._release(rank_block)
 
     # ---- what is planned ----
     def _pull(self, key: Key, rank: int, into: tuple[int, ...]) -> None:
@@ -225,7 +227,7 @@ class BlockWatch:
             f"{self.unit}: rank {rank} has {self.num_slots} slots, for {keys}"
         )
 
-    def _planned(self, rank: int, plan: PrefillPlan | DecodePlan) -> Iterable[Place]:
+    def _planned(self, rank: int, plan: PrefillPlan | DecodePlan) -> Iterable[RankBlock]:
         """Blocks that a plan needs: those that it writes, and those that it reads."""
         if isinstance(plan, PrefillPlan):
             block_ids = self._chunks(rank, plan.step_id, plan.chunks + plan.second)
@@ -274,7 +276,7 @@ class BlockWatch:
             return
         copy = self._others.get((KvPulled, key))
         for at in {at for at, of in self._held if of == key and self._held[at, of] and at != rank}:
-            is_copied = copy is not None and all(one == at for one, _ in copy.places)
+            is_copied = copy is not None and all(one == at for one, _ in copy.rank_blocks)
             assert is_copied, (
                 f"{self.unit}: {key} goes on at rank {rank}, and still has blocks of rank {at}"
             )

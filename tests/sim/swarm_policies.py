@@ -178,9 +178,9 @@ def check_experts(
     problems = plan.placement.check()
     assert not problems, problems
     slots = plan.placement.slot_to_expert_LRS
-    for rank, num_slots in enumerate(cluster.slots):
-        assert ((slots[:, rank] != EMPTY).sum(axis=1) <= num_slots).all(), (
-            f"rank {rank} holds more than {num_slots}"
+    for rank, num_expert_slots in enumerate(cluster.expert_slots):
+        assert ((slots[:, rank] != EMPTY).sum(axis=1) <= num_expert_slots).all(), (
+            f"rank {rank} holds more than {num_expert_slots}"
         )
     assert (plan.balancedness_L > 0).all(), plan.balancedness_L
     assert (plan.balancedness_L <= 1 + NEAR).all(), "a mean is above its maximum"

@@ -16,6 +16,7 @@ import msgspec
 
 from hadal.core.balance import OFF
 from hadal.core.messages import (
+    AnyMessage,
     Cancel,
     Generation,
     Key,
@@ -26,7 +27,6 @@ from hadal.core.messages import (
     UnitReport,
 )
 from hadal.core.seams import Deliver
-from hadal.core.wire import AnyMessage
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import Tenant, salt_of
 from hadal.roles.decode.leader import DecodeLeader

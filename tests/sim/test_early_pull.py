@@ -14,8 +14,7 @@ from random import Random
 import pytest
 
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import Cancel, Decode, Generation, PrefilledEarly, PullEarly
-from hadal.core.wire import AnyMessage
+from hadal.core.messages import AnyMessage, Cancel, Decode, Generation, PrefilledEarly, PullEarly
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
 from tests.fresh import FULL, NUM_SEEDS, fresh

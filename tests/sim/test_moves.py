@@ -11,8 +11,7 @@ from statistics import fmean
 import pytest
 
 from hadal.core.balance import KV, REQUESTS
-from hadal.core.messages import UnitReport
-from hadal.core.wire import AnyMessage
+from hadal.core.messages import AnyMessage, UnitReport
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import STALL_STEPS_MAX
 from tests.fresh import FULL, NUM_SEEDS, fresh

@@ -13,8 +13,7 @@ from random import Random
 import pytest
 
 from hadal.core.cache import num_names
-from hadal.core.messages import Cached, Resume
-from hadal.core.wire import AnyMessage
+from hadal.core.messages import AnyMessage, Cached, Resume
 from tests.fresh import FULL, NUM_SEEDS, fresh
 from tests.sim.chats import MEMORY, chats_world
 from tests.sim.scenario import ranked_world, uneven_world

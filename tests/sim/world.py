@@ -20,6 +20,7 @@ from hadal.core.balance import AUTO
 from hadal.core.cache import split
 from hadal.core.config import Deployment, UnitsConfig, units_of
 from hadal.core.messages import (
+    AnyMessage,
     Cached,
     Cancel,
     Drain,
@@ -35,7 +36,6 @@ from hadal.core.messages import (
 )
 from hadal.core.placement import spread
 from hadal.core.seams import Deliver
-from hadal.core.wire import AnyMessage
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.experts.experts import ExpertBalancer

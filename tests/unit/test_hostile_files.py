@@ -223,7 +223,7 @@ def test_loads_and_placements(rng: Random, tmp_path: Path) -> None:
     loads, current = tmp_path / "loads.json", tmp_path / "current.json"
     value = {"tokens_per_expert": [[90, 20, 10, 40], [1, 2, 3, 4]]}
     loads.write_text(json.dumps(value))
-    asked = ["balance", "--loads", str(loads), "--ranks", "2", "--slots", "3"]
+    asked = ["balance", "--loads", str(loads), "--ranks", "2", "--expert-slots", "3"]
     placement = json.loads(CliRunner().invoke(app, [*asked, "--json", "--weighted"]).stdout)
     for number in range(80):
         data = mutated(value, rng) if number % 2 else mutated(placement, rng)
@@ -337,14 +337,15 @@ def test_arguments_that_nobody_means(arguments: list[str]) -> None:
     assert leave_with_one_line(arguments, b"") == 2
 
 
-@pytest.mark.parametrize("option", ["--ranks", "--slots", "--nodes"])
+@pytest.mark.parametrize("option", ["--ranks", "--expert-slots", "--nodes"])
 @pytest.mark.parametrize("number", ["1000000000", "1" + "0" * 30])
 def test_numbers_that_nobody_means(option: str, number: str, tmp_path: Path) -> None:
     """A billion ranks were planned for, without end."""
     path = tmp_path / "loads.json"
     path.write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
     result = CliRunner().invoke(
-        app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3", option, number]
+        app,
+        ["balance", "--loads", str(path), "--ranks", "2", "--expert-slots", "3", option, number],
     )
     assert result.exit_code == 2
     assert option in result.stderr

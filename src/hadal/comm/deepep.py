@@ -10,10 +10,11 @@ rows, so its result depends on the number of ranks. Here, therefore, normal mode
 expert) pair as a token of its own with top 1 ("exact": a row per pair comes back and is added at
 the source by ascending expert id, the same bits at any width, at the price of low-latency mode's
 bytes). Low-latency combine adds at the source in the order of top-k; ids are sorted before, so its
-order is fixed, too, but it returns BF16. DeepEP has no FP32 rows: wire "fp32" is refused.
+order is fixed, too, but it returns BF16. DeepEP has no FP32 rows: dispatch format "fp32" is
+refused.
 
-Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, S local slots, C capacity
-of a slot, G groups.
+Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, S local expert slots, C
+capacity of an expert slot, G groups.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hadal.comm.expert_comm import Received, SlotCounts, replicas_of
+from hadal.comm.expert_comm import ExpertSlotCounts, Received, replicas_of
 from hadal.comm.group import Interval
 from hadal.core.placement import Placement
 from hadal.core.plans import SCALE_GROUP, row_bytes
@@ -38,10 +39,10 @@ _MIN_CAPABILITY = (9, 0)
 """Hopper: FP8 and the TMA stores that DeepEP's kernels use."""
 
 
-def why_not(wire: str = "fp8", hidden_size: int = 7168) -> str | None:
+def why_not(dispatch_format: str = "fp8", hidden_size: int = 7168) -> str | None:
     """Why DeepEP cannot be used here, or None."""
-    if wire == "fp32":
-        return "DeepEP sends FP8 or BF16 rows; wire fp32 needs another transport."
+    if dispatch_format == "fp32":
+        return "DeepEP sends FP8 or BF16 rows; dispatch format fp32 needs another transport."
     if hidden_size % SCALE_GROUP:
         return (
             f"DeepEP needs a hidden size that is a multiple of {SCALE_GROUP}; this one is"
@@ -58,20 +59,22 @@ def why_not(wire: str = "fp8", hidden_size: int = 7168) -> str | None:
     return None
 
 
-def slot_ids(ids_TK: Tensor, replicas: Replicas, shift: int, members: Sequence[int]) -> Tensor:
+def expert_slot_ids(
+    ids_TK: Tensor, replicas: Replicas, shift: int, members: Sequence[int]
+) -> Tensor:
     """The replica each pair takes as DeepEP's expert id, int64 [T, K]: position among `members` * S
-    + local slot.
+    + local expert slot.
 
     Raises ValueError if an id is out of range, has no replica, or its replica is on a rank that is
     no member.
     """
-    slot_TK = choose_replicas(ids_TK, replicas, shift)
+    expert_slot_TK = choose_replicas(ids_TK, replicas, shift)
     position_R = torch.full((replicas.num_ranks,), -1, dtype=torch.int64)
     position_R[list(members)] = torch.arange(len(members))
-    rank_TK = position_R.to(ids_TK.device)[slot_TK // replicas.num_slots]
+    rank_TK = position_R.to(ids_TK.device)[expert_slot_TK // replicas.num_expert_slots]
     if bool((rank_TK < 0).any()):
         raise ValueError("the placement gives experts to ranks that are not members.")
-    return rank_TK * replicas.num_slots + slot_TK % replicas.num_slots
+    return rank_TK * replicas.num_expert_slots + expert_slot_TK % replicas.num_expert_slots
 
 
 def by_expert(ids_TK: Tensor) -> Tensor:
@@ -79,13 +82,13 @@ def by_expert(ids_TK: Tensor) -> Tensor:
     return ids_TK.argsort(dim=1, stable=True)
 
 
-def fp8_rows(x_TD: Tensor, wire: str) -> tuple[Tensor, Tensor]:
+def fp8_rows(x_TD: Tensor, dispatch_format: str) -> tuple[Tensor, Tensor]:
     """Return (codes E4M3 [T, D], scales FP32 [T, G]) as `Buffer.dispatch` takes them."""
     hidden = x_TD.shape[1]
     rows_TB = torch.empty(
-        (len(x_TD), row_bytes(hidden, wire)), dtype=torch.uint8, device=x_TD.device
+        (len(x_TD), row_bytes(hidden, dispatch_format)), dtype=torch.uint8, device=x_TD.device
     )
-    encode(x_TD, None, rows_TB, wire)
+    encode(x_TD, None, rows_TB, dispatch_format)
     codes_TD = rows_TB[:, :hidden].contiguous().view(torch.float8_e4m3fn)
     return codes_TD, rows_TB[:, hidden:].contiguous().view(torch.float32)
 
@@ -101,10 +104,10 @@ def fp32_rows(codes_ND: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def filled(counts_S: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """(slot [M], position [M]) of the rows that low-latency dispatch filled, by slot."""
+    """(expert slot [M], position [M]) of the rows that low-latency dispatch filled, by slot."""
     is_filled = torch.arange(capacity, device=counts_S.device)[None, :] < counts_S[:, None]
-    slot_M, position_M = is_filled.nonzero(as_tuple=True)
-    return slot_M, position_M
+    expert_slot_M, position_M = is_filled.nonzero(as_tuple=True)
+    return expert_slot_M, position_M
 
 
 class DeepEpComm:
@@ -121,28 +124,29 @@ class DeepEpComm:
         *,
         hidden_size: int,
         top_k: int,
-        wire: str,
+        dispatch_format: str,
         mode: str,
         max_tokens: int,
-        num_slots: int,
+        num_expert_slots: int,
     ) -> None:
-        reason = why_not(wire, hidden_size)
+        reason = why_not(dispatch_format, hidden_size)
         if reason is not None:
             raise RuntimeError(reason)
         deep_ep = importlib.import_module("deep_ep")
-        self.mode, self.wire, self.hidden_size, self.top_k = mode, wire, hidden_size, top_k
+        self.mode, self.dispatch_format = mode, dispatch_format
+        self.hidden_size, self.top_k = hidden_size, top_k
         self.members, self.max_tokens = tuple(members), max_tokens
         self.rank = self.members[process_group.rank()]
-        self.num_experts = len(self.members) * num_slots
+        self.num_experts = len(self.members) * num_expert_slots
         self.replicas: list[Replicas] = []
-        self.counts = SlotCounts(0, num_slots, "cuda")
+        self.counts = ExpertSlotCounts(0, num_expert_slots, "cuda")
         buffer = deep_ep.Buffer
         if mode == "low_latency":
             size = buffer.get_low_latency_rdma_size_hint(
                 max_tokens, hidden_size, len(self.members), self.num_experts
             )
             self.buffer = buffer(
-                process_group, 0, size, low_latency_mode=True, num_qps_per_rank=num_slots
+                process_group, 0, size, low_latency_mode=True, num_qps_per_rank=num_expert_slots
             )
             return
         configs = (
@@ -163,13 +167,13 @@ class DeepEpComm:
         self.replicas = [
             replicas_of(placement, layer, "cuda") for layer in range(placement.num_layers)
         ]
-        self.counts = SlotCounts(placement.num_layers, placement.num_slots, "cuda")
+        self.counts = ExpertSlotCounts(placement.num_layers, placement.num_expert_slots, "cuda")
 
     def install_layer(self, layer: int, placement: Placement) -> None:
         """See ExpertComm.install_layer."""
-        if placement.num_slots * len(self.members) != self.num_experts:
+        if placement.num_expert_slots * len(self.members) != self.num_experts:
             raise ValueError(
-                f"a placement of {placement.num_slots} slots; the buffers have {self.num_experts}"
+                f"a placement of {placement.num_expert_slots} slots; the buffers have {self.num_experts}"
                 " in all."
             )
         self.replicas[layer] = replicas_of(placement, layer, "cuda")
@@ -183,23 +187,25 @@ class DeepEpComm:
         """See ExpertComm.dispatch."""
         order_TK = by_expert(ids_TK)
         ids_TK = ids_TK.gather(1, order_TK)
-        slots_TK = slot_ids(ids_TK, self.replicas[layer], layer + self.rank, self.members)
+        expert_slot_TK = expert_slot_ids(
+            ids_TK, self.replicas[layer], layer + self.rank, self.members
+        )
         kind = _LowLatencyHandle if self.mode == "low_latency" else _NormalHandle
-        return kind(self, x_TD, slots_TK, order_TK, layer)
+        return kind(self, x_TD, expert_slot_TK, order_TK, layer)
 
 
 class DeepEpHandle:
-    """See comm/expert_comm.Handle. DeepEP tells no times, so the intervals stay None."""
+    """See comm/expert_comm.Handle. DeepEP reports no times, so the intervals stay None."""
 
     dispatch_interval: Interval | None = None
     combine_interval: Interval | None = None
 
     def __init__(
-        self, comm: DeepEpComm, x_TD: Tensor, slots_TK: Tensor, order_TK: Tensor, layer: int
+        self, comm: DeepEpComm, x_TD: Tensor, expert_slot_TK: Tensor, order_TK: Tensor, layer: int
     ) -> None:
         self._comm = comm
         self._layer = layer
-        self._slots_TK = slots_TK
+        self._expert_slot_TK = expert_slot_TK
         self._order_TK = order_TK
         self._start(x_TD)
 
@@ -221,7 +227,7 @@ class _NormalHandle(DeepEpHandle):
 
     def _start(self, x_TD: Tensor) -> None:
         comm, buffer = self._comm, self._comm.buffer
-        pairs_P1 = self._slots_TK.reshape(-1, 1)
+        pairs_P1 = self._expert_slot_TK.reshape(-1, 1)
         per_rank, per_node, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
             pairs_P1,
             comm.num_experts,
@@ -229,8 +235,8 @@ class _NormalHandle(DeepEpHandle):
             async_finish=True,
             allocate_on_comm_stream=True,
         )
-        codes, scales = fp8_rows(x_TD, comm.wire)
-        top_k = self._slots_TK.shape[1]
+        codes, scales = fp8_rows(x_TD, comm.dispatch_format)
+        top_k = self._expert_slot_TK.shape[1]
         received, slots_N1, _, _, self._handle, self._event = buffer.dispatch(
             (
                 codes.view(torch.uint8).repeat_interleave(top_k, 0).view(codes.dtype),
@@ -250,10 +256,12 @@ class _NormalHandle(DeepEpHandle):
 
     def finish_dispatch(self) -> Received:
         self._event.current_stream_wait()
-        slot_M = self._slots_N1.flatten()
-        self._comm.counts.add(self._layer, slot_M)
+        expert_slot_M = self._slots_N1.flatten()
+        self._comm.counts.add(self._layer, expert_slot_M)
         return Received(
-            fp32_rows(*self._received), torch.arange(len(slot_M), device=slot_M.device), slot_M
+            fp32_rows(*self._received),
+            torch.arange(len(expert_slot_M), device=expert_slot_M.device),
+            expert_slot_M,
         )
 
     def start_combine(self, y_MD: Tensor) -> None:
@@ -286,11 +294,11 @@ class _LowLatencyHandle(DeepEpHandle):
         self._received, self._counts_S, self._handle, _, self._hook = (
             comm.buffer.low_latency_dispatch(
                 x_TD.to(torch.bfloat16),
-                self._slots_TK,
+                self._expert_slot_TK,
                 comm.max_tokens,
                 comm.num_experts,
                 use_fp8=True,
-                round_scale=comm.wire == "fp8_pow2",
+                round_scale=comm.dispatch_format == "fp8_pow2",
                 return_recv_hook=True,
             )
         )
@@ -299,23 +307,23 @@ class _LowLatencyHandle(DeepEpHandle):
         self._hook()
         self._comm.counts.add_sums(self._layer, self._counts_S)
         codes_SCD, scale_SCG = self._received
-        self._slot_M, self._position_M = filled(self._counts_S, codes_SCD.shape[1])
-        at = (self._slot_M, self._position_M)
+        self._expert_slot_M, self._position_M = filled(self._counts_S, codes_SCD.shape[1])
+        at = (self._expert_slot_M, self._position_M)
         codes_MD = codes_SCD.view(torch.uint8)[at].view(codes_SCD.dtype)
         x_ND = fp32_rows(codes_MD, scale_SCG[at])
-        return Received(x_ND, torch.arange(len(x_ND), device=x_ND.device), self._slot_M)
+        return Received(x_ND, torch.arange(len(x_ND), device=x_ND.device), self._expert_slot_M)
 
     def start_combine(self, y_MD: Tensor) -> None:
         comm = self._comm
         # Rows that were not filled are not sent.
         y_SCD = torch.empty(self._received[0].shape, dtype=torch.bfloat16, device=y_MD.device)
-        y_SCD[self._slot_M, self._position_M] = y_MD.to(torch.bfloat16)
+        y_SCD[self._expert_slot_M, self._position_M] = y_MD.to(torch.bfloat16)
         # Only the receiving kernel, which the hook launches, reads the weights: finish_combine
         # fills them before.
-        self._weights_TK = torch.zeros(self._slots_TK.shape, device=y_MD.device)
+        self._weights_TK = torch.zeros(self._expert_slot_TK.shape, device=y_MD.device)
         self._routed: Tensor
         self._routed, _, self._hook = comm.buffer.low_latency_combine(
-            y_SCD, self._slots_TK, self._weights_TK, self._handle, return_recv_hook=True
+            y_SCD, self._expert_slot_TK, self._weights_TK, self._handle, return_recv_hook=True
         )
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:

@@ -2,17 +2,17 @@
 apart.
 
     handle = comm.dispatch(x_TD, ids_TK, layer)      tokens leave
-    received = handle.finish_dispatch()              x_ND and (row, local slot) of M pairs, from all ranks, own included
+    received = handle.finish_dispatch()              x_ND and (row, expert slot) of M pairs, of all ranks, own included
     handle.start_combine(y_MD)                       the experts' outputs leave, a row per pair
     routed_TD = handle.finish_combine(weights_TK)    weighted and added here, FP32, by ascending expert id
 
 Results are the same bits whatever the number of ranks, the placement, the mode and the order of
 arrival, if the experts' outputs are: every row, the rank's own included, goes through the same
-codec, and the only sum is the source's. What a rank's slots receive is counted where it is unpacked
-(comm/expert_comm). Knows no schedule and no clock; the group knows links and deadlines.
+codec, and the only sum is the source's. What a rank's expert slots receive is counted where it is
+unpacked (comm/expert_comm). Knows no schedule and no clock; the group knows links and deadlines.
 
 Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of
-the deployment, L MoE layers, S slots of a rank.
+the deployment, L MoE layers, S expert slots of a rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hadal.comm.layout import (
     MESSAGE_HEAD_BYTES,
     MODES,
     PAIR_BYTES,
-    WireLayout,
+    MessageLayout,
     low_latency_buffers,
 )
 from hadal.core.errors import HadalError, InvariantError
@@ -40,8 +40,8 @@ from hadal.kernels import ops as rows
 from hadal.kernels.ops import MAX_TOP_K, Arrived, route, unpack
 from hadal.reference.ops import Replicas, Route
 
-# A wire format bound to a hidden size: rows in and out of messages. Knows no peers and no order of
-# messages.
+# A dispatch format bound to a hidden size: rows in and out of messages. Knows no peers and no order
+# of messages.
 #
 # Shapes: T tokens, D hidden, N rows, B bytes of a row, P pairs, K chosen. Messages are flat uint8
 # tensors. A tensor is measured by `shape` or `numel`: `len` of one takes microseconds, and a decode
@@ -59,9 +59,9 @@ class MessageError(HadalError):
 
 
 class Codec:
-    """Encodes and decodes rows of one wire."""
+    """Encodes and decodes rows of one dispatch format."""
 
-    def __init__(self, layout: WireLayout) -> None:
+    def __init__(self, layout: MessageLayout) -> None:
         self.layout = layout
         self.hidden_size = layout.hidden_size
 
@@ -73,11 +73,11 @@ class Codec:
         """
         num_rows = (x_TD if token_N is None else token_N).shape[0]
         rows_NB = self._rows(message, start, num_rows, stride, self.layout.row_bytes)
-        rows.encode(x_TD, token_N, rows_NB, self.layout.wire)
+        rows.encode(x_TD, token_N, rows_NB, self.layout.dispatch_format)
 
     def decode(self, message: Tensor, start: int, stride: int, out_ND: Tensor) -> None:
         rows_NB = self._rows(message, start, out_ND.shape[0], stride, self.layout.row_bytes)
-        rows.decode(rows_NB, out_ND, self.layout.wire)
+        rows.decode(rows_NB, out_ND, self.layout.dispatch_format)
 
     def encode_back(self, y_PD: Tensor, message: Tensor) -> None:
         """Fill the message with the experts' outputs, as they travel back."""
@@ -135,29 +135,32 @@ def ints(message: Tensor, start: int, count: int) -> Tensor:
     return (part if part.storage_offset() % 4 == 0 else part.clone()).view(torch.int32)
 
 
-# How many (token, expert) pairs a rank's slots received, layer by layer, on the device where the
-# tokens are.
+# How many (token, expert) pairs a rank's expert slots received, layer by layer, on the device where
+# the tokens are.
 #
-# Knows no experts: a slot's count is its expert's as long as the placement stays. Adding is one op
-# on the device, or one addition per pair where the kernels unpack (kernels/ops): nobody waits and
-# nothing is copied before `take`.
+# Knows no experts: an expert slot's count is its expert's as long as the placement stays. Adding is
+# one op on the device, or one addition per pair where the kernels unpack (kernels/ops): nobody
+# waits and nothing is copied before `take`.
 #
-# Shapes: L MoE layers, S slots of the rank, M received pairs.
+# Shapes: L MoE layers, S expert slots of the rank, M received pairs.
 
 
-class SlotCounts:
+class ExpertSlotCounts:
     """int64 [L, S]. One compute thread calls it."""
 
-    def __init__(self, num_layers: int, num_slots: int, device: str) -> None:
-        self._counts_LS = torch.zeros((num_layers, num_slots), dtype=torch.int64, device=device)
+    def __init__(self, num_layers: int, num_expert_slots: int, device: str) -> None:
+        self._counts_LS = torch.zeros(
+            (num_layers, num_expert_slots), dtype=torch.int64, device=device
+        )
         self._one = torch.ones((), dtype=torch.int64, device=device)
         self.rows_S = tuple(self._counts_LS.unbind(0))
         """A view of every layer's: made once, because dispatch asks for one per layer and step."""
 
-    def add(self, layer: int, slot_M: Tensor) -> None:
-        """Count pairs by their slot (int64)."""
-        # Not bincount: on a GPU it waits for the largest slot, to know how long its result is.
-        self.rows_S[layer].scatter_add_(0, slot_M, self._one.expand(slot_M.shape[0]))
+    def add(self, layer: int, expert_slot_M: Tensor) -> None:
+        """Count pairs by their expert slot (int64)."""
+        # Not bincount: on a GPU it waits for the largest expert slot, to know how long its result
+        # is.
+        self.rows_S[layer].scatter_add_(0, expert_slot_M, self._one.expand(expert_slot_M.shape[0]))
 
     def add_sums(self, layer: int, counts_S: Tensor) -> None:
         """Count what was counted elsewhere."""
@@ -206,7 +209,7 @@ class NormalMode:
         index: int,
         x_TD: Tensor,
         route: Route,
-        num_slots: int,
+        num_expert_slots: int,
         layer: int,
         peers: Sequence[int],
     ) -> dict[int, Tensor]:
@@ -226,7 +229,15 @@ class NormalMode:
         for peer, start in zip(peers, starts, strict=True):
             offset_R[peer] = start
         if not message_kernel.pack(
-            x_TD, route, num_slots, layout.wire, False, layer, NORMAL, offset_R, buffer
+            x_TD,
+            route,
+            num_expert_slots,
+            layout.dispatch_format,
+            False,
+            layer,
+            NORMAL,
+            offset_R,
+            buffer,
         ):
             for peer, message in messages.items():
                 self._fill(message, x_TD, route, layer, peer)
@@ -241,7 +252,7 @@ class NormalMode:
         pairs = slice(first_pair, first_pair + num_pairs)
         lists = message[HEAD_BYTES : HEAD_BYTES + num_pairs * PAIR_BYTES].view(torch.int32)
         lists[:num_pairs].copy_(route.row_P[pairs])
-        lists[num_pairs:].copy_(route.slot_P[pairs])
+        lists[num_pairs:].copy_(route.expert_slot_P[pairs])
         token_N = route.token_N[first_row : first_row + num_rows]
         row_bytes = self._codec.layout.row_bytes
         self._codec.encode(x_TD, token_N, message, HEAD_BYTES + num_pairs * PAIR_BYTES, row_bytes)
@@ -253,7 +264,7 @@ class NormalMode:
         return num_rows, num_pairs
 
     def lists(self, message: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-        """Return (row [P], slot [P])."""
+        """Return (row [P], expert slot [P])."""
         both = ints(message, HEAD_BYTES, 2 * num_pairs)
         return both[:num_pairs], both[num_pairs:]
 
@@ -320,7 +331,7 @@ class LowLatencyMode:
         buffers: Buffers,
         x_TD: Tensor,
         route: Route,
-        num_slots: int,
+        num_expert_slots: int,
         layer: int,
         peers: Sequence[int],
     ) -> dict[int, Tensor]:
@@ -335,7 +346,15 @@ class LowLatencyMode:
             offset_R[peer] = at
             at += size
         if not message_kernel.pack(
-            x_TD, route, num_slots, layout.wire, True, layer, LOW_LATENCY, offset_R, buffers.send
+            x_TD,
+            route,
+            num_expert_slots,
+            layout.dispatch_format,
+            True,
+            layer,
+            LOW_LATENCY,
+            offset_R,
+            buffers.send,
         ):
             for peer, message in messages.items():
                 self._fill(message, x_TD, route, layer, peer)
@@ -347,7 +366,7 @@ class LowLatencyMode:
         token_P = route.token_P[first : first + num_pairs]
         heads_PI = self._heads(message, num_pairs)
         heads_PI[:, 0] = token_P
-        heads_PI[:, 1] = route.slot_P[first : first + num_pairs]
+        heads_PI[:, 1] = route.expert_slot_P[first : first + num_pairs]
         heads_PI[:, 2:4] = 0
         stride = self._codec.layout.message_bytes
         self._codec.encode(x_TD, token_P, message, HEAD_BYTES + MESSAGE_HEAD_BYTES, stride)
@@ -363,7 +382,7 @@ class LowLatencyMode:
         return num_rows, num_pairs
 
     def lists(self, message: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-        """Return (row [P], slot [P])."""
+        """Return (row [P], expert slot [P])."""
         return torch.arange(num_pairs, device=message.device), self._heads(message, num_pairs)[:, 1]
 
     def decode(self, message: Tensor, num_pairs: int, out_ND: Tensor) -> None:
@@ -384,10 +403,12 @@ MAX_LIVE = 2
 
 def replicas_of(placement: Placement, layer: int, device: str) -> Replicas:
     """The table from which dispatch takes a token's replica in this layer."""
-    slots_EM, counts_E = (
+    expert_slots_EM, counts_E = (
         torch.from_numpy(a).to(device, torch.int32) for a in placement.replicas(layer)
     )
-    return Replicas(slots_EM.contiguous(), counts_E, placement.num_ranks, placement.num_slots)
+    return Replicas(
+        expert_slots_EM.contiguous(), counts_E, placement.num_ranks, placement.num_expert_slots
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,15 +421,15 @@ class Received:
     """FP32: the own rows first, then every peer's, ascending."""
     row_M: Tensor
     """int64, index into x_ND."""
-    slot_M: Tensor
-    """int64, local slot of this rank."""
+    expert_slot_M: Tensor
+    """int64, local expert slot of this rank."""
 
 
 class ExpertComm:
     """A rank's side of expert parallelism. `group` None: one rank that holds every expert.
 
-    Raises ValueError if wire, mode or top_k are not possible. Not thread-safe: one compute thread
-    calls it.
+    Raises ValueError if dispatch_format, mode or top_k are not possible. Not thread-safe: one
+    compute thread calls it.
     """
 
     def __init__(
@@ -417,7 +438,7 @@ class ExpertComm:
         *,
         hidden_size: int,
         top_k: int,
-        wire: str,
+        dispatch_format: str,
         mode: str,
         max_tokens: int,
         device: str = "cpu",
@@ -428,7 +449,7 @@ class ExpertComm:
             raise ValueError(
                 f"top_k {top_k} must be 1 to {MAX_TOP_K}, max_tokens {max_tokens} positive."
             )
-        self.layout = WireLayout(wire, hidden_size)
+        self.layout = MessageLayout(dispatch_format, hidden_size)
         self.mode = mode
         self.rank = 0
         self.peers: tuple[int, ...] = ()
@@ -440,8 +461,8 @@ class ExpertComm:
         self._normal = NormalMode(self._codec, device)
         self._low_latency: LowLatencyMode | None = None
         self._replicas: list[Replicas] = []
-        self._counts = SlotCounts(0, 0, device)
-        self._num_slots = 0
+        self._counts = ExpertSlotCounts(0, 0, device)
+        self._num_expert_slots = 0
         self._free: list[int] = []
 
     def install(self, placement: Placement) -> None:
@@ -454,34 +475,39 @@ class ExpertComm:
         members = self._group.members if self._group is not None else (0,)
         self.peers = tuple(member for member in members if member != self.rank)
         self._check(placement)
-        self._num_slots = placement.num_slots
+        self._num_expert_slots = placement.num_expert_slots
         self._replicas = [
             replicas_of(placement, layer, self._device) for layer in range(placement.num_layers)
         ]
-        self._counts = SlotCounts(placement.num_layers, placement.num_slots, self._device)
+        self._counts = ExpertSlotCounts(
+            placement.num_layers, placement.num_expert_slots, self._device
+        )
         self._free = list(range(MAX_LIVE))
         self._low_latency = None
         if self.mode == "low_latency" and self.peers:
-            # Of all slots, filled or not: a layer's flip may fill more of them.
+            # Of all expert slots, filled or not: a layer's flip may fill more of them.
             self._low_latency = LowLatencyMode(
                 self._codec,
                 self._device,
                 max_tokens=self._max_tokens,
                 top_k=self._top_k,
                 peers=self.peers,
-                num_held=placement.num_slots,
+                num_held=placement.num_expert_slots,
             )
 
     def install_layer(self, layer: int, placement: Placement) -> None:
-        """Take over one MoE layer of a placement of as many slots, between two steps; its counts
-        begin anew.
+        """Take over one MoE layer of a placement of as many expert slots, between two steps; its
+        counts begin anew.
 
         Raises ValueError as `install`; everything is as it was then.
         """
-        if not 0 <= layer < len(self._replicas) or placement.num_slots != self._num_slots:
+        if (
+            not 0 <= layer < len(self._replicas)
+            or placement.num_expert_slots != self._num_expert_slots
+        ):
             raise ValueError(
-                f"layer {layer} of a placement with {placement.num_slots} slots; there are"
-                f" {len(self._replicas)} layers and {self._num_slots} slots."
+                f"layer {layer} of a placement with {placement.num_expert_slots} slots; there are"
+                f" {len(self._replicas)} layers and {self._num_expert_slots} slots."
             )
         self._check(placement.of_layer(layer))
         self._replicas[layer] = replicas_of(placement, layer, self._device)
@@ -498,8 +524,8 @@ class ExpertComm:
             raise ValueError(f"the placement cannot be used: {'; '.join(problems[:3])}.")
 
     def take_counts(self) -> Tensor:
-        """Pairs received by every own slot in every MoE layer since this was last asked, int64 [L,
-        S] on the CPU.
+        """Pairs received by every own expert slot in every MoE layer since this was last asked,
+        int64 [L, S] on the CPU.
         """
         return self._counts.take()
 
@@ -564,7 +590,7 @@ class Handle:
         if not comm.peers:
             return
         assert comm._group is not None
-        what = (self._x_TD, self._route, comm._num_slots, self._layer, comm.peers)
+        what = (self._x_TD, self._route, comm._num_expert_slots, self._layer, comm.peers)
         if comm._low_latency is not None:
             self._buffers = comm._low_latency.sets[self._index]
             self._exchange = comm._group.exchange(
@@ -594,7 +620,7 @@ class Handle:
     def _unpack(self, mode: NormalMode | LowLatencyMode, arrived: list[Arrived]) -> Received:
         """The own part, then what arrived, decoded into one tensor of rows."""
         comm, own = self._comm, self._own_part()
-        token_N, row_P, slot_P = own
+        token_N, row_P, expert_slot_P = own
         own_rows, own_pairs = token_N.shape[0], row_P.shape[0]
         num_rows = own_rows + sum(rows for _, rows, _ in arrived)
         num_pairs = own_pairs + sum(pairs for _, _, pairs in arrived)
@@ -605,37 +631,44 @@ class Handle:
             decoded = comm._normal.buffer(self._index, "decoded", num_rows * 4 * hidden)
             x_ND = decoded.view(torch.float32).view(num_rows, hidden)
         row_M = torch.empty(num_pairs, dtype=torch.int64, device=comm._device)
-        slot_M = torch.empty_like(row_M)
+        expert_slot_M = torch.empty_like(row_M)
         if not unpack(
             arrived,
             self._x_TD,
             own,
             comm._counts.rows_S[self._layer],
-            comm.layout.wire,
+            comm.layout.dispatch_format,
             mode is comm._low_latency,
             row_M,
-            slot_M,
+            expert_slot_M,
             x_ND,
         ):
             self._own_rows(token_N, x_ND[:own_rows])
-            row_M[:own_pairs], slot_M[:own_pairs] = row_P, slot_P
+            row_M[:own_pairs], expert_slot_M[:own_pairs] = row_P, expert_slot_P
             row, pair = own_rows, own_pairs
             for message, rows, pairs in arrived:
                 mode.decode(message, pairs, x_ND[row : row + rows])
-                row_P, slot_P = mode.lists(message, pairs)
-                row_M[pair : pair + pairs], slot_M[pair : pair + pairs] = row_P + row, slot_P
+                row_P, expert_slot_P = mode.lists(message, pairs)
+                row_M[pair : pair + pairs], expert_slot_M[pair : pair + pairs] = (
+                    row_P + row,
+                    expert_slot_P,
+                )
                 row, pair = row + rows, pair + pairs
-            comm._counts.add(self._layer, slot_M)
-        return Received(x_ND, row_M, slot_M)
+            comm._counts.add(self._layer, expert_slot_M)
+        return Received(x_ND, row_M, expert_slot_M)
 
     def _own_part(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(token of every row, row of every pair, slot of every pair) of the rank's own tokens for
-        its own experts.
+        """(token of every row, row of every pair, expert slot of every pair) of the rank's own
+        tokens for its own experts.
         """
         way, rank = self._route, self._comm.rank
         row, pair = sum(way.num_rows_R[:rank]), sum(way.num_pairs_R[:rank])
         pairs = slice(pair, pair + way.num_pairs_R[rank])
-        return way.token_N[row : row + way.num_rows_R[rank]], way.row_P[pairs], way.slot_P[pairs]
+        return (
+            way.token_N[row : row + way.num_rows_R[rank]],
+            way.row_P[pairs],
+            way.expert_slot_P[pairs],
+        )
 
     def _own_rows(self, token_N: Tensor, out_ND: Tensor) -> None:
         """The rank's own rows as they would have arrived: through the codec, so that the width

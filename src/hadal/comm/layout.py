@@ -1,8 +1,8 @@
 """How many bytes dispatch and combine take: of a row, a message, a step, a buffer. Pure arithmetic,
 no tensors.
 
-    normal        head 16 | row of every pair int32 | slot of every pair int32 | rows: one per token and rank
-    low latency   head 16 | messages: (token int32, slot int32, 8 spare bytes) and a row: one per token and expert
+    normal        head 16 | row of every pair int32 | expert slot of every pair int32 | rows: one per token and rank
+    low latency   head 16 | messages: (token int32, expert slot int32, 8 spare bytes), row: one per token and expert
     combine       rows: one per token and expert, in the order they were dispatched, both modes
 
 `deepep_*` are DeepEP's own sizes: its message is ours; its buffers hold every message at a place of
@@ -21,34 +21,38 @@ from hadal.core.plans import row_bytes
 HEAD_BYTES = 16
 """int32: rows, pairs, layer, kind of message."""
 PAIR_BYTES = 8
-"""Bytes of a pair in a normal message: which row, which slot."""
+"""Bytes of a pair in a normal message: which row, which expert slot."""
 MESSAGE_HEAD_BYTES = 16
 """Bytes of a low-latency message's head; the same as DeepEP's."""
 
-WIRES = ("fp32", "fp8", "fp8_pow2")
+DISPATCH_FORMATS = ("fp32", "fp8", "fp8_pow2")
 MODES = ("normal", "low_latency")
 
 
 @dataclass(frozen=True)
-class WireLayout:
-    """Sizes of one wire format at one hidden size. Raises ValueError if the wire is unknown."""
+class MessageLayout:
+    """Sizes of messages in one dispatch format at one hidden size. Raises ValueError if it is
+    unknown.
+    """
 
-    wire: str
+    dispatch_format: str
     hidden_size: int
 
     def __post_init__(self) -> None:
-        if self.wire not in WIRES:
-            raise ValueError(f"{self.wire!r} is no wire format. Known: {', '.join(WIRES)}.")
+        if self.dispatch_format not in DISPATCH_FORMATS:
+            raise ValueError(
+                f"{self.dispatch_format!r} is no dispatch format. Known: {', '.join(DISPATCH_FORMATS)}."
+            )
 
     @cached_property
     def back_format(self) -> str:
-        """Format of the rows that come back: a wire with FP8 returns BF16."""
-        return "fp32" if self.wire == "fp32" else "bf16"
+        """Format of the rows that come back: what goes out in FP8 returns in BF16."""
+        return "fp32" if self.dispatch_format == "fp32" else "bf16"
 
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of a dispatched row."""
-        return row_bytes(self.hidden_size, self.wire)
+        return row_bytes(self.hidden_size, self.dispatch_format)
 
     @cached_property
     def message_bytes(self) -> int:
@@ -75,7 +79,7 @@ class WireLayout:
     def expected_bytes(
         self, mode: str, num_rows: Sequence[int], num_pairs: Sequence[int]
     ) -> tuple[int, int]:
-        """(dispatch, combine) bytes of one layer on the wire between a rank and its peers, the
+        """(dispatch, combine) bytes of one layer between a rank and its peers, the
         rank's tokens only.
 
         `num_rows[i]` and `num_pairs[i]` count what of this rank's tokens goes to its i-th peer,
@@ -120,7 +124,7 @@ class LowLatencyBuffers:
 
 
 def low_latency_buffers(
-    layout: WireLayout, max_tokens: int, top_k: int, num_ranks: int, num_held: int
+    layout: MessageLayout, max_tokens: int, top_k: int, num_ranks: int, num_held: int
 ) -> LowLatencyBuffers:
     """Sizes when every one of `num_ranks` ranks holds at most `num_held` experts of a layer."""
     from_peer = most_pairs(max_tokens, top_k, num_held)

@@ -315,7 +315,7 @@ def what_ifs(cases: Sequence[Row]) -> Figure | None:
     amounts = present([usd for _, usd in costs])
     if len(cases) < 2 or not amounts or min(amounts) < 0.0:
         return None
-    asked, places = costs[0][1], list(range(len(costs)))
+    asked, positions = costs[0][1], list(range(len(costs)))
     written = []
     for index, (name, usd) in enumerate(costs):
         of = ratio(usd, asked)
@@ -326,13 +326,13 @@ def what_ifs(cases: Sequence[Row]) -> Figure | None:
     amounts_x = {"x": [usd or 0.0 for _, usd in costs], "orientation": "h", "width": 0.4}
     return _figure(
         "Cost of the day in each case.",
-        [_bars("cost", colours, places, written, **amounts_x)],
+        [_bars("cost", colours, positions, written, **amounts_x)],
         height=60 + 48 * len(costs),
         margin={"l": 8, "r": 16, "t": 24, "b": 30},
         xaxis=_axis(tickprefix="$", rangemode="tozero", nticks=5),
         yaxis=_axis(
             range=[len(costs) - 0.5, -0.7],
-            tickvals=places,
+            tickvals=positions,
             ticktext=written,
             ticklabelposition="inside",
             ticklabelshift=17,

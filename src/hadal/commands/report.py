@@ -57,7 +57,7 @@ def _notes(report: Report, lines: list[Line]) -> list[str]:
     if report.by == TENANT:
         notes.append(
             "Nodes and cost are in the total only: whom of several tenants a node works for cannot"
-            " be told."
+            " be known."
         )
     elif any(not line.nodes.role_to_node_us for line in lines):
         notes.append(

@@ -59,22 +59,22 @@ class DiskLocation(msgspec.Struct, frozen=True, array_like=True):
 
     segment: int
     """Number of a segment file, unique in its folder for all time."""
-    slot: int
+    disk_slot: int
 
 
-_SLOT_BITS = 32
+_DISK_SLOT_BITS = 32
 
 
-def number_of(segment: int, slot: int) -> int:
-    """A location as one number: the slots of a segment are a row of them, and segments are far
+def number_of(segment: int, disk_slot: int) -> int:
+    """A location as one number: the disk slots of a segment are a row of them, and segments are far
     apart.
     """
-    return segment << _SLOT_BITS | slot
+    return segment << _DISK_SLOT_BITS | disk_slot
 
 
 def location_of(number: int) -> DiskLocation:
     """The location that has it."""
-    return DiskLocation(number >> _SLOT_BITS, number & ((1 << _SLOT_BITS) - 1))
+    return DiskLocation(number >> _DISK_SLOT_BITS, number & ((1 << _DISK_SLOT_BITS) - 1))
 
 
 def split(names: bytes) -> Iterator[bytes]:

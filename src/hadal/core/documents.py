@@ -1,7 +1,7 @@
 """Files that somebody else wrote, read within bounds: model folders, deployments, traffics, loads.
 
 Whatever such a file holds, reading it is over soon: with its values, or with one line that names
-the file and the place in it. Values that come out have a bounded depth, integers of 64 bits, finite
+the file and where in it. Values that come out have a bounded depth, integers of 64 bits, finite
 numbers and text that can be written down again; what they mean is for whoever asked.
 """
 
@@ -154,7 +154,7 @@ def gunzipped(
 
 
 def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
-    """Raise `error`, naming the place, for what nobody can mean: see the module's text."""
+    """Raise `error`, naming where it stands, for what nobody can mean: see the module's text."""
     if (problem := problem_of(value)) is not None:
         raise error(f"{where}: the value {problem}.")
     level: list[tuple[Any, tuple[Any, ...]]] = [(value, ())]
@@ -163,13 +163,13 @@ def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
         for holder, path in level:
             for name, one in _items(holder):
                 if (problem := problem_of(name) or problem_of(one)) is not None:
-                    raise error(f"{where}: {place((*path, name))} {problem}.")
+                    raise error(f"{where}: {path_text((*path, name))} {problem}.")
                 if one and isinstance(one, dict | list):
                     below.append((one, (*path, name)))
         if not below:
             return
         level = below
-    raise error(f"{where}: {place(level[0][1])} nests deeper than {MAX_DEPTH} levels.")
+    raise error(f"{where}: {path_text(level[0][1])} nests deeper than {MAX_DEPTH} levels.")
 
 
 def converted(
@@ -186,7 +186,7 @@ def converted(
             int(one) if one.isdecimal() else one
             for one in re.findall(r"[^.\[\]]+", rest.partition("`")[0])
         ]
-        name = place((*filter(None, [name]), *steps))
+        name = path_text((*filter(None, [name]), *steps))
         if isinstance(problem.__cause__, ValueError):  # A table's own check, which names its field.
             text = f"{name}.{problem.__cause__}" if name else str(problem.__cause__)
         elif text.startswith("Object "):  # It has a field too many, or one too few.
@@ -218,7 +218,7 @@ def _lower(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
-def place(path: tuple[Any, ...]) -> str:
+def path_text(path: tuple[Any, ...]) -> str:
     """`("a", "b", 3)` as a.b[3], cut short where it is long."""
     text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).removeprefix(
         "."
@@ -238,8 +238,8 @@ def cut(text: str, most: int = _SHOWN_CHARS) -> str:
 
 
 class _Digits:
-    """Stands for an integer with too many digits until `check_values` finds it, and with it its
-    place.
+    """Stands for an integer with too many digits until `check_values` finds it, and with it where
+    it stands.
     """
 
     def __init__(self, number: int) -> None:

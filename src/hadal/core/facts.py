@@ -1,4 +1,4 @@
-"""What the ledger is told: how a generation ended, and which nodes a unit occupied. Frozen values,
+"""What the ledger records: how a generation ended, and which nodes a unit occupied. Frozen values,
 said once.
 
 Times are wall-clock unix seconds, given in by whoever has a clock; `micros` makes whole

@@ -1,8 +1,8 @@
 """What processes say to each other, as frozen values.
 
-They travel on the Wire between front, leaders and supervisor. What a leader and its ranks say to
-each other is in core/messages, a step's plans and results are in core/plans. Token ids are
-tuples here: short, hashable and cheap to encode.
+They travel on the Wire between gateways, front, leaders, ranks, supervisor and fleet. A step's
+plans and results, which leaders and ranks exchange in them, are in core/plans. Token ids are tuples
+here: short, hashable and cheap to encode.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ Key = tuple[str, int]
 """An attempt: its request's id and its number."""
 
 
-# ---- gateway -> front (one process, but the front is told as if it were another) ----
+# ---- gateway -> front (one process, but the message is the same as between two) ----
 class Submit(Message, frozen=True):
     """A new generation. Answered by Deliver effects, exactly one of them final."""
 
@@ -342,7 +342,7 @@ class UnitReport(Message, frozen=True):
     messages.
     """
     num_ranks: int = 1
-    """Living ranks. The first to tell of a death: capacities follow when the unit has formed
+    """Living ranks. A death shows here first: capacities follow when the unit has formed
     without the dead.
     """
     formation: int = 0
@@ -743,7 +743,7 @@ class Open(Message, frozen=True):
     gateway: str
     versions: tuple[Generation, ...]
     log_id: str = ""
-    """The HTTP request's id, by which logs tell of it."""
+    """The HTTP request's id, by which logs name it."""
 
 
 class Leave(Message, frozen=True):
@@ -788,3 +788,122 @@ class QueryReply(Message, frozen=True):
     reply_id: int
     status: int
     body: bytes
+
+
+# What the front and the fleet say to each other; the fleet lives beside the supervisor. Any of it
+# may be lost, late or doubled: Demand is said again at every heartbeat and says all there is, and
+# the fleet repeats what the last Demand does not show to have been heard.
+
+
+# ---- fleet -> front ----
+class DrainUnit(Message, frozen=True):
+    """Send nothing new to this unit. What it holds goes on there; after `timeout_s` the rest is
+    tried elsewhere.
+
+    Said again, with this number or another, it leaves the deadline as it is.
+    """
+
+    unit: str
+    timeout_s: float
+    number: int
+    """The drain's number, never 0 and never used twice: it tells what was counted in this drain
+    from what was counted before.
+    """
+
+
+class KeepUnit(Message, frozen=True):
+    """The unit is wanted after all: it takes new requests again."""
+
+    unit: str
+
+
+# ---- front -> fleet ----
+class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A unit that is up, as the front counts it."""
+
+    unit: str
+    role: str
+    num_requests: int
+    """That would lose something with it, prompts whose KV lies there included."""
+    drain_number: int
+    """0: it does not drain."""
+    tokens_per_s_max: float = 0.0
+    """What it would do if it were full, as far as it has measured itself; 0: not known."""
+
+
+class Demand(Message, frozen=True):
+    """What is asked of the fleet. Counters grow from the front's start on, so that a lost message
+    loses no tokens.
+    """
+
+    epoch: str
+    """The front's: another one counts from 0."""
+    tokens_in: int
+    """Prompt tokens of the requests that came, those that were refused for want of room among
+    them.
+    """
+    tokens_out: int
+    tokens_waiting: int
+    """Prompt tokens that are not prefilled yet, be they queued or sent to a unit: a backlog of
+    prefill.
+    """
+    outputs_waiting: int
+    """Output tokens that queued requests will ask of decode, at what requests have brought on
+    average.
+    """
+    units: tuple[UnitFacts, ...]
+
+
+AnyMessage = (
+    Submit
+    | FrontUp
+    | Prefill
+    | Release
+    | Cancel
+    | PrefillDone
+    | Decode
+    | Pulled
+    | Tokens
+    | Returned
+    | UnitReport
+    | UnitUp
+    | UnitDown
+    | Drain
+    | AuditRequest
+    | Audit
+    | RankUp
+    | RankDone
+    | RankFormed
+    | RankAnswered
+    | RankHeartbeat
+    | RankForm
+    | RankStep
+    | RankStage
+    | RankStaged
+    | RankDo
+    | TraceRequest
+    | Trace
+    | PrefilledEarly
+    | Cached
+    | PullEarly
+    | Stop
+    | DrainUnit
+    | KeepUnit
+    | Demand
+    | GatewayHeartbeat
+    | Open
+    | Leave
+    | FrontHeartbeat
+    | Delivered
+    | Query
+    | QueryReply
+    | Refused
+    | Suspect
+    | Sighting
+    | TurnedAway
+    | RankHeld
+    | RankWho
+    | LeaderDown
+    | Resume
+)
+"""Every message there is: what a process expects to read."""

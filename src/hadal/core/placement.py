@@ -1,10 +1,10 @@
-"""Which expert replica sits in which slot of which rank, as one frozen value per unit.
+"""Which expert replica lies in which slot of which rank, as one frozen value per unit.
 
 Knows no loads and no tensors: `spread` is the even start, a balancer may make another. Logical
 experts are replicated ("redundant experts", DeepSeek-V3/R1 inference overview: 256 + 32 replicas);
 a slot holds one replica or none.
 
-Shapes: L MoE layers, R ranks of the deployment, S slots of a rank, E logical experts, M most
+Shapes: L MoE layers, R ranks of the deployment, S expert slots of a rank, E logical experts, M most
 replicas of an expert.
 """
 
@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 EMPTY = -1
-"""What stands in a slot without a replica."""
+"""What stands in an expert slot without a replica."""
 SPLIT_PARTS = 16
 """Parts in which an expert's tokens are dealt out to its replicas."""
 
@@ -37,7 +37,7 @@ class Placement:
     num_experts: int
     slot_to_expert_LRS: NDArray[np.int16]
     weights_LRS: NDArray[np.uint8] | None = None
-    """How many of SPLIT_PARTS parts of its expert's tokens a slot takes; they add up to
+    """How many of SPLIT_PARTS parts of its expert's tokens an expert slot takes; they add up to
     SPLIT_PARTS, or are all 1 where replicas take equal parts. None: equal parts everywhere.
     """
 
@@ -50,12 +50,12 @@ class Placement:
         return int(self.slot_to_expert_LRS.shape[1])
 
     @property
-    def num_slots(self) -> int:
+    def num_expert_slots(self) -> int:
         return int(self.slot_to_expert_LRS.shape[2])
 
     def replicas(self, layer: int) -> tuple[Ints, Ints]:
-        """Return (slot ids [E, M] that an expert's tokens take in turn, padded with its first; how
-        many of them [E]).
+        """Return (expert slot ids [E, M] that an expert's tokens take in turn, padded with its
+        first; how many of them [E]).
 
         With equal parts these are its replicas in ascending order; else each stands there as often
         as it takes parts, spread evenly, so that few tokens already come close to the split.
@@ -77,7 +77,8 @@ class Placement:
         experts, weights = self.slot_to_expert_LRS[layer].reshape(-1), weights_RS.reshape(-1)
         slots = np.repeat(np.arange(experts.size), np.where(experts == EMPTY, 0, weights))
         counts = np.bincount(experts[slots], minlength=self.num_experts)
-        # A slot's k-th of n parts stands (k + 1/2) / n of the way through its expert's turns.
+        # An expert slot's k-th of n parts stands (k + 1/2) / n of the way through its expert's
+        # turns.
         number = np.arange(slots.size) - np.searchsorted(slots, slots)
         way = (number + 0.5) / weights[slots]
         in_turn = slots[np.lexsort((slots, way, experts[slots]))]
@@ -109,17 +110,17 @@ class Placement:
         )
 
     def with_layer(
-        self, layer: int, slots_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None
+        self, layer: int, slot_to_expert_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None
     ) -> Placement:
         """The placement after a flip of this layer. Raises ValueError if the number of ranks or
-        slots is another.
+        expert slots is another.
         """
-        if slots_RS.shape != self.slot_to_expert_LRS.shape[1:]:
+        if slot_to_expert_RS.shape != self.slot_to_expert_LRS.shape[1:]:
             raise ValueError(
-                f"a layer of {slots_RS.shape} for a placement of {self.slot_to_expert_LRS.shape}."
+                f"a layer of {slot_to_expert_RS.shape} for a placement of {self.slot_to_expert_LRS.shape}."
             )
         slots = self.slot_to_expert_LRS.copy()
-        slots[layer] = slots_RS
+        slots[layer] = slot_to_expert_RS
         weights = self.weights_LRS
         if weights is not None or weights_RS is not None:
             weights = np.ones(slots.shape, np.uint8) if weights is None else weights.copy()
@@ -170,36 +171,45 @@ class Placement:
 
     @classmethod
     def from_bytes(
-        cls, data: bytes, num_experts: int, num_ranks: int, num_slots: int, weights: bytes = b""
+        cls,
+        data: bytes,
+        num_experts: int,
+        num_ranks: int,
+        num_expert_slots: int,
+        weights: bytes = b"",
     ) -> Placement:
         """What `to_bytes` and `weights_bytes` wrote. Raises ValueError if the sizes do not fit."""
-        shape = (-1, num_ranks, num_slots)
+        shape = (-1, num_ranks, num_expert_slots)
         weights_LRS = np.frombuffer(weights, np.uint8).reshape(shape) if weights else None
         return cls(num_experts, np.frombuffer(data, np.int16).reshape(shape), weights_LRS)
 
 
 def flip_arrays(
-    flip: LayerFlip, num_slots: int
+    flip: LayerFlip, num_expert_slots: int
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-    """Return slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises ValueError if
-    they do not fit.
+    """Return expert slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises
+    ValueError if they do not fit.
     """
-    if not num_slots:
+    if not num_expert_slots:
         raise ValueError("a layer without slots cannot flip.")
-    slots_RS = np.frombuffer(flip.slot_to_expert, np.int16).reshape(-1, num_slots)
-    return slots_RS, (
-        np.frombuffer(flip.weights, np.uint8).reshape(slots_RS.shape) if flip.weights else None
+    slot_to_expert_RS = np.frombuffer(flip.slot_to_expert, np.int16).reshape(-1, num_expert_slots)
+    return slot_to_expert_RS, (
+        np.frombuffer(flip.weights, np.uint8).reshape(slot_to_expert_RS.shape)
+        if flip.weights
+        else None
     )
 
 
-def parts_of(slots_RS: NDArray[np.int16], split_RS: NDArray[np.float64]) -> NDArray[np.uint8]:
+def parts_of(
+    slot_to_expert_RS: NDArray[np.int16], split_RS: NDArray[np.float64]
+) -> NDArray[np.uint8]:
     """A layer's split [R, S], fractions of each expert's tokens, as parts of SPLIT_PARTS: by
     largest remainder.
 
-    An expert whose replicas all get the same gets ones, for its turns need not be many. Empty slots
-    get 0.
+    An expert whose replicas all get the same gets ones, for its turns need not be many. Empty
+    expert slots get 0.
     """
-    slots, split = slots_RS.reshape(-1), split_RS.reshape(-1)
+    slots, split = slot_to_expert_RS.reshape(-1), split_RS.reshape(-1)
     parts = np.zeros(slots.shape, np.uint8)
     for expert in np.unique(slots[slots != EMPTY]).tolist():
         at = np.flatnonzero(slots == expert)
@@ -211,7 +221,7 @@ def parts_of(slots_RS: NDArray[np.int16], split_RS: NDArray[np.float64]) -> NDAr
         else:
             whole[np.argsort(whole - wanted, kind="stable")[:rest]] += 1
         parts[at] = 1 if (whole == whole[0]).all() else whole
-    return parts.reshape(slots_RS.shape)
+    return parts.reshape(slot_to_expert_RS.shape)
 
 
 def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
@@ -227,12 +237,12 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
             f"{num_experts} experts and {num_redundant} redundant ones do not divide evenly over"
             f" {num_ranks} ranks."
         )
-    num_slots = total // num_ranks
-    if num_slots > num_experts:
+    num_expert_slots = total // num_ranks
+    if num_expert_slots > num_experts:
         raise ValueError(
-            f"{num_slots} slots on a rank are more than the {num_experts} experts there are."
+            f"{num_expert_slots} slots on a rank are more than the {num_experts} experts there are."
         )
-    slots = np.empty((num_layers, num_ranks, num_slots), np.int16)
+    slots = np.empty((num_layers, num_ranks, num_expert_slots), np.int16)
     for layer in range(num_layers):
         # Another part of the experts is doubled in each layer: nobody knows yet which ones are hot.
         extra = (
@@ -241,7 +251,7 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
         # In a row of experts repeated by num_redundant / num_experts, equal ones are num_experts
         # apart at least.
         row = np.concatenate((np.arange(num_experts), extra))
-        slots[layer] = row.reshape(num_slots, num_ranks).T
+        slots[layer] = row.reshape(num_expert_slots, num_ranks).T
     return Placement(num_experts, _without_doubles(slots))
 
 
@@ -278,8 +288,9 @@ def without(placement: Placement, lost: Collection[int]) -> Placement:
     """The placement when ranks are lost: what they held alone goes to the survivors with the fewest
     replicas.
 
-    Survivors keep what they have; slots are added where they need more. All replicas take equal
-    parts, since a split is made for those that are there. Raises ValueError if nobody survives.
+    Survivors keep what they have; expert slots are added where they need more. All replicas take
+    equal parts, since a split is made for those that are there. Raises ValueError if nobody
+    survives.
     """
     survivors = [rank for rank in range(placement.num_ranks) if rank not in lost]
     if not survivors:
@@ -301,28 +312,30 @@ def without(placement: Placement, lost: Collection[int]) -> Placement:
             if expert not in present:
                 target = min(survivors, key=lambda rank: (len(rank_to_experts[rank]), rank))
                 rank_to_experts[target].append(expert)
-    num_slots = max(placement.num_slots, max(len(experts) for layer in held for experts in layer))
-    slots = np.full((placement.num_layers, placement.num_ranks, num_slots), EMPTY, np.int16)
+    num_expert_slots = max(
+        placement.num_expert_slots, max(len(experts) for layer in held for experts in layer)
+    )
+    slots = np.full((placement.num_layers, placement.num_ranks, num_expert_slots), EMPTY, np.int16)
     for layer, rank_to_experts in enumerate(held):
         for rank, experts in enumerate(rank_to_experts):
             slots[layer, rank, : len(experts)] = experts
     return Placement(placement.num_experts, slots)
 
 
-def _without_doubles(slots_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
+def _without_doubles(slot_to_expert_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
     """Swap a redundant replica with a later rank's where a rank would hold an expert twice."""
-    for layer in slots_LRS:
+    for layer in slot_to_expert_LRS:
         for rank in range(len(layer)):
             for slot in range(layer.shape[1]):
                 if int(np.count_nonzero(layer[rank] == layer[rank, slot])) < 2:
                     continue
                 other = _swap_partner(layer, rank, slot)
                 layer[rank, slot], layer[other] = layer[other], layer[rank, slot]
-    return slots_LRS
+    return slot_to_expert_LRS
 
 
 def _swap_partner(layer: NDArray[np.int16], rank: int, slot: int) -> tuple[int, int]:
-    """A slot elsewhere whose expert is not here and whose rank does not hold ours."""
+    """An expert slot elsewhere whose expert is not here and whose rank does not hold ours."""
     ours = layer[rank, slot]
     for other in range(len(layer)):
         if other == rank or ours in layer[other]:

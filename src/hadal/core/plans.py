@@ -83,7 +83,9 @@ class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     """Among the MoE layers."""
     stage_id: int
-    """The StagePlan that brought the weights. A rank whose slots stay as they are was sent none."""
+    """The StagePlan that brought the weights. A rank whose experts stay where they are was sent
+    none.
+    """
     slot_to_expert: bytes
     """int16 [R, S]"""
     weights: bytes = b""
@@ -110,7 +112,7 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     is_traced: bool = False
     """Record when every op ran: StepDone.events."""
     is_counted: bool = False
-    """Answer with StepDone.slot_counts."""
+    """Answer with StepDone.expert_slot_counts."""
     flips: tuple[LayerFlip, ...] = ()
     """Done before the step."""
     fetches: tuple[int, ...] = ()
@@ -198,7 +200,7 @@ class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     members: tuple[Member, ...]
     slot_to_expert: bytes
     """The whole placement, int16 [L, R, S] (core/placement)."""
-    num_slots: int
+    num_expert_slots: int
     """S"""
     weights: bytes = b""
     """Weights of the same placement, uint8 [L, R, S]; empty: equal parts."""
@@ -252,8 +254,8 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Get a layer ready for a LayerFlip in the background: have the weights of its future slots in
-    memory.
+    """Get a layer ready for a LayerFlip in the background: have the weights of its future expert
+    slots in memory.
 
     What a rank has staged and not flipped is dropped by the next StagePlan and by any FormPlan.
     """
@@ -262,7 +264,7 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stage_id: int
     """Raised by the leader with each layer that it stages."""
     layer: int
-    slots: tuple[int, ...]
+    slot_to_expert: tuple[int, ...]
     """Expert in every slot of this rank, EMPTY for none."""
     sources: tuple[Source, ...]
     """Where the experts among them come from that the rank does not hold."""
@@ -340,9 +342,9 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
     events: tuple[TraceEvent, ...] = ()
     """Events of a traced plan."""
-    slot_counts: bytes = b""
-    """Tokens that the rank's slots received since the last counted plan, int64 [L, S]; only a
-    counted plan has them. A flip lets its layer's counts begin anew. A leader of many ranks reads
+    expert_slot_counts: bytes = b""
+    """Tokens that the rank's expert slots received since the last counted plan, int64 [L, S]; only
+    a counted plan has them. A flip lets its layer's counts begin anew. A leader of many ranks reads
     them itself; its inner leader does not get them.
     """
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.cache import DiskLocation
+from hadal.core.messages import AnyMessage
 from hadal.core.messages import Closing as Closing
 from hadal.core.messages import Deliver as Deliver
 from hadal.core.messages import Freed as Freed
@@ -36,7 +37,6 @@ from hadal.core.plans import (
     StepDone,
     StepPlan,
 )
-from hadal.core.wire import AnyMessage
 
 MAX_STEPS_IN_FLIGHT = 2
 """One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of

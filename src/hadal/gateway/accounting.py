@@ -1,5 +1,5 @@
-"""What the gateway tells the ledger: one fact for each generation, when its HTTP request has ended
-one way or another, and how long each unit was up.
+"""What the gateway writes to the ledger: one fact for each generation, when its HTTP request has
+ended one way or another, and how long each unit was up.
 
 A generation is billed what was streamed: the tokens its reply took in to show, as `usage` counts
 them. Its prompt is billed once for all its choices, to the first of them that got a token. What
@@ -23,7 +23,7 @@ from hadal.runtime.ledger.writer import LedgerCounts
 from hadal.stats.prices import PriceList, micro_usd, price_list
 
 HEARTBEAT_S = 10.0
-"""Units that are up are told to the ledger this often: what `kill -9` can take from their
+"""Units that are up are written to the ledger this often: what `kill -9` can take from their
 node-hours.
 """
 _LOOK_S = 1.0

@@ -60,7 +60,7 @@ def salt_of(api_key: bytes) -> bytes:
 
 
 def name_of(salt: bytes) -> str:
-    """A tenant's name in the ledger, which tells neither its salt nor a key that was drawn at
+    """A tenant's name in the ledger, which shows neither its salt nor a key that was drawn at
     random; a key that can be guessed can be recognised by it.
     """
     return (
@@ -90,7 +90,7 @@ class Keys:
         for key, rights in map(parse_key, filter(str.strip, lines)):
             key_to_rights[key] = key_to_rights.get(key, frozenset()) | rights
         known = tuple(key_to_rights)
-        # Digests are of one length, so that the comparison's time tells nothing of a key's length
+        # Digests are of one length, so that the comparison's time says nothing of a key's length
         # either.
         self._digests = tuple(_digest(key) for key in known)
         self.tenants = tuple(

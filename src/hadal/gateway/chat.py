@@ -113,7 +113,7 @@ class ChatFormat:
     ) -> int:
         """How many of the first ids are also those of the leading system messages by themselves.
 
-        What is rendered of those messages alone tells nothing of any other, wherever the template
+        What is rendered of those messages alone says nothing of any other, wherever the template
         puts them; nor do switches of the template that are true or false.
         """
         leading = list(itertools.takewhile(lambda turn: turn.role == "system", turns))

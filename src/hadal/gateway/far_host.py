@@ -68,7 +68,7 @@ class _Sent:
     output: list[int] = field(default_factory=list)
     """Its tokens so far."""
     is_resumed: bool = False
-    """Given to another front with a part of its output: what a cache has of its prompt was told
+    """Given to another front with a part of its output: what a cache has of its prompt was counted
     before.
     """
 

@@ -17,6 +17,7 @@ from hadal.core.errors import HadalError
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
+    AnyMessage,
     Audit,
     AuditRequest,
     Cancel,
@@ -40,7 +41,6 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.core.wire import AnyMessage
 from hadal.gateway.errors import as_api_error, overloaded, sentence
 from hadal.gateway.mailbox import Mailbox, Outbox, mailbox_for
 from hadal.policy.admission import Refusal
@@ -152,7 +152,7 @@ class Pages:
             refusal = as_api_error(error)
             status, body = refusal.status, refusal.body
         except Exception:
-            log.exception("%s cannot be told to %s", ask.path, ask.gateway)
+            log.exception("%s cannot be sent to %s", ask.path, ask.gateway)
             return
         self._send(ask.gateway, QueryReply(self._name, ask.reply_id, status, body))
 
@@ -488,7 +488,7 @@ class Host(Doors):
             yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
-        """What the front is told of a message: of another gateway's, what it would be told of this
+        """A message as events for the front: another gateway's becomes what it would be of this
         one's requests.
         """
         match message:

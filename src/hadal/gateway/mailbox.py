@@ -79,7 +79,7 @@ class Mailbox:
         self._most = max(MAX_WAITING, MAX_WAITING // 8 * num_choices)
         self._close = close
         self.log_id = log_id
-        """The HTTP request's id, by which the log tells of it."""
+        """The HTTP request's id, by which the log names it."""
         self.gone = False
         """The client left: nobody reads any more."""
         self.open_ids: dict[str, int] = {}

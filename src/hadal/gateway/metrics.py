@@ -256,7 +256,7 @@ class _LedgerCollector(Collector):
 
 
 class _FrontCollector(Collector):
-    """Reads the front, and what processes told the gateway, when it is scraped."""
+    """Reads the front, and what processes reported to the gateway, when it is scraped."""
 
     def __init__(
         self, snapshot: Callable[[], FrontSnapshot], refused: Mapping[str, Mapping[str, int]]

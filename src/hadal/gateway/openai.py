@@ -243,7 +243,7 @@ def check_served(body: bytes, *, is_chat: bool) -> None:
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Tell whether `value` is one of `harmless`, with its type: in Python 0 equals False and 1
+    """Return whether `value` is one of `harmless`, with its type: in Python 0 equals False and 1
     equals True; in JSON neither does.
     """
     return any(

@@ -132,7 +132,7 @@ def make_gateway(
     else:
         host = FarHost(name, wire, clock.now)
         names, snapshot = FrontNames(deployment.cache, fingerprint), host.snapshot
-        if sink is not None:  # Which units are up, the gateway with the front tells.
+        if sink is not None:  # Which units are up, the gateway with the front writes.
             accounting = Accounting(deployment, model.name, sink, dict, clock.now, time.time)
     return Gateway(
         service=Service(model, deployment.limits, names),
@@ -178,7 +178,7 @@ def listener_of(deployment: Deployment, environment: dict[str, str]) -> socket.s
 
 def server_config(gateway: Gateway) -> uvicorn.Config:
     """How uvicorn serves the gateway."""
-    # Its own log tells of every start and of every client that speaks no HTTP; neither is news.
+    # Its own log notes every start and of every client that speaks no HTTP; neither is news.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(gateway),
@@ -242,7 +242,7 @@ async def _heartbeat(server: uvicorn.Server, host: Host | FarHost) -> None:
 
 
 async def _count_nodes(gateway: Gateway) -> None:
-    """Tell the ledger now and then which units are up, until cancelled."""
+    """Write to the ledger now and then which units are up, until cancelled."""
     while gateway.accounting is not None:
         await asyncio.sleep(HEARTBEAT_S)
         gateway.accounting.look()

@@ -439,7 +439,7 @@ class Reply:
         return 200
 
     async def send_stream(self, send: Send) -> int:
-        """Send events as tokens come; returns 200, or the status of an error told in the stream.
+        """Send events as tokens come; returns 200, or the status of an error sent in the stream.
 
         Raises ApiError (before the first byte only), ClientGone.
         """

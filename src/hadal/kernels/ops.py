@@ -1,5 +1,5 @@
 """The operations of a step on a CPU, through the kernels of `csrc`: products, norms, gate, experts,
-MLA's core, and the rows that travel between ranks.
+MLA's core attention, and the rows that travel between ranks.
 
 Each has a slow twin of the same name in `hadal.reference`, which runs where the kernels cannot (a
 GPU, no compiler). A token's result is bit-equal whatever the other tokens of the batch and the
@@ -86,12 +86,12 @@ def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
     return linear(F.silu(gate_TF) * up_TF, mlp.down)
 
 
-# Products of every head with a matrix of its own, around MLA's absorbed core. Twin:
+# Products of every head with a matrix of its own, around MLA's absorbed core attention. Twin:
 # `hadal.reference.ops`.
 #
 # A row's result is bit-equal whatever the other rows and the number of threads; torch's batched
 # product does not promise that, and a difference in the last bit is enough to round an activation
-# otherwise on an FP8 wire. Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
+# otherwise with FP8 dispatch. Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 
 
 def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def experts(
     return y_TD
 
 
-# MLA's core in absorbed form over the paged latent cache. Knows nothing of projections.
+# MLA's core attention in absorbed form over the paged latent cache. Knows nothing of projections.
 #
 # All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into
 # ranges of positions by its length alone: bit-equal whatever the batch and the number of threads.
@@ -317,7 +317,7 @@ def mla_decode(
     return o_BHC
 
 
-# Which rank and slot every (token, expert) pair goes to, grouped by rank. Twin:
+# Which rank and expert slot every (token, expert) pair goes to, grouped by rank. Twin:
 # `hadal.reference.ops`.
 #
 # Shapes: T tokens, K chosen, E experts, M most replicas, P = T * K pairs, N rows.
@@ -326,16 +326,16 @@ def mla_decode(
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     """See the twin. Raises ValueError if an id is out of range or its expert has no replica."""
     lib = library.load()
-    tensors = (ids_TK, replicas.slots_EM, replicas.counts_E)
+    tensors = (ids_TK, replicas.expert_slots_EM, replicas.counts_E)
     if lib is None or any(x.device.type != "cpu" for x in tensors):
         return twin.route(ids_TK, replicas, shift)
     num_tokens, top_k = ids_TK.shape
-    num_experts, most = replicas.slots_EM.shape
+    num_experts, most = replicas.expert_slots_EM.shape
     num_ranks, num_pairs = replicas.num_ranks, num_tokens * top_k
     library.check_shape("counts_E", replicas.counts_E, (num_experts,))
     ids_TK = library.as_int(ids_TK, torch.int64)
-    slots_EM, counts_E = (
-        library.as_int(x, torch.int32) for x in (replicas.slots_EM, replicas.counts_E)
+    expert_slots_EM, counts_E = (
+        library.as_int(x, torch.int32) for x in (replicas.expert_slots_EM, replicas.counts_E)
     )
     # One allocation: scratch, pairs and rows of every rank, then five lists of a pair each.
     out = torch.empty(num_pairs * 6 + num_ranks * 6, dtype=torch.int32)
@@ -343,13 +343,13 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     scratch, counts, *lists = torch.split_with_sizes(out, sizes)
     pairs_address = counts.data_ptr()
     shape = (ctypes.c_int32 * 7)(
-        num_tokens, top_k, num_experts, most, replicas.num_slots, num_ranks, shift
+        num_tokens, top_k, num_experts, most, replicas.num_expert_slots, num_ranks, shift
     )
     library.check_status(
         lib.hadal_route(
             ctypes.addressof(shape),
             ids_TK.data_ptr(),
-            slots_EM.data_ptr(),
+            expert_slots_EM.data_ptr(),
             counts_E.data_ptr(),
             scratch.data_ptr(),
             pairs_address,
@@ -357,7 +357,7 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
             *(x.data_ptr() for x in lists),
         )
     )
-    token_P, row_P, slot_P, token_N, at_P = lists
+    token_P, row_P, expert_slot_P, token_N, at_P = lists
     num_both = counts.tolist()
     num_pairs_R, num_rows_R = num_both[:num_ranks], num_both[num_ranks:]
     return Route(
@@ -365,7 +365,7 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
         num_rows_R,
         token_P,
         row_P,
-        slot_P,
+        expert_slot_P,
         token_N[: sum(num_rows_R)],
         at_P.view(num_tokens, top_k),
         scratch[:num_pairs].view(num_tokens, top_k),
@@ -376,7 +376,7 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
 # back.
 #
 # Bit-equal to its twin `hadal.reference.codec`, which runs where the kernels cannot (a GPU, no
-# compiler) and tells the formats. Rows are views of a message, so nothing is copied on the way.
+# compiler) and knows the formats. Rows are views of a message, so nothing is copied on the way.
 #
 # Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token.
 
@@ -385,7 +385,7 @@ FORMATS = {"fp32": 0, "fp8": 1, "fp8_pow2": 2, "bf16": 3}
 MAX_TOP_K = 64
 
 
-def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: str) -> None:
+def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: str) -> None:
     """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` (int32) of x_TD, all in
     order if None.
 
@@ -393,10 +393,10 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
     """
     num_tokens, hidden = x_TD.shape
     num_rows = num_tokens if index_N is None else index_N.shape[0]
-    _check_rows(rows_NB, num_rows, row_bytes(hidden, wire_format))
+    _check_rows(rows_NB, num_rows, row_bytes(hidden, row_format))
     lib = library.load()
     if lib is None or not library.fits(x_TD) or rows_NB.device.type != "cpu":
-        codec_twin.encode(x_TD, index_N, rows_NB, wire_format)
+        codec_twin.encode(x_TD, index_N, rows_NB, row_format)
         return
     index_N = None if index_N is None else library.as_int(index_N, torch.int32)
     library.check_status(
@@ -407,20 +407,20 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
             hidden,
             None if index_N is None else index_N.data_ptr(),
             num_rows,
-            FORMATS[wire_format],
+            FORMATS[row_format],
             rows_NB.data_ptr(),
             rows_NB.stride(0),
         )
     )
 
 
-def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
+def decode(rows_NB: Tensor, out_ND: Tensor, row_format: str) -> None:
     """Fill out_ND (FP32) with what `encode` wrote. Raises ValueError if shapes do not match."""
     num_rows, hidden = out_ND.shape
-    _check_rows(rows_NB, num_rows, row_bytes(hidden, wire_format))
+    _check_rows(rows_NB, num_rows, row_bytes(hidden, row_format))
     lib = library.load()
     if lib is None or not library.fits(out_ND) or rows_NB.device.type != "cpu":
-        codec_twin.decode(rows_NB, out_ND, wire_format)
+        codec_twin.decode(rows_NB, out_ND, row_format)
         return
     library.check_status(
         lib.hadal_decode(
@@ -429,7 +429,7 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
             rows_NB.stride(0),
             num_rows,
             hidden,
-            FORMATS[wire_format],
+            FORMATS[row_format],
             out_ND.data_ptr(),
         )
     )
@@ -437,7 +437,7 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
 
 def weighted_sum(
     rows_PB: Tensor,
-    wire_format: str,
+    row_format: str,
     at_TK: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -446,18 +446,18 @@ def weighted_sum(
     """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add
     each.
 
-    `wire_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
+    `row_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
     """
     num_tokens, hidden = out_TD.shape
     num_rows, top_k = rows_PB.shape[0], ids_TK.shape[1]
-    if wire_format not in ("fp32", "bf16") or top_k > MAX_TOP_K:
-        raise ValueError(f"rows of {wire_format} with {top_k} of a token cannot be summed.")
-    library.check_shape("rows_PB", rows_PB, (num_rows, row_bytes(hidden, wire_format)))
+    if row_format not in ("fp32", "bf16") or top_k > MAX_TOP_K:
+        raise ValueError(f"rows of {row_format} with {top_k} of a token cannot be summed.")
+    library.check_shape("rows_PB", rows_PB, (num_rows, row_bytes(hidden, row_format)))
     for name, tensor in (("at_TK", at_TK), ("ids_TK", ids_TK), ("weights_TK", weights_TK)):
         library.check_shape(name, tensor, (num_tokens, top_k))
     lib = library.load()
     if lib is None or not library.fits(weights_TK, out_TD) or not rows_PB.is_contiguous():
-        codec_twin.weighted_sum(rows_PB, wire_format, at_TK, ids_TK, weights_TK, out_TD)
+        codec_twin.weighted_sum(rows_PB, row_format, at_TK, ids_TK, weights_TK, out_TD)
         return
     at_TK, ids_TK = library.as_int(at_TK, torch.int32), library.as_int(ids_TK, torch.int64)
     library.check_status(
@@ -466,7 +466,7 @@ def weighted_sum(
             rows_PB.data_ptr(),
             num_rows,
             hidden,
-            int(wire_format == "bf16"),
+            int(row_format == "bf16"),
             at_TK.data_ptr(),
             ids_TK.data_ptr(),
             weights_TK.data_ptr(),
@@ -488,7 +488,7 @@ def _check_rows(rows_NB: Tensor, num_rows: int, num_bytes: int) -> None:
 #
 # Where the kernels cannot run, both answer that they did nothing; the plain path is
 # comm/expert_comm, which gives the same bytes. Shapes: T tokens, D hidden, K
-# chosen, N received rows, M received pairs, R ranks, S slots of a rank.
+# chosen, N received rows, M received pairs, R ranks, S expert slots of a rank.
 
 
 Arrived = tuple[Tensor, int, int]
@@ -498,8 +498,8 @@ Arrived = tuple[Tensor, int, int]
 def pack(
     x_TD: Tensor,
     route: Route,
-    num_slots: int,
-    wire: str,
+    num_expert_slots: int,
+    row_format: str,
     is_low_latency: bool,
     layer: int,
     kind: int,
@@ -518,9 +518,9 @@ def pack(
         num_tokens,
         top_k,
         x_TD.shape[1],
-        num_slots,
+        num_expert_slots,
         num_ranks,
-        FORMATS[wire],
+        FORMATS[row_format],
         is_low_latency,
         layer,
         kind,
@@ -535,12 +535,12 @@ def pack(
             library.team(),
             ctypes.addressof(shape),
             x_TD.data_ptr(),
-            route.slot_TK.data_ptr(),
+            route.expert_slot_TK.data_ptr(),
             route.at_TK.data_ptr(),
             at,
             at + 4 * num_ranks,
             route.row_P.data_ptr(),
-            route.slot_P.data_ptr(),
+            route.expert_slot_P.data_ptr(),
             ctypes.addressof(offsets),
             at + 8 * num_ranks,
             buffer.data_ptr(),
@@ -554,17 +554,17 @@ def unpack(
     x_TD: Tensor,
     own: tuple[Tensor, Tensor, Tensor],
     counts_S: Tensor,
-    wire: str,
+    row_format: str,
     is_low_latency: bool,
     row_M: Tensor,
-    slot_M: Tensor,
+    expert_slot_M: Tensor,
     out_ND: Tensor,
 ) -> bool:
-    """Fill row_M, slot_M (int64) and out_ND: the own part (tokens, rows, slots; int32), then the
-    messages in order.
+    """Fill row_M, expert_slot_M (int64) and out_ND: the own part (tokens, rows, expert slots;
+    int32), then the messages in order.
 
-    Every slot's pairs are added to counts_S (int64). False: nothing was done. Raises ValueError if
-    a message names a row or slot that is not there.
+    Every expert slot's pairs are added to counts_S (int64). False: nothing was done. Raises
+    ValueError if a message names a row or expert slot that is not there.
     """
     lib = library.load()
     if (
@@ -573,13 +573,13 @@ def unpack(
         or any(m.device.type != "cpu" for m, _, _ in messages)
     ):
         return False
-    num_slots = counts_S.shape[0]
-    token_N, row_P, slot_P = own
+    num_expert_slots = counts_S.shape[0]
+    token_N, row_P, expert_slot_P = own
     first_row, first_pair = token_N.shape[0], row_P.shape[0]
     shape = (ctypes.c_int32 * 7)(
         x_TD.shape[1],
-        num_slots,
-        FORMATS[wire],
+        num_expert_slots,
+        FORMATS[row_format],
         is_low_latency,
         len(messages),
         first_row,
@@ -591,7 +591,7 @@ def unpack(
         first_row, first_pair = first_row + num_rows, first_pair + num_pairs
     library.check_shape("out_ND", out_ND, (first_row, x_TD.shape[1]))
     library.check_shape("row_M", row_M, (first_pair,))
-    library.check_shape("slot_M", slot_M, (first_pair,))
+    library.check_shape("expert_slot_M", expert_slot_M, (first_pair,))
     arrived = (ctypes.c_int64 * len(numbers))(*numbers)
     library.check_status(
         lib.hadal_unpack(
@@ -601,9 +601,9 @@ def unpack(
             x_TD.data_ptr(),
             token_N.data_ptr(),
             row_P.data_ptr(),
-            slot_P.data_ptr(),
+            expert_slot_P.data_ptr(),
             row_M.data_ptr(),
-            slot_M.data_ptr(),
+            expert_slot_M.data_ptr(),
             counts_S.data_ptr(),
             out_ND.data_ptr(),
         )

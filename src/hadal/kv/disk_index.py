@@ -54,7 +54,7 @@ class DiskIndex:
             raise ValueError(f"{len(locations)} locations for {num_names(names)} names.")
         for name, location in zip(split(names), locations, strict=True):
             if location is not None:
-                self._name_to_number[name] = number_of(location.segment, location.slot)
+                self._name_to_number[name] = number_of(location.segment, location.disk_slot)
 
     def drop(self, names: bytes) -> None:
         """These cannot be found any more; unknown names are passed over."""

@@ -1,12 +1,12 @@
-"""A writer's slots on disk: which are free, which block is where, and which block makes room
+"""A writer's disk slots: which are free, which block is where, and which block makes room
 (policy/eviction).
 
     free -- take --> being written -- wrote --> kept -- take, for others --> being written
       ^                   |                       |
       +-------------------+-------- drop ---------+
 
-Blocks that are written together get adjacent slots where there are any. What is used is seen late
-and by others: their counts are polled. Knows nothing of files, and nothing of other writers'
+Blocks that are written together get adjacent disk slots where there are any. What is used is seen
+late and by others: their counts are polled. Knows nothing of files, and nothing of other writers'
 blocks: unlike kv/blocks it cannot tell what follows a block, so the deepest goes first among those
 that were used together, and that is all.
 """
@@ -20,11 +20,11 @@ from hadal.core.cache import DiskLocation, location_of, number_of
 from hadal.core.errors import InvariantError
 from hadal.policy.eviction import Arc, Lru
 
-# Free slots as runs of adjacent ones, so that blocks which are written together come to lie
+# Free disk slots as runs of adjacent ones, so that blocks which are written together come to lie
 # together.
 #
-# A slot is a number; numbers that follow one another are adjacent. Knows nothing of what the slots
-# are for.
+# A disk slot is a number; numbers that follow one another are adjacent. Knows nothing of what the
+# disk slots are for.
 
 
 class FreeRuns:
@@ -33,20 +33,20 @@ class FreeRuns:
     def __init__(self) -> None:
         self._first_to_count: dict[int, int] = {}
         self._end_to_first: dict[int, int] = {}
-        """First slot of a run, by the number behind its last."""
+        """First disk slot of a run, by the number behind its last."""
         self._count_to_firsts: dict[int, dict[int, None]] = {}
         self._num = 0
 
     def __len__(self) -> int:
-        """Free slots in all."""
+        """Free disk slots in all."""
         return self._num
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The runs: first slot and number of slots."""
+        """The runs: first disk slot and how many."""
         return iter(self._first_to_count.items())
 
     def add(self, first: int, count: int = 1) -> None:
-        """Free `count` slots. They must not be free already."""
+        """Free `count` disk slots. They must not be free already."""
         self._num += count
         before = self._end_to_first.get(first)
         if before is not None:
@@ -57,10 +57,10 @@ class FreeRuns:
         self._put(first, count)
 
     def take(self, count: int) -> tuple[int, int] | None:
-        """Take up to `count` adjacent slots: the shortest run that has as many, or the longest.
-        None if none is free.
+        """Take up to `count` adjacent disk slots: the shortest run that has as many, or the
+        longest. None if none is free.
 
-        Returns the first slot and how many.
+        Returns the first disk slot and how many.
         """
         if not self._num or count < 1:
             return None
@@ -78,7 +78,7 @@ class FreeRuns:
         return first, taken
 
     def remove(self, is_gone: Callable[[int], bool]) -> None:
-        """Let no run be free whose first slot `is_gone`."""
+        """Let no run be free whose first disk slot `is_gone`."""
         for first in [first for first in self._first_to_count if is_gone(first)]:
             self._num -= self._drop(first)
 
@@ -111,23 +111,23 @@ class FreeRuns:
         return count
 
 
-MAX_SLOTS = 1 << 31
-"""Most slots of a segment: so few that the numbers of two segments' slots never touch."""
+MAX_SEGMENT_SLOTS = 1 << 31
+"""Most disk slots of a segment: so few that the numbers of two segments' slots never touch."""
 
 
 class DiskSlots:
-    """Segments can be added at any time: the budget is what their slots come to."""
+    """Segments can be added at any time: the budget is what their disk slots come to."""
 
     def __init__(self, eviction: type[Arc | Lru] = Arc) -> None:
         self._segment_to_names: dict[int, list[bytes | None]] = {}
-        """Names of a segment's blocks, by slot."""
+        """Names of a segment's blocks, by disk slot."""
         self._name_to_number: dict[bytes, int] = {}
         self._free = FreeRuns()
         self._writing: set[bytes] = set()
         self._eviction = eviction(0)
 
     def __len__(self) -> int:
-        """Blocks that have a slot."""
+        """Blocks that have a disk slot."""
         return len(self._name_to_number)
 
     @property
@@ -143,16 +143,16 @@ class DiskSlots:
         number = self._name_to_number.get(name)
         return None if number is None else location_of(number)
 
-    def add_segment(self, segment: int, num_slots: int) -> None:
-        """Have more slots, all free."""
-        if segment in self._segment_to_names or not 0 < num_slots <= MAX_SLOTS:
-            raise ValueError(f"cannot add segment {segment} of {num_slots} slots.")
-        self._segment_to_names[segment] = [None] * num_slots
-        self._free.add(number_of(segment, 0), num_slots)
-        self._eviction.capacity += num_slots
+    def add_segment(self, segment: int, num_disk_slots: int) -> None:
+        """Have more disk slots, all free."""
+        if segment in self._segment_to_names or not 0 < num_disk_slots <= MAX_SEGMENT_SLOTS:
+            raise ValueError(f"cannot add segment {segment} of {num_disk_slots} slots.")
+        self._segment_to_names[segment] = [None] * num_disk_slots
+        self._free.add(number_of(segment, 0), num_disk_slots)
+        self._eviction.capacity += num_disk_slots
 
     def remove_segment(self, segment: int) -> None:
-        """Forget its slots and what is in them."""
+        """Forget its disk slots and what is in them."""
         names = self._segment_to_names[segment]
         self.drop([name for name in names if name is not None])
         self._free.remove(lambda number: location_of(number).segment == segment)
@@ -162,7 +162,7 @@ class DiskSlots:
     def restore(
         self,
         segment: int,
-        slots: Sequence[int],
+        disk_slots: Sequence[int],
         names: Sequence[bytes],
         positions: Sequence[int],
         uses: Sequence[int] = (),
@@ -170,13 +170,15 @@ class DiskSlots:
         """Take in what an added segment held when it was found, `uses` how often each was used if
         that is known.
 
-        A name that is somewhere already is passed over; its slot is free.
+        A name that is somewhere already is passed over; its disk slot is free.
         """
         row = self._segment_to_names[segment]
         if any(name is not None for name in row):
             raise InvariantError(f"segment {segment} was restored or written already.")
         self._eviction.tick()
-        for index, (slot, name, position) in enumerate(zip(slots, names, positions, strict=True)):
+        for index, (slot, name, position) in enumerate(
+            zip(disk_slots, names, positions, strict=True)
+        ):
             if name not in self._name_to_number:
                 row[slot] = name
                 self._name_to_number[name] = number_of(segment, slot)
@@ -192,11 +194,11 @@ class DiskSlots:
     def take(
         self, names: Sequence[bytes], positions: Sequence[int]
     ) -> tuple[list[DiskLocation | None], bytes]:
-        """Give new blocks slots, to be written now. `positions`: of each in its text.
+        """Give new blocks disk slots, to be written now. `positions`: of each in its text.
 
-        Returns a location for each, None for the last ones if too many slots are being written, and
-        the names that made room: they are not to be found any more. Raises InvariantError if a name
-        has a slot already.
+        Returns a location for each, None for the last ones if too many disk slots are being
+        written, and the names that made room: they are not to be found any more. Raises
+        InvariantError if a name has a disk slot already.
         """
         if len(set(names)) != len(names) or any(name in self._name_to_number for name in names):
             raise InvariantError("a block that has a slot is given another one.")
@@ -213,7 +215,7 @@ class DiskSlots:
             first, count = run
             for number in range(first, first + count):
                 name, location = names[len(locations)], location_of(number)
-                self._segment_to_names[location.segment][location.slot] = name
+                self._segment_to_names[location.segment][location.disk_slot] = name
                 self._name_to_number[name] = number
                 self._writing.add(name)
                 self._eviction.add(name, positions[len(locations)])
@@ -221,8 +223,8 @@ class DiskSlots:
         return locations + [None] * (len(names) - len(locations)), bytes(dropped)
 
     def wrote(self, names: Sequence[bytes]) -> None:
-        """These blocks are on disk: from now on they may make room. Names without a slot are passed
-        over.
+        """These blocks are on disk: from now on they may make room. Names without a disk slot are
+        passed over.
         """
         for name in names:
             if name in self._writing:
@@ -230,7 +232,7 @@ class DiskSlots:
                 self._eviction.offer(name)
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """These blocks are not on disk, or not as they should be; names that have no slot are
+        """These blocks are not on disk, or not as they should be; names that have no disk slot are
         passed over.
         """
         for name in names:
@@ -239,16 +241,16 @@ class DiskSlots:
                 self._eviction.remove(name)
                 self._give_back(name)
 
-    def drop_at(self, segment: int, slots: Sequence[int]) -> None:
-        """What is in these slots is not as it should be; free ones are passed over."""
+    def drop_at(self, segment: int, disk_slots: Sequence[int]) -> None:
+        """What is in these disk slots is not as it should be; free ones are passed over."""
         row = self._segment_to_names[segment]
-        self.drop([name for slot in slots if (name := row[slot]) is not None])
+        self.drop([name for slot in disk_slots if (name := row[slot]) is not None])
 
-    def used(self, segment: int, slots: Sequence[int], counts: Sequence[int]) -> None:
+    def used(self, segment: int, disk_slots: Sequence[int], counts: Sequence[int]) -> None:
         """Blocks of a segment were used, so many times each since this was said last."""
         self._eviction.tick()
         row = self._segment_to_names[segment]
-        for slot, count in zip(slots, counts, strict=True):
+        for slot, count in zip(disk_slots, counts, strict=True):
             name = row[slot]
             if (
                 count and name is not None and name not in self._writing
@@ -256,8 +258,8 @@ class DiskSlots:
                 self._eviction.use(name)
 
     def check(self) -> list[str]:
-        """Problems; empty when every slot is free or has one block, and eviction knows what may
-        go.
+        """Problems; empty when every disk slot is free or has one block, and eviction knows what
+        may go.
         """
         problems = self._free.check()
         held = {
@@ -284,5 +286,5 @@ class DiskSlots:
     def _give_back(self, name: bytes) -> None:
         number = self._name_to_number.pop(name)
         location = location_of(number)
-        self._segment_to_names[location.segment][location.slot] = None
+        self._segment_to_names[location.segment][location.disk_slot] = None
         self._free.add(number)

@@ -7,7 +7,7 @@ of overlap/plan. A dense layer has no gate, no experts and nothing to send: its 
 without tokens computes nothing, but joins every exchange.
 
 Shapes: T tokens, D hidden, H heads, K chosen experts, N rows received, M pairs of a received row
-and a local slot.
+and a local expert slot.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     assert q_rope is not None
     assert latents_TD is not None
     if isinstance(state.batch, PrefillBatch):
-        o = mla.prefill_core(
+        o = mla.prefill_core_attention(
             q_nope,
             q_rope,
             latents_TD,
@@ -109,7 +109,9 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
         )
     else:
         assert state.batch is not None
-        o = mla.decode_core(q_nope, q_rope, layer.attention, state.config, state.batch, layer_index)
+        o = mla.decode_core_attention(
+            q_nope, q_rope, layer.attention, state.config, state.batch, layer_index
+        )
     state.hidden_TD = state.hidden_TD + linear(o, layer.attention.o)
     state.x_TD = _norm(state.hidden_TD, layer.ffn_norm_D, state.config)
     state.q_nope_THN = state.q_rope_THR = state.latents_TD = None
@@ -178,12 +180,12 @@ def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def _received_experts(rows: Received, gate_up_S: Tensor, down_S: Tensor) -> Tensor:
-    """Each pair's row through its slot's expert, [M, D] in FP32."""
+    """Each pair's row through the expert of its slot, [M, D] in FP32."""
     if not len(rows.row_M):
         return rows.x_ND.new_empty(0, down_S.shape[1])
     x_MD = rows.x_ND.index_select(0, rows.row_M).to(gate_up_S.dtype)
     ones_M1 = torch.ones((len(x_MD), 1), device=x_MD.device)
-    return routed_experts(x_MD, gate_up_S, down_S, rows.slot_M[:, None], ones_M1).float()
+    return routed_experts(x_MD, gate_up_S, down_S, rows.expert_slot_M[:, None], ones_M1).float()
 
 
 def combine_start(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:

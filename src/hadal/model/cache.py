@@ -132,9 +132,9 @@ def _pin(pool_PLSD: Tensor, device: torch.device) -> None:
     try:
         torch.zeros(1, device=device).add_(
             1
-        )  # CUDA tells of the refusal again at the next kernel: let it be this one.
+        )  # CUDA reports the refusal again at the next kernel: let it be this one.
     except RuntimeError as error:
-        log.debug("told again: %s", error)
+        log.debug("reported again: %s", error)
 
 
 def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -258,7 +258,7 @@ def _dtype(tensor: Tensor) -> str:
 #
 # Names and shapes are those of the released model (its README_WEIGHTS and modeling code). Shapes: D
 # hidden, V vocabulary, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, F
-# FFN width, E experts, I expert width, L MoE layers, S slots of a rank.
+# FFN width, E experts, I expert width, L MoE layers, S expert slots of a rank.
 
 
 Advance = Callable[[float, float], None]
@@ -267,7 +267,7 @@ Advance = Callable[[float, float], None]
 def load_weights(
     folder: Path,
     *,
-    slots_LS: NDArray[np.int16] | None = None,
+    slot_to_expert_LS: NDArray[np.int16] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     with_mtp: bool = False,
@@ -276,17 +276,17 @@ def load_weights(
     """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming
     file and tensor.
 
-    `advance` is told how many layers are read, of how many.
+    `advance` is called with how many layers are read, of how many.
 
-    `slots_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only these are
-    read. None: all experts, in order. An MTP module always has all of its own.
+    `slot_to_expert_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only
+    these are read. None: all experts, in order. An MTP module always has all of its own.
     """
     config = read_model_config(folder)
     with Checkpoint(folder, config.weight_block_size) as checkpoint:
         checkpoint.check_layers(config.num_hidden_layers)
-        return _Loader(checkpoint, config, slots_LS, dtype, torch.device(device), advance).model(
-            with_mtp
-        )
+        return _Loader(
+            checkpoint, config, slot_to_expert_LS, dtype, torch.device(device), advance
+        ).model(with_mtp)
 
 
 def read_experts(
@@ -315,7 +315,7 @@ def read_mlps(
 
 
 def _runs(held: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """(slot, expert) pairs, cut where a slot between is empty."""
+    """(expert slot, expert) pairs, cut where a slot between is empty."""
     runs: list[list[tuple[int, int]]] = []
     for pair in held:
         if runs and runs[-1][-1][0] == pair[0] - 1:
@@ -332,7 +332,7 @@ class _Loader:
         self,
         checkpoint: Checkpoint,
         config: ModelConfig,
-        slots_LS: NDArray[np.int16] | None,
+        slot_to_expert_LS: NDArray[np.int16] | None,
         dtype: torch.dtype,
         device: torch.device,
         advance: Advance,
@@ -340,7 +340,7 @@ class _Loader:
         self._advance = advance
         self._checkpoint = checkpoint
         self._config = config
-        self._slots_LS = slots_LS
+        self._slot_to_expert_LS = slot_to_expert_LS
         self._dtype = dtype
         self._device = device
 
@@ -407,8 +407,8 @@ class _Loader:
     def _moe(self, index: int, prefix: str) -> MoeWeights:
         c = self._config
         slots: Sequence[int] = range(c.n_routed_experts)
-        if self._slots_LS is not None and index < c.num_hidden_layers:
-            slots = self._slots_LS[index - c.first_k_dense_replace].tolist()
+        if self._slot_to_expert_LS is not None and index < c.num_hidden_layers:
+            slots = self._slot_to_expert_LS[index - c.first_k_dense_replace].tolist()
         moe = MoeWeights(
             # The gate stays FP32 whatever the rest is: a rounded score sends a token elsewhere.
             router_ED=self._one(
@@ -427,7 +427,7 @@ class _Loader:
         for first in range(0, len(held), _EXPERTS_AT_ONCE):
             self._advance(index + first / len(held), c.num_hidden_layers)
             part = held[first : first + _EXPERTS_AT_ONCE]
-            # Slots that are filled follow each other, all but a few.
+            # Expert slots that are filled follow each other, all but a few.
             for run in _runs(part):
                 where = slice(run[0][0], run[-1][0] + 1)
                 experts = [expert for _, expert in run]

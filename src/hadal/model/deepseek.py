@@ -41,8 +41,8 @@ class DeepseekV3:
     def __init__(
         self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None = None
     ) -> None:
-        """Make the model of `weights`. With a `comm` they hold the experts of this rank's slots
-        alone; see model/experts.
+        """Make the model of `weights`. With a `comm` they hold the experts of this rank's expert
+        slots alone; see model/experts.
         """
         self.weights = weights
         self.cache = cache

@@ -1,5 +1,5 @@
-"""A rank's routed experts: which replica lies in which slot, and how that changes, all at once or
-layer by layer.
+"""A rank's routed experts: which replica lies in which expert slot, and how that changes, all at
+once or layer by layer.
 
 A layer's replicas are one record that is never written again: to change a layer is to put another
 record in its place. `install` does so for all layers of a new placement, between two formations.
@@ -13,7 +13,7 @@ Knows no tokens, and ranks only as what a Fetch is asked with. A layer that is s
 twice until it is flipped and the next one is staged; so is whatever `install` changes, until the
 caller lets go of the old weights.
 
-Shapes: L MoE layers, R ranks, S slots, I expert width, D hidden.
+Shapes: L MoE layers, R ranks, S expert slots, I expert width, D hidden.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from hadal.reference.params import ModelWeights
 
 _log = logging.getLogger(__name__)
 
-Slots = NDArray[np.int16]
 Bring = Callable[[int, Tensor, Tensor], None]
 """(expert, gate_up [2I, D] and down [D, I] to fill)"""
 Fetch = Callable[[int, Source, Tensor, Tensor], bool]
@@ -60,9 +59,9 @@ class Overtaken(HadalError):
 class _HeldLayer:
     """A layer's replicas."""
 
-    slots: tuple[int, ...]
+    slot_to_expert: tuple[int, ...]
     gate_up_S: Tensor
-    """[S, 2I, D]; what lies in empty slots is undefined."""
+    """[S, 2I, D]; what lies in empty expert slots is undefined."""
     down_S: Tensor
     """[S, D, I]"""
     expert_to_slot: dict[int, int]
@@ -85,13 +84,18 @@ class ExpertStore:
     background thread; `expert` may be called from any.
     """
 
-    def __init__(self, folder: Path, weights: ModelWeights, slots_LS: Slots | None = None) -> None:
-        """`weights` were loaded from `folder` with these slots; None: all experts, in order."""
+    def __init__(
+        self,
+        folder: Path,
+        weights: ModelWeights,
+        slot_to_expert_LS: NDArray[np.int16] | None = None,
+    ) -> None:
+        """`weights` were loaded from `folder` with these expert slots; None: all experts, in order."""
         self._folder = folder
         self._config = config = weights.config
         moes = [layer.moe for layer in weights.layers if layer.moe is not None]
         all_LS = np.tile(np.arange(config.n_routed_experts, dtype=np.int16), (len(moes), 1))
-        slots = (all_LS if slots_LS is None else slots_LS).tolist()
+        slots = (all_LS if slot_to_expert_LS is None else slot_to_expert_LS).tolist()
         self._held = [
             _HeldLayer.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)
         ]
@@ -120,7 +124,7 @@ class ExpertStore:
         return None if slot is None else (held.gate_up_S[slot], held.down_S[slot])
 
     def install(
-        self, weights: ModelWeights, slots_LS: Slots, formation: int
+        self, weights: ModelWeights, slot_to_expert_LS: NDArray[np.int16], formation: int
     ) -> tuple[ModelWeights, int]:
         """Return the weights with these experts in their slots and how many replicas were read for
         it.
@@ -133,16 +137,18 @@ class ExpertStore:
             self._formation = formation
             self._staged.clear()
             self._let_go.clear()
-        if len(slots_LS) != len(self._held):
+        if len(slot_to_expert_LS) != len(self._held):
             raise ValueError(
-                f"a placement of {len(slots_LS)} MoE layers; the model has {len(self._held)}."
+                f"a placement of {len(slot_to_expert_LS)} MoE layers; the model has {len(self._held)}."
             )
         records = []
         with _Reader(self._folder, self._config) as reader:
-            for layer, (held, slots) in enumerate(zip(self._held, slots_LS.tolist(), strict=True)):
+            for layer, (held, slots) in enumerate(
+                zip(self._held, slot_to_expert_LS.tolist(), strict=True)
+            ):
                 records.append(
                     held
-                    if held.slots == tuple(slots)
+                    if held.slot_to_expert == tuple(slots)
                     else _arrange(held, slots, reader.of_layer(layer))
                 )
         self._held = records
@@ -179,7 +185,7 @@ class ExpertStore:
                     {source.expert: source for source in plan.sources},
                     reader.of_layer(plan.layer),
                 )
-                self._keep(plan, _arrange(held, plan.slots, bring, between))
+                self._keep(plan, _arrange(held, plan.slot_to_expert, bring, between))
         except torch.AcceleratorError:
             raise  # As in a step: the device's context is gone.
         except Exception as failure:
@@ -205,20 +211,20 @@ class ExpertStore:
         )
 
     def flip(self, weights: ModelWeights, flip: LayerFlip, rank: int) -> ModelWeights:
-        """Return the weights with this rank's slots as the flip has them: those that were staged,
-        or the same.
+        """Return the weights with this rank's expert slots as the flip has them: those that were
+        staged, or the same.
 
         Raises InvariantError if they are others and were not staged under its id, ValueError if it
         fits no placement of this model; weights and store are as they were then.
         """
         held = self._layer(flip.layer)
-        slots_RS, _ = flip_arrays(flip, len(held.slots))
-        slots = tuple(slots_RS[rank].tolist())
-        if slots == held.slots:
+        slot_to_expert_RS, _ = flip_arrays(flip, len(held.slot_to_expert))
+        slots = tuple(slot_to_expert_RS[rank].tolist())
+        if slots == held.slot_to_expert:
             return weights
         with self._lock:
             stage_id, record = self._staged.get(flip.layer, (None, None))
-            if record is None or (stage_id, record.slots) != (flip.stage_id, slots):
+            if record is None or (stage_id, record.slot_to_expert) != (flip.stage_id, slots):
                 raise InvariantError(
                     f"layer {flip.layer} flips to what stage {flip.stage_id} brought; staged is"
                     f" {stage_id}" + (", with other slots." if stage_id == flip.stage_id else ".")
@@ -248,10 +254,14 @@ class ExpertStore:
     def _begin(self, plan: StagePlan) -> _HeldLayer:
         """Make room. Raises ValueError if the plan is not for what is here."""
         held = self._layer(plan.layer)
-        if len(plan.slots) != len(held.slots):
-            raise ValueError(f"{len(plan.slots)} slots to stage; this rank has {len(held.slots)}.")
+        if len(plan.slot_to_expert) != len(held.slot_to_expert):
+            raise ValueError(
+                f"{len(plan.slot_to_expert)} slots to stage; this rank has {len(held.slot_to_expert)}."
+            )
         strange = [
-            e for e in plan.slots if e != EMPTY and not 0 <= e < self._config.n_routed_experts
+            e
+            for e in plan.slot_to_expert
+            if e != EMPTY and not 0 <= e < self._config.n_routed_experts
         ]
         if strange:
             raise ValueError(f"there are no experts {strange[:8]}.")
@@ -370,7 +380,7 @@ class Membership:
                 plan.slot_to_expert,
                 model.config.n_routed_experts,
                 plan.num_ranks,
-                plan.num_slots,
+                plan.num_expert_slots,
                 plan.weights,
             )
             model.weights, num_loaded = self._store.install(
@@ -393,8 +403,8 @@ class Membership:
         staged. A caller notes either as lost: what the other ranks flipped has to be formed anew.
         """
         assert self._placement is not None, "the formation was checked before"
-        slots_RS, weights_RS = flip_arrays(flip, self._placement.num_slots)
-        placement = self._placement.with_layer(flip.layer, slots_RS, weights_RS)
+        slot_to_expert_RS, weights_RS = flip_arrays(flip, self._placement.num_expert_slots)
+        placement = self._placement.with_layer(flip.layer, slot_to_expert_RS, weights_RS)
         weights = self._store.flip(model.weights, flip, self.rank)
         self._comm.install_layer(flip.layer, placement)
         model.weights, self._placement = weights, placement

@@ -83,7 +83,7 @@ def _latents(
     return torch.cat((c_TC, rotate(k_TR, cos_sin_TR)), dim=-1)
 
 
-def prefill_core(
+def prefill_core_attention(
     q_nope_THN: Tensor,
     q_rope_THR: Tensor,
     latents_TD: Tensor,
@@ -179,7 +179,7 @@ def _attend(query_THK: Tensor, key_SHK: Tensor, value_SHW: Tensor, scale: float)
     return out[0, :, :, :value_dim].transpose(0, 1).flatten(1)
 
 
-def decode_core(
+def decode_core_attention(
     q_nope_BHN: Tensor,
     q_rope_BHR: Tensor,
     weights: AttentionWeights,

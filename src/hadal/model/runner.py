@@ -221,7 +221,7 @@ class ModelRunner:
             failed=drawn.failed,
             op_times=recorder.op_times(),
             events=tuple(recorder.events),
-            slot_counts=self._slot_counts(plan),
+            expert_slot_counts=self._expert_slot_counts(plan),
         )
 
     def abort(self) -> None:
@@ -267,7 +267,7 @@ class ModelRunner:
             self._membership.flip(flip, self._model)
             recorder.end(FLIP)
 
-    def _slot_counts(self, plan: StepPlan) -> bytes:
+    def _expert_slot_counts(self, plan: StepPlan) -> bytes:
         comm = self._model.comm
         return comm.take_counts().numpy().tobytes() if plan.is_counted and comm is not None else b""
 

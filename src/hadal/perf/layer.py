@@ -76,7 +76,7 @@ class Layer:
     """Shapes that all layers of a unit share."""
 
     model: ModelConfig
-    num_slots: int
+    num_expert_slots: int
     """Expert replicas on a rank."""
     expert_dtype: str = FP8
     _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
@@ -93,7 +93,7 @@ class Layer:
         before, after, shared = self._once(line, DECODE, batch.num_tokens, self._decode_rest)
         return (
             *before,
-            self._absorbed_core(line, batch),
+            self._absorbed_core_attention(line, batch),
             *after,
             Kernel(DISPATCH, "dispatch", links_s[0], LINK),
             *shared,
@@ -187,17 +187,17 @@ class Layer:
             _kernel(ATTN_IN, "q_b", line.gemm(tokens, queries, q_rank)),
         )
 
-    def _absorbed_core(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
+    def _absorbed_core_attention(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
         model = self.model
         row_bytes = model.num_attention_heads * (model.latent_dim + model.kv_lora_rank) * BF16_BYTES
-        core = line.mla_decode(
+        attention = line.mla_decode(
             batch.num_tokens,
             batch.num_pairs,
             batch.context_tokens * model.latent_dim * BF16_BYTES,
             absorbed_flops_per_pair(model),
             row_bytes,
         )
-        return _kernel(ATTN_CORE, "core attention", core)
+        return _kernel(ATTN_CORE, "core attention", attention)
 
     def _expanded(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
         model, tokens, context = self.model, batch.num_tokens, batch.context_tokens
@@ -205,7 +205,7 @@ class Layer:
         turned = 2 * tokens * heads * key * BF16_BYTES
         keys = context * heads * (model.qk_nope_head_dim + key) * BF16_BYTES
         moved = heads * (tokens * (key + value) + context * (key + value)) * BF16_BYTES
-        core = line.mha_prefill(tokens, batch.num_pairs, expanded_flops_per_pair(model), moved)
+        attention = line.mha_prefill(tokens, batch.num_pairs, expanded_flops_per_pair(model), moved)
         return (
             _kernel(
                 ATTN_IN,
@@ -214,7 +214,7 @@ class Layer:
             ),
             _kernel(ATTN_IN, "rope, write KV", line.elementwise(turned)),
             _kernel(ATTN_IN, "gather keys", line.elementwise(keys)),
-            _kernel(ATTN_CORE, "core attention", core),
+            _kernel(ATTN_CORE, "core attention", attention),
             *self._output(line, tokens),
         )
 
@@ -263,13 +263,13 @@ class Layer:
             _kernel(
                 EXPERTS,
                 "experts up",
-                line.grouped(curve, rows, self.num_slots, 2 * width, hidden, dtype),
+                line.grouped(curve, rows, self.num_expert_slots, 2 * width, hidden, dtype),
             ),
             _kernel(EXPERTS, "experts SwiGLU", line.elementwise(activated)),
             _kernel(
                 EXPERTS,
                 "experts down",
-                line.grouped(curve, rows, self.num_slots, hidden, width, dtype),
+                line.grouped(curve, rows, self.num_expert_slots, hidden, width, dtype),
             ),
         )
 

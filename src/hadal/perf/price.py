@@ -1,7 +1,7 @@
 """What a schedule costs: its makespan from op times, on one compute lane and one link.
 
 Walks the very order that executes (overlap/plan.order). The link carries one exchange at a time, in
-the order they were started; `>x` waits for its own. It is one lane though the wire is full duplex:
+the order they were started; `>x` waits for its own. It is one lane though a link is full duplex:
 in an all-to-all every rank sends as much as it receives, so two exchanges under way together share
 the same two directions. A prototype's steps on paced links took what this says within 2 % in nine
 of ten cases at EP2. On request it notes what it walked as the stretches that a live trace has

@@ -302,10 +302,14 @@ class Roofline:
         return self._gemms(DENSE, rows * groups, float(groups), float(groups), n, k, BF16)
 
     def grouped(
-        self, curve: Curve, rows: float, slots: int, n: int, k: int, dtype: str = FP8
+        self, curve: Curve, rows: float, num_experts: int, n: int, k: int, dtype: str = FP8
     ) -> Timed:
-        """`rows` rows over `slots` experts at random; weights of those that are hit are read."""
-        hit = slots * -math.expm1(rows * math.log1p(-1.0 / slots)) if slots > 1 else 1.0
+        """`rows` rows over `num_experts` experts at random; weights of those that are hit are read."""
+        hit = (
+            num_experts * -math.expm1(rows * math.log1p(-1.0 / num_experts))
+            if num_experts > 1
+            else 1.0
+        )
         hit = min(
             hit, rows
         )  # Half a row, on average over steps, hits half an expert: the power above would say more.

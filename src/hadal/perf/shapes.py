@@ -2,7 +2,7 @@
 alone.
 
 A multiply-add is two FLOPs. Sources: DeepSeek-V3 technical report (arXiv 2412.19437) for the
-dimensions, DeepEP's kernels for what a token weighs on the wire.
+dimensions, DeepEP's kernels for the bytes of a token between ranks.
 """
 
 from __future__ import annotations
@@ -75,10 +75,13 @@ def num_moe_layers(model: ModelConfig) -> int:
 
 
 def weight_bytes(
-    model: ModelConfig, num_slots: int, num_draft_layers: int = 0, expert_bytes: float = FP8_BYTES
+    model: ModelConfig,
+    num_expert_slots: int,
+    num_draft_layers: int = 0,
+    expert_bytes: float = FP8_BYTES,
 ) -> int:
-    """Return the bytes of a rank's weights with `num_slots` expert replicas in each layer: FP8,
-    embedding and head BF16.
+    """Return the bytes of a rank's weights with `num_expert_slots` expert replicas in each layer:
+    FP8, embedding and head BF16.
 
     A draft layer is an MoE layer and a projection of two hidden states to one (V3 report 2.2); it
     shares the rest. `expert_bytes` are those of one weight of a routed expert, scales included.
@@ -91,7 +94,7 @@ def weight_bytes(
         + num_layers * moe
         + num_draft_layers * (mla_params(model) + 2 * model.hidden_size**2)
     )
-    routed = round(num_layers * num_slots * expert_params(model) * expert_bytes)
+    routed = round(num_layers * num_expert_slots * expert_params(model) * expert_bytes)
     return fp8 * FP8_BYTES + routed + 2 * model.vocab_size * model.hidden_size * BF16_BYTES
 
 

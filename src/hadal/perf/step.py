@@ -88,32 +88,35 @@ takes none.
 """
 
 
-def expected_places(model: ModelConfig, num_places: float) -> float:
-    """Distinct places a token's experts are in, of `num_places` equal ones (nodes, or ranks) that
+def expected_holders(model: ModelConfig, num_holders: float) -> float:
+    """Distinct holders of a token's experts, of `num_holders` equal ones (nodes, or ranks) that
     hold whole groups.
 
     A token reaches `topk_group` of `n_group` groups, chosen at random, and every one of them. With
-    fewer places than groups, several groups share a place; with more, a group's experts of a token
-    fall at random on the places it has. Source: V3 report 2.1.2; 4 places give 22/7 = 3.14 for V3.
+    fewer holders than groups, several groups share one; with more, a group's experts of a token
+    fall at random on the holders it has. Source: V3 report 2.1.2; 4 holders give 22/7 = 3.14 for
+    V3.
     """
-    if num_places <= 1.0:
+    if num_holders <= 1.0:
         return 1.0
     groups, chosen = model.n_group, model.topk_group
-    if num_places <= groups:
+    if num_holders <= groups:
         none = 1.0
         for i in range(chosen):
-            none *= max(0.0, groups - groups / num_places - i) / (groups - i)
-        return num_places * (1.0 - none)
-    spread: float = num_places / groups
+            none *= max(0.0, groups - groups / num_holders - i) / (groups - i)
+        return num_holders * (1.0 - none)
+    spread: float = num_holders / groups
     experts: float = model.num_experts_per_tok / chosen
     none = math.pow(1.0 - 1.0 / spread, experts)
     return chosen * spread * (1.0 - none)
 
 
-def remote_places(model: ModelConfig, num_places: float) -> float:
-    """The same, without the token's own place: 2.36 of 4 nodes."""
+def remote_holders(model: ModelConfig, num_holders: float) -> float:
+    """The same, without the one that the token is on: 2.36 of 4 nodes."""
     return (
-        expected_places(model, num_places) * (1.0 - 1.0 / num_places) if num_places > 1.0 else 0.0
+        expected_holders(model, num_holders) * (1.0 - 1.0 / num_holders)
+        if num_holders > 1.0
+        else 0.0
     )
 
 
@@ -132,8 +135,8 @@ class Links:
         domain = min(num_ranks, hardware.nvlink_domain)
         self._local_share = domain / num_ranks
         self._nodes = num_ranks / domain
-        self._remote_nodes = remote_places(model, self._nodes)
-        self._remote_ranks = remote_places(model, float(num_ranks))
+        self._remote_nodes = remote_holders(model, self._nodes)
+        self._remote_ranks = remote_holders(model, float(num_ranks))
 
     def low_latency_s(
         self, num_tokens: float, imbalance: float, *, is_overlapped: bool
@@ -191,7 +194,7 @@ class Links:
     @property
     def received_ranks(self) -> float:
         """Distinct ranks a token goes to."""
-        return expected_places(self._model, float(self._num_ranks))
+        return expected_holders(self._model, float(self._num_ranks))
 
 
 # Which inputs of a step lie outside of the tables that the curves were fitted to. Words for
@@ -216,7 +219,7 @@ class PricedUnit(Protocol):
     model: ModelConfig
     hardware: Hardware
     num_ranks: int
-    num_slots: int
+    num_expert_slots: int
     expert_dtype: str
 
 
@@ -225,7 +228,10 @@ def decode_flags(
 ) -> tuple[str, ...]:
     """Return what is extrapolated for a decode micro-batch with `queries` tokens of each request."""
     rows = (
-        batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+        batch.mean_tokens
+        * unit.model.num_experts_per_tok
+        * batch.expert_imbalance
+        / unit.num_expert_slots
     )
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
@@ -250,7 +256,10 @@ def decode_flags(
 def prefill_flags(unit: PricedUnit, batch: MicroBatchLoad, prompt_tokens: float) -> tuple[str, ...]:
     """Return what is extrapolated for a prefill micro-batch."""
     rows = (
-        batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+        batch.mean_tokens
+        * unit.model.num_experts_per_tok
+        * batch.expert_imbalance
+        / unit.num_expert_slots
     )
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
@@ -311,22 +320,22 @@ def expected_imbalance(
     *,
     placed: float = 1.0,
     num_texts: float = math.inf,
-    slots_per_rank: float = 1.0,
+    expert_slots_per_rank: float = 1.0,
     affinity: float = 0.0,
 ) -> float:
     """Expected maximum over mean of the rows that ranks receive in one layer of one micro-batch.
 
     `mean_rows` (token, expert) pairs a rank are thrown at random: their share has variance 1/rows.
     Tokens of one text like the same experts: `num_texts` texts in the micro-batch of the whole
-    unit, each with relative deviation `affinity` over experts, spread over a rank's slots. `placed`
-    is what the placement leaves over a whole run (1 is perfect). Never more than all rows on one
-    rank.
+    unit, each with relative deviation `affinity` over experts, spread over a rank's expert slots.
+    `placed` is what the placement leaves over a whole run (1 is perfect). Never more than all rows
+    on one rank.
     """
     if num_ranks <= 1 or mean_rows <= 0.0:
         return 1.0
     variance = (1.0 - 1.0 / num_ranks) / mean_rows
     if affinity > 0.0 and num_texts < math.inf:
-        variance += affinity * affinity / (max(num_texts, 1e-9) * max(slots_per_rank, 1.0))
+        variance += affinity * affinity / (max(num_texts, 1e-9) * max(expert_slots_per_rank, 1.0))
     return min(float(num_ranks), placed * (1.0 + expected_maximum(num_ranks) * math.sqrt(variance)))
 
 
@@ -339,14 +348,14 @@ REDUNDANT = 32
 PLACED_BY_NODES = 1.16
 """What EPLB leaves of imbalance over a whole run, mean over layers, where groups are kept on nodes:
 our balancer on SGLang's published loads of five prefill workloads (1.12-1.23, EP32). Placed freely
-it leaves 1.00 (three decode workloads, EP72); with two slots a rank (EP144) it leaves 1.15, which a
-caller gives as `placed`.
+it leaves 1.00 (three decode workloads, EP72); with two expert slots a rank (EP144) it leaves 1.15,
+which a caller gives as `placed`.
 """
 
 
 def redundant_default(model: ModelConfig, num_ranks: int) -> int:
-    """DeepSeek's 32 where slots then divide evenly over the ranks, else the fewest replicas that
-    do.
+    """DeepSeek's 32 where expert slots then divide evenly over the ranks, else the fewest replicas
+    that do.
     """
     if num_ranks == 1:
         return 0
@@ -404,9 +413,9 @@ class StepModel:
             redundant,
         )
         self.placed, self.expert_dtype, self.constants = placed, expert_dtype, constants
-        self.num_slots = num_replicas // num_ranks
+        self.num_expert_slots = num_replicas // num_ranks
         self.num_moe_layers = num_moe_layers(model)
-        self._layer = Layer(model, self.num_slots, expert_dtype)
+        self._layer = Layer(model, self.num_expert_slots, expert_dtype)
         self._links = Links(model, hardware, num_ranks, constants)
         self._decode_line = Roofline(hardware, constants)
         self._prefill_line = Roofline(hardware, constants, is_sustained=True)
@@ -529,7 +538,7 @@ class StepModel:
             tokens_per_rank * self.model.num_experts_per_tok,
             placed=placed,
             num_texts=texts,
-            slots_per_rank=self.num_slots,
+            expert_slots_per_rank=self.num_expert_slots,
             affinity=self.constants.prompt_affinity,
         )
 
@@ -541,7 +550,7 @@ class StepModel:
         num_draft_layers = min(mtp_tokens, self.model.num_nextn_predict_layers)
         kv_bytes = kv_bytes_per_token(self.model, self.model.num_hidden_layers + num_draft_layers)
         weights = weight_bytes(
-            self.model, self.num_slots, num_draft_layers, DTYPE_BYTES[self.expert_dtype]
+            self.model, self.num_expert_slots, num_draft_layers, DTYPE_BYTES[self.expert_dtype]
         )
         return weights + kv_tokens * kv_bytes
 

@@ -141,7 +141,7 @@ def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:
-    """Tell, for each rank, whether it takes a request now. The head-room keeps it from being
+    """Return, for each rank, whether it takes a request now. The head-room keeps it from being
     preempted at once.
     """
     headroom = (num_running > 0) * (1 + num_running // HEADROOM_SHARE)

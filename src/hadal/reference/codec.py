@@ -81,14 +81,14 @@ _MANTISSA = 0x7FFFFF
 """Mantissa bits of an FP32 value."""
 
 
-def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: str) -> None:
+def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: str) -> None:
     """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` of x_TD, all of them in
     order if None.
     """
     picked_ND = x_TD if index_N is None else x_TD[index_N.long()]
     hidden = x_TD.shape[1]
-    if wire_format in ("fp32", "bf16"):
-        dtype = torch.float32 if wire_format == "fp32" else torch.bfloat16
+    if row_format in ("fp32", "bf16"):
+        dtype = torch.float32 if row_format == "fp32" else torch.bfloat16
         rows_NB[:, : hidden * dtype.itemsize].copy_(
             picked_ND.to(dtype).contiguous().view(torch.uint8)
         )
@@ -102,7 +102,7 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
     scale_NG = groups_NGC.abs().amax(dim=2).clamp(min=MIN_AMAX) / torch.full(
         (), E4M3_MAX, device=x_TD.device
     )
-    if wire_format == "fp8_pow2":
+    if row_format == "fp8_pow2":
         # Any bit of the mantissa carries into the exponent; what is left is the exponent alone.
         power = ((scale_NG.view(torch.int32) + _MANTISSA) & ~_MANTISSA).view(torch.float32)
         scale_NG = torch.where(scale_NG.isfinite(), power, scale_NG)
@@ -116,11 +116,11 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
     rows_NB[:, end : end + 4 * num_groups].copy_(_dense(scale_NG).view(torch.uint8))
 
 
-def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
+def decode(rows_NB: Tensor, out_ND: Tensor, row_format: str) -> None:
     """Fill out_ND (FP32) with what `encode` wrote."""
     hidden = out_ND.shape[1]
-    if wire_format in ("fp32", "bf16"):
-        dtype = torch.float32 if wire_format == "fp32" else torch.bfloat16
+    if row_format in ("fp32", "bf16"):
+        dtype = torch.float32 if row_format == "fp32" else torch.bfloat16
         out_ND.copy_(_dense(rows_NB[:, : hidden * dtype.itemsize]).view(dtype))
         return
     num_groups, end = -(-hidden // SCALE_GROUP), codes_bytes(hidden)
@@ -131,7 +131,7 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
 
 def weighted_sum(
     rows_PB: Tensor,
-    wire_format: str,
+    row_format: str,
     at_TK: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -140,7 +140,7 @@ def weighted_sum(
     """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add
     each.
     """
-    dtype = torch.float32 if wire_format == "fp32" else torch.bfloat16
+    dtype = torch.float32 if row_format == "fp32" else torch.bfloat16
     rows_PD = _dense(rows_PB[:, : out_TD.shape[1] * dtype.itemsize]).view(dtype)
     order_TK = ids_TK.argsort(dim=1, stable=True)
     at_TK, weights_TK = at_TK.long().gather(1, order_TK), weights_TK.gather(1, order_TK)

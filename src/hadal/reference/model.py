@@ -1,4 +1,4 @@
-"""One decoder layer in plain torch, for the two reference forwards. The attention core is given."""
+"""One decoder layer in plain torch, for the two reference forwards. The core attention is given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.reference.ops import experts, gate, mla_decode, mla_prefill, rms_norm, rotate, swiglu
 from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights, LayerWeights, ModelWeights
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
+CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_nope [T, H, N], q_rope [T, H, R], latent [T, D] of the same tokens) -> o [T, H, W]"""
 
 
@@ -49,11 +49,11 @@ def block(
     config: ModelConfig,
     cos_sin: Tensor,
     positions_T: Tensor,
-    core: AttentionCore,
+    attend: CoreAttention,
 ) -> Tensor:
     """Return the layer's output [T, D]."""
     x_TD = rms_norm(hidden_TD, layer.attn_norm_D, config.rms_norm_eps)
-    o_THW = core(*queries_and_latent(x_TD, layer.attention, config, cos_sin, positions_T))
+    o_THW = attend(*queries_and_latent(x_TD, layer.attention, config, cos_sin, positions_T))
     hidden_TD = hidden_TD + F.linear(o_THW.flatten(1), layer.attention.o)
     x_TD = rms_norm(hidden_TD, layer.ffn_norm_D, config.rms_norm_eps)
     if layer.mlp is not None:
@@ -82,14 +82,20 @@ def decode_step(
     config = weights.config
     hidden_BD = weights.embed_VD[tokens_B]
     for index, layer in enumerate(weights.layers):
-        core = functools.partial(
-            _core, layer, cache_PLSD, index, block_table_BM, positions_B, config.softmax_scale
+        attend = functools.partial(
+            _paged_core_attention,
+            layer,
+            cache_PLSD,
+            index,
+            block_table_BM,
+            positions_B,
+            config.softmax_scale,
         )
-        hidden_BD = block(hidden_BD, layer, config, weights.cos_sin, positions_B, core)
+        hidden_BD = block(hidden_BD, layer, config, weights.cos_sin, positions_B, attend)
     return F.linear(rms_norm(hidden_BD, weights.norm_D, config.rms_norm_eps), weights.head_VD)
 
 
-def _core(
+def _paged_core_attention(
     layer: LayerWeights,
     cache_PLSD: Tensor,
     index: int,
@@ -131,8 +137,8 @@ def forward(
     positions_T = torch.arange(start, start + len(tokens_T), device=tokens_T.device)
     hidden_TD = weights.embed_VD[tokens_T]
     for index, layer in enumerate(weights.layers):
-        core = functools.partial(attention_core, layer, latents, index, config.softmax_scale)
-        hidden_TD = block(hidden_TD, layer, config, weights.cos_sin, positions_T, core)
+        attend = functools.partial(core_attention, layer, latents, index, config.softmax_scale)
+        hidden_TD = block(hidden_TD, layer, config, weights.cos_sin, positions_T, attend)
     hidden_TD = rms_norm(hidden_TD, weights.norm_D, config.rms_norm_eps)
     return F.linear(hidden_TD, weights.head_VD), hidden_TD
 
@@ -141,7 +147,7 @@ def no_latents(weights: ModelWeights) -> list[Tensor]:
     return [weights.embed_VD.new_empty(0, weights.config.latent_dim) for _ in weights.layers]
 
 
-def attention_core(
+def core_attention(
     layer: LayerWeights,
     latents: list[Tensor],
     index: int,
@@ -195,7 +201,7 @@ def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> Tens
     seen_TD = rms_norm(hidden_TD, module.hnorm_D, config.rms_norm_eps)
     x_TD = F.linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
     latents = [hidden_TD.new_empty(0, config.latent_dim)]
-    core = functools.partial(attention_core, module.layer, latents, 0, config.softmax_scale)
+    attend = functools.partial(core_attention, module.layer, latents, 0, config.softmax_scale)
     positions_T = torch.arange(len(x_TD), device=x_TD.device)
-    x_TD = block(x_TD, module.layer, config, weights.cos_sin, positions_T, core)
+    x_TD = block(x_TD, module.layer, config, weights.cos_sin, positions_T, attend)
     return F.linear(rms_norm(x_TD, module.head_norm_D, config.rms_norm_eps), weights.head_VD)

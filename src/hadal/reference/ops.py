@@ -98,7 +98,7 @@ def rotate(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
 
 
 # Products of every head with a matrix of its own: what MLA's absorbed form does before and behind
-# its core.
+# its core attention.
 #
 # Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 
@@ -164,8 +164,8 @@ def experts(
     return y_TD
 
 
-# MLA's core in absorbed form, for decode: one query per request against the paged latent cache
-# itself.
+# MLA's core attention in absorbed form, for decode: one query per request against the paged latent
+# cache itself.
 #
 # W_UK is already in the query and W_UV comes after, so all heads share one key and value of C+R
 # (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Shapes: B requests, H heads, C latent, R rotated,
@@ -194,8 +194,8 @@ def mla_decode(
     return torch.einsum("bhs,bsc->bhc", p_BHS, latents_BSD[..., : q_latent_BHC.shape[-1]])
 
 
-# MLA's core in multi-head form, for prefill: keys and values are expanded from latents. Knows no
-# blocks, no batch.
+# MLA's core attention in multi-head form, for prefill: keys and values are expanded from latents.
+# Knows no blocks, no batch.
 #
 # Source: DeepSeek-V3 (arXiv 2412.19437), eq. 4-10. T new tokens, S context and new tokens, H heads,
 # C latent, R rotated, N plain key dims, W value dims.
@@ -224,7 +224,7 @@ def mla_prefill(
     return torch.einsum("hts,shw->thw", p_HTS, v_SHW)
 
 
-# Which rank and slot every (token, expert) pair goes to, grouped by rank, in plain torch.
+# Which rank and expert slot every (token, expert) pair goes to, grouped by rank, in plain torch.
 #
 # Knows nothing of bytes and messages. Fast twin: `hadal.kernels.ops`. Shapes: T tokens, K chosen, E
 # experts, M most replicas, P = T * K pairs, N rows (distinct tokens of a rank, all ranks).
@@ -232,15 +232,17 @@ def mla_prefill(
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Where a layer's experts are: slot ids of the whole unit (rank * num_slots + slot)."""
+    """Where a layer's experts are: expert slot ids of the whole unit (rank * num_expert_slots +
+    slot).
+    """
 
-    slots_EM: Tensor
+    expert_slots_EM: Tensor
     """int32, padded with an expert's first."""
     counts_E: Tensor
     """int32"""
     num_ranks: int
-    num_slots: int
-    """Slots of a rank."""
+    num_expert_slots: int
+    """Expert slots of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,17 +257,18 @@ class Route:
     token_P: Tensor
     row_P: Tensor
     """Index among the rows of its rank."""
-    slot_P: Tensor
-    """Local slot on its rank."""
+    expert_slot_P: Tensor
+    """Local expert slot on its rank."""
     token_N: Tensor
     at_TK: Tensor
     """Where a pair stands among the P."""
-    slot_TK: Tensor
-    """The replica's slot id in the whole unit."""
+    expert_slot_TK: Tensor
+    """The replica's expert slot id in the whole unit."""
 
 
 def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
-    """The slot id each pair goes to, int64 [T, K]: replica (t + shift) % count of its expert.
+    """The expert slot id each pair goes to, int64 [T, K]: replica (t + shift) % count of its
+    expert.
 
     Even, and the same whoever computes it. Raises ValueError if an id is out of range or its expert
     has no replica.
@@ -276,7 +279,7 @@ def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
     if bool((counts_TK < 1).any()):
         raise ValueError("an expert id has no replica.")
     token_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None]
-    return replicas.slots_EM[ids_TK, (token_T1 + shift) % counts_TK].long()
+    return replicas.expert_slots_EM[ids_TK, (token_T1 + shift) % counts_TK].long()
 
 
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
@@ -284,9 +287,9 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     `choose_replicas`.
     """
     num_tokens, top_k = ids_TK.shape
-    num_ranks, num_slots = replicas.num_ranks, replicas.num_slots
-    slot_TK = choose_replicas(ids_TK, replicas, shift)
-    rank_TK = slot_TK // num_slots
+    num_ranks, num_expert_slots = replicas.num_ranks, replicas.num_expert_slots
+    expert_slot_TK = choose_replicas(ids_TK, replicas, shift)
+    rank_TK = expert_slot_TK // num_expert_slots
     order_P = rank_TK.flatten().argsort(stable=True)
     rank_P, token_P = rank_TK.flatten()[order_P], order_P // max(top_k, 1)
     at_P = torch.empty_like(order_P)
@@ -300,10 +303,10 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
         num_rows_R=num_rows_R.tolist(),
         token_P=token_P.int(),
         row_P=(is_new_P.cumsum(0) - 1 - first_row_R[rank_P]).int(),
-        slot_P=(slot_TK.flatten()[order_P] % num_slots).int(),
+        expert_slot_P=(expert_slot_TK.flatten()[order_P] % num_expert_slots).int(),
         token_N=token_P[is_new_P].int(),
         at_TK=at_P.view(num_tokens, top_k).int(),
-        slot_TK=slot_TK.int(),
+        expert_slot_TK=expert_slot_TK.int(),
     )
 
 
@@ -311,15 +314,15 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
 # process.
 #
 # Knows no bytes, ranks only as owners of tokens. The slow twin of `comm/expert_comm`: the same rows
-# reach the same experts and the same sum is made; what the wire does to a row is a function the
-# caller passes. Shapes: T tokens of a rank, D hidden, K chosen.
+# reach the same experts and the same sum is made; what the dispatch format does to a row is a
+# function the caller passes. Shapes: T tokens of a rank, D hidden, K chosen.
 
 
 Rows = Callable[[Tensor], Tensor]
 
 
 def exact(rows_ND: Tensor) -> Tensor:
-    """The FP32 wire: rows arrive as they left."""
+    """Dispatch in FP32: rows arrive as they left."""
     return rows_ND
 
 

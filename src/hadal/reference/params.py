@@ -59,8 +59,8 @@ class MoeWeights:
     """Routed experts, the shared expert and the gate. Experts are stacked: one kernel sorts tokens
     over them.
 
-    On a rank that holds only some of them, its slots stand where E is written below; the gate knows
-    all.
+    On a rank that holds only some of them, its expert slots stand where E is written below; the
+    gate knows all.
     """
 
     router_ED: Tensor

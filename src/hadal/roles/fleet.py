@@ -1,7 +1,7 @@
 """The fleet: starts units when more is asked for, drains them when less is, replaces those that
 die.
 
-Decides nothing about a request: the front is told which unit drains, and says when it is empty.
+Decides nothing about a request: the front learns which unit drains, and says when it is empty.
 What the policy wants (policy/scaling) is compared with what there is, so whatever goes wrong in
 between, the next event mends it:
 
@@ -24,8 +24,7 @@ from enum import StrEnum
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import ConfigError, InvariantError
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
-from hadal.core.messages import UnitDown, UnitUp
+from hadal.core.messages import Demand, DrainUnit, KeepUnit, UnitDown, UnitFacts, UnitUp
 from hadal.core.seams import (
     Event,
     FleetEffect,

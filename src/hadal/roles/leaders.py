@@ -32,7 +32,7 @@ def make_leader(
 
     `pool_name`: the pool of a unit that is one process; ranks bring their own. `fingerprint`: what
     the names of its blocks on disk begin with (kv/names). `index`: what a prefill unit knows to be
-    on disk; None: nothing until it is told.
+    on disk; None: nothing until it hears.
     """
     units = units_of(deployment, role)
     if role == PREFILL:
@@ -56,7 +56,7 @@ def make_leader(
             has_disk=bool(deployment.cache.folder),
             recompute=deployment.cache.recompute,
             early_pull=deployment.early_pull,
-            tells_names=units.ranks > 1,
+            reports_names=units.ranks > 1,
             index=index,
         )
     return DecodeLeader(
@@ -97,14 +97,14 @@ def num_nodes(units: UnitsConfig) -> int:
 
 
 def keeps_groups(units: UnitsConfig, config: ModelConfig, role: str) -> bool:
-    """Tell whether a group of experts of this unit stays on a node; see `groups_fit_nodes`."""
+    """Return whether a group of experts of this unit stays on a node; see `groups_fit_nodes`."""
     return groups_fit_nodes(role, num_nodes(units), config.n_group, units.redundant_experts)
 
 
 def groups_fit_nodes(role: str, num_nodes: int, num_groups: int, num_redundant: int) -> bool:
-    """Tell whether a group of experts stays on a node, so that a token goes to few nodes: prefill's
-    traffic between nodes is large, and a decode unit has more nodes than the gate has groups
-    (DeepSeek EPLB's two policies).
+    """Return whether a group of experts stays on a node, so that a token goes to few nodes:
+    prefill's traffic between nodes is large, and a decode unit has more nodes than the gate has
+    groups (DeepSeek EPLB's two policies).
     """
     divides = num_groups % num_nodes == 0 and num_redundant % num_nodes == 0
     return role == PREFILL and num_nodes > 1 and divides

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hadal import __version__
-from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
+from hadal.comm.layout import MessageLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
 from hadal.core.config import PREFILL, ROLES, UnitsConfig, units_of
 from hadal.core.handshake import is_near
@@ -29,7 +29,7 @@ from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mo
 from hadal.runtime.process.child import ProcessPhase, Status
 from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.topology import UnitPlace, num_nodes, place_units, rank_name, unit_of
+from hadal.runtime.topology import UnitNodes, num_nodes, place_units, rank_name, unit_of
 
 # What `hadal serve --dry-run` prints: where every rank would lie, what it would hold, and what
 # would travel.
@@ -62,26 +62,26 @@ def print_plan(resolved: Resolved, reasons: Sequence[str], console: Console | No
 def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:
     """Yield (title, rows) of the plan."""
     deployment = resolved.deployment
-    places = place_units(deployment)
-    yield f"{deployment.model_name}: topology", list(_topology(resolved, places))
+    yield f"{deployment.model_name}: topology", list(_topology(resolved))
     for role in ROLES:
         units = units_of(deployment, role)
         memory = resolved.memory.prefill if role == PREFILL else resolved.memory.decode
         yield f"{role}: memory of a rank", list(_memory(role, resolved, memory))
         if units.ranks > 1:
             yield f"{role}: experts", list(_experts(role, resolved))
-            yield f"{role}: on the wire", list(_wire(role, resolved))
+            yield f"{role}: dispatch and combine", list(_exchange(role, resolved))
         yield f"{role}: schedule", list(_schedule(units))
     yield "cache: KV that outlives its request", cache_rows(deployment, resolved.memory)
 
 
-def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
+def _topology(resolved: Resolved) -> Iterator[Row]:
     deployment = resolved.deployment
-    total = sum(place.num_ranks for place in places)
+    placed = place_units(deployment)
+    total = sum(unit.num_ranks for unit in placed)
     where = "GPUs" if deployment.device == "cuda" else "processes on CPUs"
-    nodes = num_nodes(places)
+    nodes = num_nodes(placed)
     yield "in all", f"{total} ranks ({where}) on {nodes} {'node' if nodes == 1 else 'nodes'}"
-    yield "transport", f"{deployment.transport}, wire {deployment.wire}"
+    yield "transport", f"{deployment.transport}, dispatch in {deployment.dispatch_format}"
     pulled = (
         "when a prompt is done"
         if deployment.early_pull == OFF
@@ -98,22 +98,22 @@ def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
             f"{counts[0]} and {counts[1]} units, as they are needed; shown with all of them",
         )
     for role in ROLES:
-        of_role = [place for place in places if place.role == role]
-        for place in of_role[:_SHOWN]:
-            ranks = f"EP{place.num_ranks}" if place.num_ranks > 1 else "1 rank"
-            yield place.name, f"{ranks}, {_nodes(place)}"
+        of_role = [unit for unit in placed if unit.role == role]
+        for unit in of_role[:_SHOWN]:
+            ranks = f"EP{unit.num_ranks}" if unit.num_ranks > 1 else "1 rank"
+            yield unit.name, f"{ranks}, {_nodes(unit)}"
         if len(of_role) > _SHOWN:
             yield "", f"and {len(of_role) - _SHOWN} more of the same"
 
 
-def _nodes(place: UnitPlace) -> str:
-    first, last = place.nodes[0], place.nodes[-1]
+def _nodes(unit: UnitNodes) -> str:
+    first, last = unit.nodes[0], unit.nodes[-1]
     if first != last:
-        return f"nodes {first}-{last}, {place.num_ranks // len(place.nodes)} ranks each"
-    last_rank = place.first_device + place.num_ranks - 1
+        return f"nodes {first}-{last}, {unit.num_ranks // len(unit.nodes)} ranks each"
+    last_rank = unit.first_device + unit.num_ranks - 1
     return (
-        f"node {first}, places {place.first_device}-{last_rank}"
-        if place.num_ranks > 1
+        f"node {first}, devices {unit.first_device}-{last_rank}"
+        if unit.num_ranks > 1
         else f"node {first}"
     )
 
@@ -156,7 +156,7 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
     assert not problems, problems
     units = units_of(resolved.deployment, role)
     total = config.n_routed_experts + units.redundant_experts
-    routed, shared = placement.num_slots, config.n_shared_experts
+    routed, shared = placement.num_expert_slots, config.n_shared_experts
     yield "a rank", f"{routed} routed + {shared} shared, in each of {placement.num_layers} layers"
     yield (
         "replicas",
@@ -183,12 +183,12 @@ def _ids(experts: Sequence[int]) -> str:
     return shown if len(numbers) <= _SHOWN else f"{shown} ... ({len(numbers)} in all)"
 
 
-def _wire(role: str, resolved: Resolved) -> Iterator[Row]:
+def _exchange(role: str, resolved: Resolved) -> Iterator[Row]:
     deployment, config = resolved.deployment, resolved.config
     units = units_of(deployment, role)
-    layout = WireLayout(deployment.wire, config.hidden_size)
+    layout = MessageLayout(deployment.dispatch_format, config.hidden_size)
     tokens, top_k = max_step_tokens(role, deployment), config.num_experts_per_tok
-    yield "dispatch", f"{layout.message_bytes:,} bytes a message ({deployment.wire})"
+    yield "dispatch", f"{layout.message_bytes:,} bytes a message ({deployment.dispatch_format})"
     yield "combine", f"{layout.back_bytes:,} bytes a row ({layout.back_format})"
     if mode_of(role, units) == "low_latency":
         replicas = config.n_routed_experts + units.redundant_experts

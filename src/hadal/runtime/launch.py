@@ -28,13 +28,16 @@ from pathlib import Path
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
+    AnyMessage,
+    Demand,
     Drain,
+    DrainUnit,
     GatewayHeartbeat,
+    KeepUnit,
     LeaderDown,
     RankUp,
     Sighting,
@@ -53,7 +56,6 @@ from hadal.core.seams import (
     WakeAt,
     WithdrawNodes,
 )
-from hadal.core.wire import AnyMessage
 from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import Fleet, make_fleet
 from hadal.roles.recording import MadeFleet

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
+from hadal.comm.layout import MessageLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
 from hadal.core.documents import parse_json
@@ -349,7 +349,7 @@ def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
     if units.ranks == 1:
         return 0
     tokens, top_k = max_step_tokens(kind, deployment), config.num_experts_per_tok
-    layout = WireLayout(deployment.wire, config.hidden_size)
+    layout = MessageLayout(deployment.dispatch_format, config.hidden_size)
     if mode_of(kind, units) == "low_latency":
         replicas = config.n_routed_experts + units.redundant_experts
         if deployment.transport == "deepep":

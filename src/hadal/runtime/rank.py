@@ -362,17 +362,19 @@ def make_runner(
     """
     units, started_s = units_of(deployment, role), time.monotonic()
     placement = first_placement(deployment, config, role)
-    slots_LS = placement.slot_to_expert_LRS[:, rank]
+    slot_to_expert_LS = placement.slot_to_expert_LRS[:, rank]
     folder = Path(deployment.model)
     prepare_kernels()
-    weights = load_weights(folder, slots_LS=slots_LS, device=device, advance=Teller(READING))
+    weights = load_weights(
+        folder, slot_to_expert_LS=slot_to_expert_LS, device=device, advance=Teller(READING)
+    )
     comm = make_comm(deployment, config, role, group, device)
     model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
-    store = ExpertStore(folder, weights, slots_LS)
+    store = ExpertStore(folder, weights, slot_to_expert_LS)
     log.info(
         "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s",
         time.monotonic() - started_s,
-        placement.num_slots,
+        placement.num_expert_slots,
         config.n_routed_experts,
         units.threads,
         device,
@@ -402,10 +404,10 @@ def make_lone_runner(
 def lone_comm(
     deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu"
 ) -> ExpertComm | None:
-    """What rounds tokens on their way to experts as ranks' messages would, so that the wire's
+    """What rounds tokens on their way to experts as ranks' messages would, so that the dispatch
     format alone decides what comes out, not the number of ranks. None where nothing is rounded.
     """
-    if deployment.wire == "fp32":
+    if deployment.dispatch_format == "fp32":
         return None
     comm = make_comm(deployment, config, role, None, device)
     comm.install(first_placement(deployment, config, role))
@@ -429,7 +431,7 @@ def make_comm(
         group,
         hidden_size=config.hidden_size,
         top_k=config.num_experts_per_tok,
-        wire=deployment.wire,
+        dispatch_format=deployment.dispatch_format,
         mode=mode_of(role, units_of(deployment, role)),
         max_tokens=max_step_tokens(role, deployment),
         device=device,

@@ -85,7 +85,7 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
         VERSION,
         repr(layout).encode(),
         dtype.encode(),
-        deployment.wire.encode(),
+        deployment.dispatch_format.encode(),
         deployment.device.encode(),
     )
     _add(digest, os.environ.get(KERNELS, "").encode())
@@ -259,11 +259,9 @@ def _gpus_too_small(
 ) -> list[str]:
     """Ranks of all units may lie on one GPU; what they hold together must fit."""
     held = [0] * len(found)
-    for place in place_units(deployment):
-        for rank in range(place.num_ranks):
-            held[device_index(deployment, place.name, rank) % len(found)] += role_to_bytes[
-                place.role
-            ]
+    for unit in place_units(deployment):
+        for rank in range(unit.num_ranks):
+            held[device_index(deployment, unit.name, rank) % len(found)] += role_to_bytes[unit.role]
     return [
         f"its ranks on GPU {index} hold {gb(needed)} in FP32 (plain torch ops), and the GPU has"
         f" {gb(there)}."

@@ -61,7 +61,7 @@ GATEWAY = "gateway"
 
 
 @dataclass(frozen=True)
-class UnitPlace:
+class UnitNodes:
     """One unit: the nodes its ranks lie on. `first_device`: on the first of them."""
 
     name: str
@@ -100,11 +100,11 @@ def process_names(deployment: Deployment) -> Iterator[tuple[str, str, int | None
                 yield from ((rank_name(unit, rank), role, rank) for rank in range(units.ranks))
 
 
-def place_units(deployment: Deployment) -> list[UnitPlace]:
+def place_units(deployment: Deployment) -> list[UnitNodes]:
     """Put units on nodes in order: whole nodes for large ones, the first node with room for small
     ones.
     """
-    places: list[UnitPlace] = []
+    placed: list[UnitNodes] = []
     used: list[int] = []
     """Devices taken on each node; a node of a large unit is full."""
     for role in ROLES:
@@ -114,7 +114,7 @@ def place_units(deployment: Deployment) -> list[UnitPlace]:
             if units.ranks > per_node:
                 nodes = tuple(range(len(used), len(used) + units.ranks // per_node))
                 used += [per_node] * len(nodes)
-                places.append(UnitPlace(name, role, units.ranks, nodes, 0))
+                placed.append(UnitNodes(name, role, units.ranks, nodes, 0))
                 continue
             is_counted = deployment.device == "cuda"
             roomy = [
@@ -125,28 +125,28 @@ def place_units(deployment: Deployment) -> list[UnitPlace]:
             node = roomy[0] if roomy else len(used)
             if node == len(used):
                 used.append(0)
-            places.append(UnitPlace(name, role, units.ranks, (node,), used[node]))
+            placed.append(UnitNodes(name, role, units.ranks, (node,), used[node]))
             used[node] += units.ranks
-    return places
+    return placed
 
 
 def device_index(deployment: Deployment, unit: str, rank: int) -> int:
-    """Place of a rank among those of its node; counted round where the node has fewer GPUs: ranks
+    """Index of a rank among those of its node; counted round where the node has fewer GPUs: ranks
     then share them.
     """
-    (place,) = (place for place in place_units(deployment) if place.name == unit)
-    return (place.first_device + rank) % units_of(deployment, place.role).ranks_per_node
+    (on,) = (each for each in place_units(deployment) if each.name == unit)
+    return (on.first_device + rank) % units_of(deployment, on.role).ranks_per_node
 
 
-def num_nodes(places: list[UnitPlace]) -> int:
-    """Nodes that the places take together."""
-    return 1 + max(node for place in places for node in place.nodes)
+def num_nodes(units: list[UnitNodes]) -> int:
+    """Nodes that the units take together."""
+    return 1 + max(node for unit in units for node in unit.nodes)
 
 
 def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[str]:
     """Why this host cannot run the deployment, one sentence each; empty if it can."""
-    places = place_units(deployment)
-    nodes, largest = num_nodes(places), max(place.num_ranks for place in places)
+    units = place_units(deployment)
+    nodes, largest = num_nodes(units), max(unit.num_ranks for unit in units)
     most = max(deployment.prefill.ranks_per_node, deployment.decode.ranks_per_node)
     device = "GPUs" if deployment.device == "cuda" else "ranks"
     host = f"{num_gpus} GPUs" if num_gpus else f"{num_cores} cores and no GPU"

@@ -30,7 +30,7 @@ import msgspec
 import zmq
 
 from hadal.core.errors import ConfigError
-from hadal.core.wire import AnyMessage
+from hadal.core.messages import AnyMessage
 from hadal.runtime.transfer.grants import Grants
 
 MAX_QUEUED = 4096

@@ -150,7 +150,7 @@ def _balanced(
     loads_LE: Floats, phase: str, like: Placement, num_redundant: int, ranks_per_node: int
 ) -> ExpertPlan:
     nodes = tuple(rank // ranks_per_node for rank in range(like.num_ranks))
-    cluster = Cluster((like.num_slots,) * like.num_ranks, nodes)
+    cluster = Cluster((like.num_expert_slots,) * like.num_ranks, nodes)
     by_nodes = groups_fit_nodes(phase, nodes[-1] + 1, NUM_GROUPS, num_redundant)
     mode = "hybrid" if by_nodes else "global"
     return balance(

@@ -280,21 +280,25 @@ def _quantiles(
     100)-th smallest.
     """
     rows = sa.select(key.label("key"), value.label("value")).where(within).subquery()
-    place = sa.func.row_number().over(partition_by=rows.c.key, order_by=rows.c.value).label("place")
+    position = (
+        sa.func.row_number().over(partition_by=rows.c.key, order_by=rows.c.value).label("position")
+    )
     number = sa.func.count().over(partition_by=rows.c.key).label("number")
     ranked = (
-        sa.select(rows.c.key, rows.c.value, place, number)
+        sa.select(rows.c.key, rows.c.value, position, number)
         .where(rows.c.value.is_not(None))
         .subquery()
     )
     wanted = [(ranked.c.number * percent + 99) // 100 for percent in QUANTILES]
     key_to_values: dict[Any, tuple[int, ...]] = {}
-    found = sa.select(ranked.c.key, ranked.c.value, ranked.c.place, *wanted).where(
-        ranked.c.place.in_(wanted)
+    found = sa.select(ranked.c.key, ranked.c.value, ranked.c.position, *wanted).where(
+        ranked.c.position.in_(wanted)
     )
-    for one, least, at, *places in connection.execute(found.order_by(ranked.c.key, ranked.c.place)):
+    for one, least, at, *positions in connection.execute(
+        found.order_by(ranked.c.key, ranked.c.position)
+    ):
         values = key_to_values.setdefault(one, ())
-        key_to_values[one] = values + (int(least),) * places.count(at)
+        key_to_values[one] = values + (int(least),) * positions.count(at)
     return key_to_values
 
 

@@ -86,7 +86,7 @@ def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
 
 @dataclass(frozen=True)
 class Detail:
-    """What single generations tell and sums do not. Quantiles are nearest-rank, by QUANTILES;
+    """What single generations show and sums do not. Quantiles are nearest-rank, by QUANTILES;
     empty: of nothing.
     """
 

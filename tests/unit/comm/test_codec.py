@@ -1,4 +1,6 @@
-"""A wire's rows in and out of messages, at any address, and heads that are not believed."""
+"""Rows of every dispatch format in and out of messages, at any address, and heads that are not
+believed.
+"""
 
 import pytest
 import torch
@@ -13,14 +15,14 @@ from hadal.comm.expert_comm import (
     read_head,
     write_head,
 )
-from hadal.comm.layout import HEAD_BYTES, WIRES, WireLayout
+from hadal.comm.layout import DISPATCH_FORMATS, HEAD_BYTES, MessageLayout
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dispatch_format", DISPATCH_FORMATS)
 @pytest.mark.parametrize("start", [0, 16, 37])
-def test_rows_at_any_address(wire: str, start: int) -> None:
+def test_rows_at_any_address(dispatch_format: str, start: int) -> None:
     """A received message may lie anywhere in a larger buffer."""
-    codec = Codec(WireLayout(wire, 200))
+    codec = Codec(MessageLayout(dispatch_format, 200))
     x_TD = torch.randn(6, 200, generator=torch.Generator().manual_seed(1))
     token_N = torch.tensor([5, 0, 0, 3], dtype=torch.int32)
     stride = codec.layout.row_bytes + 4
@@ -28,7 +30,7 @@ def test_rows_at_any_address(wire: str, start: int) -> None:
     codec.encode(x_TD, token_N, message, start, stride)
     out_ND = torch.empty(4, 200)
     codec.decode(message, start, stride, out_ND)
-    bound = {"fp32": 0.0, "fp8": 1 / 16, "fp8_pow2": 1 / 16}[wire]
+    bound = {"fp32": 0.0, "fp8": 1 / 16, "fp8_pow2": 1 / 16}[dispatch_format]
     torch.testing.assert_close(
         out_ND, x_TD[token_N.long()], rtol=bound, atol=0.02 if bound else 0.0
     )
@@ -37,9 +39,9 @@ def test_rows_at_any_address(wire: str, start: int) -> None:
     codec.encode(x_TD[:0], None, message, len(message), stride)  # Nothing, at the very end.
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_combine_of_rows_that_came_back(wire: str) -> None:
-    codec = Codec(WireLayout(wire, 64))
+@pytest.mark.parametrize("dispatch_format", DISPATCH_FORMATS)
+def test_combine_of_rows_that_came_back(dispatch_format: str) -> None:
+    codec = Codec(MessageLayout(dispatch_format, 64))
     y_PD = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
     back = torch.empty(6 * codec.layout.back_bytes, dtype=torch.uint8)
     codec.encode_back(y_PD, back)
@@ -47,7 +49,7 @@ def test_combine_of_rows_that_came_back(wire: str) -> None:
     ids_TK = torch.tensor([[9, 2], [1, 3], [8, 7]])
     weights_TK = torch.rand(3, 2, generator=torch.Generator().manual_seed(3))
     want = (y_PD[at_TK.long()] * weights_TK[:, :, None]).sum(1)
-    tolerance = 1e-6 if wire == "fp32" else 3e-2
+    tolerance = 1e-6 if dispatch_format == "fp32" else 3e-2
     torch.testing.assert_close(
         codec.combine(back, at_TK, ids_TK, weights_TK), want, rtol=0, atol=tolerance
     )

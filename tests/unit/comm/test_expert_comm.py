@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.expert_comm import ExpertComm, MessageError
-from hadal.comm.layout import WireLayout
+from hadal.comm.layout import MessageLayout
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.errors import InvariantError
 from hadal.core.placement import Placement, spread, without
@@ -67,9 +67,16 @@ def cuts(num_ranks: int, seed: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(borders)]
 
 
-def make(group: QueueGroup | None, wire: str, mode: str, placement: Placement) -> ExpertComm:
+def make(
+    group: QueueGroup | None, dispatch_format: str, mode: str, placement: Placement
+) -> ExpertComm:
     comm = ExpertComm(
-        group, hidden_size=HIDDEN, top_k=TOP_K, wire=wire, mode=mode, max_tokens=TOKENS
+        group,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        dispatch_format=dispatch_format,
+        mode=mode,
+        max_tokens=TOKENS,
     )
     comm.install(placement)
     return comm
@@ -77,7 +84,7 @@ def make(group: QueueGroup | None, wire: str, mode: str, placement: Placement) -
 
 def run(
     scene: Scene,
-    wire: str,
+    dispatch_format: str,
     mode: str,
     placement: Placement,
     lost: tuple[int, ...] = (),
@@ -93,7 +100,9 @@ def run(
     def work(rank: int) -> Tensor:
         own = shares[rank]
         half = (own.start + own.stop) // 2
-        comm = make(groups[rank] if placement.num_ranks > 1 else None, wire, mode, placement)
+        comm = make(
+            groups[rank] if placement.num_ranks > 1 else None, dispatch_format, mode, placement
+        )
         layers = []
         for layer in range(placement.num_layers):
             slot_to_expert = torch.from_numpy(
@@ -104,7 +113,9 @@ def run(
             for handle in handles:
                 received = handle.finish_dispatch()
                 handle.start_combine(
-                    scene.expert(slot_to_expert[received.slot_M], received.x_ND[received.row_M])
+                    scene.expert(
+                        slot_to_expert[received.expert_slot_M], received.x_ND[received.row_M]
+                    )
                 )
             routed = [
                 h.finish_combine(scene.weights_TK[part])
@@ -120,14 +131,20 @@ def run(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("wire", ["fp32", "fp8", "fp8_pow2"])
-def test_same_bits_for_every_width_placement_mode_and_arrival(wire: str, seed: int) -> None:
+@pytest.mark.parametrize("dispatch_format", ["fp32", "fp8", "fp8_pow2"])
+def test_same_bits_for_every_width_placement_mode_and_arrival(
+    dispatch_format: str, seed: int
+) -> None:
     tokens = scene(seed)
-    base, _ = run(tokens, wire, "normal", spread(LAYERS, EXPERTS, 1))
+    base, _ = run(tokens, dispatch_format, "normal", spread(LAYERS, EXPERTS, 1))
     for mode in MODES:
         for num_ranks, redundant in ((1, 0), (2, 0), (4, 4), (8, 0), (8, 16)):
             got, _ = run(
-                tokens, wire, mode, spread(LAYERS, EXPERTS, num_ranks, redundant), seed=seed
+                tokens,
+                dispatch_format,
+                mode,
+                spread(LAYERS, EXPERTS, num_ranks, redundant),
+                seed=seed,
             )
             assert torch.equal(got, base), (mode, num_ranks, redundant, seed)
 
@@ -143,15 +160,15 @@ def test_same_bits_when_ranks_are_dead(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wire", ["fp32", "fp8", "fp8_pow2"])
-def test_equals_the_slow_twin(wire: str, mode: str) -> None:
+@pytest.mark.parametrize("dispatch_format", ["fp32", "fp8", "fp8_pow2"])
+def test_equals_the_slow_twin(dispatch_format: str, mode: str) -> None:
     tokens = scene(3)
 
     def there(rows: Tensor) -> Tensor:
-        return through(rows, wire)
+        return through(rows, dispatch_format)
 
     def back(rows: Tensor) -> Tensor:
-        return rows if wire == "fp32" else rows.bfloat16().float()
+        return rows if dispatch_format == "fp32" else rows.bfloat16().float()
 
     shares = dict(enumerate(cuts(4, 3)))
     want = all_to_all(
@@ -162,32 +179,32 @@ def test_equals_the_slow_twin(wire: str, mode: str) -> None:
         there,
         back,
     )
-    got, _ = run(tokens, wire, mode, spread(1, EXPERTS, 4, 4), seed=3)
+    got, _ = run(tokens, dispatch_format, mode, spread(1, EXPERTS, 4, 4), seed=3)
     assert torch.equal(got[0], torch.cat(list(want.values())))
 
 
-def through(rows: Tensor, wire: str) -> Tensor:
-    """What a row is after the wire, by the plain codec."""
-    if wire == "fp32":
+def through(rows: Tensor, dispatch_format: str) -> Tensor:
+    """What a row is after dispatch, by the plain codec."""
+    if dispatch_format == "fp32":
         return rows
-    layout = WireLayout(wire, rows.shape[1])
+    layout = MessageLayout(dispatch_format, rows.shape[1])
     encoded, out = (
         torch.empty((len(rows), layout.row_bytes), dtype=torch.uint8),
         torch.empty_like(rows),
     )
-    slow.encode(rows, None, encoded, wire)
-    slow.decode(encoded, out, wire)
+    slow.encode(rows, None, encoded, dispatch_format)
+    slow.decode(encoded, out, dispatch_format)
     return out
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_are_the_formulas(mode: str) -> None:
-    """Counted on the wire, by wire format; and what low precision saves."""
+    """Counted between ranks, by dispatch format; and what low precision saves."""
     totals = {}
-    for wire in ("fp32", "fp8"):
+    for dispatch_format in ("fp32", "fp8"):
         tokens, placement = scene(4), spread(1, EXPERTS, 4)
-        _, groups = run(tokens, wire, mode, placement, seed=4)
-        layout = WireLayout(wire, HIDDEN)
+        _, groups = run(tokens, dispatch_format, mode, placement, seed=4)
+        layout = MessageLayout(dispatch_format, HIDDEN)
         sent = sum(sum(group.sent_bytes) for group in groups.values())
         expected = 0
         for rank, own in enumerate(cuts(4, 4)):
@@ -200,7 +217,7 @@ def test_bytes_are_the_formulas(mode: str) -> None:
                 rows = [int((target_TK == peer).any(1).sum()) for peer in peers]
                 expected += sum(layout.expected_bytes(mode, rows, pairs))
         assert sent == expected
-        totals[wire] = sent
+        totals[dispatch_format] = sent
     # Hidden 192 has two scales for 192 values and short rows; large ones are in test_layout.
     assert totals["fp8"] <= (0.42 if mode == "low_latency" else 0.46) * totals["fp32"]
 
@@ -220,7 +237,12 @@ def test_over_the_mesh(mode: str) -> None:
 
     def routed(group: MeshGroup | None, placement: Placement) -> tuple[Tensor, int]:
         comm = ExpertComm(
-            group, hidden_size=hidden, top_k=top_k, wire="fp8", mode=mode, max_tokens=num_tokens
+            group,
+            hidden_size=hidden,
+            top_k=top_k,
+            dispatch_format="fp8",
+            mode=mode,
+            max_tokens=num_tokens,
         )
         comm.install(placement)
         own = slice(0, 0 if comm.rank == 2 else num_tokens)
@@ -231,14 +253,14 @@ def test_over_the_mesh(mode: str) -> None:
             received = handle.finish_dispatch()
             slots = torch.from_numpy(placement.slot_to_expert_LRS[0, comm.rank].astype(np.int64))
             handle.start_combine(
-                received.x_ND[received.row_M] * (1 + slots[received.slot_M])[:, None]
+                received.x_ND[received.row_M] * (1 + slots[received.expert_slot_M])[:, None]
             )
             outputs.append(handle.finish_combine(weights_TK[own]))
         assert torch.equal(outputs[0], outputs[2])
         return outputs[0], (group.bytes_sent if group is not None else 0) - before
 
     base, _ = routed(None, spread(1, EXPERTS, 1))
-    layout = WireLayout("fp8", hidden)
+    layout = MessageLayout("fp8", hidden)
     with mesh_threads(3) as groups:
         placement = spread(1, EXPERTS, 3, 2)
         results = run_threads([lambda group=group: routed(group, placement) for group in groups])  # type: ignore[misc]
@@ -246,9 +268,9 @@ def test_over_the_mesh(mode: str) -> None:
             assert torch.equal(result, base[: 0 if rank == 2 else num_tokens])
         expected = 0
         for rank in range(2):
-            slots_EM, counts_E = placement.replicas(0)
+            expert_slots_EM, counts_E = placement.replicas(0)
             choice_TK = (np.arange(num_tokens)[:, None] + rank) % counts_E[ids_TK.numpy()]
-            target_TK = slots_EM[ids_TK.numpy(), choice_TK] // placement.num_slots
+            target_TK = expert_slots_EM[ids_TK.numpy(), choice_TK] // placement.num_expert_slots
             peers = [peer for peer in range(3) if peer != rank]
             pairs = [int((target_TK == peer).sum()) for peer in peers]
             rows = [int((target_TK == peer).any(1).sum()) for peer in peers]
@@ -259,7 +281,12 @@ def test_over_the_mesh(mode: str) -> None:
 def test_replicas_share_the_load() -> None:
     placement = spread(1, 4, 2, 4)
     comm = ExpertComm(
-        queue_groups([0, 1])[0], hidden_size=4, top_k=1, wire="fp32", mode="normal", max_tokens=64
+        queue_groups([0, 1])[0],
+        hidden_size=4,
+        top_k=1,
+        dispatch_format="fp32",
+        mode="normal",
+        max_tokens=64,
     )
     comm.install(placement)
     handle = comm.dispatch(torch.zeros(64, 4), torch.ones(64, 1, dtype=torch.int64), 0)
@@ -289,7 +316,7 @@ def test_what_callers_can_get_wrong_is_said() -> None:
     comm.dispatch(tokens.x_TD, tokens.ids_TK, 0)
     with pytest.raises(ValueError, match="no mode"):
         make(None, "fp8", "fast", placement)
-    with pytest.raises(ValueError, match="no wire"):
+    with pytest.raises(ValueError, match="no dispatch format"):
         make(None, "fp4", "normal", placement)
     with pytest.raises(ValueError, match="no replica"):
         make(None, "fp8", "normal", Placement(EXPERTS + 1, placement.slot_to_expert_LRS))
@@ -318,14 +345,14 @@ def test_low_latency_allocates_its_buffers_once() -> None:
 
     def work(rank: int) -> set[int]:
         comm = make(groups[rank], "fp8", "low_latency", placement)
-        places = set()
+        addresses = set()
         for _ in range(6):
             handle = comm.dispatch(tokens.x_TD, tokens.ids_TK, 0)
             received = handle.finish_dispatch()
-            places.add(received.x_ND.data_ptr())
+            addresses.add(received.x_ND.data_ptr())
             handle.start_combine(received.x_ND[received.row_M])
             handle.finish_combine(tokens.weights_TK)
-        return places
+        return addresses
 
-    for places in in_threads(work, [0, 1]).values():
-        assert len(places) <= 2
+    for addresses in in_threads(work, [0, 1]).values():
+        assert len(addresses) <= 2

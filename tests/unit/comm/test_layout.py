@@ -3,7 +3,7 @@
 import pytest
 
 from hadal.comm.layout import (
-    WireLayout,
+    MessageLayout,
     deepep_buffer_bytes,
     low_latency_buffers,
     mean_rows,
@@ -13,18 +13,18 @@ from hadal.comm.layout import (
 V3 = 7168
 
 
-@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
-def test_v3_messages(wire: str) -> None:
+@pytest.mark.parametrize("dispatch_format", ["fp8", "fp8_pow2"])
+def test_v3_messages(dispatch_format: str) -> None:
     """DeepEP's: 16 bytes of header, 7168 codes, 56 scales; 7168 BF16 back."""
-    layout = WireLayout(wire, V3)
+    layout = MessageLayout(dispatch_format, V3)
     assert (layout.row_bytes, layout.message_bytes, layout.back_bytes) == (7_392, 7_408, 14_336)
 
 
 def test_ragged_rows() -> None:
-    layout = WireLayout("fp8", 193)
+    layout = MessageLayout("fp8", 193)
     assert layout.row_bytes == 196 + 2 * 4
     assert layout.back_bytes == 386
-    assert WireLayout("fp32", 193).row_bytes == WireLayout("fp32", 193).back_bytes == 772
+    assert MessageLayout("fp32", 193).row_bytes == MessageLayout("fp32", 193).back_bytes == 772
 
 
 def test_deepep_low_latency_buffer() -> None:
@@ -37,7 +37,7 @@ def test_own_low_latency_buffers_of_v3() -> None:
     """A frame per peer for two held replicas: what is received is as much as DeepEP's, less the own
     rank's part.
     """
-    buffers = low_latency_buffers(WireLayout("fp8", V3), 128, 8, 144, 2)
+    buffers = low_latency_buffers(MessageLayout("fp8", V3), 128, 8, 144, 2)
     assert buffers.recv == 143 * (16 + 128 * 2 * 7_408)
     assert buffers.send == 144 * 16 + 128 * 8 * 7_408
     assert buffers.recv_back == 128 * 8 * 14_336
@@ -49,7 +49,7 @@ def test_own_low_latency_buffers_of_v3() -> None:
 
 
 def test_bytes_of_a_step() -> None:
-    layout = WireLayout("fp8", V3)
+    layout = MessageLayout("fp8", V3)
     assert layout.expected_bytes("low_latency", [128, 0], [256, 0]) == (
         2 * 16 + 256 * 7_408,
         256 * 14_336,
@@ -72,8 +72,8 @@ def test_low_precision_saves(hidden: int) -> None:
     def share(mode: str, num_ranks: int, top_k: int, plain_mode: str) -> float:
         tokens = 4096
         rows, pairs = round(mean_rows(tokens, top_k, num_ranks)), tokens * top_k // num_ranks
-        fp8 = WireLayout("fp8", hidden).expected_bytes(mode, [rows], [pairs])
-        fp32 = WireLayout("fp32", hidden).expected_bytes(plain_mode, [rows], [pairs])
+        fp8 = MessageLayout("fp8", hidden).expected_bytes(mode, [rows], [pairs])
+        fp32 = MessageLayout("fp32", hidden).expected_bytes(plain_mode, [rows], [pairs])
         return sum(fp8) / sum(fp32)
 
     for num_ranks in (2, 4, 8, 32, 144):
@@ -84,6 +84,6 @@ def test_low_precision_saves(hidden: int) -> None:
     assert 0.40 < share("normal", 4, 8, "normal") < 0.44
 
 
-def test_unknown_wire() -> None:
+def test_unknown_dispatch_format() -> None:
     with pytest.raises(ValueError, match="fp4"):
-        WireLayout("fp4", 8)
+        MessageLayout("fp4", 8)

@@ -1,4 +1,4 @@
-"""Names in a row are cut and counted by name; a place and its number are one another's."""
+"""Names in a row are cut and counted by name; a location and its number are one another's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_names_are_cut_by_number() -> None:
     assert slice_of(names, 1, 2) == b
 
 
-def test_places_are_numbers_in_the_order_of_their_slots() -> None:
+def test_locations_are_numbers_in_the_order_of_their_slots() -> None:
     for segment, slot in [(0, 0), (7, 5), ((1 << 62) - 1, (1 << 31) - 1)]:
         assert location_of(number_of(segment, slot)) == DiskLocation(segment, slot)
     assert number_of(7, 5) + 1 == number_of(7, 6) < number_of(8, 0)

@@ -17,7 +17,10 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"wire": "fp16"}, "wire is 'fp16'; known are 'fp32', 'fp8', 'fp8_pow2'"),
+        (
+            {"dispatch_format": "fp16"},
+            "dispatch_format is 'fp16'; known are 'fp32', 'fp8', 'fp8_pow2'",
+        ),
         ({"transport": "udp"}, "transport is 'udp'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"device": "cpu", "transport": "nccl"}, "needs GPUs, and device is 'cpu'"),

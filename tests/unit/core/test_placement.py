@@ -30,13 +30,13 @@ def counts(placement: Placement, layer: int) -> list[int]:
     return [placement.replicas(layer)[1][expert] for expert in range(placement.num_experts)]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_slots"), [(32, 9), (144, 2)])
-def test_published_units(num_ranks: int, num_slots: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_expert_slots"), [(32, 9), (144, 2)])
+def test_published_units(num_ranks: int, num_expert_slots: int) -> None:
     """256 experts and 32 redundant ones in 58 layers: 9 replicas a rank in prefill, 2 in decode
     (DAY6).
     """
     placement = spread(58, 256, num_ranks, 32)
-    assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_slots)
+    assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_expert_slots)
     assert placement.check() == []
     assert EMPTY not in placement.slot_to_expert_LRS
     for layer in (0, 1, 57):
@@ -64,7 +64,7 @@ def test_spread(num_experts: int, num_ranks: int, num_redundant: int) -> None:
     placement = spread(5, num_experts, num_ranks, num_redundant)
     assert placement.check() == []
     assert (placement.num_layers, placement.num_ranks) == (5, num_ranks)
-    assert placement.num_slots * num_ranks == num_experts + num_redundant
+    assert placement.num_expert_slots * num_ranks == num_experts + num_redundant
     for layer in range(5):
         assert max(counts(placement, layer)) - min(counts(placement, layer)) <= 1
 
@@ -173,7 +173,7 @@ def test_without_loads_nothing_that_has_another_replica() -> None:
     """EP2 with everything doubled: the survivor has it all already."""
     before = spread(2, 8, 2, 8)
     after = check_without(before, [0])
-    assert after.num_slots == before.num_slots == 8
+    assert after.num_expert_slots == before.num_expert_slots == 8
 
 
 def test_without_at_full_size() -> None:
@@ -181,7 +181,7 @@ def test_without_at_full_size() -> None:
         check_without(spread(1, 256, num_ranks, 32), [5])
         after = without(spread(58, 256, num_ranks, 32), [5])
         assert after.check() == []
-        assert after.num_slots == 288 // num_ranks + 1
+        assert after.num_expert_slots == 288 // num_ranks + 1
 
 
 def test_without_nobody() -> None:
@@ -213,11 +213,15 @@ def test_bytes_round_trip(seed: int) -> None:
         before = without(before, rng.sample(range(4), rng.randint(0, 2)))
         data = before.to_bytes()
         assert len(data) == 2 * before.slot_to_expert_LRS.size
-        after = Placement.from_bytes(data, before.num_experts, before.num_ranks, before.num_slots)
+        after = Placement.from_bytes(
+            data, before.num_experts, before.num_ranks, before.num_expert_slots
+        )
         assert (after.slot_to_expert_LRS == before.slot_to_expert_LRS).all()
         assert (after.num_layers, after.num_experts) == (before.num_layers, before.num_experts)
     with pytest.raises(ValueError, match=r"reshape|size"):
-        Placement.from_bytes(data[:-2], before.num_experts, before.num_ranks, before.num_slots)
+        Placement.from_bytes(
+            data[:-2], before.num_experts, before.num_ranks, before.num_expert_slots
+        )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -247,7 +251,7 @@ def test_parts_follow_a_split(seed: int) -> None:
     for ours, theirs in zip(placement.replicas(0), even.replicas(0), strict=True):
         assert np.array_equal(ours, theirs)
     again = Placement.from_bytes(
-        placement.to_bytes(), 16, 4, placement.num_slots, placement.weights_bytes()
+        placement.to_bytes(), 16, 4, placement.num_expert_slots, placement.weights_bytes()
     )
     assert np.array_equal(again.replicas(1)[0], table)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hadal.core.cache import split
 from hadal.core.messages import (
     BLOCK_TOKENS,
+    AnyMessage,
     Cancel,
     Decode,
     FrontUp,
@@ -30,7 +31,6 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import Draw
-from hadal.core.wire import AnyMessage
 from tests.columns import Row, tokens_message
 
 NUM_BLOCKS = 1000

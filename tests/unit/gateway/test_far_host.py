@@ -18,13 +18,13 @@ from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
+    AnyMessage,
     Deliver,
     Delivered,
     Drain,
     GatewayHeartbeat,
     UnitDown,
 )
-from hadal.core.wire import AnyMessage
 from hadal.gateway.auth import Keys
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host

@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hadal.core.balance import OBJECTIVES
 from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
-from hadal.core.messages import FrontSnapshot, Totals, UnitReport
-from hadal.core.wire import AnyMessage
+from hadal.core.messages import AnyMessage, FrontSnapshot, Totals, UnitReport
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import Usage
 from hadal.runtime.ledger.writer import LedgerCounts

@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
-from hadal.core.messages import SUPERVISOR, Drain, GatewayHeartbeat
-from hadal.core.wire import AnyMessage
+from hadal.core.messages import SUPERVISOR, AnyMessage, Drain, GatewayHeartbeat
 from hadal.gateway import process
 from hadal.gateway.auth import Tenant, salt_of
 from hadal.gateway.errors import ApiError

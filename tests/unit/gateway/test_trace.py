@@ -16,9 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.core.messages import Trace, TracedStep, TraceRequest, UnitReport
+from hadal.core.messages import AnyMessage, Trace, TracedStep, TraceRequest, UnitReport
 from hadal.core.plans import TraceEvent
-from hadal.core.wire import AnyMessage
 from hadal.gateway.service import ServedModel
 from hadal.gateway.trace import TraceError, TraceReply, describe, fetch, write
 

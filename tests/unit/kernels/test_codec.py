@@ -1,4 +1,4 @@
-"""Rows on the wire and routing: the kernels give the twins' bits, and the twins what the format
+"""Rows between ranks and routing: the kernels give the twins' bits, and the twins what the format
 says.
 """
 
@@ -31,27 +31,27 @@ def awkward(num_rows: int, hidden: int, seed: int) -> Tensor:
 
 
 def encoded(
-    module: object, x: Tensor, index: Tensor | None, wire_format: str, stride: int = 0
+    module: object, x: Tensor, index: Tensor | None, row_format: str, stride: int = 0
 ) -> Tensor:
-    num_bytes = row_bytes(x.shape[1], wire_format)
+    num_bytes = row_bytes(x.shape[1], row_format)
     num_rows = len(x) if index is None else len(index)
     rows = torch.full((num_rows, num_bytes + stride), 255, dtype=torch.uint8)
-    module.encode(x, index, rows[:, stride:], wire_format)  # type: ignore[attr-defined]
+    module.encode(x, index, rows[:, stride:], row_format)  # type: ignore[attr-defined]
     return rows
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("wire_format", FORMATS)
+@pytest.mark.parametrize("row_format", FORMATS)
 @pytest.mark.parametrize("hidden", [1, 6, 130, 192, 512])
-def test_kernels_give_the_twins_bits(built: None, wire_format: str, hidden: int, seed: int) -> None:
+def test_kernels_give_the_twins_bits(built: None, row_format: str, hidden: int, seed: int) -> None:
     x = awkward(9, hidden, seed)
     index = torch.randint(0, 9, (13,), generator=torch.Generator().manual_seed(seed)).int()
     for picked, gap in ((None, 0), (index, 0), (index, 20)):
-        rows = encoded(ops, x, picked, wire_format, gap)
-        assert torch.equal(rows, encoded(slow, x, picked, wire_format, gap)), seed
+        rows = encoded(ops, x, picked, row_format, gap)
+        assert torch.equal(rows, encoded(slow, x, picked, row_format, gap)), seed
         fast, twin = torch.empty(len(rows), hidden), torch.empty(len(rows), hidden)
-        ops.decode(rows[:, gap:], fast, wire_format)
-        slow.decode(rows[:, gap:], twin, wire_format)
+        ops.decode(rows[:, gap:], fast, row_format)
+        slow.decode(rows[:, gap:], twin, row_format)
         assert torch.equal(fast, twin), seed
 
 
@@ -73,14 +73,14 @@ def test_every_e4m3_code_is_its_value(built: None) -> None:
     assert torch.equal(out[:, :127].flatten()[: len(x)], want)
 
 
-@pytest.mark.parametrize("wire_format", ["fp8", "fp8_pow2"])
-def test_fp8_error_is_within_its_bound(wire_format: str) -> None:
+@pytest.mark.parametrize("row_format", ["fp8", "fp8_pow2"])
+def test_fp8_error_is_within_its_bound(row_format: str) -> None:
     x = awkward(40, 300, 5)
     out = torch.empty_like(x)
-    rows = encoded(ops, x, None, wire_format)
-    ops.decode(rows, out, wire_format)
+    rows = encoded(ops, x, None, row_format)
+    ops.decode(rows, out, row_format)
     scales = rows[:, 300:].contiguous().view(torch.float32)
-    if wire_format == "fp8_pow2":
+    if row_format == "fp8_pow2":
         assert (torch.frexp(scales).mantissa == 0.5).all()
     amax = (
         torch.nn.functional.pad(x.abs(), (0, 84))
@@ -90,7 +90,7 @@ def test_fp8_error_is_within_its_bound(wire_format: str) -> None:
     )
     # Half a step of 2^-3 of the value, or of the smallest code; the scale is up to twice as large
     # as a power of two.
-    step = amax.clamp(min=1e-4) / 448 * (2 if wire_format == "fp8_pow2" else 1)
+    step = amax.clamp(min=1e-4) / 448 * (2 if row_format == "fp8_pow2" else 1)
     assert ((out - x).abs() <= torch.maximum(x.abs() / 16, step * 2**-10) * 1.0001).all()
 
 
@@ -99,24 +99,24 @@ def test_fp8_error_is_within_its_bound(wire_format: str) -> None:
 def test_what_is_not_finite_stays_so(module: object, bad: float) -> None:
     x = torch.ones(2, 200)
     x[1, 150] = bad
-    for wire_format in FORMATS:
+    for row_format in FORMATS:
         out = torch.empty_like(x)
-        module.decode(encoded(module, x, None, wire_format), out, wire_format)  # type: ignore[attr-defined]
+        module.decode(encoded(module, x, None, row_format), out, row_format)  # type: ignore[attr-defined]
         assert out[0].isfinite().all()
         assert not out[1, 150].isfinite()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("wire_format", ["fp32", "bf16"])
+@pytest.mark.parametrize("row_format", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "hidden"), [(0, 2, 8), (1, 1, 5), (7, 8, 300), (20, 3, 192)]
 )
 def test_weighted_sum_is_one_rounding_per_addition(
-    built: None, wire_format: str, num_tokens: int, top_k: int, hidden: int, seed: int
+    built: None, row_format: str, num_tokens: int, top_k: int, hidden: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     y = awkward(num_tokens * top_k, hidden, seed)
-    rows = encoded(ops, y, None, wire_format)
+    rows = encoded(ops, y, None, row_format)
     at = torch.randperm(num_tokens * top_k, generator=generator).view(num_tokens, top_k).int()
     ids = torch.stack(
         [torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)]
@@ -124,22 +124,22 @@ def test_weighted_sum_is_one_rounding_per_addition(
     )[:num_tokens]
     weights = torch.rand(num_tokens, top_k, generator=generator) * 3
     fast, twin = torch.empty(num_tokens, hidden), torch.empty(num_tokens, hidden)
-    ops.weighted_sum(rows, wire_format, at, ids, weights, fast)
-    slow.weighted_sum(rows, wire_format, at, ids, weights, twin)
+    ops.weighted_sum(rows, row_format, at, ids, weights, fast)
+    slow.weighted_sum(rows, row_format, at, ids, weights, twin)
     assert torch.equal(fast, twin), seed
     order = torch.randperm(
         top_k, generator=generator
     )  # The order of a token's choices changes nothing.
-    ops.weighted_sum(rows, wire_format, at[:, order], ids[:, order], weights[:, order], fast)
+    ops.weighted_sum(rows, row_format, at[:, order], ids[:, order], weights[:, order], fast)
     assert torch.equal(fast, twin), seed
 
 
 def random_replicas(
-    num_experts: int, num_ranks: int, num_slots: int, generator: torch.Generator
+    num_experts: int, num_ranks: int, num_expert_slots: int, generator: torch.Generator
 ) -> Replicas:
     counts = torch.randint(1, 4, (num_experts,), generator=generator)
-    slots = torch.randint(0, num_ranks * num_slots, (num_experts, 3), generator=generator)
-    return Replicas(slots.int(), counts.int(), num_ranks, num_slots)
+    slots = torch.randint(0, num_ranks * num_expert_slots, (num_experts, 3), generator=generator)
+    return Replicas(slots.int(), counts.int(), num_ranks, num_expert_slots)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -154,7 +154,7 @@ def test_route_equals_its_twin(
     ids = torch.randint(0, 12, (num_tokens, top_k), generator=generator)
     fast, twin = route(ids, replicas, seed % 100), slow_route.route(ids, replicas, seed % 100)
     assert (fast.num_pairs_R, fast.num_rows_R) == (twin.num_pairs_R, twin.num_rows_R)
-    for name in ("token_P", "row_P", "slot_P", "token_N", "at_TK", "slot_TK"):
+    for name in ("token_P", "row_P", "expert_slot_P", "token_N", "at_TK", "expert_slot_TK"):
         assert torch.equal(getattr(fast, name), getattr(twin, name)), (name, seed)
 
 

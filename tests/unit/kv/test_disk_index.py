@@ -1,4 +1,4 @@
-"""DiskIndex: news in, places of the longest prefix out."""
+"""DiskIndex: news in, locations of the longest prefix out."""
 
 from __future__ import annotations
 

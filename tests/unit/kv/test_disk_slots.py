@@ -160,8 +160,8 @@ def test_any_use_adds_up(seed: int) -> None:
             kept.pop(name, None)
             writing.pop(name, None)
         for location in random.sample(
-            sorted(kept.values(), key=lambda p: (p.segment, p.slot)), len(kept) // 4
+            sorted(kept.values(), key=lambda p: (p.segment, p.disk_slot)), len(kept) // 4
         ):
-            slots.used(location.segment, (location.slot,), (1,))
+            slots.used(location.segment, (location.disk_slot,), (1,))
         assert all(slots.find(name) == location for name, location in (kept | writing).items())
         assert (len(slots), slots.check()) == (len(kept) + len(writing), [])

@@ -34,24 +34,34 @@ def test_a_comm_of_one_rank_adds_what_the_local_kernel_adds(plain: Peer) -> None
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("wire", ["fp32", "fp8"])
-def test_overlapped_is_sequential_to_the_bit(plain: Peer, num_ranks: int, wire: str) -> None:
+@pytest.mark.parametrize("dispatch_format", ["fp32", "fp8"])
+def test_overlapped_is_sequential_to_the_bit(
+    plain: Peer, num_ranks: int, dispatch_format: str
+) -> None:
     """The same micro-batches, one after the other and interleaved; every order of arrival, both
     modes.
     """
     prompts = make_prompts(plain)
-    expected = unit_logits(plain, num_ranks, prompts, SEQUENTIAL, wire=wire)
+    expected = unit_logits(plain, num_ranks, prompts, SEQUENTIAL, dispatch_format=dispatch_format)
     for seed, schedule in enumerate((PREFILL_DUAL, DECODE_FIVE)):
         for mode in ("normal", "low_latency"):
             logits = unit_logits(
-                plain, num_ranks, prompts, schedule, wire=wire, mode=mode, seed=seed
+                plain,
+                num_ranks,
+                prompts,
+                schedule,
+                dispatch_format=dispatch_format,
+                mode=mode,
+                seed=seed,
             )
             assert torch.equal(logits, expected), (schedule.name, mode)
 
 
 @pytest.mark.parametrize("name", ["plain", "all_moe", "deep"])
-@pytest.mark.parametrize("wire", ["fp32", "fp8", "fp8_pow2"])
-def test_widths_and_placements_change_no_bit(peers: dict[str, Peer], name: str, wire: str) -> None:
+@pytest.mark.parametrize("dispatch_format", ["fp32", "fp8", "fp8_pow2"])
+def test_widths_and_placements_change_no_bit(
+    peers: dict[str, Peer], name: str, dispatch_format: str
+) -> None:
     """Every kernel gives a row the same bits in any batch, so not even rounding to FP8 tells the
     widths apart.
 
@@ -62,7 +72,12 @@ def test_widths_and_placements_change_no_bit(peers: dict[str, Peer], name: str, 
     prompts = make_prompts(peer)
     num_micro_batches = 1 if name == "deep" else 2
     expected = unit_logits(
-        peer, 1, prompts, SEQUENTIAL, wire=wire, num_micro_batches=num_micro_batches
+        peer,
+        1,
+        prompts,
+        SEQUENTIAL,
+        dispatch_format=dispatch_format,
+        num_micro_batches=num_micro_batches,
     )
     for num_ranks, num_redundant, schedule in (
         (2, 0, PREFILL_DUAL),
@@ -75,13 +90,13 @@ def test_widths_and_placements_change_no_bit(peers: dict[str, Peer], name: str, 
             prompts,
             schedule,
             num_redundant=num_redundant,
-            wire=wire,
+            dispatch_format=dispatch_format,
             num_micro_batches=num_micro_batches,
         )
         if library.load() is not None:
             assert torch.equal(logits, expected)
         elif (
-            wire == "fp32"
+            dispatch_format == "fp32"
         ):  # torch's products promise less, and FP8 makes a last bit a larger one.
             assert float((logits - expected).abs().max()) <= TOLERANCE
 
@@ -98,14 +113,14 @@ def test_idle_ranks_join_with_nothing(
     assert torch.equal(logits, expected)
 
 
-def test_fp8_wire_is_near_fp32(plain: Peer) -> None:
+def test_fp8_dispatch_is_near_fp32(plain: Peer) -> None:
     """Each dispatched value is off by 2^-4 of itself at most and each returned one by 2^-9 (arXiv
     2412.19437, 3.3; E4M3 has 3 mantissa bits, BF16 7), so logits stay within a few percent of their
     spread.
     """
     prompts = make_prompts(plain)
     exact = unit_logits(plain, 2, prompts, SEQUENTIAL)[0]
-    rounded = unit_logits(plain, 2, prompts, SEQUENTIAL, wire="fp8")[0]
+    rounded = unit_logits(plain, 2, prompts, SEQUENTIAL, dispatch_format="fp8")[0]
     difference = (exact - rounded).abs()
     assert 0 < float(difference.mean()) < 2**-4 * float(exact.std())
 

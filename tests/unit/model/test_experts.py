@@ -24,11 +24,11 @@ from tests.fresh import fresh
 from tests.unit.model.checkpoints import Peer
 
 
-def check_slots(weights: ModelWeights, slots_LS: np.ndarray, whole: ModelWeights) -> None:
+def check_slots(weights: ModelWeights, slot_to_expert_LS: np.ndarray, whole: ModelWeights) -> None:
     moe_layers = [layer.moe for layer in weights.layers if layer.moe is not None]
     all_layers = [layer.moe for layer in whole.layers if layer.moe is not None]
-    assert len(moe_layers) == len(slots_LS)
-    for moe, everything, slots in zip(moe_layers, all_layers, slots_LS, strict=True):
+    assert len(moe_layers) == len(slot_to_expert_LS)
+    for moe, everything, slots in zip(moe_layers, all_layers, slot_to_expert_LS, strict=True):
         assert moe.gate_up_E.shape[0] == moe.down_E.shape[0] == len(slots)
         for slot, expert in enumerate(slots.tolist()):
             if expert != EMPTY:
@@ -47,9 +47,13 @@ def test_only_a_ranks_slots_are_read(peers: dict[str, Peer], name: str) -> None:
     num_layers = sum(layer.moe is not None for layer in peer.weights.layers)
     placement = spread(num_layers, peer.weights.config.n_routed_experts, 4, 8)
     for rank in range(4):
-        slots_LS = rank_slots(placement, rank)
-        check_slots(load_weights(peer.folder, slots_LS=slots_LS), slots_LS, peer.weights)
-    nothing = load_weights(peer.folder, slots_LS=np.empty((num_layers, 0), np.int16))
+        slot_to_expert_LS = rank_slots(placement, rank)
+        check_slots(
+            load_weights(peer.folder, slot_to_expert_LS=slot_to_expert_LS),
+            slot_to_expert_LS,
+            peer.weights,
+        )
+    nothing = load_weights(peer.folder, slot_to_expert_LS=np.empty((num_layers, 0), np.int16))
     check_slots(nothing, np.empty((num_layers, 0), np.int16), peer.weights)
 
 
@@ -57,7 +61,7 @@ def test_placements_come_and_go(plain: Peer) -> None:
     """Spread, a rank lost, another lost, one back: only what is new is read."""
     num_layers, num_experts = 2, plain.weights.config.n_routed_experts
     first = spread(num_layers, num_experts, 4, 4)
-    weights = load_weights(plain.folder, slots_LS=np.empty((num_layers, 0), np.int16))
+    weights = load_weights(plain.folder, slot_to_expert_LS=np.empty((num_layers, 0), np.int16))
     store = ExpertStore(plain.folder, weights, np.empty((num_layers, 0), np.int16))
     held: list[set[int]] = [set() for _ in range(num_layers)]
     for placement in (
@@ -68,10 +72,10 @@ def test_placements_come_and_go(plain: Peer) -> None:
         without(first, {3}),
         first,
     ):
-        slots_LS = rank_slots(placement, 0)
-        weights, num_read = store.install(weights, slots_LS, 1)
-        check_slots(weights, slots_LS, plain.weights)
-        now = [set(slots.tolist()) - {EMPTY} for slots in slots_LS]
+        slot_to_expert_LS = rank_slots(placement, 0)
+        weights, num_read = store.install(weights, slot_to_expert_LS, 1)
+        check_slots(weights, slot_to_expert_LS, plain.weights)
+        now = [set(slots.tolist()) - {EMPTY} for slots in slot_to_expert_LS]
         assert num_read == sum(len(new - old) for new, old in zip(now, held, strict=True))
         held = now
     assert held != [set()] * num_layers
@@ -82,22 +86,22 @@ def test_any_slots(plain: Peer) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     num_experts = plain.weights.config.n_routed_experts
-    weights = load_weights(plain.folder, slots_LS=np.empty((2, 0), np.int16))
+    weights = load_weights(plain.folder, slot_to_expert_LS=np.empty((2, 0), np.int16))
     store = ExpertStore(plain.folder, weights, np.empty((2, 0), np.int16))
     for _ in range(6):
-        num_slots = int(rng.integers(0, num_experts))
-        slots_LS = np.stack([rng.permutation(num_experts)[:num_slots] for _ in range(2)]).astype(
-            np.int16
-        )
-        slots_LS[rng.random(slots_LS.shape) < 0.2] = EMPTY
-        weights, _ = store.install(weights, slots_LS, 1)
-        check_slots(weights, slots_LS, plain.weights)
+        num_expert_slots = int(rng.integers(0, num_experts))
+        slot_to_expert_LS = np.stack(
+            [rng.permutation(num_experts)[:num_expert_slots] for _ in range(2)]
+        ).astype(np.int16)
+        slot_to_expert_LS[rng.random(slot_to_expert_LS.shape) < 0.2] = EMPTY
+        weights, _ = store.install(weights, slot_to_expert_LS, 1)
+        check_slots(weights, slot_to_expert_LS, plain.weights)
 
 
 def test_layers_that_stay_cost_nothing(plain: Peer) -> None:
-    slots_LS = np.array([[1, 2], [3, 4]], np.int16)
-    weights = load_weights(plain.folder, slots_LS=slots_LS)
-    store = ExpertStore(plain.folder, weights, slots_LS)
+    slot_to_expert_LS = np.array([[1, 2], [3, 4]], np.int16)
+    weights = load_weights(plain.folder, slot_to_expert_LS=slot_to_expert_LS)
+    store = ExpertStore(plain.folder, weights, slot_to_expert_LS)
     changed, num_read = store.install(weights, np.array([[1, 2], [4, 5]], np.int16), 1)
     assert num_read == 1
     assert changed.layers[1].moe is weights.layers[1].moe
@@ -105,7 +109,7 @@ def test_layers_that_stay_cost_nothing(plain: Peer) -> None:
 
 
 def test_errors(plain: Peer) -> None:
-    weights = load_weights(plain.folder, slots_LS=np.empty((2, 0), np.int16))
+    weights = load_weights(plain.folder, slot_to_expert_LS=np.empty((2, 0), np.int16))
     store = ExpertStore(plain.folder, weights, np.empty((2, 0), np.int16))
     with pytest.raises(ValueError, match="3 MoE layers"):
         store.install(weights, np.zeros((3, 1), np.int16), 1)
@@ -132,10 +136,10 @@ class Half:
 
     def __init__(self, peer: Peer, folder: Path | None = None) -> None:
         self.whole = peer.weights
-        self.slots_LS = np.tile(np.arange(8, dtype=np.int16), (2, 1))
-        self.weights = load_weights(peer.folder, slots_LS=self.slots_LS)
-        self.store = ExpertStore(folder or peer.folder, self.weights, self.slots_LS)
-        self.weights, num_read = self.store.install(self.weights, self.slots_LS, 1)
+        self.slot_to_expert_LS = np.tile(np.arange(8, dtype=np.int16), (2, 1))
+        self.weights = load_weights(peer.folder, slot_to_expert_LS=self.slot_to_expert_LS)
+        self.store = ExpertStore(folder or peer.folder, self.weights, self.slot_to_expert_LS)
+        self.weights, num_read = self.store.install(self.weights, self.slot_to_expert_LS, 1)
         assert num_read == 0
 
     def stage(
@@ -165,11 +169,11 @@ class Half:
 
     def flip(self, slots: Sequence[int], stage_id: int, layer: int = 0) -> None:
         self.weights = self.store.flip(self.weights, flip_of(slots, stage_id, layer), 1)
-        self.slots_LS[layer] = slots
+        self.slot_to_expert_LS[layer] = slots
 
     def check(self) -> None:
-        check_slots(self.weights, self.slots_LS, self.whole)
-        for layer, slots in enumerate(self.slots_LS.tolist()):
+        check_slots(self.weights, self.slot_to_expert_LS, self.whole)
+        for layer, slots in enumerate(self.slot_to_expert_LS.tolist()):
             moe = self.whole.layers[1 + layer].moe
             assert moe is not None
             for expert in range(16):
@@ -259,7 +263,7 @@ def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
     )
     thread.start()
     assert begun.wait(TIMEOUT_S)
-    half.weights, _ = half.store.install(half.weights, half.slots_LS, 2)
+    half.weights, _ = half.store.install(half.weights, half.slot_to_expert_LS, 2)
     may_go_on.set()
     thread.join(TIMEOUT_S)
     assert "formation 1" in (results[0].error or "")
@@ -279,11 +283,11 @@ def test_a_placement_after_flips_copies_from_where_they_led(plain: Peer) -> None
     stale = half.weights
     half.flip(new, 1)
     # A flip whose step failed: the model has the old weights, and the next placement sets it right.
-    half.weights, num_read = half.store.install(stale, half.slots_LS, 2)
+    half.weights, num_read = half.store.install(stale, half.slot_to_expert_LS, 2)
     assert num_read == 0
     half.check()
-    half.slots_LS[0] = [15, 14, 13, 12, 11, 10, 9, 0]
-    half.weights, num_read = half.store.install(half.weights, half.slots_LS, 3)
+    half.slot_to_expert_LS[0] = [15, 14, 13, 12, 11, 10, 9, 0]
+    half.weights, num_read = half.store.install(half.weights, half.slot_to_expert_LS, 3)
     assert num_read == 1
     half.check()
 

@@ -75,12 +75,12 @@ class Rank:
             self.group,
             hidden_size=config.hidden_size,
             top_k=config.num_experts_per_tok,
-            wire="fp32",
+            dispatch_format="fp32",
             mode=mode,
             max_tokens=64,
         )
         nothing = np.empty((2, 0), np.int16)
-        weights = load_weights(peer.folder, slots_LS=nothing)
+        weights = load_weights(peer.folder, slot_to_expert_LS=nothing)
         self.model = Listened(weights, KvCache(config, 8), comm)
         self.store = ExpertStore(peer.folder, weights, nothing)
         self.model.cache.cache_PLSD.fill_(float("nan"))
@@ -94,7 +94,7 @@ class Rank:
             placement.num_ranks,
             members,
             placement.to_bytes(),
-            placement.num_slots,
+            placement.num_expert_slots,
             placement.weights_bytes(),
         )
         formed = self.runner.execute(plan)
@@ -113,7 +113,7 @@ class Rank:
         return self.step(DecodePlan(1, (), join, (), flips=flips, is_counted=is_counted))
 
     def stage(
-        self, ranks: Sequence[Rank], layer: int, stage_id: int, slots_RS: np.ndarray
+        self, ranks: Sequence[Rank], layer: int, stage_id: int, slot_to_expert_RS: np.ndarray
     ) -> Staged:
         """With what the other ranks hold; expert 0 and what the asked one has not is read."""
 
@@ -126,7 +126,7 @@ class Rank:
 
         # Some hold it, some do not, some have flipped already.
         sources = tuple(Source(expert, "a", 1 + expert % len(ranks)) for expert in range(1, 16))
-        slots = tuple(slots_RS[self.group.rank].tolist())
+        slots = tuple(slot_to_expert_RS[self.group.rank].tolist())
         return self.store.stage(StagePlan(1, stage_id, layer, slots, sources), fetch)
 
     def step(self, plan: PrefillPlan | DecodePlan) -> StepDone:
@@ -254,10 +254,10 @@ def shuffled(placement: Placement, rng: random.Random) -> np.ndarray:
     return np.array([rng.sample(slots, len(slots)) for slots in ranks_RS], np.int16)
 
 
-def random_parts(slots_RS: np.ndarray, rng: random.Random) -> np.ndarray:
-    parts_RS = np.zeros(slots_RS.shape, np.uint8)
+def random_parts(slot_to_expert_RS: np.ndarray, rng: random.Random) -> np.ndarray:
+    parts_RS = np.zeros(slot_to_expert_RS.shape, np.uint8)
     for expert in range(16):
-        at = np.argwhere(slots_RS == expert).tolist()
+        at = np.argwhere(slot_to_expert_RS == expert).tolist()
         cuts = sorted(rng.sample(range(1, SPLIT_PARTS), len(at) - 1))
         for (rank, slot), part in zip(at, np.diff([0, *cuts, SPLIT_PARTS]).tolist(), strict=True):
             parts_RS[rank, slot] = part
@@ -282,11 +282,11 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
             {},
             [],
         )  # The same draws on every rank, as from a leader.
-        held_RS, slots_RS = list(placement.slot_to_expert_LRS), shuffled(placement, rng)
+        held_RS, slot_to_expert_RS = list(placement.slot_to_expert_LRS), shuffled(placement, rng)
         if is_moving:
-            assert rank.stage(ranks, 1, 50, slots_RS).error is None
-            held_RS[1] = slots_RS
-        last = rank.prefill((LayerFlip(1, 50, slots_RS.tobytes()),) if is_moving else ())
+            assert rank.stage(ranks, 1, 50, slot_to_expert_RS).error is None
+            held_RS[1] = slot_to_expert_RS
+        last = rank.prefill((LayerFlip(1, 50, slot_to_expert_RS.tobytes()),) if is_moving else ())
         assert last.error is None
         for step in range(num_steps):
             flips, layer = (), rng.randrange(2)
@@ -307,14 +307,14 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
             )
             if step % 3 == 2:
                 counted.append(
-                    np.frombuffer(done.slot_counts, np.int64).reshape(2, -1).sum(1).tolist()
+                    np.frombuffer(done.expert_slot_counts, np.int64).reshape(2, -1).sum(1).tolist()
                 )
             else:
-                assert done.slot_counts == b""
-            slots_RS = shuffled(placement, rng)
-            staged = {layer: LayerFlip(layer, step, slots_RS.tobytes())}
+                assert done.expert_slot_counts == b""
+            slot_to_expert_RS = shuffled(placement, rng)
+            staged = {layer: LayerFlip(layer, step, slot_to_expert_RS.tobytes())}
             if is_moving:
-                assert rank.stage(ranks, layer, step, slots_RS).error is None
+                assert rank.stage(ranks, layer, step, slot_to_expert_RS).error is None
         return counted
 
     results = []
@@ -345,16 +345,21 @@ def test_a_flip_begins_its_layers_counts_anew(plain: Peer, ranks: list[Rank]) ->
     placement = whole(plain)
     form(ranks, 1, placement)
     tokens = [done.tokens[0] for done in run_threads([rank.prefill for rank in ranks])]
-    slots_RS = placement.slot_to_expert_LRS[1]
+    slot_to_expert_RS = placement.slot_to_expert_LRS[1]
     flips = (
-        LayerFlip(1, 0, slots_RS.tobytes(), random_parts(slots_RS, random.Random(1)).tobytes()),
+        LayerFlip(
+            1,
+            0,
+            slot_to_expert_RS.tobytes(),
+            random_parts(slot_to_expert_RS, random.Random(1)).tobytes(),
+        ),
     )
 
     def one(number: int) -> np.ndarray:
         ranks[number].decode(tokens[number])
         done = ranks[number].decode(flips=flips, is_counted=True)
         assert done.error is None
-        return np.frombuffer(done.slot_counts, np.int64).reshape(2, -1)
+        return np.frombuffer(done.expert_slot_counts, np.int64).reshape(2, -1)
 
     counts = np.stack(run_threads([lambda n=n: one(n) for n in range(NUM_RANKS)]))
     prompts = sum(len(rank.prompt) for rank in ranks)
@@ -363,19 +368,23 @@ def test_a_flip_begins_its_layers_counts_anew(plain: Peer, ranks: list[Rank]) ->
 
 def test_a_split_comes_with_the_placement_or_a_flip(plain: Peer, ranks: list[Rank]) -> None:
     placement = whole(plain)
-    slots_RS = placement.slot_to_expert_LRS[0]
-    parts_RS = random_parts(slots_RS, random.Random(5))
+    slot_to_expert_RS = placement.slot_to_expert_LRS[0]
+    parts_RS = random_parts(slot_to_expert_RS, random.Random(5))
 
     def counts(
         formation: int, placement: Placement, flips: tuple[LayerFlip, ...] = ()
     ) -> np.ndarray:
         form(ranks, formation, placement)
         done = run_threads([lambda r=r: r.prefill(flips, is_counted=True) for r in ranks])
-        return np.stack([np.frombuffer(one.slot_counts, np.int64).reshape(2, -1) for one in done])
+        return np.stack(
+            [np.frombuffer(one.expert_slot_counts, np.int64).reshape(2, -1) for one in done]
+        )
 
-    split = counts(1, placement.with_layer(0, slots_RS, parts_RS))
+    split = counts(1, placement.with_layer(0, slot_to_expert_RS, parts_RS))
     even = counts(2, placement)
-    flipped = counts(3, placement, (LayerFlip(0, 0, slots_RS.tobytes(), parts_RS.tobytes()),))
+    flipped = counts(
+        3, placement, (LayerFlip(0, 0, slot_to_expert_RS.tobytes(), parts_RS.tobytes()),)
+    )
     assert np.array_equal(split, flipped)
     assert not np.array_equal(split[:, 0], even[:, 0])
     assert np.array_equal(split[:, 1], even[:, 1])
@@ -385,10 +394,10 @@ def test_a_flip_that_one_rank_did_not_stage_fails_the_step(plain: Peer, ranks: l
     placement, rng = whole(plain), random.Random(3)
     form(ranks, 1, placement)
     tokens = [done.tokens[0] for done in run_threads([rank.prefill for rank in ranks])]
-    slots_RS = shuffled(placement, rng)
+    slot_to_expert_RS = shuffled(placement, rng)
     for rank in ranks[1:]:
-        assert rank.stage(ranks, 0, 7, slots_RS).error is None
-    before, flip = ranks[0].model.weights, (LayerFlip(0, 7, slots_RS.tobytes()),)
+        assert rank.stage(ranks, 0, 7, slot_to_expert_RS).error is None
+    before, flip = ranks[0].model.weights, (LayerFlip(0, 7, slot_to_expert_RS.tobytes()),)
     start_s = time.monotonic()
     done = run_threads([lambda n=n: ranks[n].decode(tokens[n], flip) for n in range(NUM_RANKS)])
     assert "stage 7" in (done[0].error or "")
@@ -400,7 +409,7 @@ def test_a_flip_that_one_rank_did_not_stage_fails_the_step(plain: Peer, ranks: l
     serve(plain, ranks)
     done = run_threads([lambda r=r: r.decode(flips=(LayerFlip(0, 1, b"12"),)) for r in ranks])
     assert all("ValueError" in (one.error or "") or "PeerLost" in (one.error or "") for one in done)
-    form(ranks, 3, placement.with_layer(1, slots_RS, random_parts(slots_RS, rng)))
+    form(ranks, 3, placement.with_layer(1, slot_to_expert_RS, random_parts(slot_to_expert_RS, rng)))
     serve(plain, ranks)
 
 
@@ -411,4 +420,4 @@ def test_a_rank_by_itself_does_not_flip(plain: Peer) -> None:
     assert "holds every expert" in (done.error or "")
     done = runner.execute(DecodePlan(2, (), (), (), is_counted=True))
     assert isinstance(done, StepDone)
-    assert (done.error, done.slot_counts) == (None, b"")
+    assert (done.error, done.expert_slot_counts) == (None, b"")

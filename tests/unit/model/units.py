@@ -31,7 +31,7 @@ def rank_model(
     peer: Peer,
     group: Group | None,
     placement: Placement,
-    wire: str,
+    dispatch_format: str,
     mode: str,
     num_blocks: int = 40,
 ) -> DeepseekV3:
@@ -40,13 +40,13 @@ def rank_model(
         group,
         hidden_size=config.hidden_size,
         top_k=config.num_experts_per_tok,
-        wire=wire,
+        dispatch_format=dispatch_format,
         mode=mode,
         max_tokens=MAX_TOKENS,
     )
     comm.install(placement)
     rank = 0 if group is None else group.rank
-    weights = load_weights(peer.folder, slots_LS=placement.slot_to_expert_LRS[:, rank])
+    weights = load_weights(peer.folder, slot_to_expert_LS=placement.slot_to_expert_LRS[:, rank])
     cache = KvCache(config, num_blocks)
     cache.cache_PLSD.fill_(float("nan"))
     return DeepseekV3(weights, cache, comm)
@@ -100,7 +100,7 @@ def unit_logits(
     *,
     num_micro_batches: int = 2,
     num_redundant: int = 0,
-    wire: str = "fp32",
+    dispatch_format: str = "fp32",
     mode: str = "normal",
     seed: int = 0,
 ) -> Tensor:
@@ -116,7 +116,10 @@ def unit_logits(
         torch.set_num_threads(1)
         mine = {n: prompts[n] for n in range(len(prompts)) if n % num_ranks == rank}
         return work(
-            rank_model(peer, groups[rank], placement, wire, mode), mine, schedule, num_micro_batches
+            rank_model(peer, groups[rank], placement, dispatch_format, mode),
+            mine,
+            schedule,
+            num_micro_batches,
         )
 
     per_rank = in_threads(one, range(num_ranks))

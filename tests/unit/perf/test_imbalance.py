@@ -88,7 +88,7 @@ def test_texts_whose_tokens_like_the_same_experts() -> None:
     loads = generator.gamma(shape, 1 / shape, (300, num_texts, num_ranks, slots)).sum(axis=(1, 3))
     drawn = (loads.max(axis=1) / loads.mean(axis=1)).mean()
     ours = expected_imbalance(
-        num_ranks, math.inf, num_texts=num_texts, slots_per_rank=slots, affinity=affinity
+        num_ranks, math.inf, num_texts=num_texts, expert_slots_per_rank=slots, affinity=affinity
     )
     assert ours == pytest.approx(drawn, rel=0.02)
 

@@ -136,10 +136,10 @@ def test_a_cached_prefix_costs_attention_and_keys_but_not_the_rest() -> None:
 def test_weights_and_kv_of_deepseeks_units() -> None:
     """facts: 88 requests at 4,989 are 30.9 GB of KV beside 24.2 GB of weights."""
     model = StepModel(144)
-    assert model.num_slots == 2
+    assert model.num_expert_slots == 2
     assert model.hbm_bytes(88 * 4989) == pytest.approx(24.2e9 + 30.9e9, rel=0.01)
     assert model.hbm_bytes(1) - model.hbm_bytes(0) == kv_bytes_per_token(DEEPSEEK_V3)
-    assert StepModel(32).num_slots == 9
+    assert StepModel(32).num_expert_slots == 9
 
 
 def test_a_unit_that_drafts_holds_the_draft_layer() -> None:

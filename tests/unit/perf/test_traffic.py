@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bench.calibration_points import LOW_LATENCY, LOW_LATENCY_H100, NORMAL
 from hadal.perf.hardware import H800, HARDWARE
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.perf.step import Links, expected_places, remote_places
+from hadal.perf.step import Links, expected_holders, remote_holders
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 4, 8])
@@ -18,22 +18,25 @@ def test_distinct_nodes_are_those_of_every_choice_of_groups(num_nodes: int) -> N
     per_node = 8 // num_nodes
     choices = list(itertools.combinations(range(8), 4))
     counted = sum(len({group // per_node for group in chosen}) for chosen in choices) / len(choices)
-    assert expected_places(DEEPSEEK_V3, num_nodes) == pytest.approx(counted)
+    assert expected_holders(DEEPSEEK_V3, num_nodes) == pytest.approx(counted)
 
 
 def test_the_published_figures_of_ep32() -> None:
-    assert expected_places(DEEPSEEK_V3, 4) == pytest.approx(3.14, abs=0.005)
-    assert remote_places(DEEPSEEK_V3, 4) == pytest.approx(2.36, abs=0.005)
-    assert expected_places(DEEPSEEK_V3, 32) == pytest.approx(7.0)
-    assert expected_places(DEEPSEEK_V3, 1e9) == pytest.approx(DEEPSEEK_V3.num_experts_per_tok)
+    assert expected_holders(DEEPSEEK_V3, 4) == pytest.approx(3.14, abs=0.005)
+    assert remote_holders(DEEPSEEK_V3, 4) == pytest.approx(2.36, abs=0.005)
+    assert expected_holders(DEEPSEEK_V3, 32) == pytest.approx(7.0)
+    assert expected_holders(DEEPSEEK_V3, 1e9) == pytest.approx(DEEPSEEK_V3.num_experts_per_tok)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.floats(1.0, 320.0), st.floats(1.0, 2.0))
-def test_more_places_are_reached_where_there_are_more(places: float, by: float) -> None:
-    few, many = expected_places(DEEPSEEK_V3, places), expected_places(DEEPSEEK_V3, places * by)
+def test_more_places_are_reached_where_there_are_more(num_holders: float, by: float) -> None:
+    few, many = (
+        expected_holders(DEEPSEEK_V3, num_holders),
+        expected_holders(DEEPSEEK_V3, num_holders * by),
+    )
     assert few <= many + 1e-9
-    assert many <= min(places * by, DEEPSEEK_V3.num_experts_per_tok) + 1e-9
+    assert many <= min(num_holders * by, DEEPSEEK_V3.num_experts_per_tok) + 1e-9
 
 
 def test_low_latency_is_within_seven_percent_of_deepeps_rows() -> None:
@@ -59,7 +62,7 @@ def test_normal_is_within_five_percent_of_deepeps_rows() -> None:
         dispatch_s, combine_s = Links(DEEPSEEK_V3, H800, ranks).normal_s(
             4096, 1.0, is_overlapped=False
         )
-        copies = 4096 * expected_places(DEEPSEEK_V3, ranks / 8)
+        copies = 4096 * expected_holders(DEEPSEEK_V3, ranks / 8)
         assert copies * 7456 / dispatch_s / 1e9 == pytest.approx(dispatch_gb_s, rel=0.05)
         assert copies * 14336 / combine_s / 1e9 == pytest.approx(combine_gb_s, rel=0.05)
 

@@ -75,7 +75,9 @@ class Unit:
         assert len({plan.flips for plan in plans}) == 1
         assert len(plans[0].flips) <= 1
         for flip in plans[0].flips:
-            self.held = self.held.with_layer(flip.layer, *flip_arrays(flip, self.held.num_slots))
+            self.held = self.held.with_layer(
+                flip.layer, *flip_arrays(flip, self.held.num_expert_slots)
+            )
             assert self.held.check() == []
             self.counts[flip.layer] = 0
             self.flips.append(flip)
@@ -107,7 +109,7 @@ class Unit:
                 {},
                 elapsed_s,
                 op_times=(OpTime(FLIP, 1, pause_s),) if plans[0].flips else (),
-                slot_counts=counts[:, rank].tobytes() if plans[0].is_counted else b"",
+                expert_slot_counts=counts[:, rank].tobytes() if plans[0].is_counted else b"",
             )
             for rank in range(NUM_RANKS)
         }

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
-from hadal.core.messages import Drain, UnitDown, UnitUp
+from hadal.core.messages import Demand, Drain, DrainUnit, KeepUnit, UnitDown, UnitFacts, UnitUp
 from hadal.core.seams import (
     FleetEffect,
     OfferNodes,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.fleet import Demand
+from hadal.core.messages import Demand
 from hadal.policy.demand import FLAT
 from hadal.roles.fleet import NUM_SAMPLES, DemandMeter
 from hadal.sim.day.clock import HOURLY_SHARES, SHAPE

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hadal.comm.layout import WireLayout, deepep_buffer_bytes
+from hadal.comm.layout import MessageLayout, deepep_buffer_bytes
 from hadal.core.config import Deployment, UnitsConfig, read_deployment
 from hadal.core.errors import ConfigError
 from hadal.overlap.plan import SCHEDULES, order
@@ -54,7 +54,7 @@ def test_the_published_placement_is_288_replicas_in_58_layers(
 
 def test_the_published_messages_and_buffers(v3: Resolved) -> None:
     """DeepEP: 7,408 bytes out, 14,336 back; 2.15 GB for 128 tokens and 288 replicas."""
-    layout = WireLayout(v3.deployment.wire, v3.config.hidden_size)
+    layout = MessageLayout(v3.deployment.dispatch_format, v3.config.hidden_size)
     assert (layout.message_bytes, layout.back_bytes) == (7408, 14336)
     assert v3.deployment.decode.max_requests == 128
     assert v3.memory.decode.comm_bytes == deepep_buffer_bytes(128, 7168, 288)

@@ -70,7 +70,7 @@ def test_each_thing_that_kv_depends_on_changes_it(tmp_path: Path) -> None:
     seen = {
         of(folder),
         of(folder, dtype="bfloat16"),
-        of(folder, wire="fp8"),
+        of(folder, dispatch_format="fp8"),
         of(folder, device="cuda"),
     }
     (folder / "model.safetensors").rename(folder / "other.safetensors")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hadal.core.config import Deployment, FleetConfig, UnitsConfig
-from hadal.core.fleet import Demand, DrainUnit, UnitFacts
-from hadal.core.messages import UnitUp
+from hadal.core.messages import Demand, DrainUnit, UnitFacts, UnitUp
 from hadal.roles.fleet import make_fleet
 from hadal.runtime.launch import STOP_S, FleetExecutor
 from hadal.runtime.process.child import Child, ProcessPhase

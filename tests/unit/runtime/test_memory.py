@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
         return Deployment(
             device="cuda",
             transport="nccl",
-            wire="fp8",
+            dispatch_format="fp8",
             device_memory_gb=80,
             prefill=UnitsConfig(**prefill),
             decode=UnitsConfig(ranks=32),

@@ -89,7 +89,7 @@ def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[i
         Member(rank, f"e{rank}", ADDRESS, getattr(groups[rank], "port", 0))
         for rank in range(num_ranks)
     )
-    form = FormPlan(1, num_ranks, members, placement.to_bytes(), placement.num_slots)
+    form = FormPlan(1, num_ranks, members, placement.to_bytes(), placement.num_expert_slots)
     try:
         for formed in together([lambda runner=runner: runner.execute(form) for runner in runners]):
             assert isinstance(formed, Formed)

@@ -41,10 +41,10 @@ def test_units_of_one_rank_are_one_process_and_larger_ones_have_a_leader() -> No
 
 
 def test_the_published_bundle_is_thirty_nodes() -> None:
-    places = place_units(V3)
-    assert num_nodes(places) == 30
-    assert [len(place.nodes) for place in places] == [4, 4, 4, 18]
-    assert sorted(node for place in places for node in place.nodes) == list(range(30))
+    placed = place_units(V3)
+    assert num_nodes(placed) == 30
+    assert [len(unit.nodes) for unit in placed] == [4, 4, 4, 18]
+    assert sorted(node for unit in placed for node in unit.nodes) == list(range(30))
     (reason,) = why_not_here(V3, 2, 0)
     assert "30 nodes of 8 GPUs" in reason
     assert "2 cores and no GPU" in reason
@@ -53,12 +53,12 @@ def test_the_published_bundle_is_thirty_nodes() -> None:
 def test_small_units_share_a_node_as_long_as_it_has_gpus() -> None:
     units = UnitsConfig(ranks=4)
     deployment = Deployment(device="cuda", transport="nccl", prefill=units, decode=units)
-    assert [(place.nodes, place.first_device) for place in place_units(deployment)] == [
+    assert [(unit.nodes, unit.first_device) for unit in place_units(deployment)] == [
         ((0,), 0),
         ((0,), 4),
     ]
     two = msgspec.structs.replace(deployment, prefill=UnitsConfig(units=2, ranks=4))
-    assert [place.nodes for place in place_units(two)] == [(0,), (0,), (1,)]
+    assert [unit.nodes for unit in place_units(two)] == [(0,), (0,), (1,)]
     # CPU ranks are processes: one host takes any number.
     assert num_nodes(place_units(msgspec.structs.replace(two, device="cpu", transport="tcp"))) == 1
 

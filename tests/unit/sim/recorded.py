@@ -17,11 +17,10 @@ import msgspec
 
 from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import Cancel, Generation, Submit
+from hadal.core.messages import AnyMessage, Cancel, Generation, Submit
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event
-from hadal.core.wire import AnyMessage
 from hadal.roles.recording import (
     VERSION,
     Made,

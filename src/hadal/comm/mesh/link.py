@@ -134,7 +134,7 @@ def unpack_abort(body: bytes) -> tuple[tuple[int, ...], str]:
         raise FrameError("a malformed ABORT") from error
 
 
-# Connections that were refused: counted by listener, and told of in the log, seldom, since who
+# Connections that were refused: counted by listener, and logged, seldom, since who
 # wants to can make many.
 #
 # A process counts those of all its listeners together, whoever made them: its host tells the
@@ -192,7 +192,7 @@ class PauseLink(Exception):
 
 
 class Owner(Protocol):
-    """What a link asks and tells. Called by whichever thread moved the bytes."""
+    """What a link asks and reports. Called by whichever thread moved the bytes."""
 
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
         """Where the payload goes; None: it is read and dropped. Raises PauseLink."""
@@ -458,7 +458,7 @@ class Link:
         reason = ""
         tokens = []
         # The queue is looked at under the lock: a `send` that finds the socket full this moment is
-        # still to queue, and the poll will not tell of this room again.
+        # still to queue, and the poll will not report this room again.
         with self._tx_lock:
             try:
                 while self._queue and not self.is_closed and self._push(self._queue[0]):

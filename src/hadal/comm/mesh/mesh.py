@@ -147,11 +147,11 @@ class Inbox:
             and self._early_bytes + frame.num_bytes > MAX_EARLY_BYTES
         )
 
-    def place(self, rank: int, frame: Frame) -> memoryview:
+    def memory_for(self, rank: int, frame: Frame) -> memoryview:
         """Where a payload goes. Raises TooLargeError, and FrameError if it cannot be."""
         exchange = self._exchanges.get(frame.sequence)
         if exchange is None:
-            return self._place_early(rank, frame)
+            return self._early_memory_for(rank, frame)
         if rank not in exchange.missing or rank in exchange.received:
             raise FrameError(f"a second payload for exchange {frame.sequence}")
         if exchange.recvs is None:
@@ -161,7 +161,7 @@ class Inbox:
         exchange.received[rank] = tensor
         return bytes_of(tensor)
 
-    def _place_early(self, rank: int, frame: Frame) -> memoryview:
+    def _early_memory_for(self, rank: int, frame: Frame) -> memoryview:
         # A peer waits for us before it can be further ahead than what it may have in flight.
         if not self.next_sequence <= frame.sequence <= self.next_sequence + MAX_IN_FLIGHT:
             raise FrameError(
@@ -175,7 +175,7 @@ class Inbox:
         return bytes_of(tensor)
 
     def complete(self, rank: int, frame: Frame) -> None:
-        """The payload is where `place` said. Raises TooLargeError."""
+        """The payload is in the memory that `memory_for` gave. Raises TooLargeError."""
         exchange = self._exchanges.get(frame.sequence)
         key = (frame.sequence, rank)
         if exchange is None:
@@ -358,7 +358,7 @@ class Poller:
         self._doomed += self._links.values()
         self.reap()
         self._listener.close()
-        # A thread that still waits has been told, and leaves the poll first.
+        # A thread that still waits has been notified, and leaves the poll first.
         if self.turn.acquire(JOIN_TIMEOUT_S):
             if not self._thread.is_alive():
                 self._poll.close()
@@ -453,7 +453,7 @@ class MeshGroup:
         self._inbox = Inbox()
         self._failure: tuple[tuple[int, ...], str] | None = ((), "no formation was formed")
         self._abort = b""
-        """What tells the peers of this formation that it failed; empty while it has not, or if
+        """The message to the peers of this formation that it failed; empty while it has not, or if
         they know.
         """
         self._lost: set[int] = set()
@@ -563,7 +563,7 @@ class MeshGroup:
             }
         self._fail(tuple(sorted(silent)), f"nothing within {self.deadline_s} s")
 
-    # ---- what links tell: mesh_link.Owner ----
+    # ---- what links report: mesh_link.Owner ----
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
         """Where a payload goes: to its exchange, or nowhere if it is of an older formation."""
         if not link.is_proven and frame.kind not in (CHALLENGE, HELLO):
@@ -581,7 +581,7 @@ class MeshGroup:
                 link.is_paused = self._inbox.is_full_for(frame)
                 if link.is_paused:
                     raise PauseLink
-                return self._inbox.place(link.rank, frame)
+                return self._inbox.memory_for(link.rank, frame)
         except TooLargeError as error:
             self._fail((), str(error), formation=frame.formation)
             return None
@@ -698,7 +698,9 @@ class MeshGroup:
         if link is not None:
             self._heed_abort(link)
             if link.formation > self.formation:
-                self._fail((), f"rank {rank} is in formation {link.formation} already", tell=False)
+                self._fail(
+                    (), f"rank {rank} is in formation {link.formation} already", notifies=False
+                )
 
     def _accepted(self, link: Link) -> None:
         with self._lock:
@@ -751,7 +753,7 @@ class MeshGroup:
             self._fail(
                 (),
                 f"rank {hello.rank} is in formation {formation} already",
-                tell=False,
+                notifies=False,
                 formation=ours,
             )
         elif is_new and is_expected:
@@ -778,18 +780,18 @@ class MeshGroup:
     def _heed_abort(self, link: Link) -> None:
         formation, ranks, reason = link.aborted
         if formation == self.formation and self._links.get(link.rank) is link:
-            self._fail(ranks, reason, tell=False, formation=formation)
+            self._fail(ranks, reason, notifies=False, formation=formation)
 
     def _fail(
         self,
         ranks: tuple[int, ...],
         reason: str,
         *,
-        tell: bool = True,
+        notifies: bool = True,
         formation: int | None = None,
     ) -> None:
         """End the formation, if it has not ended. The thread that waits raises PeerLost; the peers
-        are told.
+        are notified.
 
         `formation`: the one that the caller saw fail; another may have begun since, and goes on.
         """
@@ -798,7 +800,7 @@ class MeshGroup:
                 return
             formation = self.formation
             self._failure = (ranks, reason)
-            self._abort = pack_abort(formation, ranks, reason) if tell else b""
+            self._abort = pack_abort(formation, ranks, reason) if notifies else b""
             # To the others it goes behind their HELLO: who hears anything before it takes us for a
             # stranger.
             links = [

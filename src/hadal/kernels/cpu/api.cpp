@@ -74,25 +74,25 @@ int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_u
     std::lock_guard<std::mutex> lock(team.mutex());
     const int piece = int(std::max(64l, kExpertScratchBytes / (long(sizeof(float)) * 2 * K * I)));
     const int max_tokens = std::min(T, piece), count = team.count();
-    int* slot_ids = nullptr;
+    int* expert_ids = nullptr;
     float *gate = nullptr, *up = nullptr;
     std::vector<Sorted> sorted(static_cast<size_t>(count));
     const auto carve = [&](Carver& c) {
-        const size_t slots = size_t(max_tokens) * size_t(K);
-        slot_ids = c.take<int>(slots);
-        gate = c.take<float>(slots * size_t(I));
-        up = c.take<float>(slots * size_t(I));
+        const size_t pairs = size_t(max_tokens) * size_t(K);
+        expert_ids = c.take<int>(pairs);
+        gate = c.take<float>(pairs * size_t(I));
+        up = c.take<float>(pairs * size_t(I));
         for (Sorted& s : sorted)
-            s = Sorted{c.take<int>(size_t(E) + 1), c.take<int>(slots), c.take<Job>(size_t(E) + 1), 0};
+            s = Sorted{c.take<int>(size_t(E) + 1), c.take<int>(pairs), c.take<Job>(size_t(E) + 1), 0};
     };
     if (!lay_out(team, carve)) return kNoMemory;
     for (int t0 = 0; t0 < T; t0 += piece) {
         const int n = std::min(piece, T - t0);
-        for (long i = 0; i < long(n) * K; i++) slot_ids[i] = int(ids[long(t0) * K + i]);
+        for (long i = 0; i < long(n) * K; i++) expert_ids[i] = int(ids[long(t0) * K + i]);
         team.run([&](const Member& me) {
             Sorted& s = sorted[size_t(me.index)];
             s.num_jobs = 0;
-            sort_slots(slot_ids, n * K, E, s);
+            sort_pairs(expert_ids, n * K, E, s);
             add_routed_jobs(s, gate_up, down, E, I, D, gate, up);
             run_up_share(me, s.jobs, s.num_jobs, x + long(t0) * D, D, K, nullptr);
             int d0, d1;

@@ -10,7 +10,7 @@
 
 namespace hadal {
 
-enum WireFormat { kWireFp32 = 0, kWireFp8 = 1, kWireFp8Pow2 = 2, kWireBf16 = 3 };
+enum RowFormat { kRowFp32 = 0, kRowFp8 = 1, kRowFp8Pow2 = 2, kRowBf16 = 3 };
 constexpr int kScaleGroup = 128;
 constexpr float kE4m3Max = 448.0f;
 
@@ -88,20 +88,20 @@ inline void decode_fp8(const uint8_t* row, int D, float* y) {
 }
 
 inline void encode_row(const float* x, int D, int format, uint8_t* row) {
-    if (format == kWireFp32) {
+    if (format == kRowFp32) {
         std::memcpy(row, x, size_t(D) * sizeof(float));
-    } else if (format == kWireBf16) {
+    } else if (format == kRowBf16) {
         uint16_t* to = reinterpret_cast<uint16_t*>(row);
         for (int i = 0; i < D; i++) to[i] = bf16_bits(x[i]);
     } else {
-        encode_fp8(x, D, format == kWireFp8Pow2, row);
+        encode_fp8(x, D, format == kRowFp8Pow2, row);
     }
 }
 
 inline void decode_row(const uint8_t* row, int D, int format, float* y) {
-    if (format == kWireFp32) {
+    if (format == kRowFp32) {
         std::memcpy(y, row, size_t(D) * sizeof(float));
-    } else if (format == kWireBf16) {
+    } else if (format == kRowBf16) {
         const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
         for (int i = 0; i < D; i++) y[i] = float_of(uint32_t(from[i]) << 16);
     } else {

@@ -18,7 +18,7 @@ struct Job {
     const float* down;     // [D, I]
     int I;
     int num_tokens;
-    const int* slots;  // sorted routing: t * K + k per token of this job; null: all tokens 0..num_tokens, weight 1
+    const int* pairs;  // sorted routing: t * K + k per token of this job; null: all tokens 0..num_tokens, weight 1
     float* gate;       // [num_tokens, I], then the activation
     float* up;         // [num_tokens, I]
 };
@@ -26,16 +26,16 @@ struct Job {
 // One member's own copy of the routing, sorted by expert. Sorting is repeated by every member: cheaper than a barrier.
 struct Sorted {
     int* offset_E1;  // [E + 1]
-    int* slot_TK;    // [T * K], grouped by expert, tokens ascending
+    int* pair_TK;    // [T * K], grouped by expert, tokens ascending
     Job* jobs;       // [E + 1]
     int num_jobs;
 };
 
-inline void sort_slots(const int* ids_TK, int num_slots, int E, Sorted& s) {
+inline void sort_pairs(const int* ids_TK, int num_pairs, int E, Sorted& s) {
     for (int e = 0; e <= E; e++) s.offset_E1[e] = 0;
-    for (int i = 0; i < num_slots; i++) s.offset_E1[ids_TK[i] + 1]++;
+    for (int i = 0; i < num_pairs; i++) s.offset_E1[ids_TK[i] + 1]++;
     for (int e = 0; e < E; e++) s.offset_E1[e + 1] += s.offset_E1[e];
-    for (int i = 0; i < num_slots; i++) s.slot_TK[s.offset_E1[ids_TK[i]]++] = i;
+    for (int i = 0; i < num_pairs; i++) s.pair_TK[s.offset_E1[ids_TK[i]]++] = i;
     for (int e = E; e > 0; e--) s.offset_E1[e] = s.offset_E1[e - 1];  // the fill moved every start to its end
     s.offset_E1[0] = 0;
 }
@@ -47,7 +47,7 @@ inline void add_routed_jobs(Sorted& s, const float* gate_up_E, const float* down
         const int begin = s.offset_E1[e], count = s.offset_E1[e + 1] - begin;
         if (count == 0) continue;
         s.jobs[s.num_jobs++] =
-            Job{gate_up_E + long(e) * 2 * I * D, down_E + long(e) * D * I, I, count, s.slot_TK + begin,
+            Job{gate_up_E + long(e) * 2 * I * D, down_E + long(e) * D * I, I, count, s.pair_TK + begin,
                 gate + long(begin) * I,          up + long(begin) * I};
     }
 }
@@ -55,14 +55,14 @@ inline void add_routed_jobs(Sorted& s, const float* gate_up_E, const float* down
 struct JobTokens {
     const float* x;
     long ld;
-    const int* slots;
+    const int* pairs;
     int K;
-    HADAL_INLINE const float* operator()(int m) const { return x + (slots ? slots[m] / K : m) * ld; }
+    HADAL_INLINE const float* operator()(int m) const { return x + (pairs ? pairs[m] / K : m) * ld; }
 };
 
 // Rows [i0, i1) of a job's gate and up, and the activation of that stripe. `after`: see gemm.
 inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1, const float* after) {
-    const JobTokens row{x, D, job.slots, K};
+    const JobTokens row{x, D, job.pairs, K};
     // Stripes of gate and up in turn, so that the activation finds both in cache.
     const int stripe = max_int(32, kRowBlockBytes / int(sizeof(float)) / D / 16 * 16);
     for (int a = i0; a < i1; a += stripe) {
@@ -82,12 +82,12 @@ inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1,
 struct AddWeighted {
     float* y;
     long ld;
-    const int* slots;
+    const int* pairs;
     int K;
     const float* weights;
     HADAL_INLINE void operator()(int m, int n, const Quad& q, int count, bool) const {
-        const float weight = slots ? weights[slots[m]] : 1.0f;
-        float* out = y + (slots ? slots[m] / K : m) * ld + n;
+        const float weight = pairs ? weights[pairs[m]] : 1.0f;
+        float* out = y + (pairs ? pairs[m] / K : m) * ld + n;
         add_quad(out, q, count, weight);
     }
 };
@@ -96,7 +96,7 @@ struct AddWeighted {
 inline void run_down(const Job& job, int D, int K, const float* weights_TK, int d0, int d1, float* y,
                      const float* after) {
     gemm(RowAt{job.gate, job.I}, job.num_tokens, job.down, job.I, job.I, d0, d1,
-         AddWeighted{y, D, job.slots, K, weights_TK}, after);
+         AddWeighted{y, D, job.pairs, K, weights_TK}, after);
 }
 
 // A job's cost per unit of I, in tokens: reading a weight row from memory costs as much as multiplying it by about 8

@@ -12,8 +12,8 @@ namespace hadal {
 constexpr long kHeadBytes = 16, kPairBytes = 8, kMessageHeadBytes = 16;
 
 inline long row_bytes_of(int D, int format) {
-    if (format == kWireFp32) return 4l * D;
-    if (format == kWireBf16) return 2l * D;
+    if (format == kRowFp32) return 4l * D;
+    if (format == kRowBf16) return 2l * D;
     return padded_codes(D) + 4l * ((D + kScaleGroup - 1) / kScaleGroup);
 }
 
@@ -75,8 +75,8 @@ struct Arrived {
     int64_t address, num_rows, num_pairs, first_row, first_pair;
 };
 
-// Rows and slots of all pairs; counts_S, by slot, grows by those of this call. Returns false if a pair names a row or
-// slot that is not there.
+// Rows and expert slots of all pairs; counts_S, by slot, grows by those of this call. Returns false if a pair names a
+// row or slot that is not there.
 inline bool unpack_pairs(const UnpackShape& s, const Arrived* messages, const int32_t* own_row_P,
                          const int32_t* own_slot_P, int64_t* row_M, int64_t* slot_M, int64_t* counts_S) {
     const long message_bytes = kMessageHeadBytes + row_bytes_of(s.D, s.format);
@@ -117,7 +117,7 @@ inline void unpack_share(const Member& me, const UnpackShape& s, const Arrived* 
     me.share(s.own_rows, 1, begin, end);
     for (long n = begin; n < end; n++) {
         const float* from = x + long(own_token_N[n]) * s.D;
-        if (s.format == kWireFp32) {
+        if (s.format == kRowFp32) {
             std::memcpy(out + n * s.D, from, size_t(s.D) * sizeof(float));
             continue;
         }

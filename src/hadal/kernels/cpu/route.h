@@ -1,4 +1,4 @@
-// Which rank and slot every (token, choice) pair goes to, grouped by rank. Knows nothing of bytes.
+// Which rank and expert slot every (token, choice) pair goes to, grouped by rank. Knows nothing of bytes.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -9,7 +9,7 @@ struct RouteShape {
     int T, K, E, M, num_slots, num_ranks, shift;
 };
 
-// slots [E, M] and counts [E]: an expert's replicas as slot ids of the whole unit. Pair (t, k) takes replica
+// slots [E, M] and counts [E]: an expert's replicas as expert slot ids of the whole unit. Pair (t, k) takes replica
 // (t + shift) % counts[id]. Out, grouped by rank, in order of t and k within one: token, row (index among the rank's
 // distinct tokens) and slot of every pair; token_of_row; at [T, K]: where a pair stands. Returns false on an id out of
 // range or without a replica.

@@ -79,7 +79,7 @@ class Step {
     };
 
     void carve(Carver& c) {
-        const size_t B = size_t(s_.max_batch), slots = B * size_t(s_.K);
+        const size_t B = size_t(s_.max_batch), pairs = B * size_t(s_.K);
         const size_t wide = size_t(max_int(s_.D, s_.Q));
         lengths_ = c.take<int64_t>(B);
         hidden_ = c.take<float>(B * size_t(s_.D));
@@ -90,11 +90,11 @@ class Step {
         value_ = c.take<float>(B * size_t(s_.H * s_.W));
         dense_gate_ = c.take<float>(B * size_t(max_int(s_.F, s_.S)));
         dense_up_ = c.take<float>(B * size_t(max_int(s_.F, s_.S)));
-        gate_ = c.take<float>(slots * size_t(s_.I));
-        up_ = c.take<float>(slots * size_t(s_.I));
+        gate_ = c.take<float>(pairs * size_t(s_.I));
+        up_ = c.take<float>(pairs * size_t(s_.I));
         router_ = c.take<float>(B * size_t(s_.E));
-        ids_ = c.take<int>(slots);
-        weights_ = c.take<float>(slots);
+        ids_ = c.take<int>(pairs);
+        weights_ = c.take<float>(pairs);
         own_.resize(size_t(team_->count()));
         for (Own& own : own_) {
             own.normed = c.take<float>(B * wide);
@@ -102,7 +102,7 @@ class Step {
             own.ints = c.take<int>(size_t(max_int(s_.E, s_.K)));
             own.few_ids = c.take<int>(4 * size_t(s_.K));
             own.few_weights = c.take<float>(4 * size_t(s_.K));
-            own.sorted = Sorted{c.take<int>(size_t(s_.E) + 1), c.take<int>(slots), c.take<Job>(size_t(s_.E) + 1), 0};
+            own.sorted = Sorted{c.take<int>(size_t(s_.E) + 1), c.take<int>(pairs), c.take<Job>(size_t(s_.E) + 1), 0};
         }
     }
 
@@ -255,7 +255,7 @@ class Step {
         me.barrier();
         if (is_moe) {
             choose(me, own, w);
-            sort_slots(own.ids, B_ * s_.K, s_.E, sorted);
+            sort_pairs(own.ids, B_ * s_.K, s_.E, sorted);
             add_routed_jobs(sorted, w.gate_up_E, w.down_E, s_.E, s_.I, s_.D, gate_, up_);
             run_up_share(me, sorted.jobs + 1, sorted.num_jobs - 1, x, s_.D, s_.K, down);
             me.barrier();

@@ -6,7 +6,7 @@ experts on one node, which keeps tokens of group-limited routing there; `hybrid`
 and trades across nodes until every layer's balancedness reaches a target; `fast` is the plain
 greedy, global. With `max_moves` a plan stays near today's placement instead.
 
-Shapes: T steps of a window, L layers, E logical experts, R ranks, S most slots of a rank.
+Shapes: T steps of a window, L layers, E logical experts, R ranks, S most expert slots of a rank.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ from hadal.policy.experts.search import (
     without_doubles,
 )
 
-# Expert placements near today's for ranks of two slots, where single moves soon find nothing more.
+# Expert placements near today's for ranks of two expert slots, where single moves soon find nothing
+# more.
 #
-# With two slots, trades alone reach the fold, the best pairing for the replica counts there are. So
-# the counts come first: as the greedy would have them for the new loads, then a replica at a time
-# from one expert to another, even where that makes a rank heavier at first. Trades then repair the
-# pairing; a layer that ends no better goes back. Knows nothing of nodes or time. All layers at
-# once.
+# With two expert slots, trades alone reach the fold, the best pairing for the replica counts there
+# are. So the counts come first: as the greedy would have them for the new loads, then a replica at
+# a time from one expert to another, even where that makes a rank heavier at first. Trades then
+# repair the pairing; a layer that ends no better goes back. Knows nothing of nodes or time. All
+# layers at once.
 #
-# Shapes: L layers, E logical experts, R living ranks, S = 2 slots of a rank.
+# Shapes: L layers, E logical experts, R living ranks, S = 2 expert slots of a rank.
 
 
 WORTHWHILE = 1e-3
@@ -80,7 +81,7 @@ def improve_pairs(
     """Return a table [L, R, 2] no heavier in any layer, at most `max_moves` replicas away from the
     given one.
 
-    No slot of the given table is empty.
+    No expert slot of the given table is empty.
     """
     num_layers, num_ranks, _ = table_LRS.shape
     stay = standing(table_LRS, loads_LE, np.zeros(num_layers, np.int64))
@@ -163,8 +164,8 @@ def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
 
 
 def _pass_on(table_RS: Ints, loads_E: Floats, giver: int, taker: int) -> None:
-    """Give a slot of the expert that loses a replica to the one that gains it, on the rank that is
-    then lightest.
+    """Give an expert slot of the expert that loses a replica to the one that gains it, on the rank
+    that is then lightest.
     """
     slots = np.argwhere(table_RS == giver)
     others = table_RS[slots[:, 0], 1 - slots[:, 1]]
@@ -188,7 +189,7 @@ def _counts(table_LRS: Ints, num_experts: int) -> Ints:
 #
 # Knows nothing of nodes, of today's placement or of time. All layers at once.
 #
-# Shapes: L layers, E logical experts, R living ranks, S most slots of a rank.
+# Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank.
 
 
 def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int) -> Ints:
@@ -226,9 +227,9 @@ def _packed(loads_LE: Floats, counts_LE: Ints, capacity_R: Ints, two_each: bool)
     return without_doubles(table, loads_LE)
 
 
-def widened(table_LRS: Ints, num_slots: int) -> Ints:
-    """The table with empty slots added to every rank until it has `num_slots`."""
-    extra = num_slots - table_LRS.shape[2]
+def widened(table_LRS: Ints, num_expert_slots: int) -> Ints:
+    """The table with empty expert slots added to every rank until it has `num_expert_slots`."""
+    extra = num_expert_slots - table_LRS.shape[2]
     return np.pad(table_LRS, ((0, 0), (0, 0), (0, extra)), constant_values=EMPTY)
 
 
@@ -237,7 +238,7 @@ def widened(table_LRS: Ints, num_slots: int) -> Ints:
 #
 # Knows nothing of time. All layers at once.
 #
-# Shapes: T steps, L layers, E logical experts, R living ranks, S most slots of a rank.
+# Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank.
 
 
 def place_near(
@@ -261,7 +262,7 @@ def place_near(
     """
     held = held_by(today_LRS, loads_LE.shape[1])
     barred = None if home_LRE is None else ~home_LRE
-    num_slots = today_LRS.shape[2]
+    num_expert_slots = today_LRS.shape[2]
     if (capacity_R == 2).all() and (today_LRS != EMPTY).all() and barred is None:
         found = improve_pairs(today_LRS, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
         stays = np.zeros(len(found), np.int64)
@@ -282,12 +283,12 @@ def place_near(
             )
         ]
     if window_TLE is not None:
-        paths = [judged_by(path, window_TLE, num_slots) for path in paths]
+        paths = [judged_by(path, window_TLE, num_expert_slots) for path in paths]
     table = choose(paths, max_moves).reshape(today_LRS.shape)
     if barred is not None and may_leave_home:
         path = descend(table, held, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
         if window_TLE is not None:
-            path = judged_by(path, window_TLE, num_slots)
+            path = judged_by(path, window_TLE, num_expert_slots)
         table = choose([path], max_moves).reshape(today_LRS.shape)
     if window_TLE is None:
         return table
@@ -304,7 +305,7 @@ def place_near(
 # asks for. Knows nothing of today's placement or of time. All layers at once.
 #
 # Shapes: L layers, E logical experts, G groups of E/G neighbouring experts, N nodes, R living
-# ranks, S most slots.
+# ranks, S most expert slots.
 
 
 NUM_LIGHT = 6
@@ -351,8 +352,8 @@ def place_hierarchical(
     """Return the expert in every slot [L, R, S]: groups dealt to nodes, then each node placed by
     itself.
 
-    `nodes` are the living ranks of each node. Raises ValueError if a node has fewer slots than
-    experts.
+    `nodes` are the living ranks of each node. Raises ValueError if a node has fewer expert slots
+    than experts.
     """
     num_layers, num_experts = loads_LE.shape
     group_size = num_experts // num_groups
@@ -457,37 +458,37 @@ MODES = ("global", "hierarchical", "hybrid", "fast")
 GOOD_ENOUGH = 0.9997
 """A layer this balanced is left alone: sampling noise of one step is fifty times larger."""
 NUM_ROUNDS = {9: 24, 5: 48, 0: 72}
-"""Slots a rank has at least: rounds of exchange. With few slots, the right partner takes longer to
-find.
+"""Expert slots a rank has at least: rounds of exchange. With few slots, the right partner takes
+longer to find.
 """
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks to place on: `slots[r]` of rank r, 0 if it is dead; `nodes[r]` is the node it is
-    on.
+    """The ranks to place on: `expert_slots[r]` of rank r, 0 if it is dead; `nodes[r]` is the node
+    it is on.
     """
 
-    slots: tuple[int, ...]
+    expert_slots: tuple[int, ...]
     nodes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.slots) != len(self.nodes):
+        if len(self.expert_slots) != len(self.nodes):
             raise ValueError(
-                f"{len(self.slots)} ranks have slots and {len(self.nodes)} have a node."
+                f"{len(self.expert_slots)} ranks have slots and {len(self.nodes)} have a node."
             )
-        if not any(self.slots) or min(self.slots) < 0:
+        if not any(self.expert_slots) or min(self.expert_slots) < 0:
             raise ValueError("slots of ranks are 0 or more, and one rank at least must have some.")
 
     @classmethod
-    def even(cls, num_ranks: int, num_nodes: int, num_slots: int) -> Cluster:
-        """Ranks of `num_slots` slots each, numbered node by node. Raises ValueError if they do not
+    def even(cls, num_ranks: int, num_nodes: int, num_expert_slots: int) -> Cluster:
+        """Ranks of `num_expert_slots` each, numbered node by node. Raises ValueError if they do not
         divide.
         """
         if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
             raise ValueError(f"{num_ranks} ranks do not divide evenly by {num_nodes} nodes.")
         return cls(
-            (num_slots,) * num_ranks,
+            (num_expert_slots,) * num_ranks,
             tuple(rank * num_nodes // num_ranks for rank in range(num_ranks)),
         )
 
@@ -498,7 +499,7 @@ class ExpertPlan:
 
     placement: Placement
     split_LRS: Floats | None
-    """Fraction of its expert's tokens that a slot takes; None: replicas share evenly."""
+    """Fraction of its expert's tokens that an expert slot takes; None: replicas share evenly."""
     balancedness_L: Floats
     """Mean over the window's steps of (mean / max) rank load, living ranks only; one step if loads
     were summed.
@@ -534,8 +535,8 @@ def balance(
     """
     window = _checked(loads, mode, num_groups)
     num_layers, num_experts = window.shape[1:]
-    living = np.flatnonzero(np.array(cluster.slots))
-    capacity = np.array(cluster.slots, np.int64)[living]
+    living = np.flatnonzero(np.array(cluster.expert_slots))
+    capacity = np.array(cluster.expert_slots, np.int64)[living]
     node_R = np.array(cluster.nodes)[living]
     summed = _normalised(window.sum(axis=0), len(living))
     # A window's steps, in the measure of their sums; None if there is but one.
@@ -545,7 +546,7 @@ def balance(
             f"{num_groups} groups are too few for {len(np.unique(node_R))} nodes to keep each on"
             " one; use mode global."
         )
-    sizes = (num_experts, num_layers, len(cluster.slots))
+    sizes = (num_experts, num_layers, len(cluster.expert_slots))
     if (
         current is not None
         and (current.num_experts, current.num_layers, current.num_ranks) != sizes
@@ -574,7 +575,7 @@ def balance(
     else:
         table = _from_scratch(summed, steps, node_R, capacity, mode, num_groups, target)
     slots: NDArray[np.int16] = np.full(
-        (num_layers, len(cluster.slots), max(cluster.slots)), EMPTY, np.int16
+        (num_layers, len(cluster.expert_slots), max(cluster.expert_slots)), EMPTY, np.int16
     )
     slots[:, living, : table.shape[2]] = table
     if current is not None:
@@ -613,7 +614,7 @@ def balancedness(
     """
     window = loads if loads.ndim == 3 else loads[None]
     if cluster is not None:
-        living = np.flatnonzero(np.array(cluster.slots))
+        living = np.flatnonzero(np.array(cluster.expert_slots))
     else:
         living = np.flatnonzero((placement.slot_to_expert_LRS != EMPTY).any(axis=(0, 2)))
     per_step = np.stack([rank_loads(placement, step, split_LRS)[:, living] for step in window])
@@ -639,22 +640,26 @@ def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None
     return int((after & ~before).sum())
 
 
-def settled(slots_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
-    """The same experts on the same ranks, each in the slot that it had before if its rank held
-    it.
+def settled(
+    slot_to_expert_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]
+) -> NDArray[np.int16]:
+    """The same experts on the same ranks, each in the expert slot that it had before if its rank
+    held it.
     """
-    result = slots_LRS.copy()
-    num_slots = slots_LRS.shape[2]
-    width = min(num_slots, before_LRS.shape[2])
-    same = (slots_LRS[:, :, :width] == before_LRS[:, :, :width]).all(axis=2) & (width == num_slots)
+    result = slot_to_expert_LRS.copy()
+    num_expert_slots = slot_to_expert_LRS.shape[2]
+    width = min(num_expert_slots, before_LRS.shape[2])
+    same = (slot_to_expert_LRS[:, :, :width] == before_LRS[:, :, :width]).all(axis=2) & (
+        width == num_expert_slots
+    )
     for layer, rank in np.argwhere(~same):
-        wanted = [int(expert) for expert in slots_LRS[layer, rank] if expert != EMPTY]
-        row = [EMPTY] * num_slots
+        wanted = [int(expert) for expert in slot_to_expert_LRS[layer, rank] if expert != EMPTY]
+        row = [EMPTY] * num_expert_slots
         for slot in range(width):
             if before_LRS[layer, rank, slot] in wanted:
                 row[slot] = int(before_LRS[layer, rank, slot])
                 wanted.remove(row[slot])
-        for slot in range(num_slots):
+        for slot in range(num_expert_slots):
             if row[slot] == EMPTY and wanted:
                 row[slot] = wanted.pop(0)
         result[layer, rank] = row
@@ -691,19 +696,19 @@ def _from_scratch(
     return widened(table, int(capacity.max()))
 
 
-def _split(slots_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
+def _split(slot_to_expert_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
     """The split of the sums; with a window, in each layer that, half of it or none, as suits the
     steps' maxima.
     """
-    split = split_loads(slots_LRS, summed)
+    split = split_loads(slot_to_expert_LRS, summed)
     if steps is None:
         return split
-    even = shares_of(slots_LRS, np.ones_like(summed))
+    even = shares_of(slot_to_expert_LRS, np.ones_like(summed))
     choices = np.stack([even, (even + split) / 2, split])
-    heaviest = np.zeros((len(choices), len(slots_LRS)))
+    heaviest = np.zeros((len(choices), len(slot_to_expert_LRS)))
     for step in steps:
-        heaviest += (choices * held_loads(slots_LRS, step)).sum(axis=3).max(axis=2)
-    return np.asarray(choices[heaviest.argmin(axis=0), np.arange(len(slots_LRS))])
+        heaviest += (choices * held_loads(slot_to_expert_LRS, step)).sum(axis=3).max(axis=2)
+    return np.asarray(choices[heaviest.argmin(axis=0), np.arange(len(slot_to_expert_LRS))])
 
 
 def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
@@ -715,7 +720,7 @@ def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
 
 
 def _today(current: Placement, living: Ints, capacity: Ints) -> Ints:
-    """The living ranks' replicas [L, living, S], at most as many as a rank has slots."""
+    """The living ranks' replicas [L, living, S], at most as many as a rank has expert slots."""
     table = current.slot_to_expert_LRS[:, living].astype(np.int64)
     packed = np.take_along_axis(table, np.argsort(table == EMPTY, axis=2, kind="stable"), axis=2)
     packed = widened(packed, max(int(capacity.max()), packed.shape[2]))[:, :, : int(capacity.max())]
@@ -762,10 +767,10 @@ def _normalised(loads_LE: Floats, num_ranks: int) -> Floats:
 # import rebalance_experts`.
 #
 # Arrays mean what they mean in DeepSeek's EPLB: `weight` [layers, logical experts]; out come, for
-# every layer, the expert in each of the physical slots (numbered rank by rank), the slots of each
-# expert padded with -1, and how many there are. Takes numpy arrays, lists, or torch tensors (which
-# it reads through their own `cpu` and `numpy`, so that torch is not imported here); gives back what
-# it was given: tensors for tensors, int64 on the CPU, else arrays.
+# every layer, the expert in each of the physical slots (numbered rank by rank), the expert slots of
+# each expert padded with -1, and how many there are. Takes numpy arrays, lists, or torch tensors
+# (which it reads through their own `cpu` and `numpy`, so that torch is not imported here); gives
+# back what it was given: tensors for tensors, int64 on the CPU, else arrays.
 
 
 def rebalance_experts(
@@ -793,7 +798,7 @@ def rebalance_experts(
     arrays = (filled, *logical_maps(filled, loads.shape[1]))
     if not is_tensor:
         return arrays
-    # Not through the loads' own type: in bfloat16 there is no slot 257.
+    # Not through the loads' own type: in bfloat16 there is no expert slot 257.
     int64 = weight.new_zeros(()).long().dtype
     physical, logical, counts = (
         weight.new_tensor(array, dtype=int64, device="cpu") for array in arrays
@@ -815,10 +820,12 @@ def logical_maps(physical_to_logical_LP: Ints, num_experts: int) -> tuple[Ints, 
     return slots.reshape(num_layers, num_experts, -1), counts.reshape(num_layers, num_experts)
 
 
-def _filled(slots_LRS: Ints) -> Ints:
-    """EPLB knows no empty slot: one that is left (more slots on a rank than experts) repeats the
-    rank's first.
+def _filled(slot_to_expert_LRS: Ints) -> Ints:
+    """EPLB knows no empty expert slot: one that is left (more slots on a rank than experts) repeats
+    the rank's first.
     """
     return np.asarray(
-        np.where(slots_LRS == EMPTY, slots_LRS[:, :, :1], slots_LRS).reshape(len(slots_LRS), -1)
+        np.where(
+            slot_to_expert_LRS == EMPTY, slot_to_expert_LRS[:, :, :1], slot_to_expert_LRS
+        ).reshape(len(slot_to_expert_LRS), -1)
     )

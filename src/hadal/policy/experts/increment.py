@@ -2,15 +2,15 @@
 over a network.
 
 Two kinds of move relieve the heaviest rank of a layer: it trades a replica with another rank, or a
-slot that holds a spare replica of some expert is given to another expert: elsewhere to one of the
-heaviest rank's own, which then shares it, or on the heaviest rank to a light one. A move costs what
-it adds to the distance from home: an expert that returns to a rank costs nothing, nor does a slot
-that was rewritten before. Each round makes, in every layer that is not good enough, the move with
-the best relief per replica; the tables on the way make the layer's path. Knows nothing of nodes or
-time. All layers at once.
+expert slot that holds a spare replica of some expert is given to another expert: elsewhere to one
+of the heaviest rank's own, which then shares it, or on the heaviest rank to a light one. A move
+costs what it adds to the distance from home: an expert that returns to a rank costs nothing, nor
+does an expert slot that was rewritten before. Each round makes, in every layer that is not good
+enough, the move with the best relief per replica; the tables on the way make the layer's path.
+Knows nothing of nodes or time. All layers at once.
 
-Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S slots, U a
-layer's heaviest rank, Z most spare slots of a layer, N rounds.
+Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, Q = R * S slots,
+U a layer's heaviest rank, Z most spare expert slots of a layer, N rounds.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hadal.policy.experts.search import (
 # squares has the least maximum too. Levelling one expert at a time descends that sum, so a few
 # sweeps come close to the optimum. Knows nothing of nodes or time. All layers at once.
 #
-# Shapes: L layers, E logical experts, R ranks, S slots of a rank, K most replicated experts of a
-# layer, M most replicas.
+# Shapes: L layers, E logical experts, R ranks, S expert slots of a rank, K most replicated experts
+# of a layer, M most replicas.
 
 
 NOWHERE = 1e30
-"""Height of the rank of a padded slot."""
+"""Height of the rank of a padded expert slot."""
 STILL = 2e-5
 """A sweep that lowers no layer's heaviest rank by this part of the heaviest is the last."""
 
@@ -54,7 +54,7 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
     levels its ranks, the other experts staying as they are; the heaviest rank never ends heavier
     than with even splits.
     """
-    num_layers, _, num_slots = table_LRS.shape
+    num_layers, _, num_expert_slots = table_LRS.shape
     num_experts = loads_LE.shape[1]
     amounts = shares_of(table_LRS, loads_LE)
     even = amounts.copy()
@@ -62,13 +62,13 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
     groups = _replicated(table_LRS, num_experts)
     flat = np.concatenate((amounts.reshape(num_layers, -1), np.zeros((num_layers, 1))), axis=1)
     rows = np.arange(num_layers)[:, None]
-    # A padded slot is the last one of `flat`, on a rank that is not there.
-    places = [(np.where(slots < 0, flat.shape[1] - 1, slots), slots >= 0) for slots in groups]
-    ranks = [np.where(real, at // num_slots, rank_loads.shape[1]) for at, real in places]
+    # A padded expert slot is the last one of `flat`, on a rank that is not there.
+    padded = [(np.where(slots < 0, flat.shape[1] - 1, slots), slots >= 0) for slots in groups]
+    ranks = [np.where(real, at // num_expert_slots, rank_loads.shape[1]) for at, real in padded]
     heights = np.concatenate((rank_loads, np.full((num_layers, 1), NOWHERE)), axis=1)
     heaviest = rank_loads.max(axis=1)
     for sweep in range(num_sweeps):
-        for (at, real), rank in zip(places, ranks, strict=True):
+        for (at, real), rank in zip(padded, ranks, strict=True):
             mine = flat[rows, at]
             others = heights[rows, rank] - mine
             wanted = _level(others, mine.sum(axis=1))
@@ -84,8 +84,8 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
 
 
 def _replicated(table_LRS: Ints, num_experts: int) -> list[Ints]:
-    """Slot ids of the k-th replicated expert of every layer, for each k: K arrays [L, M], padded
-    with -1.
+    """Expert slot ids of the k-th replicated expert of every layer, for each k: K arrays [L, M],
+    padded with -1.
     """
     found: list[list[list[int]]] = []
     for table in table_LRS.reshape(len(table_LRS), -1):
@@ -137,14 +137,14 @@ WORTHWHILE = np.float32(2e-4)
 """Relief per replica, as a part of the heaviest rank's load, below which a layer's path ends."""
 LIGHT_RANKS = 12
 """The heaviest rank trades with one of so many lightest at least, or of half of all; of all if they
-have two slots: the right partner is rare then, and not among the lightest.
+have two expert slots: the right partner is rare then, and not among the lightest.
 """
 
 
 @dataclass
 class _State:
-    """A table and what follows from it, for some layers. Empty slots are replicas of the weightless
-    expert E.
+    """A table and what follows from it, for some layers. Empty expert slots are replicas of the
+    weightless expert E.
     """
 
     table_LQ: Ints
@@ -156,11 +156,11 @@ class _State:
     home_LRE1: Flags
     """It is at home there: a replica there costs nothing."""
     stray_LQ: Flags
-    """What a slot holds is not at home on its rank."""
+    """What an expert slot holds is not at home on its rank."""
     counts_LE1: Ints
     rank_loads_LR: Singles
     closed_Q: Flags
-    num_slots: int
+    num_expert_slots: int
 
     @classmethod
     def of(
@@ -170,7 +170,7 @@ class _State:
         home_LRE: Flags,
         closed_Q: Flags,
         barred_LRE: Flags | None,
-        num_slots: int,
+        num_expert_slots: int,
     ) -> _State:
         num_layers, num_experts = loads_LE1.shape
         rows = np.arange(num_layers)[:, None]
@@ -178,8 +178,8 @@ class _State:
             (table_LQ + rows * num_experts).ravel(), minlength=num_layers * num_experts
         )
         counts = counts.reshape(num_layers, num_experts)
-        ranks = np.arange(table_LQ.shape[1])[None] // num_slots
-        blocked = np.zeros((num_layers, table_LQ.shape[1] // num_slots, num_experts), bool)
+        ranks = np.arange(table_LQ.shape[1])[None] // num_expert_slots
+        blocked = np.zeros((num_layers, table_LQ.shape[1] // num_expert_slots, num_experts), bool)
         home = np.ones_like(blocked)
         home[:, :, :-1] = home_LRE
         barred = None
@@ -192,7 +192,7 @@ class _State:
         share = loads_LE1 / np.maximum(counts, 1)
         loads = (
             np.take_along_axis(share, table_LQ, axis=1)
-            .reshape(num_layers, -1, num_slots)
+            .reshape(num_layers, -1, num_expert_slots)
             .sum(axis=2)
         )
         stray = ~home[rows, ranks, table_LQ]
@@ -206,7 +206,7 @@ class _State:
             counts,
             loads,
             closed_Q,
-            num_slots,
+            num_expert_slots,
         )
 
     def only(self, layers: Ints) -> _State:
@@ -220,12 +220,12 @@ class _State:
             self.counts_LE1[layers],
             self.rank_loads_LR[layers],
             self.closed_Q,
-            self.num_slots,
+            self.num_expert_slots,
         )
 
     def write(self, layers: Ints, slots: Ints, experts: Ints) -> None:
-        """Give slots [M] of layers [M], each layer once, to experts [M]."""
-        ranks, old = slots // self.num_slots, self.table_LQ[layers, slots]
+        """Give expert slots [M] of layers [M], each layer once, to experts [M]."""
+        ranks, old = slots // self.num_expert_slots, self.table_LQ[layers, slots]
         self.table_LQ[layers, slots] = experts
         self.stray_LQ[layers, slots] = ~self.home_LRE1[layers, ranks, experts]
         self.blocked_LRE1[layers, ranks, old] = (
@@ -239,13 +239,13 @@ class _State:
     def weigh(self) -> None:
         share = self.loads_LE1 / np.maximum(self.counts_LE1, 1)
         loads = np.take_along_axis(share, self.table_LQ, axis=1)
-        self.rank_loads_LR = loads.reshape(len(loads), -1, self.num_slots).sum(axis=2)
+        self.rank_loads_LR = loads.reshape(len(loads), -1, self.num_expert_slots).sum(axis=2)
 
 
 @dataclass
 class _Moves:
-    """The best move of each layer: slots to write and experts to write there [L, 2] (-1: none),
-    cost and worth [L].
+    """The best move of each layer: expert slots to write and experts to write there [L, 2] (-1:
+    none), cost and worth [L].
     """
 
     slots_L2: Ints
@@ -272,15 +272,20 @@ def descend(
     Distances count the replicas on a rank that is no home of their expert. The heaviest rank trades
     with one of the `num_light` lightest.
     """
-    num_layers, num_ranks, num_slots = table_LRS.shape
+    num_layers, num_ranks, num_expert_slots = table_LRS.shape
     if num_light is None:
-        num_light = num_ranks if num_slots < 3 else max(LIGHT_RANKS, num_ranks // 2)
+        num_light = num_ranks if num_expert_slots < 3 else max(LIGHT_RANKS, num_ranks // 2)
     num_experts = loads_LE.shape[1]
     table = np.where(table_LRS == EMPTY, num_experts, table_LRS).reshape(num_layers, -1)
     loads = np.zeros((num_layers, num_experts + 1), np.float32)
     loads[:, :num_experts] = loads_LE
     state = _State.of(
-        table, loads, home_LRE, _closed(capacity_R, num_slots).ravel(), barred_LRE, num_slots
+        table,
+        loads,
+        home_LRE,
+        _closed(capacity_R, num_expert_slots).ravel(),
+        barred_LRE,
+        num_expert_slots,
     )
     ceiling = ceiling_L.astype(np.float32)
     distance = state.stray_LQ.sum(axis=1)
@@ -331,10 +336,10 @@ class _Top:
 
     @classmethod
     def of(cls, state: _State, ceiling_L: Singles) -> _Top:
-        loads, num_slots = state.rank_loads_LR, state.num_slots
+        loads, num_expert_slots = state.rank_loads_LR, state.num_expert_slots
         rows, rank = np.arange(len(loads)), loads.argmax(axis=1)
         load = loads[rows, rank]
-        slots = rank[:, None] * num_slots + np.arange(num_slots)
+        slots = rank[:, None] * num_expert_slots + np.arange(num_expert_slots)
         share = state.loads_LE1 / np.maximum(state.counts_LE1, 1)
         base = np.arange(loads.size).reshape(loads.shape) * share.shape[1]
         experts = state.table_LQ[rows[:, None], slots]
@@ -375,12 +380,14 @@ def _best_moves(state: _State, ceiling_L: Singles, trades_only: bool, num_light:
 
 def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
     """The heaviest rank's best trade with one of the lightest."""
-    loads, num_slots, rows = state.rank_loads_LR, state.num_slots, top.rows_L
+    loads, num_expert_slots, rows = state.rank_loads_LR, state.num_expert_slots, top.rows_L
     num_ranks = loads.shape[1]
     light = np.argpartition(loads, num_light - 1, axis=1)[:, :num_light]
-    table3 = state.table_LQ.reshape(-1, num_slots)
+    table3 = state.table_LQ.reshape(-1, num_expert_slots)
     held = table3.take(light + rows[:, None] * num_ranks, axis=0).reshape(len(rows), -1)
-    slots = (light[:, :, None] * num_slots + np.arange(num_slots)).reshape(len(rows), -1)
+    slots = (light[:, :, None] * num_expert_slots + np.arange(num_expert_slots)).reshape(
+        len(rows), -1
+    )
     their_share = top.share_LE1[rows[:, None], held]
     base = np.take_along_axis(top.base_LR, light, axis=1)
     cells = base[:, None, :] + top.experts_LS[:, :, None]
@@ -394,12 +401,12 @@ def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
         loads[rows[:, None], light][:, None, :]
         + state.blocked_LRE1.reshape(-1).take(cells) * NO_MOVE
     )
-    after = np.repeat(other.astype(np.float32), num_slots, axis=2)
+    after = np.repeat(other.astype(np.float32), num_expert_slots, axis=2)
     after += delta
     np.maximum(after, top.load_L[:, None, None] - delta, out=after)
     home = state.home_LRE1.reshape(-1)
     theirs = (~home.take(my_row)).astype(np.float32) - state.stray_LQ[rows[:, None], slots]
-    ours = np.repeat((~home.take(cells)).astype(np.float32), num_slots, axis=2)
+    ours = np.repeat((~home.take(cells)).astype(np.float32), num_expert_slots, axis=2)
     ours -= state.stray_LQ[rows[:, None], top.slots_LS][:, :, None]
     ours += theirs[:, None, :]
     give, take, best = _most(top.worth(after, ours))
@@ -412,8 +419,8 @@ def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
 
 
 def _spares(state: _State, top: _Top) -> tuple[Ints, Singles]:
-    """Return (slots [L, Z] whose replica can be spared, -1 padded; the heaviest of the expert's
-    other ranks then).
+    """Return (expert slots [L, Z] whose replica can be spared, -1 padded; the heaviest of the
+    expert's other ranks then).
     """
     table, counts = state.table_LQ, state.counts_LE1
     num_experts = counts.shape[1] - 1
@@ -425,7 +432,7 @@ def _spares(state: _State, top: _Top) -> tuple[Ints, Singles]:
     spare = np.full((len(table), most), -1)
     spare[layers, np.arange(len(layers)) - np.repeat(np.cumsum(number) - number, number)] = slots
     held = np.where(spare < 0, num_experts, table[rows, spare])
-    loads = state.rank_loads_LR[rows, spare // state.num_slots]
+    loads = state.rank_loads_LR[rows, spare // state.num_expert_slots]
     # By expert, then heaviest rank first.
     order = np.argsort(held * (1.0 + float(loads.max())) - loads, axis=1, kind="stable")
     sorted_held, sorted_loads = held[rows, order], loads[rows, order]
@@ -441,10 +448,10 @@ def _spares(state: _State, top: _Top) -> tuple[Ints, Singles]:
 
 
 def _shares(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
-    """The best new replica of an expert of the heaviest rank, in a spare slot elsewhere."""
+    """The best new replica of an expert of the heaviest rank, in a spare expert slot elsewhere."""
     rows = top.rows_L[:, None]
     slots = np.maximum(spare_LZ, 0)
-    ranks = slots // state.num_slots
+    ranks = slots // state.num_expert_slots
     ours = top.experts_LS
     new = state.loads_LE1[rows, ours] / (state.counts_LE1[rows, ours] + 1)
     relieved = top.load_L[:, None] - top.share_LE1[rows, ours] + new
@@ -483,7 +490,7 @@ def _drops(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves
     after = np.maximum((top.load_L + instead[rows, expert])[:, None] - shares, rise_LZ).astype(
         np.float32
     )
-    after[(spare_LZ < 0) | (slots // state.num_slots != top.rank_L[:, None])] = NO_MOVE
+    after[(spare_LZ < 0) | (slots // state.num_expert_slots != top.rank_L[:, None])] = NO_MOVE
     costs = (~state.home_LRE1[rows, top.rank_L, expert])[:, None].astype(np.float32)
     costs = costs - state.stray_LQ[rows[:, None], slots]
     worth = top.worth(after, costs)
@@ -503,17 +510,17 @@ def _most(worth_LSX: Singles) -> tuple[Ints, Ints, Singles]:
     return mine, other, flat[np.arange(len(flat)), best]
 
 
-def _closed(capacity_R: Ints, num_slots: int) -> Flags:
-    """The slots [R, S] that a rank with fewer slots than others does not have."""
-    return np.asarray(np.arange(num_slots) >= capacity_R[:, None])
+def _closed(capacity_R: Ints, num_expert_slots: int) -> Flags:
+    """The expert slots [R, S] that a rank with fewer slots than others does not have."""
+    return np.asarray(np.arange(num_expert_slots) >= capacity_R[:, None])
 
 
 def complete(table_LRS: Ints, loads_LE: Floats, capacity_R: Ints) -> Ints:
     """Return the table with a replica of every expert: those that lost their last one take empty or
-    spare slots.
+    spare expert slots.
 
-    Heaviest first, each in the slot that leaves its rank lightest. Raises ValueError if there are
-    too few slots.
+    Heaviest first, each in the expert slot that leaves its rank lightest. Raises ValueError if
+    there are too few expert slots.
     """
     table = table_LRS.copy()
     num_experts = loads_LE.shape[1]
@@ -540,8 +547,8 @@ def complete(table_LRS: Ints, loads_LE: Floats, capacity_R: Ints) -> Ints:
 # replicas while that lowers the mean of the steps' maxima. Knows nothing of time. All layers at
 # once.
 #
-# Shapes: T steps, L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S
-# slots, H light ranks.
+# Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank, Q = R
+# * S expert slots, H light ranks.
 
 
 MAX_STEPS = 16
@@ -561,10 +568,10 @@ def mean_of_maxima(tables_LRS: Ints, window_TLE: Floats) -> Floats:
     return np.asarray(np.mean([heaviest_rank(tables_LRS, step) for step in window_TLE], axis=0))
 
 
-def judged_by(path: Path, window_TLE: Floats, num_slots: int) -> Path:
+def judged_by(path: Path, window_TLE: Floats, num_expert_slots: int) -> Path:
     """The path with the window's mean of maxima in place of the maximum of the sums."""
     num_tables, num_layers, _ = path.tables_NLQ.shape
-    tables = path.tables_NLQ.astype(np.int64).reshape(num_tables * num_layers, -1, num_slots)
+    tables = path.tables_NLQ.astype(np.int64).reshape(num_tables * num_layers, -1, num_expert_slots)
     tops = mean_of_maxima(tables, np.tile(window_TLE, (1, num_tables, 1)))
     return replace(path, tops_NL=tops.reshape(num_tables, num_layers).astype(np.float32))
 
@@ -585,7 +592,7 @@ def steadied(
     or the next if that found none.
     """
     table = table_LRS.copy()
-    num_layers, num_ranks, num_slots = table.shape
+    num_layers, num_ranks, num_expert_slots = table.shape
     if num_ranks < 2:
         return table
     tried = np.zeros((num_layers, num_ranks), bool)
@@ -597,7 +604,7 @@ def steadied(
         top = _standing_out(loads, tried[active])
         slots, gains = _best_trade(table[active], shares, loads, top, barred_LRE, active)
         rows = np.arange(len(active))
-        mine, other = slots // num_slots, slots % num_slots
+        mine, other = slots // num_expert_slots, slots % num_expert_slots
         costs = np.zeros(len(active), np.int64)
         if home_LRE is not None:
             ours, theirs = (table[active, mine[:, i], other[:, i]] for i in (0, 1))
@@ -638,10 +645,10 @@ def _best_trade(
     barred_LRE: Flags | None,
     layers_L: Ints,
 ) -> tuple[Ints, Floats]:
-    """Return (the two slots to trade [L, 2], what the mean of maxima falls by [L]) for the given
-    rank of each layer.
+    """Return (the two expert slots to trade [L, 2], what the mean of maxima falls by [L]) for the
+    given rank of each layer.
     """
-    num_layers, num_ranks, num_slots = table_LRS.shape
+    num_layers, num_ranks, num_expert_slots = table_LRS.shape
     rows = np.arange(num_layers)
     sums = loads_TLR.sum(axis=0)
     sums[rows, top_L] = np.inf
@@ -672,7 +679,9 @@ def _best_trade(
         mean[barred[rows[:, None, None], light[:, None, :], ours[:, :, None]]] = np.inf
     flat = mean.reshape(num_layers, -1)
     best = flat.argmin(axis=1)
-    slot, at = np.divmod(best, mean.shape[2] * num_slots)
-    index, other = np.divmod(at, num_slots)
-    slots = np.stack((top_L * num_slots + slot, light[rows, index] * num_slots + other), axis=1)
+    slot, at = np.divmod(best, mean.shape[2] * num_expert_slots)
+    index, other = np.divmod(at, num_expert_slots)
+    slots = np.stack(
+        (top_L * num_expert_slots + slot, light[rows, index] * num_expert_slots + other), axis=1
+    )
     return slots, np.asarray(loads_TLR.max(axis=2).mean(axis=0) - flat[rows, best])

@@ -3,7 +3,7 @@ text out.
 
 Pure: reads no file and no clock.
 
-Shapes: T steps of a window, L layers, E logical experts, R ranks, S slots of a rank.
+Shapes: T steps of a window, L layers, E logical experts, R ranks, S expert slots of a rank.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ def loads_of(value: Any) -> Floats:
     return loads
 
 
-def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_slots: int) -> Cluster:
-    """Ranks of `num_slots` slots each; if that is as many as there are experts, of all ranks
+def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: int) -> Cluster:
+    """Ranks of `num_expert_slots` each; if that is as many as there are experts, of all ranks
     together.
 
-    (A rank with a slot for every expert would need no expert parallelism.) Raises ValueError if
-    sizes do not divide.
+    (A rank with an expert slot for every expert would need no expert parallelism.) Raises
+    ValueError if sizes do not divide.
     """
-    if num_ranks > 1 and num_slots >= loads.shape[-1]:
-        if num_slots % num_ranks:
-            raise ValueError(f"{num_slots} slots do not divide evenly by {num_ranks} ranks.")
-        num_slots //= num_ranks
-    return Cluster.even(num_ranks, num_nodes, num_slots)
+    if num_ranks > 1 and num_expert_slots >= loads.shape[-1]:
+        if num_expert_slots % num_ranks:
+            raise ValueError(f"{num_expert_slots} slots do not divide evenly by {num_ranks} ranks.")
+        num_expert_slots //= num_ranks
+    return Cluster.even(num_ranks, num_nodes, num_expert_slots)
 
 
 def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
-    """A placement from `physical_to_logical` rows, slots rank by rank. Raises ValueError if it does
-    not fit.
+    """A placement from `physical_to_logical` rows, expert slots rank by rank. Raises ValueError if
+    it does not fit.
     """
     rows = value.get("physical_to_logical") if isinstance(value, dict) else value
     num_layers, num_experts = loads.shape[-2:]
-    num_ranks = len(cluster.slots)
+    num_ranks = len(cluster.expert_slots)
     try:
         slots = np.asarray(rows, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -100,8 +100,8 @@ def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
 def as_json(
     plan: ExpertPlan, loads: Floats, before: Placement | None, elapsed_ms: float
 ) -> dict[str, Any]:
-    """The plan as plain values; slots are numbered rank by rank. Without a placement before, none
-    is moved: null.
+    """The plan as plain values; expert slots are numbered rank by rank. Without a placement before,
+    none is moved: null.
     """
     num_layers = plan.placement.num_layers
     split = (
@@ -230,7 +230,7 @@ def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float
 def _in_order(loads: Floats, cluster: Cluster) -> Placement | None:
     """Experts in order over the ranks, without regard to loads; None where that does not fit."""
     num_layers, num_experts = loads.shape[-2:]
-    total = sum(cluster.slots)
-    if total < num_experts or max(cluster.slots) > num_experts:
+    total = sum(cluster.expert_slots)
+    if total < num_experts or max(cluster.expert_slots) > num_experts:
         return None
-    return spread(num_layers, num_experts, len(cluster.slots), total - num_experts)
+    return spread(num_layers, num_experts, len(cluster.expert_slots), total - num_experts)

@@ -3,7 +3,8 @@ near the mean.
 
 Knows nothing of nodes or time. The replicas' counts stay as they are here. All layers at once.
 
-Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, H pairs of ranks.
+Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, H pairs of
+ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hadal.core.placement import EMPTY
 # Knows nothing of nodes, of today's placement or of time. All layers are planned at once: an
 # array's first axis is the layer, and a step of a loop is one numpy call for all of them.
 #
-# Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, P slots of all ranks
-# together.
+# Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, P those of all
+# ranks together.
 
 
 Floats = NDArray[np.float64]
@@ -76,8 +77,8 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
     of it is 0.
     """
     num_layers, num_replicas = experts_LP.shape
-    num_ranks, num_slots = len(capacity_R), int(capacity_R.max())
-    table = np.full((num_layers, num_ranks, num_slots), EMPTY, np.int64)
+    num_ranks, num_expert_slots = len(capacity_R), int(capacity_R.max())
+    table = np.full((num_layers, num_ranks, num_expert_slots), EMPTY, np.int64)
     # The first R meet empty ranks: one each.
     table[:, :, 0] = experts_LP[:, :num_ranks]
     flat = table.reshape(-1)
@@ -100,7 +101,7 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
         else:
             at = key.argmin(axis=1) + base
         count = used[at]
-        flat[at * num_slots + count] = expert
+        flat[at * num_expert_slots + count] = expert
         used[at] = count + 1
         last[at] = expert
         flat_key[at] += shares_PL[index]
@@ -109,7 +110,7 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
 
 
 def fold(experts_LP: Ints) -> Ints:
-    """Two slots a rank [L, R, 2]: the heaviest with the lightest, which is optimal once the
+    """Two expert slots a rank [L, R, 2]: the heaviest with the lightest, which is optimal once the
     replicas are given.
     """
     num_ranks = experts_LP.shape[1] // 2
@@ -117,11 +118,11 @@ def fold(experts_LP: Ints) -> Ints:
 
 
 def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
-    """Where a rank holds an expert twice: swap one with another rank's, or give the slot to another
-    expert.
+    """Where a rank holds an expert twice: swap one with another rank's, or give the expert slot to
+    another expert.
 
-    Changes the table in place and returns it. Succeeds whenever no rank has more slots than there
-    are experts.
+    Changes the table in place and returns it. Succeeds whenever no rank has more expert slots than
+    there are experts.
     """
     ordered = np.sort(table_LRS, axis=2)
     doubled = ((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != EMPTY)).any(axis=2)
@@ -135,8 +136,8 @@ def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
 
 
 def _undouble(table_RS: Ints, rank: int, slot: int, loads_E: Floats) -> None:
-    """Free one slot of a double, by the swap that changes loads least; else by a new replica of the
-    heaviest.
+    """Free one expert slot of a double, by the swap that changes loads least; else by a new replica
+    of the heaviest.
     """
     expert = table_RS[rank, slot]
     counts = np.bincount(table_RS[table_RS != EMPTY], minlength=len(loads_E))
@@ -153,10 +154,11 @@ def _undouble(table_RS: Ints, rank: int, slot: int, loads_E: Floats) -> None:
         table_RS[rank, slot] = int(np.argmax(share))
 
 
-# Replica counts for ranks of two slots, where not the packing but the counts limit the balance.
+# Replica counts for ranks of two expert slots, where not the packing but the counts limit the
+# balance.
 #
-# With two slots, folding (heaviest replica with the lightest) is optimal for given counts, so
-# counts can be judged by one sort. What pays is not what the greedy does: it splits whatever is
+# With two expert slots, folding (heaviest replica with the lightest) is optimal for given counts,
+# so counts can be judged by one sort. What pays is not what the greedy does: it splits whatever is
 # heaviest; better is often to leave middling experts whole and split the *lightest* instead, so
 # that every heavy replica gets a tiny partner. Knows nothing of ranks by name. All layers at once.
 #
@@ -256,8 +258,8 @@ NEVER = np.float32(1e9)
 
 
 def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    """Load of the replica in every slot [L, R, S] when the replicas of an expert share evenly; 0 in
-    empty slots.
+    """Load of the replica in every expert slot [L, R, S] when the replicas of an expert share
+    evenly; 0 in empty expert slots.
     """
     num_layers, num_experts = loads_LE.shape
     flat = table_LRS.reshape(num_layers, -1)
@@ -354,12 +356,15 @@ def _trade(
     toll: np.float32,
 ) -> None:
     """One trade per pair of ranks, in place, where it makes the heavier one lighter than it was."""
-    num_layers, num_ranks, num_slots = table_LRS.shape
+    num_layers, num_ranks, num_expert_slots = table_LRS.shape
     num_pairs = high_LH.shape[1]
     base = np.arange(num_layers)[:, None] * num_ranks
     high, low = (high_LH + base).ravel(), (low_LH + base).ravel()
     flat_loads = loads_LR.reshape(-1)
-    flat_shares, flat_table = shares_LRS.reshape(-1, num_slots), table_LRS.reshape(-1, num_slots)
+    flat_shares, flat_table = (
+        shares_LRS.reshape(-1, num_expert_slots),
+        table_LRS.reshape(-1, num_expert_slots),
+    )
     if ceiling_L is not None:
         above = flat_loads[high] > np.repeat(ceiling_L, num_pairs)
         high, low = high[above], low[above]
@@ -373,7 +378,7 @@ def _trade(
     lucky = np.flatnonzero(
         away[np.arange(len(best)), best] < half_gap * np.float32(0.999) - np.float32(1e-7)
     )
-    give, take = np.divmod(best[lucky], num_slots)
+    give, take = np.divmod(best[lucky], num_expert_slots)
     high, low = high[lucky], low[lucky]
     gives, takes = flat_table[high, give], flat_table[low, take]
     double = (flat_table[low] == gives[:, None]).any(axis=1) | (
@@ -403,8 +408,8 @@ def _trade(
 #
 # Knows nothing of nodes, of time, or of how a path was found.
 #
-# Shapes: N tables, L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S
-# slots.
+# Shapes: N tables, L layers, E logical experts, R living ranks, S most expert slots of a rank, Q =
+# R * S expert slots.
 
 
 Flags = NDArray[np.bool_]

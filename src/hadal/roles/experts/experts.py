@@ -42,7 +42,7 @@ from hadal.roles.ranks.membership import Routine
 # are kept for the last intervals, faded with age: they say what any other placement would have had
 # to bear. Balancedness is measured on the ranks, as it fell. Knows no seconds and decides nothing.
 #
-# Shapes: T intervals, L MoE layers, R ranks, S slots of a rank, E logical experts.
+# Shapes: T intervals, L MoE layers, R ranks, S expert slots of a rank, E logical experts.
 
 
 Floats = NDArray[np.float64]
@@ -172,12 +172,12 @@ _NEXT: dict[tuple[InstallState, str], InstallState] = {
 
 @dataclass(slots=True)
 class Installation:
-    """`slots_RS` and `weights_RS` (None: equal parts) are those of the layer after it."""
+    """`slot_to_expert_RS` and `weights_RS` (None: equal parts) are those of the layer after it."""
 
     layer: int
     stage_id: int
     formation: int
-    slots_RS: NDArray[np.int16]
+    slot_to_expert_RS: NDArray[np.int16]
     weights_RS: NDArray[np.uint8] | None
     num_moved: int
     deadline_s: float
@@ -197,8 +197,12 @@ class Installation:
         """
         before = placement.slot_to_expert_LRS[self.layer]
         missing = {
-            rank: [e for e in self.slots_RS[rank].tolist() if e != EMPTY and e not in before[rank]]
-            for rank in np.flatnonzero((before != self.slots_RS).any(axis=1)).tolist()
+            rank: [
+                e
+                for e in self.slot_to_expert_RS[rank].tolist()
+                if e != EMPTY and e not in before[rank]
+            ]
+            for rank in np.flatnonzero((before != self.slot_to_expert_RS).any(axis=1)).tolist()
         }
         sources = choose_sources(missing, before, addresses)
         self.waiting = set(missing)
@@ -209,7 +213,7 @@ class Installation:
                 self.formation,
                 self.stage_id,
                 self.layer,
-                tuple(self.slots_RS[rank].tolist()),
+                tuple(self.slot_to_expert_RS[rank].tolist()),
                 tuple(sources[rank]),
             )
             for rank in missing
@@ -234,7 +238,7 @@ class Installation:
         return LayerFlip(
             self.layer,
             self.stage_id,
-            np.ascontiguousarray(self.slots_RS, np.int16).tobytes(),
+            np.ascontiguousarray(self.slot_to_expert_RS, np.int16).tobytes(),
             weights,
         )
 
@@ -246,7 +250,9 @@ class Installation:
 
 
 def choose_sources(
-    missing: Mapping[int, list[int]], slots_RS: NDArray[np.int16], addresses: Mapping[int, Address]
+    missing: Mapping[int, list[int]],
+    slot_to_expert_RS: NDArray[np.int16],
+    addresses: Mapping[int, Address],
 ) -> dict[int, list[Source]]:
     """Where each rank's new experts come from: of the ranks that hold one, the one that sends the
     least so far.
@@ -258,7 +264,7 @@ def choose_sources(
     holders = {
         expert: [
             r
-            for r in np.flatnonzero((slots_RS == expert).any(axis=1)).tolist()
+            for r in np.flatnonzero((slot_to_expert_RS == expert).any(axis=1)).tolist()
             if addresses.get(r, ("", 0))[1]
         ]
         for expert in {expert for experts in missing.values() for expert in experts}
@@ -410,7 +416,7 @@ class ExpertBalancer:
         if install is not None and install.state is InstallState.READY:
             flips = (install.flip(step_id),)
             self._issued = self.placement.with_layer(
-                install.layer, install.slots_RS, install.weights_RS
+                install.layer, install.slot_to_expert_RS, install.weights_RS
             )
         self._num_uncounted += 1
         is_traced = plans[0].is_traced
@@ -467,14 +473,14 @@ class ExpertBalancer:
         shape = counted.placement.slot_to_expert_LRS.shape
         counts_LRS = np.zeros(shape, np.int64)
         for rank, part in parts.items():
-            if len(part.slot_counts) != 8 * shape[0] * shape[2]:
+            if len(part.expert_slot_counts) != 8 * shape[0] * shape[2]:
                 if not self._is_wrong_noted:
                     self.notes.append(
-                        f"rank {rank} counts {len(part.slot_counts)} bytes where {shape} slots are"
+                        f"rank {rank} counts {len(part.expert_slot_counts)} bytes where {shape} slots are"
                     )
                 self._is_wrong_noted = True
                 return
-            counts_LRS[:, rank] = np.frombuffer(part.slot_counts, np.int64).reshape(
+            counts_LRS[:, rank] = np.frombuffer(part.expert_slot_counts, np.int64).reshape(
                 shape[0], shape[2]
             )
         found = self.window.add(
@@ -514,20 +520,20 @@ class ExpertBalancer:
         if layer is None:
             return {}
         to_plan, to_judge = self.window.halves(layer)
-        slots_RS, weights_RS = (
+        slot_to_expert_RS, weights_RS = (
             self._moved(layer, to_plan, share) if share else self._split(layer, to_plan)
         )
         now = self.placement.slot_to_expert_LRS[layer]
         new = Placement(
             self.placement.num_experts,
-            slots_RS[None],
+            slot_to_expert_RS[None],
             None if weights_RS is None else weights_RS[None],
         )
-        before_and_after = zip(now.tolist(), slots_RS.tolist(), strict=True)
+        before_and_after = zip(now.tolist(), slot_to_expert_RS.tolist(), strict=True)
         num_new = [len(set(after) - set(before) - {EMPTY}) for before, after in before_and_after]
         gain = sure_gain(
             heaviest(to_judge, now, self._fractions_LRS[layer]),
-            heaviest(to_judge, slots_RS, fractions(new)[0]),
+            heaviest(to_judge, slot_to_expert_RS, fractions(new)[0]),
             self.terms,
         )
         if not pays(
@@ -550,7 +556,7 @@ class ExpertBalancer:
             layer,
             self._stage_id,
             self._formation,
-            slots_RS,
+            slot_to_expert_RS,
             weights_RS,
             sum(num_new),
             now_s + self.terms.stage_timeout_s,
@@ -593,10 +599,10 @@ class ExpertBalancer:
     def _split(
         self, layer: int, loads_TE: Floats
     ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-        """The layer's slots as they are, and the parts that level its ranks."""
-        slots_RS = self.placement.slot_to_expert_LRS[layer]
-        split = split_loads(slots_RS[None].astype(np.int64), loads_TE.sum(axis=0)[None])
-        return slots_RS, _weights(slots_RS, split[0])
+        """The layer's expert slots as they are, and the parts that level its ranks."""
+        slot_to_expert_RS = self.placement.slot_to_expert_LRS[layer]
+        split = split_loads(slot_to_expert_RS[None].astype(np.int64), loads_TE.sum(axis=0)[None])
+        return slot_to_expert_RS, _weights(slot_to_expert_RS, split[0])
 
     def _moved(
         self, layer: int, loads_TE: Floats, share: float
@@ -616,9 +622,9 @@ class ExpertBalancer:
             max_moves=num_moves,
             weighted=True,
         )
-        slots_RS = plan.placement.slot_to_expert_LRS[0]
+        slot_to_expert_RS = plan.placement.slot_to_expert_LRS[0]
         assert plan.split_LRS is not None
-        return slots_RS, _weights(slots_RS, plan.split_LRS[0])
+        return slot_to_expert_RS, _weights(slot_to_expert_RS, plan.split_LRS[0])
 
     # ---- staging ----
     def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
@@ -699,7 +705,7 @@ class ExpertBalancer:
         install = self.installing
         is_flipping = install is not None and install.state is InstallState.FLIPPING
         if not is_flipping and self._issued is not self.placement:
-            problems.append("experts: ranks were told of a flip that is not in flight")
+            problems.append("experts: ranks were sent a flip that is not in flight")
         if install is None:
             return problems
         if install.formation != self._formation or not self._addresses:
@@ -732,7 +738,7 @@ def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:
     return np.asarray(growing_s * heaviest_L / mean if mean > 0 else np.zeros(len(heaviest_L)))
 
 
-def _weights(slots_RS: NDArray[np.int16], split_RS: Floats) -> NDArray[np.uint8] | None:
+def _weights(slot_to_expert_RS: NDArray[np.int16], split_RS: Floats) -> NDArray[np.uint8] | None:
     """A split in parts; None where all replicas take equal ones."""
-    parts = parts_of(slots_RS, split_RS)
-    return None if (parts[slots_RS != EMPTY] == 1).all() else parts
+    parts = parts_of(slot_to_expert_RS, split_RS)
+    return None if (parts[slot_to_expert_RS != EMPTY] == 1).all() else parts

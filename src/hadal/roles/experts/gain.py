@@ -10,7 +10,7 @@ loads are means of the intervals' own maxima. They are judged on intervals that 
 seen; the difference must stand out of what it varies by from one interval to the next, or chance
 would move experts to and fro. Knows no ranks' processes and no steps.
 
-Shapes: T intervals, E logical experts, R ranks, S slots of a rank, L layers.
+Shapes: T intervals, E logical experts, R ranks, S expert slots of a rank, L layers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class ExpertTerms:
     payback: float = 2.0
     """A gain must exceed its cost so many times: both are estimates."""
     moves_share: float = 0.1
-    """Share of a layer's slots that may change in one installation: better placements are within a
-    tenth of the slots under drift, and what is left comes with the next one.
+    """Share of a layer's expert slots that may change in one installation: better placements are
+    within a tenth of the expert slots under drift, and what is left comes with the next one.
     """
     target: float = 0.98
     """Balancedness at which an incremental plan stops to look for moves."""
@@ -79,8 +79,8 @@ class ExpertTerms:
     pause_s: float = 0.002
     """A flip before one was measured: pointers and a table of 256 experts."""
     stage_timeout_s: float = 60.0
-    """Three replicas for one rank (a tenth of 288 slots, on ten ranks at least) from the slowest of
-    disks.
+    """Three replicas for one rank (a tenth of 288 expert slots, on ten ranks at least) from the
+    slowest of disks.
     """
     backoff_s: float = 10.0
     """After a failure nothing is staged for so long, and for twice as long after each further
@@ -90,8 +90,8 @@ class ExpertTerms:
     plan_every_steps: int = 4
     """One planning call in so many steps. Measured with E = 256 on a shared core: 11 ms for a
     split, 12 to 20 ms for moves (bench/balance_experts, `1 layer ms`), 33 ms at worst (144 ranks of
-    2 slots and 32 of 9 alike). It begins when the step's plans are sent: with two steps in flight,
-    the ranks do not wait for it while a step takes longer.
+    2 expert slots and 32 of 9 alike). It begins when the step's plans are sent: with two steps in
+    flight, the ranks do not wait for it while a step takes longer.
     """
     rest_intervals: int = 32
     """A layer for which nothing paid is looked at again when the whole window is another, or once
@@ -134,12 +134,14 @@ def fractions(placement: Placement) -> Floats:
     return np.asarray(np.where(table == EMPTY, 0.0, weights) / np.where(total > 0, total, 1.0))
 
 
-def heaviest(loads_TE: Floats, slots_RS: NDArray[np.int16], fractions_RS: Floats) -> Floats:
+def heaviest(
+    loads_TE: Floats, slot_to_expert_RS: NDArray[np.int16], fractions_RS: Floats
+) -> Floats:
     """Load of each interval's heaviest rank [T]."""
-    num_ranks, num_slots = slots_RS.shape
+    num_ranks, num_expert_slots = slot_to_expert_RS.shape
     share_ER = np.zeros((loads_TE.shape[1], num_ranks))
-    ranks = np.repeat(np.arange(num_ranks), num_slots)
-    flat = slots_RS.ravel().astype(np.int64)
+    ranks = np.repeat(np.arange(num_ranks), num_expert_slots)
+    flat = slot_to_expert_RS.ravel().astype(np.int64)
     held = flat != EMPTY
     np.add.at(share_ER, (flat[held], ranks[held]), fractions_RS.ravel()[held])
     result: Floats = (loads_TE @ share_ER).max(axis=1)

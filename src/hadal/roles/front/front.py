@@ -20,16 +20,19 @@ import numpy as np
 from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import InvariantError
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
 from hadal.core.messages import (
     SUPERVISOR,
+    AnyMessage,
     Cached,
     Cancel,
     Decode,
+    Demand,
     Drain,
+    DrainUnit,
     FrontSnapshot,
     FrontUp,
     Generation,
+    KeepUnit,
     LeaderDown,
     Prefill,
     PrefillDone,
@@ -48,13 +51,13 @@ from hadal.core.messages import (
     Totals,
     TurnedAway,
     UnitDown,
+    UnitFacts,
     UnitReport,
     UnitUp,
 )
 from hadal.core.plans import NO_TOKEN
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.core.wire import AnyMessage
 from hadal.policy.admission import Refusal, admit, refuse_lengths
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
@@ -213,10 +216,10 @@ def _tokens_per_s_max(unit: Unit) -> float:
     return load.num_ranks / load.token_s if load.token_s > 0.0 else 0.0
 
 
-# What comes of a decode unit's tokens: counted for the unit as a whole, told one by one to those
+# What comes of a decode unit's tokens: counted for the unit as a whole, sent one by one to those
 # who read them.
 #
-# Without text only the last token of a request is told, and none is kept. Changes the tables of
+# Without text only the last token of a request is sent, and none is kept. Changes the tables of
 # requests and units; ending a request is the front's own affair.
 
 

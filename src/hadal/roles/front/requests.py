@@ -57,7 +57,7 @@ class Record:
     last_units: tuple[str, str] = ("", "")
     """Prefill and decode units of the attempt that was placed last; empty: none."""
     early: tuple[int, int] = (-1, 0)
-    """The attempt whose KV its decode unit was told to pull early, and tokens of it."""
+    """The attempt whose KV its decode unit was asked to pull early, and tokens of it."""
     num_cached: int = 0
     """Positions that its prefill unit was taken to have when it was sent there."""
     not_before_s: float = 0.0

@@ -29,7 +29,7 @@ from hadal.roles.suspects import Absence, Suspects
 
 # What the front knows of the units' caches: which blocks each can take out of its memory, by name.
 #
-# A summary, told by the units' Cached messages. It decides where a prompt goes and nothing else:
+# A summary, kept by the units' Cached messages. It decides where a prompt goes and nothing else:
 # what a unit has really got is found out there, so a message that is lost, doubled or late costs
 # time and never a token. Blocks on disk are not in it: every unit of a deployment reads the same
 # folder, so the disk never makes one unit better than another.
@@ -61,7 +61,7 @@ class FrontCache:
         self._units: dict[str, _Held] = {}
 
     def up(self, unit: str, epoch: str, num_blocks: int) -> None:
-        """A unit starts, or starts again: it tells itself what it has."""
+        """A unit starts, or starts again: it reports itself what it has."""
         self._units[unit] = _Held(epoch, num_blocks)
 
     def down(self, unit: str) -> None:
@@ -317,7 +317,7 @@ class FrontUnits:
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
     def called(self, now_s: float) -> None:
-        """The front is called: to be told before anything else."""
+        """The front was called at this time; comes before anything else."""
         if missed_s := self._absence.called(now_s):
             for unit in self.by_name.values():
                 unit.seen_s += missed_s

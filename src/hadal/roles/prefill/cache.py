@@ -345,7 +345,7 @@ class PrefillCache:
                 )
 
     def _say_used(self, names: bytes) -> None:
-        """Tell those who keep them on disk."""
+        """Notify those who keep them on disk."""
         locations = self.stores.index.found(names)
         if locations:
             self._out.append(UsedBlocks(locations))
@@ -415,7 +415,7 @@ class PrefillCache:
             prompt.num_named = full
 
     def early(self, prompt: PrefillAttempt) -> None:
-        """Tell which full blocks of a prompt that goes on are there, if there are more than
+        """Report which full blocks of a prompt that goes on are there, if there are more than
         before.
         """
         full = prompt.num_done // BLOCK_TOKENS
@@ -453,7 +453,7 @@ class PrefillCache:
 
     # ---- the end of an event ----
     def end_event(self) -> None:
-        """Begin the writes that may begin, and tell the front how the pools changed."""
+        """Begin the writes that may begin, and report to the front how the pools changed."""
         self._out += [*self._begun, *self.stores.begin()]
         self._begun.clear()
         added, dropped = self._pools.take_names()
@@ -472,7 +472,7 @@ class PrefillCache:
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 
     def say_all(self) -> None:
-        """Tell a front that knows nothing all that can be found."""
+        """Report to a front that knows nothing all that can be found."""
         self._pools.take_names()
         names = self._pools.found_names
         if self._keeps:

@@ -107,12 +107,12 @@ class PrefillLeader:
         has_disk: bool = False,
         recompute: str = AUTO,
         early_pull: str = OFF,
-        tells_names: bool = False,
+        reports_names: bool = False,
         index: BlockIndex | None = None,
     ) -> None:
         """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
-        `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode is told of
-        blocks before their prompt is done. `tells_names`: ranks are told what is named on them.
+        `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode hears of
+        blocks before their prompt is done. `reports_names`: ranks hear what is named on them.
         `index`: what is known to be on disk; None: nothing yet.
         """
         if chunk_tokens < 1:
@@ -120,7 +120,7 @@ class PrefillLeader:
                 f"chunk_tokens is {chunk_tokens}; a step must compute at least one token."
             )
         self._out: list[Effect] = []
-        self.blocks = RankPools(num_blocks, num_ranks, pool_name, tells_names=tells_names)
+        self.blocks = RankPools(num_blocks, num_ranks, pool_name, reports_names=reports_names)
         self.cache = PrefillCache(
             unit,
             epoch,

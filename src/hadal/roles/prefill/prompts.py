@@ -70,7 +70,7 @@ class PrefillAttempt:
     num_named: int = 0
     """Blocks that can be found by others."""
     num_notified: int = 0
-    """Blocks that decode was told of ahead."""
+    """Blocks that decode heard of ahead."""
     last_step_id: int = -1
     """The last plan that writes its blocks: they cannot be freed before it is done."""
     is_dropped: bool = False
@@ -122,7 +122,7 @@ class PromptChunk:
     end: int
 
     def chunk(self) -> Chunk:
-        """What the rank is told; a token is drawn after the prompt's last part."""
+        """The chunk that the rank computes; a token is drawn after the prompt's last part."""
         prompt, generation = self.prompt, self.prompt.generation
         request_id, tokens = generation.request_id, prompt.tokens[self.start : self.end]
         block_ids = prompt.block_ids[: blocks_for(self.end)]
@@ -173,7 +173,7 @@ def pack(
 
     `chunk_tokens`, which no step of a rank exceeds, and `num_requests_max` are a rank's. Started
     prompts go on first; those that wait start in their order, each where the least work is, until
-    one fits nowhere. `find` tells what of a prompt can be found; until `starts` have their blocks
+    one fits nowhere. `find` returns what of a prompt can be found; until `starts` have their blocks
     that must stay so.
     """
     rank_to_prompts: list[list[PrefillAttempt]] = [[] for _ in range(pools.num_ranks)]

@@ -374,11 +374,15 @@ class UnitMembership:
         if (
             self.formation
             or len(plan.members) < len(self._ranks)
-            or plan.num_slots != full.num_slots
+            or plan.num_expert_slots != full.num_expert_slots
         ):
             return
         self.placement = self._full = Placement.from_bytes(
-            plan.slot_to_expert, full.num_experts, plan.num_ranks, plan.num_slots, plan.weights
+            plan.slot_to_expert,
+            full.num_experts,
+            plan.num_ranks,
+            plan.num_expert_slots,
+            plan.weights,
         )
 
     def take_held(self, rank: int) -> Held | None:
@@ -392,8 +396,8 @@ class UnitMembership:
 
         They are kept until the leader takes them, because one event may both decide on a formation
         and let the inner leader speak, which has to know of that decision. They go out behind what
-        the inner leader said, and before it hears of the new formation: ranks have to be told to form
-        before they are told what the inner leader wants of them in it.
+        the inner leader said, and before it hears of the new formation: ranks have to be asked to
+        form before they hear what the inner leader wants of them in it.
         """
         sends, self._sends = self._sends, []
         return sends
@@ -418,7 +422,7 @@ class UnitMembership:
             self._lost(now_s, index, message.reason)
 
     def heartbeat(self, now_s: float, message: RankHeartbeat) -> None:
-        """A rank lives, and tells how far it is."""
+        """A rank lives, and reports how far it is."""
         if not self._is_heard(now_s, message.rank, message.epoch):
             return
         rank = self._ranks[message.rank]
@@ -552,7 +556,7 @@ class UnitMembership:
             len(self._ranks),
             tuple(self._member(index) for index in living),
             placement.to_bytes(),
-            placement.num_slots,
+            placement.num_expert_slots,
             placement.weights_bytes(),
         )
         for index in living:

@@ -26,10 +26,10 @@ class RankPools:
     """
 
     def __init__(
-        self, num_blocks: int, num_ranks: int = 1, name: str = "", *, tells_names: bool = False
+        self, num_blocks: int, num_ranks: int = 1, name: str = "", *, reports_names: bool = False
     ) -> None:
         """`num_blocks`: of each rank, the scratch block included; `name`: of the pool of a rank
-        alone. `tells_names`: ranks are told what is named on them, for they may outlive whoever
+        alone. `reports_names`: ranks hear what is named on them, for they may outlive whoever
         leads them.
         """
         if num_ranks < 1:
@@ -43,8 +43,8 @@ class RankPools:
         """Name under which others find the memory of each rank's pool. New at every start of the
         rank.
         """
-        self._untold: dict[int, list[bytes]] | None = {} if tells_names else None
-        """Names that came to each rank since `take_named`; None: nobody is told."""
+        self._unreported: dict[int, list[bytes]] | None = {} if reports_names else None
+        """Names that came to each rank since `take_named`; None: nobody hears of them."""
         self._num_blocks = num_blocks
         self._touched: set[int] = set()
         """Ranks of which something changed since `_settle`."""
@@ -122,12 +122,12 @@ class RankPools:
         told after what `take_freed` says: a block that was freed and named again can be found.
         """
         effects = []
-        for rank, names in sorted((self._untold or {}).items()):
+        for rank, names in sorted((self._unreported or {}).items()):
             named = self._allocators[rank].named_as(names)
             if named:
                 effects.append(Named(named_blocks(named), rank))
-        if self._untold:
-            self._untold.clear()
+        if self._unreported:
+            self._unreported.clear()
         return effects
 
     def _allocator(self, rank: int) -> BlockAllocator:
@@ -150,8 +150,8 @@ class RankPools:
         self.num_evicted += len(evicted)
         if not added and not dropped:
             return
-        if added and self._untold is not None:
-            self._untold.setdefault(rank, []).extend(split(added))
+        if added and self._unreported is not None:
+            self._unreported.setdefault(rank, []).extend(split(added))
         self._num_named += num_names(added) - num_names(dropped)
         for name in split(added):
             before = self._names.get(name, 0)
@@ -256,7 +256,7 @@ class RankPools:
         num_named = sum(allocator.num_named for allocator in self._allocators)
         if not num_reported == num_named == self._num_named:
             problems.append(
-                f"{num_reported} names are told of, and {num_named} blocks have one, not"
+                f"{num_reported} names are to be reported, and {num_named} blocks have one, not"
                 f" {self._num_named}"
             )
         return problems

@@ -80,7 +80,7 @@ from hadal.core.seams import (
 )
 from hadal.roles.ranks.pools import named_blocks, names_of
 
-# What a rank's pool holds, as the plans that go by tell it: so that a new leader can go on with
+# What a rank's pool holds, as the plans that go by show it: so that a new leader can go on with
 # what an old one led.
 #
 #     join   the ticket's KV is in these blocks    grown  and in this one    step  one position more for all who joined
@@ -211,9 +211,9 @@ class RankHoldings:
         plan = self.plan
         assert plan is not None, "a step of no formation"
         placement = Placement.from_bytes(
-            plan.slot_to_expert, 0, plan.num_ranks, plan.num_slots, plan.weights
+            plan.slot_to_expert, 0, plan.num_ranks, plan.num_expert_slots, plan.weights
         )
-        placement = placement.with_layer(flip.layer, *flip_arrays(flip, plan.num_slots))
+        placement = placement.with_layer(flip.layer, *flip_arrays(flip, plan.num_expert_slots))
         self.plan = msgspec.structs.replace(
             plan, slot_to_expert=placement.to_bytes(), weights=placement.weights_bytes()
         )

@@ -148,7 +148,7 @@ class RankedLeader:
     """`num_slots`: slots of one rank, in a decode unit; a prefill leader numbers chunks instead.
 
     `step_timeout_s`: a step in which no rank's compute thread moves for so long is broken off;
-    above the deadline of an exchange. `growing_s` tells the seconds of the experts of one MoE layer
+    above the deadline of an exchange. `growing_s` gives the seconds of the experts of one MoE layer
     in a step, as far as they grow with tokens: without it nothing is gained by moving experts, and
     they stay.
     """

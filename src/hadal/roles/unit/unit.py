@@ -28,7 +28,7 @@ from hadal.core.plans import Sampling, TraceEvent
 from hadal.core.seams import Effect, Send, WakeAt
 from hadal.roles.ranks.pools import RankPools
 
-# What a request's token means for its end, and what its sampler must be told. Shared by both
+# What a request's token means for its end, and what its sampler must know. Shared by both
 # leaders.
 
 
@@ -101,7 +101,7 @@ class LineMeter:
     """Seconds of a step by the requests in it, as a line: from what a single one's steps take to
     what was seen lately.
 
-    A crowd's own steps do not tell what one alone would take: on a CPU the second request brings
+    A crowd's own steps do not show what one alone would take: on a CPU the second request brings
     experts of its own, the twelfth hardly any. Where no step had a single request, it is the line
     of least squares through what was seen.
     """
@@ -314,7 +314,7 @@ class UnitReporter:
         self._held = held
         self._front_epoch: str | None = None
         self._is_known = False
-        """The front was told that the unit is up."""
+        """The front knows that the unit is up."""
         self._was_up = pools.num_living > 0
         self._said: tuple[int, ...] = ()
         self._busy_s: float | None = None

@@ -265,7 +265,7 @@ class Loader:
 
     def _read(self, own: _PieceReader, load: _Read, begin: int, end: int) -> _Found:
         """Read locations begin .. end-1, which are adjacent, into the buffer, and verify them."""
-        first, count = load.effect.locations[begin].slot, end - begin
+        first, count = load.effect.locations[begin].disk_slot, end - begin
         segment = self._open(own, load.effect.locations[begin].segment)
         if not 0 <= first <= first + count <= segment.num_slots:
             return _Found(0, 0, "there is no such slot")
@@ -354,7 +354,7 @@ def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:
     return [
         (begin, min(begin + most, at + count))
         for at, count in runs(
-            [number_of(location.segment, location.slot) for location in effect.locations]
+            [number_of(location.segment, location.disk_slot) for location in effect.locations]
         )
         for begin in range(at, at + count, most)
     ]

@@ -112,7 +112,10 @@ class OwnBlocks:
         """
         for run in _runs([one for one in blocks if one.is_new]):
             assert run[0].location is not None
-            segment, first = self._segments.segments[run[0].location.segment], run[0].location.slot
+            segment, first = (
+                self._segments.segments[run[0].location.segment],
+                run[0].location.disk_slot,
+            )
             names, positions, sums = zip(
                 *((one.name, one.position, one.sum) for one in run), strict=True
             )
@@ -136,7 +139,7 @@ class OwnBlocks:
             segment = self._segments.segments.get(block.location.segment)
             try:
                 if segment is not None:
-                    segment.clear(block.location.slot, 1)
+                    segment.clear(block.location.disk_slot, 1)
             except (OSError, SegmentError) as error:
                 self._troubles.note_error(
                     "clear", error
@@ -293,4 +296,4 @@ def _runs(blocks: list[Block]) -> list[list[Block]]:
 
 def _location_number(block: Block) -> int:
     assert block.location is not None
-    return number_of(block.location.segment, block.location.slot)
+    return number_of(block.location.segment, block.location.disk_slot)

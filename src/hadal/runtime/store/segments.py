@@ -138,7 +138,7 @@ _CHANGES_AT = 2048
 _RECORD_BYTES = 8 * RECORD_WORDS
 _PRIME = np.uint64(0x9E3779B185EBCA87)
 _SHIFT = np.uint64(29)
-MAX_SLOTS = 1 << 24
+MAX_SEGMENT_SLOTS = 1 << 24
 _PREAD_MAX = 1 << 30
 """Linux moves at most 2 GiB in one call (read(2))."""
 
@@ -176,7 +176,7 @@ class Segment:
     @classmethod
     def create(cls, folder: Path, fingerprint: str, block_bytes: int, num_slots: int) -> Segment:
         """Make, reserve and lock an empty segment under a number nobody had before."""
-        if not 1 <= num_slots <= MAX_SLOTS or block_bytes < 1 or len(fingerprint) > 64:
+        if not 1 <= num_slots <= MAX_SEGMENT_SLOTS or block_bytes < 1 or len(fingerprint) > 64:
             raise ValueError(f"a segment of {num_slots} slots of {block_bytes} bytes cannot be")
         number, slot_bytes = secrets.randbits(62), slot_bytes_of(block_bytes)
         path = segment_path(folder, number)
@@ -502,7 +502,7 @@ def _read_header(fd: int, path: Path) -> tuple[int, int, int, int, str]:
     if (
         check != xxhash.xxh3_64_intdigest(packed[: _HEADER.size])
         or not is_named
-        or num_slots > MAX_SLOTS
+        or num_slots > MAX_SEGMENT_SLOTS
     ):
         raise SegmentError(f"{path.name}: its header is damaged")
     size = os.fstat(fd).st_size
@@ -660,7 +660,7 @@ class OwnSegments:
         # nothing kept.
         share_bytes = min(self._share_bytes, _disk_bytes(self._folder) or self._share_bytes)
         wanted_bytes = max(min(SEGMENT_BYTES, share_bytes // PARTS[0]), share_bytes // PARTS[1])
-        num_slots = min(MAX_SLOTS, max(1, wanted_bytes // slot_bytes))
+        num_slots = min(MAX_SEGMENT_SLOTS, max(1, wanted_bytes // slot_bytes))
         while num_slots and segment_bytes(num_slots, self._block_bytes) > left_bytes:
             num_slots = min(num_slots - 1, max(0, left_bytes // slot_bytes))
         if not num_slots:

@@ -257,7 +257,7 @@ class DiskView:
             except queue.Empty:
                 break
             for location in locations:
-                number_to_slots.setdefault(location.segment, []).append(location.slot)
+                number_to_slots.setdefault(location.segment, []).append(location.disk_slot)
         for number, slots in number_to_slots.items():
             known = self._known.get(number)
             if known is None:

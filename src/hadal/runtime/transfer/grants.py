@@ -19,8 +19,7 @@ from collections import OrderedDict
 import msgspec
 
 from hadal.core.handshake import key_of, mac
-from hadal.core.messages import Decode, KvLease, Pull, PullEarly, RankDo
-from hadal.core.wire import AnyMessage
+from hadal.core.messages import AnyMessage, Decode, KvLease, Pull, PullEarly, RankDo
 
 MAX_KEPT = 8192
 """Grants held for leases that may still be pulled: more than a rank has requests."""

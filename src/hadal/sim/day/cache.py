@@ -27,26 +27,26 @@ from hadal.sim.day.clock import Floats, Ints, hour_index
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload
 
-# The disk cache's ledgers driven by names alone: one writer's slots and one leader's index, as
+# The disk cache's ledgers driven by names alone: one writer's disk slots and one leader's index, as
 # they serve, no file.
 #
 # What the live system does to them in the same order: a leader looks a chain up and counts uses,
-# every two seconds the writer hears of those, and blocks are given slots 32 at a time.
+# every two seconds the writer hears of those, and blocks are given disk slots 32 at a time.
 
 
 STORE_BLOCKS = 32
-"""Given slots at once, as the live store takes them."""
+"""Given disk slots at once, as the live store takes them."""
 POLL_S = 2.0
 """How often a writer hears what was used."""
 _SEGMENT = 0
 
 
 class DiskReplay:
-    """A disk of so many slots. Times have to be told in order."""
+    """A disk of so many disk slots. Times must not go back."""
 
-    def __init__(self, num_slots: int, policy: type[Arc | Lru] = Arc) -> None:
-        self.slots, self.index = DiskSlots(policy), DiskIndex()
-        self.slots.add_segment(_SEGMENT, num_slots)
+    def __init__(self, num_disk_slots: int, policy: type[Arc | Lru] = Arc) -> None:
+        self.disk_slots, self.index = DiskSlots(policy), DiskIndex()
+        self.disk_slots.add_segment(_SEGMENT, num_disk_slots)
         self.num_written = 0
         self.num_runs = 0
         """Runs of written blocks that lie side by side, within one store."""
@@ -56,13 +56,13 @@ class DiskReplay:
     def find(self, at_s: float, chain: bytes) -> int:
         """How many of the chain's first blocks are here; they are used."""
         if at_s >= self._poll_at_s:
-            self.slots.used(_SEGMENT, list(self._used), list(self._used.values()))
+            self.disk_slots.used(_SEGMENT, list(self._used), list(self._used.values()))
             self._used.clear()
             self._poll_at_s = at_s + POLL_S
         found = self.index.lookup(chain)
         used = self._used
         for location in found:
-            used[location.slot] = used.get(location.slot, 0) + 1
+            used[location.disk_slot] = used.get(location.disk_slot, 0) + 1
         return len(found)
 
     def store(self, chain: bytes, first: int = 0) -> tuple[list[bytes], list[bytes]]:
@@ -81,25 +81,27 @@ class DiskReplay:
         return written, dropped
 
     def check(self) -> list[str]:
-        """Problems; empty when the slots are in order and the index knows exactly what is in
+        """Problems; empty when the disk slots are in order and the index knows exactly what is in
         them.
         """
-        problems = self.slots.check()
-        if len(self.slots) != len(self.index):
-            problems.append(f"{len(self.slots)} blocks have slots, {len(self.index)} can be found")
+        problems = self.disk_slots.check()
+        if len(self.disk_slots) != len(self.index):
+            problems.append(
+                f"{len(self.disk_slots)} blocks have disk slots, {len(self.index)} can be found"
+            )
         return problems
 
     def _store(
         self, names: Sequence[bytes], positions: Sequence[int]
     ) -> tuple[list[bytes], list[bytes]]:
-        locations, dropped = self.slots.take(names, positions)
+        locations, dropped = self.disk_slots.take(names, positions)
         self.index.drop(dropped)
         self.index.put(b"".join(names), locations)
         kept = [
             name for name, location in zip(names, locations, strict=True) if location is not None
         ]
-        self.slots.wrote(kept)
-        at = [location.slot for location in locations if location is not None]
+        self.disk_slots.wrote(kept)
+        at = [location.disk_slot for location in locations if location is not None]
         self.num_runs += sum(
             slot - 1 != before for slot, before in zip(at, [-9, *at], strict=False)
         )
@@ -137,7 +139,7 @@ class CacheDay:
     """What the cache did in one day, in the sample: multiply counts by `scale`."""
 
     scale: float
-    num_slots: int
+    num_disk_slots: int
     workload: Workload
     """The requests that came in that day."""
     tokens_found: Ints
@@ -272,27 +274,27 @@ def simulate_cache(
     end_s = workload.arrival_s + params.first_token_s + workload.tokens_out * params.token_s
     if not keeps_reasoned:
         end_s = np.where(workload.tokens_reasoning > 0, np.inf, end_s)
-    # More slots than blocks there could ever be are the same as so many, and a table of all of them
-    # takes memory.
+    # More disk slots than blocks there could ever be are the same as so many, and a table of all of
+    # them takes memory.
     most = int(((workload.tokens_in + workload.tokens_out) // BLOCK_TOKENS).sum())
-    num_slots = max(1, min(int(budget_bytes / BLOCK_BYTES / scale), most))
-    return replay(workload, end_s, num_slots, policy, scale=scale)
+    num_disk_slots = max(1, min(int(budget_bytes / BLOCK_BYTES / scale), most))
+    return replay(workload, end_s, num_disk_slots, policy, scale=scale)
 
 
 def replay(
     workload: Workload,
     end_s: Floats,
-    num_slots: int,
+    num_disk_slots: int,
     policy: type[Arc | Lru] = Arc,
     *,
     scale: float = 1.0,
 ) -> CacheDay:
-    """These requests through a disk of so many slots. What comes before second 0 warms it and is
+    """These requests through so many disk slots. What comes before second 0 warms it and is
     not counted.
 
     `end_s`: when each answer is complete and written; inf: it never is.
     """
-    disk = DiskReplay(num_slots, policy)
+    disk = DiskReplay(num_disk_slots, policy)
     last_use_s: dict[bytes, float] = {}
     written, evicted = np.zeros(24, np.int64), np.zeros(24, np.int64)
     ages_s = np.zeros(24)
@@ -321,5 +323,5 @@ def replay(
     is_counted = workload.arrival_s >= 0
     age_s = np.divide(ages_s, evicted, out=np.full(24, np.inf), where=evicted > 0)
     return CacheDay(
-        scale, num_slots, workload.take(is_counted), found[is_counted], written, evicted, age_s
+        scale, num_disk_slots, workload.take(is_counted), found[is_counted], written, evicted, age_s
     )

@@ -538,7 +538,7 @@ def batch_max(study: Study, load: DemandFigures) -> float:
 # serves.
 #
 # Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its
-# clock is that of Beijing, as the fleet is told; hours are counted from second 0, noon, as
+# clock is that of Beijing, as the fleet sees it; hours are counted from second 0, noon, as
 # everywhere else here.
 
 

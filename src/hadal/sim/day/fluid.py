@@ -1,8 +1,8 @@
 """The day as a fluid: demand flows through units that the real fleet role starts and drains.
 
 Between simulated windows, in which every request is one, this says how many nodes there are at each
-minute, and what waits. The fleet is roles/fleet with policy/scaling, told what a front would tell
-it; units take time to start, fail to, die. One generator, given in, is all that is random.
+minute, and what waits. The fleet is roles/fleet with policy/scaling, which hears what a front would
+say; units take time to start, fail to, die. One generator, given in, is all that is random.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 
 from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.errors import InvariantError
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
-from hadal.core.messages import UnitDown, UnitUp
+from hadal.core.messages import Demand, DrainUnit, KeepUnit, UnitDown, UnitFacts, UnitUp
 from hadal.core.seams import Event, FleetEffect, Send, StartUnit, StopUnit, Tick, WakeAt
 from hadal.policy.demand import DAY_S, Floats
 from hadal.roles.fleet import Fleet, UnitState
@@ -373,8 +372,8 @@ class Faults:
 
 
 class FluidDay:
-    """One run. `start` is a time by the clock of the day, and so is everything the fleet is
-    told.
+    """One run. `start` is a time by the clock of the day, and so is everything the fleet
+    hears.
     """
 
     def __init__(
@@ -401,7 +400,7 @@ class FluidDay:
         self._drains: dict[str, tuple[float, int]] = {}
         """Deadline and number of each unit's drain, as a front would keep them."""
         self._ending: set[str] = set()
-        """Units whose end is on its way: told again, they end no sooner and no later."""
+        """Units whose end is on its way: ended again, they end no sooner and no later."""
         self._apply(fleet.start(start))
 
     def run(self, num_steps: int) -> Day:

@@ -56,7 +56,7 @@ def deployment_of(
     return Deployment(
         model=model,
         chunk_tokens=unit.chunk_tokens,
-        wire="fp8_pow2",
+        dispatch_format="fp8_pow2",
         transport="deepep",
         handover="nixl",
         device="cuda",
@@ -139,8 +139,8 @@ def notes_of(plan: DeploymentPlan) -> dict[str, str]:
         "chunk_tokens": "of a rank in a prefill step, at most",
         "prefill.ranks": f"{prefill.unit_nodes:g} nodes",
         "decode.ranks": f"{decode.unit_nodes:g} nodes",
-        "prefill.redundant_experts": f"{plan.prefill_unit.model.num_slots} slots a rank",
-        "decode.redundant_experts": f"{unit.model.num_slots} slots a rank",
+        "prefill.redundant_experts": f"{plan.prefill_unit.model.num_expert_slots} expert slots a rank",
+        "decode.redundant_experts": f"{unit.model.num_expert_slots} expert slots a rank",
         "decode.max_requests": f"planned {unit.batch} at {unit.tpot_s * 1e3:.1f} ms a token; {why}",
     }
     if plan.rules.is_static:

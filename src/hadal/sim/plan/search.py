@@ -162,15 +162,15 @@ def part_of(plan: DeploymentPlan) -> tuple[int, int]:
 def measure(
     plan: DeploymentPlan, rng: Generator, progress: Callable[[float], None] = lambda share: None
 ) -> Measured:
-    """Run a part of the plan at the peak's load. `progress` is told the share of simulated time
-    that is done.
+    """Run a part of the plan at the peak's load. `progress` is called with the share of simulated
+    time that is done.
     """
     num_prefill, num_decode = part_of(plan)
     unit, peak_per_s = plan.decode_unit, plan.traffic.requests_per_s * plan.traffic.peak
     share = min(1.0, num_prefill / plan.prefill.need_peak, num_decode / plan.decode.need_peak)
     per_s, settle_s, measure_s = within_limits(plan, share * peak_per_s)
     share, end_s = per_s / peak_per_s, settle_s + measure_s
-    # What is found of a prompt is told beforehand and read from the disk: prefill's memory has
+    # What is found of a prompt is given beforehand and read from the disk: prefill's memory has
     # nothing to keep.
     config = msgspec.structs.replace(
         deployment_of(plan, num_prefill=num_prefill, num_decode=num_decode),

@@ -28,7 +28,7 @@ from hadal.sim.workload import NO_PREFIX, V3, Parts, Workload
 # Published traces as workloads. Text comes in, as lines or as what JSON made of it: opening files
 # is the caller's.
 #
-# What a trace does not tell is not made up: without ids of blocks nothing is a prefix of anything,
+# What a trace does not say is not made up: without ids of blocks nothing is a prefix of anything,
 # and every request is a session by itself.
 
 

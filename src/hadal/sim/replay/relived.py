@@ -42,11 +42,13 @@ from hadal.roles.recording import (
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """Event `place` of call `call` of recording `index`, which comes `delay_ns` after its cause."""
+    """Event `event_index` of call `call` of recording `index`, which comes `delay_ns` after its
+    cause.
+    """
 
     index: int
     call: int
-    place: int
+    event_index: int
     delay_ns: int
 
 
@@ -58,7 +60,7 @@ class CausalLinks:
 
     effect_to_consequence: dict[tuple[int, int], Consequence] = field(default_factory=dict)
     outside: list[tuple[int, int, int]] = field(default_factory=list)
-    """(recording, call, place) of those without a cause in the recordings."""
+    """(recording, call, event_index) of those without a cause in the recordings."""
     num_lost: int = 0
     """Messages that reached nobody."""
 
@@ -86,7 +88,7 @@ def link(recordings: Sequence[Recording]) -> CausalLinks:
         causes = _Causes()
         for number, call in enumerate(recording.calls):
             at_ns = ns_of(call.now_s)
-            for place, event in enumerate(call.events):
+            for event_index, event in enumerate(call.events):
                 letters = (
                     mail.get((recording.process, _content(event)))
                     if isinstance(event, Message)
@@ -98,10 +100,10 @@ def link(recordings: Sequence[Recording]) -> CausalLinks:
                 elif (cause := causes.of(at_ns, event)) is not None:
                     cause_ns, sender, effect = cause.at_ns, index, cause.number
                 else:
-                    links.outside.append((index, number, place))
+                    links.outside.append((index, number, event_index))
                     continue
                 links.effect_to_consequence[sender, effect] = Consequence(
-                    index, number, place, at_ns - cause_ns
+                    index, number, event_index, at_ns - cause_ns
                 )
             causes.add(at_ns, call.effects)
     links.num_lost = num_sent - num_received
@@ -244,7 +246,7 @@ class Life:
         self.plans: deque[Consequence] = deque()
         """Steps of the Runner; the first one runs."""
         self.inbox: dict[int, dict[int, AnyEvent]] = {}
-        """Call -> place -> event, of calls of which not everything is there."""
+        """Call -> event_index -> event, of calls of which not everything is there."""
         self._role = role
         self._begin_s = begin_s
 

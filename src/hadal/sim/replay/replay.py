@@ -6,8 +6,8 @@ what they say now, and only how long it took (messages, steps, copies, late time
 computed (tokens, measured op times) is as it was recorded. Every call is compared with the recorded
 one (sim/replay/relived); the first that differs ends it.
 
-What makes it exact: recorded are the bounds of every call, so what a role was told together it is
-told together again; and the monotone clock counts nanoseconds, so a time plus a recorded delay is
+What makes it exact: recorded are the bounds of every call, so what a role heard together it
+hears together again; and the monotone clock counts nanoseconds, so a time plus a recorded delay is
 the very time that was read.
 """
 
@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hadal.core.messages import RankHeartbeat, UnitReport
+from hadal.core.messages import AnyMessage, RankHeartbeat, UnitReport
 from hadal.core.plans import StepDone
 from hadal.core.seams import Send, WakeAt
-from hadal.core.wire import AnyMessage
 from hadal.roles.recording import AnyEffect, AnyEvent, Recording, encode, ns_of, seconds_of
 from hadal.sim.replay.relived import (
     CausalLinks,
@@ -39,7 +38,7 @@ from hadal.sim.world.process import SimClock
 _PROGRESS_CALLS = 1000
 """Calls from one word on how far the replay is to the next."""
 
-_wire = msgspec.msgpack.Decoder(AnyMessage)
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ def replay(
     make_role: MakeRole,
     advance: Callable[[int, int], None] = lambda done, of: None,
 ) -> ReplayReport:
-    """Let all roles of a run live together again. `advance` is told how many calls are made, of how
-    many.
+    """Let all roles of a run live together again. `advance` is called with how many calls are made,
+    of how many.
     """
     return _Run(recordings, make_role, advance).run()
 
@@ -133,10 +132,14 @@ class _Run:
         report = self._report
         for index, life in enumerate(self._lives):
             self._clock.at(life.recording.calls[0].now_s, lambda index=index: self._call(index, ()))  # type: ignore[misc]
-        for index, number, place in self._links.outside:
+        for index, number, event_index in self._links.outside:
             call = self._lives[index].recording.calls[number]
-            report.outside[type(call.events[place]).__name__] += 1
-            self._at(ns_of(call.now_s), Consequence(index, number, place, 0), call.events[place])
+            report.outside[type(call.events[event_index]).__name__] += 1
+            self._at(
+                ns_of(call.now_s),
+                Consequence(index, number, event_index, 0),
+                call.events[event_index],
+            )
         self._clock.run(float("inf"), lambda: report.difference is not None)
         if report.difference is None:
             missing = [
@@ -152,10 +155,12 @@ class _Run:
         """Call the role once everything is there that it heard in one call."""
         life = self._lives[arrival.index]
         heard = life.inbox.setdefault(arrival.call, {})
-        heard[arrival.place] = event
+        heard[arrival.event_index] = event
         if len(heard) == len(life.recording.calls[arrival.call].events):
             del life.inbox[arrival.call]
-            self._call(arrival.index, tuple(heard[place] for place in range(len(heard))))
+            self._call(
+                arrival.index, tuple(heard[event_index] for event_index in range(len(heard)))
+            )
 
     def _call(self, index: int, events: Sequence[AnyEvent]) -> None:
         life, now_s = self._lives[index], self._clock.now()
@@ -188,7 +193,7 @@ class _Run:
         elif isinstance(effect, Send):
             # The replayed message, not the recorded one, by the wire's encoding: what is in a
             # role's hands stays there.
-            message = _wire.decode(encode(effect.message))
+            message = _decoder.decode(encode(effect.message))
             if isinstance(message, UnitReport) and isinstance(recorded, UnitReport):
                 message = msgspec.structs.replace(
                     message, overhead_ms=recorded.overhead_ms
@@ -206,7 +211,7 @@ class _Run:
         self._at(ns_of(self._clock.now()) + came.delay_ns, came, self._heard(came))
 
     def _heard(self, came: Consequence) -> AnyEvent:
-        return self._lives[came.index].recording.calls[came.call].events[came.place]
+        return self._lives[came.index].recording.calls[came.call].events[came.event_index]
 
 
 def decision_of(effect: AnyEffect) -> str | None:
@@ -224,7 +229,7 @@ def _steps(recordings: Sequence[Recording], links: CausalLinks) -> dict[str, Ste
     times: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for consequence in links.effect_to_consequence.values():
         recording = recordings[consequence.index]
-        event = recording.calls[consequence.call].events[consequence.place]
+        event = recording.calls[consequence.call].events[consequence.event_index]
         if isinstance(event, StepDone):
             times[recording.process].append((event.elapsed_s, consequence.delay_ns))
     return {

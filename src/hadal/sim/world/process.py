@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol
 
+from hadal.core.messages import AnyMessage
 from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
@@ -32,7 +33,6 @@ from hadal.core.seams import (
     UsedBlocks,
     WakeAt,
 )
-from hadal.core.wire import AnyMessage
 
 # Simulated time: a queue of things to do, in the order of their times; equal times keep the order
 # of their making.
@@ -163,7 +163,7 @@ class Process:
         self._num_deaths.update(ranks)
 
     def form(self, reset: RankReset) -> None:
-        """The unit works again, with the ranks that the role is told of now."""
+        """The unit works again, with the ranks that the role knows of now."""
         self._look()  # What was answered before is heard before.
         self._is_forming = False
         self._dead.difference_update(reset.fresh)

@@ -229,7 +229,7 @@ def kv_blocks(model: StepModel) -> int:
     num_blocks = int(free_bytes // (BLOCK_TOKENS * kv_bytes_per_token(model.model)))
     if num_blocks < 2:
         raise ValueError(
-            f"{model.hardware.name} has no memory left for KV with {model.num_slots} experts on a"
+            f"{model.hardware.name} has no memory left for KV with {model.num_expert_slots} experts on a"
             " rank: units of more ranks have fewer."
         )
     return num_blocks
@@ -261,7 +261,7 @@ def simulated_leader(
 
 
 class SimUnit:
-    """One life of a unit: which of its ranks live, and what its leader is told of that.
+    """One life of a unit: which of its ranks live, and what its leader hears of that.
 
     `pools`: names of all pools there are, shared with the other units; `number`: new for each life
     of any unit.

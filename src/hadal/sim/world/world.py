@@ -3,7 +3,7 @@ serve, priced steps.
 
     requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
                              |  ^
-                             v  |  disk (sim/world/units): what it has of each prompt is told beforehand
+                             v  |  disk (sim/world/units): what it has of each prompt is known beforehand
 
 The same requests, deployment and models make the same run. What is simulated is what costs time:
 steps (sim/runners), messages, KV on its way, reads and writes of the disk. Text is not: a prompt is
@@ -24,6 +24,7 @@ from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     BLOCK_TOKENS,
+    AnyMessage,
     FrontUp,
     Generation,
     KvLease,
@@ -37,7 +38,6 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import Deliver, Effect, Event, Pull, ReadBlocks, Send, StoreBlocks, Tick
-from hadal.core.wire import AnyMessage
 from hadal.kv.blocks import blocks_for
 from hadal.perf.explain import StepPrice
 from hadal.perf.shapes import kv_bytes_per_token

@@ -49,7 +49,7 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, int, int]:
 def check(placement: Placement, cluster: Cluster) -> None:
     assert placement.check() == []
     held = (placement.slot_to_expert_LRS != EMPTY).sum(axis=2)
-    assert (held <= np.array(cluster.slots)).all()
+    assert (held <= np.array(cluster.expert_slots)).all()
 
 
 @settings(deadline=None, max_examples=80)
@@ -74,8 +74,8 @@ def test_sound_and_never_worse_than_greedy(case: tuple[Cluster, int, int], sigma
 def test_hierarchical_keeps_groups_on_a_node(seed: int, sizes: tuple[int, int, int, int]) -> None:
     num_groups, num_nodes, ranks_a_node, group_size = sizes
     num_experts = num_groups * group_size
-    num_slots = -(-num_experts // (num_nodes * ranks_a_node)) + 1
-    cluster = Cluster.even(num_nodes * ranks_a_node, num_nodes, num_slots)
+    num_expert_slots = -(-num_experts // (num_nodes * ranks_a_node)) + 1
+    cluster = Cluster.even(num_nodes * ranks_a_node, num_nodes, num_expert_slots)
     loads = lognormal(seed, 3, num_experts)
     plan = balance(loads, cluster, mode="hierarchical", num_groups=num_groups)
     check(plan.placement, cluster)
@@ -95,8 +95,8 @@ def test_hierarchical_keeps_groups_on_a_node(seed: int, sizes: tuple[int, int, i
 def test_a_plan_near_todays_keeps_its_budget(
     seed: int, max_moves: int, sizes: tuple[int, int, int]
 ) -> None:
-    num_experts, num_ranks, num_slots = sizes
-    cluster = Cluster.even(num_ranks, 1, num_slots)
+    num_experts, num_ranks, num_expert_slots = sizes
+    cluster = Cluster.even(num_ranks, 1, num_expert_slots)
     loads = lognormal(seed, 3, num_experts)
     today = balance(loads, cluster).placement
     drifted = loads * lognormal(seed + 1, 3, num_experts, 0.3)
@@ -201,9 +201,11 @@ def test_a_window_beats_its_sums_on_loads_that_come_by_turns() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**31), st.sampled_from([0, 4, 20]), st.sampled_from([4, 2]))
-def test_near_todays_groups_stay_on_their_node(seed: int, max_moves: int, num_slots: int) -> None:
-    num_experts = 24 if num_slots == 4 else 12
-    cluster = Cluster.even(8, 2, num_slots)
+def test_near_todays_groups_stay_on_their_node(
+    seed: int, max_moves: int, num_expert_slots: int
+) -> None:
+    num_experts = 24 if num_expert_slots == 4 else 12
+    cluster = Cluster.even(8, 2, num_expert_slots)
     first = balance(
         lognormal(seed, 3, num_experts), cluster, mode="hierarchical", num_groups=4
     ).placement
@@ -261,7 +263,7 @@ def test_a_layer_without_tokens_is_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "num_slots", "mode", "mean", "worst"),
+    ("name", "num_ranks", "num_expert_slots", "mode", "mean", "worst"),
     [
         ("prefill_in1024", 32, 9, "global", 0.999, 0.998),
         ("prefill_in1024", 32, 9, "fast", 0.993, 0.987),
@@ -287,9 +289,9 @@ def test_a_layer_without_tokens_is_spread_evenly() -> None:
     ],
 )
 def test_measured_loads(
-    name: str, num_ranks: int, num_slots: int, mode: str, mean: float, worst: float
+    name: str, num_ranks: int, num_expert_slots: int, mode: str, mean: float, worst: float
 ) -> None:
-    cluster = Cluster.even(num_ranks, 4, num_slots)
+    cluster = Cluster.even(num_ranks, 4, num_expert_slots)
     plan = balance(measured(name), cluster, mode=mode, num_groups=8)
     check(plan.placement, cluster)
     assert plan.balancedness_L.mean() >= mean
@@ -297,18 +299,18 @@ def test_measured_loads(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_slots", "limit", "target", "at_least"),
+    ("num_ranks", "num_expert_slots", "limit", "target", "at_least"),
     [(32, 9, 0.10, 0.99, 0.995), (72, 4, 0.16, 0.975, 0.99), (144, 2, 0.18, 1.0, 0.975)],
 )
 def test_few_moves_at_a_change_of_mix(
-    num_ranks: int, num_slots: int, limit: float, target: float, at_least: float
+    num_ranks: int, num_expert_slots: int, limit: float, target: float, at_least: float
 ) -> None:
     """The hardest of the measured changes, beside the greedy from scratch (which moves 95 % of the
     slots).
     """
     before, after = measured("decode_in1000out1000"), measured("decode_in2000out100")
-    cluster = Cluster.even(num_ranks, 1, num_slots)
-    max_moves = int(limit * len(after) * num_ranks * num_slots)
+    cluster = Cluster.even(num_ranks, 1, num_expert_slots)
+    max_moves = int(limit * len(after) * num_ranks * num_expert_slots)
     today = balance(before, cluster).placement
     plan = balance(after, cluster, current=today, max_moves=max_moves, target=target)
     assert plan.moved_replicas <= max_moves

@@ -1,5 +1,5 @@
-"""Two slots a rank: counts never worse than the greedy's; plans near today's go past single moves,
-in budget.
+"""Two expert slots a rank: counts never worse than the greedy's; plans near today's go past single
+moves, in budget.
 """
 
 import numpy as np

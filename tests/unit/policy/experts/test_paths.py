@@ -13,11 +13,17 @@ from tests.fresh import fresh
 
 
 def table_of(
-    random: np.random.Generator, num_layers: int, num_ranks: int, num_slots: int, num_experts: int
+    random: np.random.Generator,
+    num_layers: int,
+    num_ranks: int,
+    num_expert_slots: int,
+    num_experts: int,
 ) -> Ints:
     """No rank holds an expert twice; some slots are empty."""
-    rows = [random.permutation(num_experts)[:num_slots] for _ in range(num_layers * num_ranks)]
-    table = np.stack(rows).reshape(num_layers, num_ranks, num_slots)
+    rows = [
+        random.permutation(num_experts)[:num_expert_slots] for _ in range(num_layers * num_ranks)
+    ]
+    table = np.stack(rows).reshape(num_layers, num_ranks, num_expert_slots)
     return np.where(random.random(table.shape) < 0.2, EMPTY, table)
 
 

@@ -39,7 +39,7 @@ def test_json(loads_file: Path, mode: str) -> None:
         "4",
         "--nodes",
         "2",
-        "--slots",
+        "--expert-slots",
         "6",
         "--groups",
         "4",
@@ -63,14 +63,14 @@ def test_json(loads_file: Path, mode: str) -> None:
 
 
 def test_a_printed_placement_is_read_back(loads_file: Path, tmp_path: Path) -> None:
-    _, output = run("--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--json")
+    _, output = run("--loads", str(loads_file), "--ranks", "4", "--expert-slots", "6", "--json")
     (tmp_path / "today.json").write_text(output)
     code, output = run(
         "--loads",
         str(loads_file),
         "--ranks",
         "4",
-        "--slots",
+        "--expert-slots",
         "6",
         "--current",
         str(tmp_path / "today.json"),
@@ -85,7 +85,7 @@ def test_a_printed_placement_is_read_back(loads_file: Path, tmp_path: Path) -> N
 def test_without_a_current_placement_nothing_is_said_to_move(
     loads_file: Path, tmp_path: Path
 ) -> None:
-    sizes = ("--loads", str(loads_file), "--ranks", "4", "--slots", "6")
+    sizes = ("--loads", str(loads_file), "--ranks", "4", "--expert-slots", "6")
     _, output = run(*sizes)
     assert "replicas move." not in " ".join(output.split()).replace("how many replicas move.", "")
     assert "--current" in output
@@ -106,7 +106,7 @@ def test_the_picture_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     path = tmp_path / "loads.json"
     path.write_text(json.dumps(np.random.default_rng(1).lognormal(2, size=(2, 256)).tolist()))
-    code, output = run("--loads", str(path), "--ranks", "144", "--slots", "2")
+    code, output = run("--loads", str(path), "--ranks", "144", "--expert-slots", "2")
     assert code == 0
     assert max(map(len, output.splitlines())) <= width
     rows = output[output.index("tokens by rank") :].splitlines()[1:]
@@ -141,7 +141,7 @@ def test_a_bad_file_is_one_line_that_says_what_to_do(
     if content is not None:
         path.write_bytes(content)
     result = CliRunner().invoke(
-        app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3"]
+        app, ["balance", "--loads", str(path), "--ranks", "2", "--expert-slots", "3"]
     )
     assert result.exit_code == EXIT_CONFIG
     assert words in result.stderr
@@ -150,7 +150,7 @@ def test_a_bad_file_is_one_line_that_says_what_to_do(
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    code, output = run("--loads", str(tmp_path), "--ranks", "2", "--slots", "3")
+    code, output = run("--loads", str(tmp_path), "--ranks", "2", "--expert-slots", "3")
     assert code == EXIT_CONFIG
     assert "not a file" in output
     assert "Errno" not in output
@@ -158,7 +158,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 def test_moves_are_counted_from_a_current_placement(loads_file: Path) -> None:
     code, output = run(
-        "--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--max-moves", "3"
+        "--loads", str(loads_file), "--ranks", "4", "--expert-slots", "6", "--max-moves", "3"
     )
     assert code == EXIT_CONFIG
     assert "needs the current placement" in output
@@ -171,7 +171,7 @@ def test_help_teaches_with_an_example_that_works(tmp_path: Path) -> None:
     )
     (tmp_path / "loads.json").write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
     code, output = run(
-        "--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--slots", "3", "--json"
+        "--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--expert-slots", "3", "--json"
     )
     assert code == 0
     assert json.loads(output)["balancedness"]["worst"] > 0.9
@@ -182,7 +182,7 @@ def test_a_window_of_steps_is_read(tmp_path: Path) -> None:
         json.dumps([[[9, 0, 1, 1]], [[0, 9, 1, 1]], [[9, 0, 1, 1]]])
     )
     code, output = run(
-        "--loads", str(tmp_path / "window.json"), "--ranks", "2", "--slots", "2", "--json"
+        "--loads", str(tmp_path / "window.json"), "--ranks", "2", "--expert-slots", "2", "--json"
     )
     assert code == 0
     assert len(json.loads(output)["physical_to_logical"]) == 1
@@ -190,9 +190,15 @@ def test_a_window_of_steps_is_read(tmp_path: Path) -> None:
 
 def test_refuses(loads_file: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no json")
-    assert run("--loads", str(tmp_path / "text"), "--ranks", "4", "--slots", "6")[0] == EXIT_CONFIG
-    assert run("--loads", str(tmp_path / "none"), "--ranks", "4", "--slots", "6")[0] == EXIT_CONFIG
-    assert run("--loads", str(loads_file), "--ranks", "4", "--slots", "2")[0] == EXIT_CONFIG
+    assert (
+        run("--loads", str(tmp_path / "text"), "--ranks", "4", "--expert-slots", "6")[0]
+        == EXIT_CONFIG
+    )
+    assert (
+        run("--loads", str(tmp_path / "none"), "--ranks", "4", "--expert-slots", "6")[0]
+        == EXIT_CONFIG
+    )
+    assert run("--loads", str(loads_file), "--ranks", "4", "--expert-slots", "2")[0] == EXIT_CONFIG
     for value in ({}, "x", [[]], [["a"]]):
         with pytest.raises(ValueError, match="loads are"):
             loads_of(value)
@@ -213,7 +219,16 @@ def test_fewer_groups_than_nodes_is_said(tmp_path: Path) -> None:
     path = tmp_path / "loads.json"
     path.write_text(json.dumps(np.random.default_rng(3).lognormal(size=(2, 64)).tolist()))
     for mode, groups, nodes in (("hybrid", 1, 2), ("hierarchical", 2, 4)):
-        sizes = ("--ranks", "8", "--slots", "12", "--groups", str(groups), "--nodes", str(nodes))
+        sizes = (
+            "--ranks",
+            "8",
+            "--expert-slots",
+            "12",
+            "--groups",
+            str(groups),
+            "--nodes",
+            str(nodes),
+        )
         code, output = run("--loads", str(path), "--mode", mode, *sizes)
         assert code == EXIT_CONFIG
         assert f"{groups} groups are too few for {nodes} nodes" in output
@@ -222,7 +237,7 @@ def test_fewer_groups_than_nodes_is_said(tmp_path: Path) -> None:
 def test_loads_too_large_to_add_up_are_said(tmp_path: Path) -> None:
     path = tmp_path / "loads.json"
     path.write_text("[[1e308, 1e308, 1e308, 1e308]]")
-    code, output = run("--loads", str(path), "--ranks", "2", "--slots", "3")
+    code, output = run("--loads", str(path), "--ranks", "2", "--expert-slots", "3")
     assert code == EXIT_CONFIG
     assert "too many to add up" in output
 
@@ -231,7 +246,7 @@ def test_todays_placement_comes_with_its_split(tmp_path: Path) -> None:
     loads = np.random.default_rng(4).lognormal(sigma=1.0, size=(3, 16))
     path, today = tmp_path / "loads.json", tmp_path / "today.json"
     path.write_text(json.dumps(loads.tolist()))
-    sizes = ("--loads", str(path), "--ranks", "4", "--slots", "6")
+    sizes = ("--loads", str(path), "--ranks", "4", "--expert-slots", "6")
     code, made = run(*sizes, "--weighted", "--json")
     assert code == 0
     value = json.loads(made)

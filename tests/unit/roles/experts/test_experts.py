@@ -107,7 +107,9 @@ def installing_under(
         experts.done(
             step_id,
             {
-                rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=counts_RS[rank].tobytes())
+                rank: StepDone(
+                    step_id, (), (), {}, 0.01, expert_slot_counts=counts_RS[rank].tobytes()
+                )
                 for rank in range(num_ranks)
             },
         )
@@ -151,9 +153,11 @@ def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None
         target=0.9,
     )
     experts = ExpertBalancer(placement, (0, 0, 1, 1), terms=terms, num_groups=num_groups)
-    slots_RS = installing_under(experts, loads, GROWING_S).slots_RS
+    slot_to_expert_RS = installing_under(experts, loads, GROWING_S).slot_to_expert_RS
     is_at_home = all(
-        int(expert) // 4 == rank // 2 for rank in range(NUM_RANKS) for expert in slots_RS[rank]
+        int(expert) // 4 == rank // 2
+        for rank in range(NUM_RANKS)
+        for expert in slot_to_expert_RS[rank]
     )
     assert is_at_home == (num_groups == 2)
 
@@ -261,7 +265,12 @@ def test_no_step_waits_for_a_look_at_the_whole_placement() -> None:
     )
     parts = {
         rank: StepDone(
-            unit.step_id + 1, (), (), {}, 0.01, slot_counts=bytes(unit.counts[:, rank].size * 8)
+            unit.step_id + 1,
+            (),
+            (),
+            {},
+            0.01,
+            expert_slot_counts=bytes(unit.counts[:, rank].size * 8),
         )
         for rank in range(NUM_RANKS)
     }
@@ -366,7 +375,10 @@ def test_counts_of_another_size_are_told_once() -> None:
         unit.experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * 4)
         unit.experts.done(
             step_id,
-            {rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=b"12") for rank in range(4)},
+            {
+                rank: StepDone(step_id, (), (), {}, 0.01, expert_slot_counts=b"12")
+                for rank in range(4)
+            },
         )
     assert list(unit.experts.notes) == ["rank 0 counts 2 bytes where (1, 4, 2) slots are"]
     assert len(unit.experts.window) == 0

@@ -27,7 +27,7 @@ def test_only_ranks_whose_slots_change_stage() -> None:
     installation = install(slots)
     plans = installation.stage_plans(placement, ADDRESSES)
     assert plans.keys() == installation.waiting == {1, 2}
-    assert plans[1].slots == tuple(slots[1].tolist())
+    assert plans[1].slot_to_expert == tuple(slots[1].tolist())
     assert plans[1].sources == (Source(int(slots[1, 0]), "h", 7002),)
     assert (plans[1].formation, plans[1].stage_id, plans[1].layer) == (3, 5, 0)
     assert not installation.expects(3, Staged(3, 5, 0)), "it was not asked"

@@ -8,11 +8,13 @@ import pytest
 
 from hadal.core.balance import AUTO
 from hadal.core.config import Deployment, FleetConfig, LimitsConfig
-from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.messages import (
     Cancel,
     Decode,
+    Demand,
+    DrainUnit,
     FrontUp,
+    KeepUnit,
     KvLease,
     Prefill,
     PrefillDone,

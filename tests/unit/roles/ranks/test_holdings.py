@@ -20,7 +20,7 @@ from hadal.core.plans import (
 from hadal.roles.ranks.rank import RankHoldings
 
 PLACEMENT = spread(2, 8, 2)
-FORM = FormPlan(3, 2, (), PLACEMENT.to_bytes(), PLACEMENT.num_slots)
+FORM = FormPlan(3, 2, (), PLACEMENT.to_bytes(), PLACEMENT.num_expert_slots)
 
 
 def join(
@@ -83,7 +83,7 @@ def test_the_placement_follows_flips() -> None:
     other = np.roll(PLACEMENT.slot_to_expert_LRS[1], 1, axis=0)
     made.step(PrefillPlan(0, (), flips=(LayerFlip(1, 1, other.astype(np.int16).tobytes()),)))
     assert made.plan is not None
-    placement = Placement.from_bytes(made.plan.slot_to_expert, 8, 2, made.plan.num_slots)
+    placement = Placement.from_bytes(made.plan.slot_to_expert, 8, 2, made.plan.num_expert_slots)
     assert (placement.slot_to_expert_LRS[1] == other).all()
     assert (placement.slot_to_expert_LRS[0] == PLACEMENT.slot_to_expert_LRS[0]).all()
 

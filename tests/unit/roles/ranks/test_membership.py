@@ -115,7 +115,10 @@ def test_the_first_generation_waits_for_everybody() -> None:
     plan = forms["decode-0.1"]
     assert (plan.formation, plan.num_ranks) == (1, 4)
     assert [member.epoch for member in plan.members] == ["e0", "e1", "e2", "e3"]
-    assert Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_slots).check() == []
+    assert (
+        Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_expert_slots).check()
+        == []
+    )
     driver.answer(3)
     assert driver.membership.phase is RankPhase.FORMING
     driver.answer()
@@ -133,7 +136,7 @@ def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
     forms, _ = driver.take()
     assert sorted(forms) == ["decode-0.0", "decode-0.2"]
     plan = forms["decode-0.0"]
-    placement = Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_slots)
+    placement = Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_expert_slots)
     assert placement.check() == []
     assert (placement.slot_to_expert_LRS[:, [1, 3]] == EMPTY).all()
 
@@ -317,7 +320,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     forms, _ = driver.take()
     assert len(forms) == 4
     assert forms["decode-0.2"].members[2].epoch == "new"
-    assert forms["decode-0.0"].num_slots == NUM_EXPERTS // 4
+    assert forms["decode-0.0"].num_expert_slots == NUM_EXPERTS // 4
     driver.membership.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # The dead one's.
     driver.answer(2)
     assert driver.membership.phase is RankPhase.FORMING
@@ -443,7 +446,12 @@ def test_a_placement_of_another_size_is_refused() -> None:
 def held(rank: int, formation: int, placement: Placement, num_members: int = 4) -> RankHeld:
     members = tuple(Member(other, f"e{other}", "h", 7000 + other) for other in range(num_members))
     plan = FormPlan(
-        formation, 4, members, placement.to_bytes(), placement.num_slots, placement.weights_bytes()
+        formation,
+        4,
+        members,
+        placement.to_bytes(),
+        placement.num_expert_slots,
+        placement.weights_bytes(),
     )
     return RankHeld(up(rank), plan, Held((HeldKv(70 + rank, (3,), 9, 9),), {}))
 

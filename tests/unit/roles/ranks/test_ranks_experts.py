@@ -57,7 +57,7 @@ class Skewed(Driver):
 
     def counted(self, rank: int, step_id: int) -> list[Effect]:
         counts = np.array([200, 200, 50, 50] if rank == 0 else [50, 50, 50, 50], np.int64)
-        done = StepDone(step_id, (), (), {}, 0.01, slot_counts=counts.tobytes())
+        done = StepDone(step_id, (), (), {}, 0.01, expert_slot_counts=counts.tobytes())
         membership = self.leader.membership
         return self.handle(RankDone(rank, membership.members[rank], membership.formation, done))
 
@@ -157,7 +157,7 @@ def test_loads_tell_of_experts_and_counts_do_not_reach_the_inner_leader() -> Non
     driver = Skewed()
     driver.run()
     driver.step()
-    assert all(event.slot_counts == b"" for event in driver.heard(StepDone))  # type: ignore[union-attr]
+    assert all(event.expert_slot_counts == b"" for event in driver.heard(StepDone))  # type: ignore[union-attr]
     driver.inner.answers = [Send("front", UnitReport("decode-0", "e", 1, 0, 0, 1, 0))]
     load = sent(driver.handle(Cancel("x", 0)), UnitReport)[0]
     assert load.balance == {

@@ -88,7 +88,7 @@ def test_what_is_stored_comes_back_and_wakes_the_host(tmp_path: Path) -> None:
 def test_neighbours_get_adjacent_slots(tmp_path: Path) -> None:
     with host(tmp_path) as one:
         locations = one.save(new_names(10), TEN).locations
-        slots = [location.slot for location in locations if location is not None]
+        slots = [location.disk_slot for location in locations if location is not None]
         assert slots == list(range(slots[0], slots[0] + 10))
 
 
@@ -156,9 +156,9 @@ def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what
         path = segment_path(tmp_path, location.segment)
         flip(
             path,
-            data_offset(path, location.slot) + 77
+            data_offset(path, location.disk_slot) + 77
             if what == "data"
-            else PAGE + 64 * location.slot + 20,
+            else PAGE + 64 * location.disk_slot + 20,
         )
         before = one.pool[25:31].copy()
         loaded = one.load(names, locations, INTO)

@@ -75,7 +75,7 @@ def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Pat
     with host(tmp_path) as one:
         locations = one.save(names, (1, 2, 3)).locations
         assert locations[2] is not None
-        damage(segment_path(tmp_path, locations[2].segment), locations[2].slot)
+        damage(segment_path(tmp_path, locations[2].segment), locations[2].disk_slot)
         assert one.load(names, locations, (21, 22, 23)).num_damaged == 1
     with host(tmp_path) as one:
         other = new_names(1)

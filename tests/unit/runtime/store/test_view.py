@@ -132,7 +132,7 @@ def test_uses_reach_the_segments(tmp_path: Path) -> None:
         )
         own.view.mark(known)
         segment = Segment.open(tmp_path, locations[1].segment)
-        wait_for(lambda: segment.uses()[locations[1].slot] == 2)  # type: ignore[union-attr]
+        wait_for(lambda: segment.uses()[locations[1].disk_slot] == 2)  # type: ignore[union-attr]
         assert segment.uses().sum() == 2
 
 
@@ -146,7 +146,7 @@ def test_a_block_found_damaged_by_a_reader_is_dropped_by_all(tmp_path: Path) -> 
         with segment.path.open("r+b") as file:
             file.seek(
                 segment.total_bytes
-                - (segment.num_slots - locations[1].slot) * segment.slot_bytes
+                - (segment.num_slots - locations[1].disk_slot) * segment.slot_bytes
                 + 9
             )
             file.write(b"\xff\x00\xff")
@@ -165,7 +165,7 @@ def test_a_damaged_segment_is_passed_over(
     path = segment_path(tmp_path, locations[0].segment)
     if what in ("header", "record"):
         with path.open("r+b") as file:
-            file.seek(20 if what == "header" else PAGE + 64 * locations[0].slot + 3)
+            file.seek(20 if what == "header" else PAGE + 64 * locations[0].disk_slot + 3)
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 16]))

@@ -35,8 +35,8 @@ def test_the_default_is_the_published_fleet() -> None:
         + rules.prefill.num_extra * 4
     )
     assert most == 278, "the published peak is nine bundles and what stands beside them"
-    assert DAY.step_model(PREFILL, 1.0).num_slots == 9
-    assert DAY.step_model(DECODE, 1.0).num_slots == 2
+    assert DAY.step_model(PREFILL, 1.0).num_expert_slots == 9
+    assert DAY.step_model(DECODE, 1.0).num_expert_slots == 2
     assert (DAY.gpu_hour_usd, DAY.prices, DAY.hardware) == (2.0, "deepseek-reasoner-flat", "h800")
 
 

@@ -1,10 +1,10 @@
-"""What FP8 out and BF16 back save: bytes on the wire, counted beside the formula, and time where
+"""What FP8 out and BF16 back save: bytes between ranks, counted beside the formula, and time where
 the link is the limit.
 
-    python -m bench.wire_bytes [--quick] [--tokens 256]
+    python -m bench.dispatch_bytes [--quick] [--tokens 256]
 
 Bytes need nothing. Time needs root and `tc`: two ranks in network namespaces, FP32 communication
-about 4 times computation, both wires run in turn, repetitions kept by the rule of
+about 4 times computation, both formats run in turn, repetitions kept by the rule of
 bench/overlap_gate.
 """
 
@@ -25,7 +25,7 @@ from bench.overlap_net import hosts, why_not
 from bench.overlap_ranks import Ranks
 from bench.overlap_real import PAYLOAD_SHARE, QUIET_PAUSE_S, calibrate
 from bench.overlap_variants import PREFILL, TWO, Variant
-from hadal.comm.layout import MODES, WIRES
+from hadal.comm.layout import DISPATCH_FORMATS, MODES
 
 LINK_OVER_COMPUTE = 4.0
 FORMULA_TOLERANCE = 0.02
@@ -40,23 +40,25 @@ def count(ranks: Ranks, case: ModelCase) -> tuple[int, int]:
 
 
 def show_bytes(console: Console, case: ModelCase) -> None:
-    """Every mode and wire, on loopback."""
+    """Every mode and format, on loopback."""
     table = Table(
         title=f"EP2, {case.hidden_size} channels, top {case.top_k} of {case.num_experts}, one step"
     )
-    for name in ("mode", "wire", "kB counted", "kB by formula", "difference", "of fp32"):
+    for name in ("mode", "dispatch", "kB counted", "kB by formula", "difference", "of fp32"):
         table.add_column(name, justify="right")
     with Ranks(2) as ranks:
         for mode in MODES:
             fp32_bytes = 0
-            for wire in WIRES:
-                counted, formula = count(ranks, replace(case, mode=mode, wire=wire))
+            for dispatch_format in DISPATCH_FORMATS:
+                counted, formula = count(
+                    ranks, replace(case, mode=mode, dispatch_format=dispatch_format)
+                )
                 fp32_bytes = fp32_bytes or counted
                 difference = counted / formula - 1.0
                 mark = "" if abs(difference) <= FORMULA_TOLERANCE else " (!)"
                 table.add_row(
                     mode,
-                    wire,
+                    dispatch_format,
                     f"{counted / 1e3:.1f}",
                     f"{formula / 1e3:.1f}",
                     f"{difference:+.2%}{mark}",
@@ -66,7 +68,7 @@ def show_bytes(console: Console, case: ModelCase) -> None:
 
 
 def show_time(console: Console, case: ModelCase, num_pairs: int, limit_s: float) -> None:
-    """Both wires in turn on a link that FP32 fills."""
+    """Both formats in turn on a link that FP32 fills."""
     reason = why_not()
     if reason is not None:
         console.print(f"[yellow]time on a limited link is skipped: {reason}[/yellow]")
@@ -74,27 +76,38 @@ def show_time(console: Console, case: ModelCase, num_pairs: int, limit_s: float)
     series = Series()
     with hosts(2) as net, Ranks(2, net.addresses, [net.prefix(0), net.prefix(1)]) as ranks:
         compute_s, step_bytes = calibrate(ranks, case, net)
-        for wire in ("fp32", "fp8"):
-            ranks.ask({"do": "model", "work": wire, "case": asdict(replace(case, wire=wire))})
+        for dispatch_format in ("fp32", "fp8"):
+            ranks.ask(
+                {
+                    "do": "model",
+                    "work": dispatch_format,
+                    "case": asdict(replace(case, dispatch_format=dispatch_format)),
+                }
+            )
         rate = step_bytes / (LINK_OVER_COMPUTE * compute_s)
         net.limit(rate / PAYLOAD_SHARE)
-        for wire in ("fp32", "fp8"):
-            answers = ranks.run({"work": wire, **TWO.question()})
+        for dispatch_format in ("fp32", "fp8"):
+            answers = ranks.run({"work": dispatch_format, **TWO.question()})
             payload, on_link = (
                 sum(a[key] for a in answers) for key in ("sent_bytes", "kernel_bytes")
             )
             console.print(
-                f"{wire}: {payload / 1e6:.2f} MB sent a step, {on_link / 1e6:.2f} MB left by the"
+                f"{dispatch_format}: {payload / 1e6:.2f} MB sent a step, {on_link / 1e6:.2f} MB left by the"
                 " links"
             )
         end_s = time.monotonic() + limit_s
-        keys = [(wire, variant) for variant in RUNS for wire in ("fp32", "fp8")]
+        keys = [
+            (dispatch_format, variant) for variant in RUNS for dispatch_format in ("fp32", "fp8")
+        ]
         while time.monotonic() < end_s and len(series.ratios(*_names(PREFILL))) < num_pairs:
             if not is_quiet(os.cpu_count() or 1):
                 time.sleep(QUIET_PAUSE_S)
                 continue
             series.rounds.append(
-                {f"{wire} {variant.name}": _timed(ranks, wire, variant) for wire, variant in keys}
+                {
+                    f"{dispatch_format} {variant.name}": _timed(ranks, dispatch_format, variant)
+                    for dispatch_format, variant in keys
+                }
             )
     console.print(
         f"link {rate / 1e6:.0f} MB/s, FP32 communication {LINK_OVER_COMPUTE:g}x of computation:"
@@ -114,9 +127,9 @@ def _names(variant: Variant) -> tuple[str, str]:
     return f"fp32 {variant.name}", f"fp8 {variant.name}"
 
 
-def _timed(ranks: Ranks, wire: str, variant: Variant) -> Timed:
+def _timed(ranks: Ranks, dispatch_format: str, variant: Variant) -> Timed:
     ours_s, before = time.process_time(), read_usage()
-    answers = ranks.run({"work": wire, **variant.question()})
+    answers = ranks.run({"work": dispatch_format, **variant.question()})
     after = read_usage()
     own_s = time.process_time() - ours_s + sum(answer["cpu_s"] for answer in answers)
     return Timed(answers[0]["elapsed_s"], foreign_share(before, after, own_s, os.cpu_count() or 1))
@@ -124,7 +137,7 @@ def _timed(ranks: Ranks, wire: str, variant: Variant) -> Timed:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.wire_bytes",
+        prog="python -m bench.dispatch_bytes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

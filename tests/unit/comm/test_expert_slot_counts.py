@@ -1,5 +1,5 @@
-"""What slots received, counted on the way, is what counting by hand gives; and follows a layer that
-is placed anew.
+"""What expert slots received, counted on the way, is what counting by hand gives; and follows a
+layer that is placed anew.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hadal.comm.expert_comm import ExpertComm, SlotCounts
+from hadal.comm.expert_comm import ExpertComm, ExpertSlotCounts
 from hadal.core.placement import SPLIT_PARTS, Placement, spread
 from hadal.kernels import library
 from tests.fresh import fresh
@@ -47,15 +47,17 @@ def by_hand(
     tokens: Scene, shares: dict[int, slice], placement: Placement, layer: int
 ) -> np.ndarray:
     """[R, S] of all ranks' tokens in one layer, two micro-batches each, pair by pair."""
-    counts = np.zeros((placement.num_ranks, placement.num_slots), np.int64)
-    slots_EM, turns_E = placement.replicas(layer)
+    counts = np.zeros((placement.num_ranks, placement.num_expert_slots), np.int64)
+    expert_slots_EM, turns_E = placement.replicas(layer)
     for rank, own in shares.items():
         half = (own.start + own.stop) // 2
         for part in (range(own.start, half), range(half, own.stop)):
             for row, token in enumerate(part):
                 for expert in tokens.ids_TK[token].tolist():
-                    slot = slots_EM[expert, (row + layer + rank) % turns_E[expert]]
-                    counts[slot // placement.num_slots, slot % placement.num_slots] += 1
+                    slot = expert_slots_EM[expert, (row + layer + rank) % turns_E[expert]]
+                    counts[
+                        slot // placement.num_expert_slots, slot % placement.num_expert_slots
+                    ] += 1
     return counts
 
 
@@ -89,10 +91,10 @@ def random_split(placement: Placement, seed: int) -> Placement:
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wire", ["fp32", "fp8"])
+@pytest.mark.parametrize("dispatch_format", ["fp32", "fp8"])
 @pytest.mark.parametrize(("num_ranks", "redundant"), [(1, 0), (4, 8)])
 def test_counts_are_those_made_by_hand(
-    wire: str, mode: str, num_ranks: int, redundant: int, seed: int
+    dispatch_format: str, mode: str, num_ranks: int, redundant: int, seed: int
 ) -> None:
     tokens, placement = (
         scene(seed),
@@ -101,7 +103,7 @@ def test_counts_are_those_made_by_hand(
     groups, shares = queue_groups(range(num_ranks), seed), dict(enumerate(cuts(num_ranks, seed)))
 
     def work(rank: int) -> tuple[np.ndarray, np.ndarray]:
-        comm = make(groups[rank] if num_ranks > 1 else None, wire, mode, placement)
+        comm = make(groups[rank] if num_ranks > 1 else None, dispatch_format, mode, placement)
         for _ in range(NUM_ROUNDS):
             for layer in range(LAYERS):
                 serve(comm, tokens, shares[rank], layer)
@@ -134,11 +136,11 @@ def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
         torch.ones(num_tokens, TOP_K),
         torch.ones(4, HIDDEN),
     )
-    slots_RS = placement.slot_to_expert_LRS[0]
-    at = [int(np.flatnonzero(slots == 1)[0]) for slots in slots_RS]
+    slot_to_expert_RS = placement.slot_to_expert_LRS[0]
+    at = [int(np.flatnonzero(slots == 1)[0]) for slots in slot_to_expert_RS]
 
     def parts(first: int) -> np.ndarray:
-        weights = np.ones(slots_RS.shape, np.uint8)
+        weights = np.ones(slot_to_expert_RS.shape, np.uint8)
         weights[0, at[0]], weights[1, at[1]] = first, SPLIT_PARTS - first
         return weights
 
@@ -148,7 +150,7 @@ def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
         for first in (0, 12, 4):
             serve(comm, tokens, slice(0, num_tokens), 1)
             if first:
-                comm.install_layer(0, placement.with_layer(0, slots_RS, parts(first)))
+                comm.install_layer(0, placement.with_layer(0, slot_to_expert_RS, parts(first)))
             serve(comm, tokens, slice(0, num_tokens), 0)
             counts = comm.take_counts()
             seen.append([int(counts[0, at[rank]]), int(counts[1].sum())])
@@ -163,8 +165,8 @@ def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
-    """Rank 0 fills slots that were empty: more arrives there than ever could before, in the same
-    buffers.
+    """Rank 0 fills expert slots that were empty: more arrives there than ever could before, in the
+    same buffers.
     """
     tokens, groups = scene(SEEDS[-1], num_experts=4), queue_groups([0, 1])
     slots = np.array([[[0, 1, -1, -1], [2, 3, -1, -1]]] * LAYERS, np.int16)
@@ -181,7 +183,7 @@ def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
             handle = comm.dispatch(tokens.x_TD, tokens.ids_TK, 1)
             received = handle.finish_dispatch()
             handle.start_combine(
-                tokens.expert(held[received.slot_M], received.x_ND[received.row_M])
+                tokens.expert(held[received.expert_slot_M], received.x_ND[received.row_M])
             )
             results.append(handle.finish_combine(tokens.weights_TK))
         assert comm._low_latency is low_latency
@@ -213,7 +215,7 @@ def test_a_layer_that_cannot_be_leaves_the_old_one() -> None:
 
 
 def test_counts_are_taken_once_and_cleared_by_layer() -> None:
-    counts = SlotCounts(2, 3, "cpu")
+    counts = ExpertSlotCounts(2, 3, "cpu")
     counts.add(0, torch.tensor([2, 0, 2]))
     counts.add(1, torch.zeros(0, dtype=torch.int64))
     counts.add_sums(1, torch.tensor([5, 0, 7], dtype=torch.int32))
