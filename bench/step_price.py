@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
+from hadal.core.config import DECODE
 from hadal.overlap.plan import DECODE_FIVE
 from hadal.perf.hardware import HARDWARE
-from hadal.perf.step import DECODE, StepModel
+from hadal.perf.step import StepModel
 
 LIMIT_ONE_S = 1e-3
 LIMIT_SWEEP_S = 30.0

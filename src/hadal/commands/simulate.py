@@ -34,6 +34,7 @@ from rich.table import Table
 from hadal.core.config import DECODE, PREFILL, read_toml, to_toml
 from hadal.core.documents import converted, shown
 from hadal.core.errors import ConfigError, HadalError
+from hadal.perf.explain import steps_trace
 from hadal.progress import Bar
 from hadal.runtime.process.entry import die_with
 from hadal.sim.day.cache import CacheDay
@@ -57,7 +58,6 @@ from hadal.sim.day.demand import DayDemand, cache_day, day_demand, generator, kv
 from hadal.sim.day.result import DayResult, day_result, result_json
 from hadal.sim.day.study import Study, same_cache, same_units, what_ifs
 from hadal.sim.expert_loads import ExpertRanks, expert_share
-from hadal.sim.step_trace import steps_trace
 
 # The tables that `hadal simulate` prints: the published figures beside ours, the hours, the
 # alternatives.

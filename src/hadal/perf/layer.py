@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hadal.core.config import DECODE
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SHARED
 from hadal.perf.price import OpSeconds
@@ -33,7 +34,6 @@ MAP_S = 59e-9
 """
 DENSE = "dense"
 """Op name of a dense layer's network, which no schedule has."""
-DECODE = "decode"
 _KNOWN_MAX = 4096
 
 

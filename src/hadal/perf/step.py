@@ -19,6 +19,7 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Protocol
 
+from hadal.core.config import DECODE, PREFILL
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
 from hadal.perf.explain import DENSE_LAYERS, HOST, StepPart, StepPrice, part_of
@@ -340,7 +341,6 @@ def expected_imbalance(
 
 
 AUTO = "auto"
-DECODE, PREFILL = "decode", "prefill"
 MTP_ACCEPT = 0.8
 """Share of verified drafts that is accepted: 80-90 % for the second token (arXiv 2505.09343)."""
 REDUNDANT = 32

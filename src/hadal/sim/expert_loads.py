@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.balance import AUTO, OFF
+from hadal.core.config import DECODE, PREFILL
 from hadal.core.placement import Placement, spread
 from hadal.perf.shapes import DEEPSEEK_V3, num_moe_layers
-from hadal.perf.step import DECODE, PREFILL
 from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, rank_loads
 from hadal.roles.leaders import groups_fit_nodes
 

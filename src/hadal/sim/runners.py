@@ -19,12 +19,13 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.config import DECODE, PREFILL
 from hadal.core.plans import Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 from hadal.perf.explain import StepPrice
 from hadal.perf.layer import MicroBatchLoad, op_seconds
-from hadal.perf.step import DECODE, PREFILL, StepModel, tokens_per_step
+from hadal.perf.step import StepModel, tokens_per_step
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -74,7 +75,7 @@ class PrefillRunner:
         self.ranks: tuple[list[int], list[int]] = [0] * model.num_ranks, [0] * model.num_ranks
         """The same by rank: tokens, and (token, position) pairs."""
         self.price: StepPrice | None = None
-        """The same, for sim/step_trace."""
+        """The same, for perf/explain."""
         self.slow: dict[int, float] = {}
         """Rank -> how many times as long its part of a step takes."""
         self._num_living = model.num_ranks
@@ -236,7 +237,7 @@ class DecodeRunner:
         self.work = NO_WORK
         """What the last step computed."""
         self.price: StepPrice | None = None
-        """The same, for sim/step_trace."""
+        """The same, for perf/explain."""
         self.slow: dict[int, float] = {}
         """Rank -> how many times as long its part of a step takes."""
         self._num_living = model.num_ranks

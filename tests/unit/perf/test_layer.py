@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from bench.calibration_points import DECODE_PROFILE
+from hadal.core.config import DECODE, PREFILL
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SHARED
 from hadal.perf.layer import Kernel, MicroBatchLoad, kernels_of, op_seconds
-from hadal.perf.step import DECODE, PREFILL, StepModel
+from hadal.perf.step import StepModel
 
 PROFILE = MicroBatchLoad(128, 128 * 4096, 64 * 4096, 128)
 

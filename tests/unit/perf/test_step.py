@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hadal.core.config import DECODE, PREFILL
 from hadal.overlap.plan import DECODE_FIVE, SCHEDULES, SEQUENTIAL
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.shapes import DEEPSEEK_V3, kv_bytes_per_token
-from hadal.perf.step import DECODE, PREFILL, StepModel, redundant_default, tokens_per_step
+from hadal.perf.step import StepModel, redundant_default, tokens_per_step
 
 RANKS = st.integers(1, 320)
 HARDWARES = st.sampled_from(list(HARDWARE))

@@ -13,8 +13,9 @@ from bench.expert_loads import PREFILL as PREFILL_NAMES
 from bench.expert_loads import read_loads
 from bench.expert_skew import figures
 from hadal.core.balance import AUTO, OFF
+from hadal.core.config import DECODE, PREFILL
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.perf.step import DECODE, PREFILL, StepModel, redundant_default
+from hadal.perf.step import StepModel, redundant_default
 from hadal.sim.expert_loads import POLICIES, ExpertRanks, draw_loads, expert_share
 
 NUM_SEEDS = 8

@@ -7,9 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hadal.core.config import DECODE, PREFILL
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SEQUENTIAL
-from hadal.perf.step import DECODE, PREFILL, StepModel
+from hadal.perf.step import StepModel
 from hadal.sim.runners import STOP_ID, WORD_ID, DecodeRunner, PrefillRunner
 
 SLOTS = 4

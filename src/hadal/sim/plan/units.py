@@ -17,6 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from hadal.core.balance import AUTO
+from hadal.core.config import DECODE, PREFILL
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
@@ -25,7 +26,7 @@ from hadal.perf.hardware import Hardware
 from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import causal_pairs, kv_bytes_per_token
-from hadal.perf.step import DECODE, MTP_ACCEPT, PREFILL, StepModel, expected_maximum, prefill_flags
+from hadal.perf.step import MTP_ACCEPT, StepModel, expected_maximum, prefill_flags
 from hadal.policy.capacity import MEAN, USE_MAX, Slo, prefill_use
 from hadal.sim.expert_loads import expert_share
 from hadal.sim.plan.traffic import Traffic

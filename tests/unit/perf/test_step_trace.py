@@ -12,10 +12,9 @@ import pytest
 
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling
 from hadal.overlap.plan import DECODE_FIVE, SEQUENTIAL
-from hadal.perf.explain import StepPrice
+from hadal.perf.explain import StepPrice, steps_trace
 from hadal.perf.step import StepModel
 from hadal.sim.runners import DecodeRunner, PrefillRunner
-from hadal.sim.step_trace import steps_trace
 
 MODEL = StepModel(144)
 DECODE_PRICE = MODEL.decode(88, 4989, schedule=DECODE_FIVE.name)
