@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import sys
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +22,7 @@ from hadal.commands.replay import replay
 from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 from hadal.core.config import Deployment, read_deployment
-from hadal.core.documents import MAX_TABLE_BYTES, parse_json, read_text, shown
+from hadal.core.documents import shown
 from hadal.core.errors import ConfigError, HadalError
 
 EXIT_CONFIG = 2
@@ -375,14 +373,18 @@ def trace(
             "one layer of 4 experts on 2 ranks of 3 slots each: the busy experts get the 2 spare slots",
         ),
         (
-            "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --expert-slots 9 --mode hybrid",
+            (
+                "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 \\\n"
+                "    --expert-slots 9 --mode hybrid"
+            ),
             "DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows",
         ),
         (
             (
-                "hadal balance --loads v3.json.gz --ranks 144 --expert-slots 2 --json >"
-                " placement.json\nhadal balance --loads new.json --ranks 144 --expert-slots 2 \\\n   "
-                " --current placement.json --max-moves 500"
+                "hadal balance --loads v3.json.gz --ranks 144 --expert-slots 2 \\\n"
+                "    --json > placement.json\n"
+                "hadal balance --loads new.json --ranks 144 --expert-slots 2 \\\n"
+                "    --current placement.json --max-moves 500"
             ),
             "other loads since: the best placement that moves at most 500 replicas",
         ),
@@ -442,40 +444,26 @@ def balance(
     """Place experts on ranks for measured loads; print the plan, or how balanced it is beside
     today's.
     """
-    from hadal.policy.experts import report as report
-    from hadal.policy.experts.balance import balance as plan_experts
-    from hadal.progress import Bar
+    from hadal.commands.balance import placed
 
     try:
-        window = report.loads_of(_read_json(loads))
-        cluster = report.cluster_of(window, ranks, nodes, expert_slots)
-        before = split = None
-        if current is not None:
-            today = _read_json(current)
-            before = report.placement_of(today, window, cluster)
-            split = report.split_of(today, before)
-        start = time.perf_counter()
-        with Bar("hadal balance") as bar:
-            bar.update("placing experts")
-            plan = plan_experts(
-                window,
-                cluster,
-                mode=mode,
-                num_groups=groups,
-                target=target,
-                current=before,
-                max_moves=max_moves,
-                weighted=weighted,
-            )
-        elapsed_ms = 1e3 * (time.perf_counter() - start)
+        shown_plan = placed(
+            loads,
+            current,
+            ranks,
+            nodes,
+            expert_slots,
+            is_json=as_json,
+            mode=mode,
+            num_groups=groups,
+            target=target,
+            max_moves=max_moves,
+            weighted=weighted,
+        )
     except ValueError as error:
         typer.echo(f"hadal balance: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-    if as_json:
-        typer.echo(json.dumps(report.as_json(plan, window, before, elapsed_ms)))
-    else:
-        width = shutil.get_terminal_size().columns
-        typer.echo(report.bars(plan, window, cluster, before, elapsed_ms, split, width=width))
+    typer.echo(shown_plan)
 
 
 @app.command(
@@ -730,13 +718,6 @@ def plan(
     except ValueError as error:
         typer.echo(f"hadal plan: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-
-
-def _read_json(path: Path) -> Any:
-    """A file's JSON value, gzipped or not. Raises ConfigError that says what is wrong with the
-    file.
-    """
-    return parse_json(read_text(path, "JSON", MAX_TABLE_BYTES), str(path))
 
 
 def _dry_run(config: Path | None, overrides: dict[str, Any], tables: _Tables) -> int:

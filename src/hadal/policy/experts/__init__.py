@@ -1,4 +1,4 @@
-"""Where replicas of experts sit: placements from loads, small steps towards a better one, reports.
+"""Where replicas of experts sit: placements from loads, and small steps towards a better one.
 
 Knows nothing of ranks that live or die, of messages or of time; `roles/experts` asks it.
 """

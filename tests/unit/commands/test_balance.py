@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import EXIT_CONFIG, app
-from hadal.policy.experts.report import cluster_of, loads_of, placement_of
+from hadal.commands.balance import cluster_of, loads_of, placement_of
 
 
 def run(*arguments: str) -> tuple[int, str]:

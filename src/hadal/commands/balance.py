@@ -1,21 +1,25 @@
-"""What `hadal balance` reads and shows: matrices as JSON values in, a plan as JSON or as bars of
-text out.
-
-Pure: reads no file and no clock.
+"""`hadal balance`: experts placed for measured loads. Matrices in, from JSON files; a plan out, as
+JSON or as bars of text.
 
 Shapes: T steps of a window, L layers, E logical experts, R ranks, S expert slots of a rank.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import textwrap
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hadal.core.documents import MAX_TABLE_BYTES, parse_json, read_text
 from hadal.core.placement import EMPTY, Placement, spread
-from hadal.policy.experts.balance import Cluster, ExpertPlan, balancedness, rank_loads
+from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedness, rank_loads
 from hadal.policy.experts.search import Floats
+from hadal.progress import Bar
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_BAR_CHARS = 50
@@ -23,6 +27,45 @@ MARGIN_CHARS = 18
 """Width of what stands left of a bar: its name and its figure."""
 MOST_TOKENS = 1e18
 """Most tokens of an expert: a thousand million years of one rank's work."""
+
+
+def placed(
+    loads: Path,
+    current: Path | None,
+    num_ranks: int,
+    num_nodes: int,
+    num_slots: int,
+    *,
+    is_json: bool,
+    **how: Any,
+) -> str:
+    """What the command prints: the plan for the loads in a file as JSON, or as bars beside today's.
+    `how` is what policy/experts/balance takes besides. Raises ValueError for what cannot be read
+    or does not fit.
+    """
+    window = loads_of(_read_json(loads))
+    cluster = cluster_of(window, num_ranks, num_nodes, num_slots)
+    before = split = None
+    if current is not None:
+        today = _read_json(current)
+        before = placement_of(today, window, cluster)
+        split = split_of(today, before)
+    start_s = time.perf_counter()
+    with Bar("hadal balance") as bar:
+        bar.update("placing experts")
+        plan = balance(window, cluster, current=before, **how)
+    elapsed_ms = 1e3 * (time.perf_counter() - start_s)
+    if is_json:
+        return json.dumps(as_json(plan, window, before, elapsed_ms))
+    width = shutil.get_terminal_size().columns
+    return bars(plan, window, cluster, before, elapsed_ms, split, width=width)
+
+
+def _read_json(path: Path) -> Any:
+    """A file's JSON value, gzipped or not. Raises ConfigError that says what is wrong with the
+    file.
+    """
+    return parse_json(read_text(path, "JSON", MAX_TABLE_BYTES), str(path))
 
 
 def loads_of(value: Any) -> Floats:
