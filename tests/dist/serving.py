@@ -194,7 +194,8 @@ def launch(
     **overrides: Any,
 ) -> Server:
     """Start `hadal serve` in `folder` with fields of the deployment overridden; does not wait for
-    it. `is_plain`: as a user's shell does, not forked from a warm process.
+    it. `is_plain`: as a user's shell does, not forked from a warm process; so is one that finds its
+    code elsewhere.
     """
     fields: dict[str, Any] = {"port": 0, "model": str(model_folder("")), **overrides}
     for kind in ("prefill", "decode"):
@@ -203,10 +204,11 @@ def launch(
     config.write_text(to_toml(fields))
     run_folder, log_path = folder / "run", folder / "server.log"
     command = ["serve", "--config", str(config), "--run-folder", str(run_folder), *arguments]
+    elsewhere = "PYTHONPATH" in environment
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), **environment}
     process: subprocess.Popen[bytes] | Forked
     with log_path.open("wb") as log:
-        if is_plain:
+        if is_plain or elsewhere:
             process = subprocess.Popen(
                 [sys.executable, "-m", "hadal.cli", *command],
                 stdin=subprocess.DEVNULL,

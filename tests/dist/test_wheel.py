@@ -81,7 +81,7 @@ def test_it_serves(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    server = start_server(is_plain=True, environment={"PYTHONPATH": str(installed)}, model="")
+    server = start_server(environment={"PYTHONPATH": str(installed)}, model="")
     environment = Path(f"/proc/{server.pids()['gateway']}/environ").read_text()
     assert f"PYTHONPATH={installed}:" in environment, "the processes run what the wheel installed"
     body = {"model": "hadal-tiny", "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
