@@ -1,15 +1,21 @@
-"""The whole suite, in three parts: what needs no processes of its own, what serves, and what serves
-and must not be disturbed.
+"""The whole suite, in three parts.
 
     python -m tests.suite [OPTIONS OF PYTEST]
 
-The first two run on all cores. A test whose claim is about times (who notices whom within a second,
-who waits for whom) or that takes every core for itself wants the machine alone: UNDISTURBED names
-their files. All parts run whatever becomes of the others.
+    pure         what needs nothing but a processor, on all cores, at the lowest priority  ┐ together
+    undisturbed  what serves, and whose claim is about times: one test after the other     ┘
+    serving      all else that serves or waits, on all cores
+
+A test whose claim is about times (who notices whom within a second, who waits for whom) or that takes
+every core for itself is disturbed by others that serve: UNDISTURBED names their files. They wait more
+than they compute, and the pure tests, which claim nothing about time, take what they leave: the kernel
+gives a process of the idle class a core only while nobody else wants it. All parts run whatever becomes
+of the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -19,12 +25,14 @@ from pathlib import Path
 from tests.fresh import RUN, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".pytest_cache"
 MOST_WORKERS = 8
 MOST_SERVING = 4
 """Workers of tests that serve: each has a server of up to eight processes."""
 NOTHING_TO_RUN = 5
 """pytest's exit code where the options left no test."""
-ALONE = ("dist", "gpu")
+LIVE = ("dist", "gpu", "unit/comm", "unit/commands", "unit/gateway", "unit/runtime")
+"""Folders of tests that serve, wait for real time, or start processes."""
 UNDISTURBED = (
     "test_cache_tenants.py",
     "test_handover_hosts.py",
@@ -53,6 +61,8 @@ class Part:
     name: str
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
+    is_beside: bool = False
+    """It runs beside the next part, at the lowest priority; what it prints is shown at its end."""
 
 
 def parts(asked: list[str]) -> list[Part]:
@@ -60,38 +70,78 @@ def parts(asked: list[str]) -> list[Part]:
     if any((ROOT / argument.partition("::")[0]).exists() for argument in asked):
         return [Part("asked", ())]
     here = ROOT / "tests"
-    folders = [path.name for path in here.iterdir() if path.is_dir() and path.name.isalpha()]
-    light = [f"tests/{name}" for name in folders if name not in ALONE]
-    light += [f"tests/{path.name}" for path in here.glob("test_*.py")]
+    folders = [path for path in here.glob("unit/*") if path.is_dir() and path.name.isalpha()]
+    folders += [path for path in here.iterdir() if path.is_dir() and path.name.isalpha()]
+    names = [path.relative_to(here).as_posix() for path in folders]
+    pure = [f"tests/{name}" for name in names if name not in (*LIVE, "unit")]
+    pure += [f"tests/{path.name}" for path in here.glob("test_*.py")]
     serving = [f"tests/dist/{path.name}" for path in here.glob("dist/test_*.py")]
+    live = [f"tests/{name}" for name in LIVE if name.startswith("unit/")]
+    live += [f"tests/unit/{path.name}" for path in here.glob("unit/test_*.py")]
     undisturbed = [f"tests/dist/{name}" for name in UNDISTURBED]
     num_cores = os.cpu_count() or 1
     return [
         Part(
-            "light",
-            ("-n", str(min(MOST_WORKERS, num_cores)), "--dist", "worksteal", *sorted(light)),
+            "pure",
+            ("-n", str(min(MOST_WORKERS, num_cores)), "--dist", "worksteal", *sorted(pure)),
             tuple(ONE_THREAD.items()),
+            is_beside=True,
         ),
+        Part("undisturbed", (*undisturbed, "tests/gpu")),
         Part(
             "serving",
             (
                 *("-n", str(min(MOST_SERVING, num_cores)), "--dist", "loadfile"),
                 *sorted(set(serving) - set(undisturbed)),
+                *sorted(live),  # The shortest last, so that no worker waits long for another.
             ),
         ),
-        Part("undisturbed", (*undisturbed, "tests/gpu")),
     ]
+
+
+class Running:
+    """A part that runs."""
+
+    def __init__(self, part: Part) -> None:
+        self._output = CACHE / f"{part.name}.log" if part.is_beside else None
+        command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE / part.name}"]
+        environment = {**os.environ, **dict(part.environment), VARIABLE: RUN}
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(self._output.open("wb")) if self._output else None
+            self._process = subprocess.Popen(
+                [*command, *sys.argv[1:], *part.arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                preexec_fn=_at_lowest_priority if part.is_beside else None,
+            )
+
+    def code(self) -> int:
+        """Wait for its end, and show what it printed if it did not yet; returns its exit code."""
+        code = self._process.wait()
+        if self._output is not None:
+            print(self._output.read_text(errors="replace"), flush=True)
+        return 0 if code == NOTHING_TO_RUN else code
+
+
+def _at_lowest_priority() -> None:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main() -> int:
     """Run them all with the same fresh seeds; returns the worst exit code."""
-    codes = []
+    CACHE.mkdir(exist_ok=True)
+    codes, beside = [], None
     for part in parts(sys.argv[1:]):
-        cache = f"cache_dir=.pytest_cache/{part.name}"
-        command = [sys.executable, "-m", "pytest", "-o", cache, *sys.argv[1:], *part.arguments]
-        environment = {**os.environ, **dict(part.environment), VARIABLE: RUN}
-        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-        codes.append(0 if done.returncode == NOTHING_TO_RUN else done.returncode)
+        running = Running(part)
+        if part.is_beside:
+            beside = running
+            continue
+        codes.append(running.code())
+        if beside is not None:
+            codes.append(beside.code())
+            beside = None
     return max(codes)
 
 
