@@ -28,13 +28,13 @@ PLACES = _words(
 
 THINGS = _words(
     "ball book key lamp coin cup hat bag box pen ring clock phone map knife spoon plate chair"
-    " mirror ticket letter candle kite drum camera basket bottle brush pillow shirt rope stone"
+    " mirror attempt_id letter candle kite drum camera basket bottle brush pillow shirt rope stone"
     " flute violin umbrella ladder"
 )
 
 COUNTED = _words(
     "apples pears plums lemons eggs nuts coins books pens cards stamps shells marbles stickers"
-    " cookies candles flowers balloons buttons tickets oranges carrots potatoes peaches cherries"
+    " cookies candles flowers balloons buttons attempt_ids oranges carrots potatoes peaches cherries"
     " pencils"
 )
 

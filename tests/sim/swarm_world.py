@@ -374,11 +374,11 @@ class SwarmWorld(FleetWorld):
 
     def _watch(self, life: int, message: AnyMessage) -> None:
         if self.scene.faults.duplicate_rate and isinstance(message, Tokens):
-            for ticket, index, *_ in rows_of(message):
+            for attempt_id, index, *_ in rows_of(message):
                 # A Decode once more when its attempt has ended: it is seated again, and nobody
                 # waits for it.
-                if not 0 <= self._next_index.get((life, ticket), 0) <= index:
-                    del self._next_index[life, ticket]
+                if not 0 <= self._next_index.get((life, attempt_id), 0) <= index:
+                    del self._next_index[life, attempt_id]
                     self.seen["attempts seated twice"] += 1
         super()._watch(life, message)
         if isinstance(message, UnitReport):

@@ -418,8 +418,8 @@ class World:
 
     def _watch(self, life: int, message: AnyMessage) -> None:
         """Every life sends the tokens of an attempt in order, and none after the last."""
-        for ticket, index, _, finish in rows_of(message) if isinstance(message, Tokens) else ():
-            key = (life, ticket)
+        for attempt_id, index, _, finish in rows_of(message) if isinstance(message, Tokens) else ():
+            key = (life, attempt_id)
             expected = self._next_index.get(key, index)
             assert index == expected, f"{key}: sent token {index}, {expected} was next"
             self._next_index[key] = index + 1 if finish is None else -1

@@ -75,7 +75,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing
     is to be cached.
     """
-    ticket: int = 0
+    attempt_id: int = 0
     """Given by the front with Decode: by this number it, and no other front, knows the attempt's
     tokens again.
     """
@@ -290,12 +290,12 @@ class Pulled(Message, frozen=True):
 
 class Tokens(Message, frozen=True):
     """All tokens of one step of one unit, by column: row i is the token `values[i]` of the attempt
-    that holds ticket `tickets[i]`. `indices[i]` is its place in the output, so a duplicate or a gap
+    that has the id `attempt_ids[i]`. `indices[i]` is its place in the output, so a duplicate or a gap
     is noticed.
     """
 
     unit: str
-    tickets: bytes
+    attempt_ids: bytes
     """int64 [N]"""
     indices: bytes
     """int64 [N]"""
@@ -401,7 +401,7 @@ class UnitUp(Message, frozen=True):
     num_blocks_request: int = 0
     """Usable blocks of one rank: what one request can hold at most. 0: `num_blocks`."""
     held: tuple[int, ...] = ()
-    """Decode, of a leader that took its ranks over: tickets of attempts whose KV they hold. It
+    """Decode, of a leader that took its ranks over: the ids of attempts whose KV they hold. It
     waits for Resume.
     """
 
@@ -451,7 +451,7 @@ class Stop(Message, frozen=True):
     decode leader.
     """
 
-    tickets: tuple[int, ...]
+    attempt_ids: tuple[int, ...]
 
 
 class Drain(Message, frozen=True):

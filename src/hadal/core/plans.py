@@ -134,8 +134,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     """Index in the output of the next token drawn."""
     sampling: Sampling
-    ticket: int = 0
-    """The ticket by which its KV is known, should the unit get another leader."""
+    attempt_id: int = 0
+    """The attempt id by which its KV is known, should the unit get another leader."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     """History for the penalties; set only if a penalty is on. `output` includes `last_token`."""
@@ -209,7 +209,7 @@ class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class HeldKv(msgspec.Struct, frozen=True, array_like=True):
     """KV of one attempt in a rank's pool, from position 0 on, whoever leads the unit."""
 
-    ticket: int
+    attempt_id: int
     """The front's (see Formation)."""
     block_ids: tuple[int, ...]
     num_tokens: int

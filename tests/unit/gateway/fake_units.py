@@ -140,7 +140,7 @@ class FakeUnits:
             running.output.append(token.token)
             if token.logprob is not None:
                 draws[len(rows)] = Draw(token.logprob, token.top)
-            rows.append((running.generation.ticket, token.index, token.token, token.finish))
+            rows.append((running.generation.attempt_id, token.index, token.token, token.finish))
             if token.finish is not None:
                 del self.decoding[key]
         if rows:

@@ -99,8 +99,8 @@ class DecodeWorld(World):
                 assert effect.rank in self.living
                 self.look(effect)
             case Send(_, Tokens() as message):
-                for ticket, index, value, finish in rows_of(message):
-                    name, attempt = key_of(ticket)
+                for attempt_id, index, value, finish in rows_of(message):
+                    name, attempt = key_of(attempt_id)
                     output = self.outputs[name]
                     if attempt != self.attempts[name] or name in self.ended:
                         continue

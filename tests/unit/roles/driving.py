@@ -12,7 +12,7 @@ from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Deliver, Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.decode.leader import DecodeLeader
-from tests.columns import ticket_of
+from tests.columns import attempt_id_of
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def generation(
         min_tokens,
         sampling or Sampling(),
         attempt,
-        ticket=ticket_of(name, attempt),
+        attempt_id=attempt_id_of(name, attempt),
     )
 
 

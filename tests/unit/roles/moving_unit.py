@@ -61,8 +61,8 @@ class Unit:
         self.pulls += of(effects, Pull)
         self.returned += [message.request_id for message in sent(effects, Returned)]
         for message in sent(effects, Tokens):
-            for ticket, index, value, _ in rows_of(message):
-                self.tokens.setdefault(key_of(ticket)[0], []).append((index, value))
+            for attempt_id, index, value, _ in rows_of(message):
+                self.tokens.setdefault(key_of(attempt_id)[0], []).append((index, value))
         return effects
 
     def step(self, values: dict[int, int] | None = None, **options: Any) -> list[Effect]:

@@ -26,7 +26,7 @@ from hadal.core.plans import OpTime, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
-from tests.columns import ticket_of
+from tests.columns import attempt_id_of
 
 STOP = 7
 
@@ -179,7 +179,7 @@ class World:
             0,
             g.sampling,
             self.attempts[name],
-            ticket=ticket_of(name, self.attempts[name]),
+            attempt_id=attempt_id_of(name, self.attempts[name]),
         )
 
     def step_done(self) -> None:

@@ -154,7 +154,7 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
         generation.sampling,
         prompt=prompt,
         output=tuple(output),
-        ticket=int(table.ticket[slot]),
+        attempt_id=int(table.attempt_id[slot]),
         stop_ids=generation.stop_ids,
         min_tokens=generation.min_tokens,
         is_pulled=table.is_as_pulled(slot),
@@ -511,7 +511,7 @@ class DecodeLeader:
             num_slots,
             heartbeat_s,
             self.slots.cache.totals,
-            held=lambda: self.slots.held.tickets,
+            held=lambda: self.slots.held.attempt_ids,
         )
         self._balance = BalanceMeter(self._reporter.balance)
         self._line = LineMeter()
@@ -555,8 +555,8 @@ class DecodeLeader:
                 self._pulled(event)
             case Cancel(request_id, attempt):
                 self._cancel((request_id, attempt))
-            case Stop(tickets):
-                for slot in self.slots.slots_of(tickets):
+            case Stop(attempt_ids):
+                for slot in self.slots.slots_of(attempt_ids):
                     self.slots.close(slot, self._done_step_id)
             case RankReset():
                 self._reset(now_s, event)
@@ -712,7 +712,7 @@ class DecodeLeader:
                     "front",
                     Tokens(
                         self._unit,
-                        table.ticket[slots].tobytes(),
+                        table.attempt_id[slots].tobytes(),
                         index.tobytes(),
                         values.tobytes(),
                         finishes,

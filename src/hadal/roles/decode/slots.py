@@ -46,7 +46,7 @@ from hadal.roles.unit.unit import given_back
 # KV that a decode unit's ranks hold since another leader led them, until the front says which of
 # it goes on.
 #
-#     RankReset: held --> UnitUp names the tickets ... Resume: some go on from the last token
+#     RankReset: held --> UnitUp names the attempts ... Resume: some go on from the last token
 #     delivered, the rest is freed
 #
 # A front that says nothing for HELD_S has nothing to say. Knows no slots.
@@ -61,17 +61,19 @@ class DecodeHeld:
     def __init__(self, pools: RankPools) -> None:
         self._pools = pools
         self._by_rank: dict[int, dict[int, HeldKv]] = {}
-        """rank -> ticket -> its KV there. One that was moving may lie on two ranks."""
+        """rank -> attempt id -> its KV there. One that was moving may lie on two ranks."""
         self._until_s = math.inf
 
     @property
-    def tickets(self) -> tuple[int, ...]:
-        return tuple(sorted({ticket for of_rank in self._by_rank.values() for ticket in of_rank}))
+    def attempt_ids(self) -> tuple[int, ...]:
+        return tuple(
+            sorted({attempt_id for of_rank in self._by_rank.values() for attempt_id in of_rank})
+        )
 
     def take(self, now_s: float, rank_to_held: Mapping[int, Held]) -> None:
         """These ranks were taken over; the pools own their KV for it already."""
         for rank, held in rank_to_held.items():
-            self._by_rank[rank] = {kv.ticket: kv for kv in held.kv}
+            self._by_rank[rank] = {kv.attempt_id: kv for kv in held.kv}
             self._until_s = now_s + HELD_S
 
     def lose(self, rank: int) -> None:
@@ -95,14 +97,14 @@ class DecodeHeld:
         """
         num_tokens = len(generation.prompt) + len(generation.output) - 1
         for rank, of_rank in self._by_rank.items():
-            kv = of_rank.get(generation.ticket)
+            kv = of_rank.get(generation.attempt_id)
             if (
                 kv is None
                 or kv.num_tokens < num_tokens
                 or len(kv.block_ids) < blocks_for(num_tokens)
             ):
                 continue
-            del of_rank[generation.ticket]
+            del of_rank[generation.attempt_id]
             key: Key = (generation.request_id, generation.attempt)
             # Owned by the attempt before they are let go of here: a block that is nobody's is free,
             # and ranks are told to forget it.
@@ -637,12 +639,12 @@ class DecodeSlots:
             for slot in slots.tolist():
                 self.moving.abandon(slot)
 
-    def slots_of(self, tickets: Sequence[int]) -> list[int]:
-        """Where the attempts that hold these tickets are; those that are not here any more are left
+    def slots_of(self, attempt_ids: Sequence[int]) -> list[int]:
+        """Where the attempts with these ids are; those that are not here any more are left
         out.
         """
         table = self.table
-        is_held = np.isin(table.ticket, np.array(tickets, np.int64)) & (
+        is_held = np.isin(table.attempt_id, np.array(attempt_ids, np.int64)) & (
             table.state != SlotState.FREE
         )
         return [

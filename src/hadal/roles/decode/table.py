@@ -99,8 +99,8 @@ class DecodeTable:
         """KV positions written after the last emitted plan; the next one writes this position."""
         self.output_index: Ints = np.zeros(num_slots, np.int64)
         """Index in the output of the token that the next plan draws."""
-        self.ticket: Ints = np.zeros(num_slots, np.int64)
-        """The ticket by which the front knows its tokens."""
+        self.attempt_id: Ints = np.zeros(num_slots, np.int64)
+        """The attempt id by which the front knows its tokens."""
         self.max_tokens: Ints = np.zeros(num_slots, np.int64)
         self.min_tokens: Ints = np.zeros(num_slots, np.int64)
         self.stop_ids: Ints = np.full((num_slots, 1), -1, np.int64)
@@ -157,7 +157,7 @@ class DecodeTable:
         self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[
             slot
         ] = 0
-        self.ticket[slot] = 0
+        self.attempt_id[slot] = 0
         self.occupants[slot] = Occupant(generation, lease, arrival)
         return slot
 
@@ -171,7 +171,7 @@ class DecodeTable:
         self.state[slot] = SlotState.PULLING
         self.length[slot] = lease.num_tokens
         self.output_index[slot] = len(generation.output)
-        self.ticket[slot] = generation.ticket
+        self.attempt_id[slot] = generation.attempt_id
         self.max_tokens[slot] = generation.max_tokens
         self.min_tokens[slot] = generation.min_tokens
         self._set_stop_ids(slot, generation.stop_ids)
@@ -225,7 +225,7 @@ class DecodeTable:
         for array in (
             self.length,
             self.output_index,
-            self.ticket,
+            self.attempt_id,
             self.max_tokens,
             self.min_tokens,
             self.stop_ids,

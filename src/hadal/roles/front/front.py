@@ -234,11 +234,11 @@ class Came:
     gaps: tuple[Record, ...]
     """Requests of which a token is missing."""
     unknown: tuple[int, ...]
-    """Tickets of attempts that nobody waits for."""
+    """AttemptIds of attempts that nobody waits for."""
 
 
 class FrontTokens:
-    """`epoch`: the front's; tickets of another one are unknown here."""
+    """`epoch`: the front's; attempt ids of another one are unknown here."""
 
     def __init__(
         self,
@@ -281,15 +281,17 @@ class FrontTokens:
         row_to_finish = dict(message.finishes)
         if not self._keeps_text:
             ends = np.array(sorted(row_to_finish), np.int64)
-            good = ends[np.isin(ends, good)] if 8 * good.size < len(message.tickets) else ends
+            good = ends[np.isin(ends, good)] if 8 * good.size < len(message.attempt_ids) else ends
             if not good.size:
                 return
-        tickets, indices, values = (
+        attempt_ids, indices, values = (
             np.frombuffer(column, np.int64)[good].tolist()
-            for column in (message.tickets, message.indices, message.values)
+            for column in (message.attempt_ids, message.indices, message.values)
         )
-        for row, ticket, index, value in zip(good.tolist(), tickets, indices, values, strict=True):
-            record, draw = self._requests.running.record_of(ticket), message.draws.get(row)
+        for row, attempt_id, index, value in zip(
+            good.tolist(), attempt_ids, indices, values, strict=True
+        ):
+            record, draw = self._requests.running.record_of(attempt_id), message.draws.get(row)
             if self._keeps_text:
                 record.output.append(value)
             logprob, top = (draw.logprob, draw.top) if draw is not None else (None, ())
@@ -564,8 +566,8 @@ class Front:
             self._let_go(record)
             self._retry(now_s, record, "no decode unit", is_counted=False, delay_s=BACKOFF_S)
             return
-        ticket = self.requests.running.enter(record)
-        generation = msgspec.structs.replace(self._current(record), ticket=ticket)
+        attempt_id = self.requests.running.enter(record)
+        generation = msgspec.structs.replace(self._current(record), attempt_id=attempt_id)
         self._send(unit, Decode(generation, done.lease))
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
@@ -735,10 +737,10 @@ class Front:
         for record in self.requests.on_unit(message.unit):
             if (
                 record.state is State.DECODING
-                and (ticket := self.requests.running.ticket_of(record)) in held
+                and (attempt_id := self.requests.running.attempt_id_of(record)) in held
             ):
                 self.requests.running.sync(record)
-                going.append(msgspec.structs.replace(self._current(record), ticket=ticket))
+                going.append(msgspec.structs.replace(self._current(record), attempt_id=attempt_id))
             elif not self.handover.lost(record, message.unit):
                 self._let_go(record, lost=message.unit)
                 self._retry(now_s, record, f"{message.unit}: its leader was lost")

@@ -94,9 +94,9 @@ class Record:
 # Requests that decode units work on, as arrays: a step's tokens of a whole unit are counted in a
 # few operations.
 #
-#     Decode is sent: enter -> a ticket | Tokens: take ... take | it ends, is lost or given up: leave
+#     Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends, is lost or given up: leave
 #
-# A ticket names an attempt by the row that it has here and is never given out twice, nor by another
+# An attempt id names an attempt by the row that it has here and is never given out twice, nor by another
 # front, so what comes late of an attempt that has left finds nothing. While it runs, what
 # grows with every token is here and not in its record. Knows no messages but Tokens.
 
@@ -108,7 +108,7 @@ _ROW_BITS = 24
 _NOBODY = -1
 MAX_ROWS = 1 << _ROW_BITS
 _FIRST_BITS = 38
-"""Bits of the number of a front's first ticket: as many again fit into what a row leaves of 63
+"""Bits of the number of a front's first attempt id: as many again fit into what a row leaves of 63
 bits.
 """
 
@@ -124,7 +124,7 @@ class Taken:
     gaps: tuple[Record, ...]
     """Attempts of which a token is missing."""
     unknown: tuple[int, ...]
-    """Tickets of attempts that have left, or are another unit's, and go on there."""
+    """Ids of attempts that have left, or are another unit's, and go on there."""
     num_blocks: int
     """That the requests of the unit grew by."""
 
@@ -137,7 +137,7 @@ class Running:
         self._records: list[Record | None] = []
         self._num_given = 0
         self._unit_to_number: dict[str, int] = {}
-        self._ticket: Ints = np.zeros(0, np.int64)
+        self._attempt_id: Ints = np.zeros(0, np.int64)
         """0: the row is free."""
         self._unit: Ints = np.zeros(0, np.int64)
         self._num_prompt: Ints = np.zeros(0, np.int64)
@@ -151,7 +151,7 @@ class Running:
         return len(self._records) - len(self._free)
 
     def begin(self, epoch: str) -> None:
-        """Give out this front's tickets. Those of two are far apart: a unit may have attempts of
+        """Give out this front's attempt ids. Those of two are far apart: a unit may have attempts of
         one that died beside its successor's, and neither's text may ever be taken for the other's.
         """
         self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (
@@ -164,11 +164,18 @@ class Running:
             raise InvariantError(f"more than {MAX_ROWS} requests are in decode.")
         self._records += [None] * num_more
         self._free += range(first + num_more - 1, first - 1, -1)
-        for name in ("_ticket", "_unit", "_num_prompt", "_num_output", "_num_blocks", "_is_pulled"):
+        for name in (
+            "_attempt_id",
+            "_unit",
+            "_num_prompt",
+            "_num_output",
+            "_num_blocks",
+            "_is_pulled",
+        ):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
 
     def enter(self, record: Record) -> int:
-        """Its tokens come from `record.decode_unit` from now on; returns the ticket to know them
+        """Its tokens come from `record.decode_unit` from now on; returns the attempt id to know them
         by.
         """
         if record.row >= 0 or record.decode_unit is None:
@@ -177,9 +184,9 @@ class Running:
             self._grow(len(self._records))
         row = record.row = self._free.pop()
         self._num_given += 1
-        ticket = self._num_given << _ROW_BITS | row
+        attempt_id = self._num_given << _ROW_BITS | row
         self._records[row] = record
-        self._ticket[row] = ticket
+        self._attempt_id[row] = attempt_id
         self._unit[row] = self._unit_to_number.setdefault(
             record.decode_unit, len(self._unit_to_number)
         )
@@ -187,7 +194,7 @@ class Running:
         self._num_output[row] = record.num_output
         self._num_blocks[row] = record.num_blocks
         self._is_pulled[row] = False
-        return ticket
+        return attempt_id
 
     def pulled(self, record: Record) -> None:
         """Its KV has arrived."""
@@ -204,35 +211,35 @@ class Running:
         if record.row < 0:
             return
         self.sync(record)
-        self._ticket[record.row] = 0
+        self._attempt_id[record.row] = 0
         self._records[record.row] = None
         self._free.append(record.row)
         record.row = _NOBODY
 
-    def ticket_of(self, record: Record) -> int:
-        """The ticket of one that runs."""
-        return int(self._ticket[record.row])
+    def attempt_id_of(self, record: Record) -> int:
+        """The attempt id of one that runs."""
+        return int(self._attempt_id[record.row])
 
-    def record_of(self, ticket: int) -> Record:
-        """Whose ticket it is: of one that was taken."""
-        record = self._records[ticket & (MAX_ROWS - 1)]
+    def record_of(self, attempt_id: int) -> Record:
+        """Whose attempt id it is: of one that was taken."""
+        record = self._records[attempt_id & (MAX_ROWS - 1)]
         assert record is not None
         return record
 
     def early(self, message: Tokens) -> list[Record]:
         """Requests whose tokens come though nobody said that their KV was pulled."""
-        tickets = np.frombuffer(message.tickets, np.int64)
-        rows, known = self._rows(message.unit, tickets)
+        attempt_ids = np.frombuffer(message.attempt_ids, np.int64)
+        rows, known = self._rows(message.unit, attempt_ids)
         return [
-            self.record_of(ticket)
-            for ticket in tickets[known & (self._is_pulled[rows] == 0)].tolist()
+            self.record_of(attempt_id)
+            for attempt_id in attempt_ids[known & (self._is_pulled[rows] == 0)].tolist()
         ]
 
     def take(self, message: Tokens) -> Taken:
         """Count the tokens that are what comes next."""
-        tickets = np.frombuffer(message.tickets, np.int64)
+        attempt_ids = np.frombuffer(message.attempt_ids, np.int64)
         indices = np.frombuffer(message.indices, np.int64)
-        rows, known = self._rows(message.unit, tickets)
+        rows, known = self._rows(message.unit, attempt_ids)
         ahead = indices - self._num_output[rows]
         is_next: Bools = known & (ahead == 0)
         good = np.flatnonzero(is_next)
@@ -244,35 +251,37 @@ class Running:
         self._num_blocks[counted] += full
         gaps: list[Record] = []
         unknown: list[int] = []
-        if good.size < tickets.size:
+        if good.size < attempt_ids.size:
             ending = {row for row, _ in message.finishes}
             gaps = [
-                self.record_of(int(tickets[at]))
+                self.record_of(int(attempt_ids[at]))
                 for at in np.flatnonzero(known & (ahead > 0)).tolist()
             ]
             unknown = [
-                int(tickets[at]) for at in np.flatnonzero(~known).tolist() if at not in ending
+                int(attempt_ids[at]) for at in np.flatnonzero(~known).tolist() if at not in ending
             ]
         return Taken(good, tuple(gaps), tuple(unknown), int(np.count_nonzero(full)))
 
-    def _rows(self, unit: str, tickets: Ints) -> tuple[Ints, Bools]:
-        """The rows that tickets name, and whether these attempts run there now, on this
+    def _rows(self, unit: str, attempt_ids: Ints) -> tuple[Ints, Bools]:
+        """The rows that attempt ids name, and whether these attempts run there now, on this
         unit.
         """
-        rows = tickets & (MAX_ROWS - 1)
+        rows = attempt_ids & (MAX_ROWS - 1)
         known: Bools = rows < len(self._records)
         rows = np.where(known, rows, 0)
         number = self._unit_to_number.get(unit, _NOBODY)
-        known &= (self._ticket[rows] == tickets) & (self._unit[rows] == number)
+        known &= (self._attempt_id[rows] == attempt_ids) & (self._unit[rows] == number)
         return rows, known
 
     def check(self) -> list[str]:
         """Problems; empty when rows and records agree."""
         problems = []
-        rows = zip(self._ticket.tolist(), self._unit.tolist(), self._records, strict=True)
-        for row, (ticket, number, record) in enumerate(rows):
-            if (record is None) != (ticket == 0):
-                problems.append(f"row {row} has ticket {ticket} and {record and record.request_id}")
+        rows = zip(self._attempt_id.tolist(), self._unit.tolist(), self._records, strict=True)
+        for row, (attempt_id, number, record) in enumerate(rows):
+            if (record is None) != (attempt_id == 0):
+                problems.append(
+                    f"row {row} has attempt id {attempt_id} and {record and record.request_id}"
+                )
             if record is None:
                 continue
             if record.row != row:

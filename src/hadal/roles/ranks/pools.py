@@ -300,7 +300,7 @@ def held_by(rank: int, kv: HeldKv) -> Hashable:
     """Who owns what a rank has held since an earlier leader led it, until somebody goes on with
     it.
     """
-    return "held", rank, kv.ticket
+    return "held", rank, kv.attempt_id
 
 
 def _ranks_of(bits: int) -> list[int]:

@@ -83,7 +83,7 @@ from hadal.roles.ranks.pools import named_blocks, names_of
 # What a rank's pool holds, as the plans that go by show it: so that a new leader can go on with
 # what an old one led.
 #
-#     join   the ticket's KV is in these blocks    grown  and in this one    step  one position more for all who joined
+#     join   the attempt's KV is in these blocks    grown  and in this one    step  one position more for all who joined
 #     leave  the KV stays as it is                  freed  it is gone        name  a block can be found, whoever owns it
 #
 # Nothing is decided here, and nothing is certain about the last steps: they may not have been done.
@@ -109,10 +109,10 @@ class RankHoldings:
 
     def __init__(self) -> None:
         self.plan: FormPlan | None = None
-        self._ticket_to_kv: dict[int, _Kv] = {}
-        self._slot_to_ticket: dict[int, int] = {}
+        self._attempt_id_to_kv: dict[int, _Kv] = {}
+        self._slot_to_attempt_id: dict[int, int] = {}
         """Who is in the rank's table."""
-        self._block_to_ticket: dict[int, int] = {}
+        self._block_to_attempt_id: dict[int, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         self._unfetched: set[int] = set()
         """Blocks read from disk that no plan has fetched yet: where the cache is not the pool, they
@@ -124,7 +124,7 @@ class RankHoldings:
     def form(self, plan: FormPlan) -> None:
         """A new formation: the rank's table is empty."""
         self.plan = plan
-        for slot in list(self._slot_to_ticket):
+        for slot in list(self._slot_to_attempt_id):
             self._leave(slot)
 
     def step(self, plan: StepPlan) -> None:
@@ -139,9 +139,9 @@ class RankHoldings:
         for join in plan.joins:
             self._join(join)
         for slot, _, block_id in plan.grown:
-            ticket = self._slot_to_ticket[slot]
-            self._ticket_to_kv[ticket].block_ids.append(block_id)
-            self._block_to_ticket[block_id] = ticket
+            attempt_id = self._slot_to_attempt_id[slot]
+            self._attempt_id_to_kv[attempt_id].block_ids.append(block_id)
+            self._block_to_attempt_id[block_id] = attempt_id
         self._num_plans += 1
 
     def freed(self, block_ids: Sequence[int]) -> None:
@@ -150,9 +150,9 @@ class RankHoldings:
         self._unfetched.difference_update(block_ids)
         for block_id in block_ids:
             self._block_to_name.pop(block_id, None)
-            ticket = self._block_to_ticket.get(block_id)
-            if ticket is not None:
-                self._drop(ticket)
+            attempt_id = self._block_to_attempt_id.get(block_id)
+            if attempt_id is not None:
+                self._drop(attempt_id)
 
     def loaded(self, block_ids: Sequence[int]) -> None:
         """Blocks are being read from disk."""
@@ -166,8 +166,8 @@ class RankHoldings:
         """All of it."""
         return Held(
             tuple(
-                HeldKv(ticket, tuple(kv.block_ids), self._num_tokens(kv), kv.num_pulled)
-                for ticket, kv in self._ticket_to_kv.items()
+                HeldKv(attempt_id, tuple(kv.block_ids), self._num_tokens(kv), kv.num_pulled)
+                for attempt_id, kv in self._attempt_id_to_kv.items()
             ),
             dict(self._num_freed),
             named_blocks(
@@ -180,32 +180,34 @@ class RankHoldings:
         )
 
     def _join(self, join: Join) -> None:
-        before = self._ticket_to_kv.get(join.ticket)
+        before = self._attempt_id_to_kv.get(join.attempt_id)
         num_before = before.num_pulled if before is not None else 0
         num_pulled = join.num_tokens if join.is_pulled else num_before
-        self._drop(join.ticket)
-        self._ticket_to_kv[join.ticket] = _Kv(
+        self._drop(join.attempt_id)
+        self._attempt_id_to_kv[join.attempt_id] = _Kv(
             list(join.block_ids), join.num_tokens, num_pulled, self._num_plans
         )
-        self._slot_to_ticket[join.slot] = join.ticket
-        self._block_to_ticket.update(dict.fromkeys(join.block_ids, join.ticket))
+        self._slot_to_attempt_id[join.slot] = join.attempt_id
+        self._block_to_attempt_id.update(dict.fromkeys(join.block_ids, join.attempt_id))
 
     def _leave(self, slot: int) -> None:
-        ticket = self._slot_to_ticket.get(slot)
-        if ticket is not None:  # To leave an empty slot does nothing.
-            kv = self._ticket_to_kv[ticket]
+        attempt_id = self._slot_to_attempt_id.get(slot)
+        if attempt_id is not None:  # To leave an empty slot does nothing.
+            kv = self._attempt_id_to_kv[attempt_id]
             kv.num_tokens, kv.joined_at = self._num_tokens(kv), None
-            del self._slot_to_ticket[slot]
+            del self._slot_to_attempt_id[slot]
 
     def _num_tokens(self, kv: _Kv) -> int:
         return kv.num_tokens + (0 if kv.joined_at is None else self._num_plans - kv.joined_at)
 
-    def _drop(self, ticket: int) -> None:
-        kv = self._ticket_to_kv.pop(ticket, None)
+    def _drop(self, attempt_id: int) -> None:
+        kv = self._attempt_id_to_kv.pop(attempt_id, None)
         for block_id in kv.block_ids if kv else ():
-            self._block_to_ticket.pop(block_id, None)
-        for slot in [slot for slot, other in self._slot_to_ticket.items() if other == ticket]:
-            del self._slot_to_ticket[slot]
+            self._block_to_attempt_id.pop(block_id, None)
+        for slot in [
+            slot for slot, other in self._slot_to_attempt_id.items() if other == attempt_id
+        ]:
+            del self._slot_to_attempt_id[slot]
 
     def _flip(self, flip: LayerFlip) -> None:
         plan = self.plan

@@ -291,7 +291,7 @@ class UnitReporter:
         held: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by
-        the names in core/cache; asked for each UnitReport. `held`: tickets that UnitUp names.
+        the names in core/cache; asked for each UnitReport. `held`: attempt ids that UnitUp names.
         """
         self.unit = unit
         self.role = role

@@ -45,9 +45,9 @@ def taken_over(*held: tuple[HeldKv, ...]) -> tuple[DecodeLeader, list[Effect]]:
     return leader, effects
 
 
-def asked(name: str, ticket: int, *, prompt: int = 70, output: int = 5) -> Generation:
+def asked(name: str, attempt_id: int, *, prompt: int = 70, output: int = 5) -> Generation:
     made = generation(name, prompt=prompt, max_tokens=20)
-    return msgspec.structs.replace(made, output=tuple(range(output)), ticket=ticket)
+    return msgspec.structs.replace(made, output=tuple(range(output)), attempt_id=attempt_id)
 
 
 def handle(leader: DecodeLeader, now_s: float, *events: Any) -> list[Effect]:
@@ -84,7 +84,7 @@ def test_what_the_front_names_goes_on_from_its_last_token_on_its_rank() -> None:
         4,
         5,
     )
-    assert (joined.ticket, joined.is_pulled) == (70, False)
+    assert (joined.attempt_id, joined.is_pulled) == (70, False)
     assert [effect.block_ids for effect in of(effects, Freed)] == [(5,)]
     assert leader.blocks.num_used == 2
     (tokens,) = sent(handle(leader, 1.3, done(0, {2: 9})), Tokens)

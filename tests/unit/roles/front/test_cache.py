@@ -245,7 +245,8 @@ def test_a_retry_goes_on_with_the_chain_it_had(monkeypatch: pytest.MonkeyPatch) 
     made.handle(0.2, Pulled("decode-0", "a", 0))
     for index in range(1, 66):
         made.handle(
-            0.3, tokens_message("decode-0", [(decode.generation.ticket, index, 60 + index, None)])
+            0.3,
+            tokens_message("decode-0", [(decode.generation.attempt_id, index, 60 + index, None)]),
         )
     given: list[bytes] = []
 

@@ -69,8 +69,8 @@ def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
 
 def token(made: Front, unit: str, name: str, finish: str | None = None) -> Tokens:
     """A request's second one."""
-    ticket = made.requests.running.ticket_of(made.requests.by_id[name])
-    return tokens_message(unit, [(ticket, 1, 61, finish)])
+    attempt_id = made.requests.running.attempt_id_of(made.requests.by_id[name])
+    return tokens_message(unit, [(attempt_id, 1, 61, finish)])
 
 
 def is_(effect: Send, kind: type) -> bool:

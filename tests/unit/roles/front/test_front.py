@@ -66,8 +66,8 @@ def first_token(
 
 
 def tokens(made: Front, name: str, index: int, *, finish: str | None = None) -> Tokens:
-    ticket = made.requests.running.ticket_of(made.requests.by_id[name])
-    return tokens_message("decode-0", [(ticket, index, 60 + index, finish)])
+    attempt_id = made.requests.running.attempt_id_of(made.requests.by_id[name])
+    return tokens_message("decode-0", [(attempt_id, index, 60 + index, finish)])
 
 
 def decoding(made: Front, name: str = "a", **options: Any) -> Front:
@@ -544,8 +544,8 @@ def test_a_lost_rank_is_a_retry_at_once() -> None:
     assert (made.requests.by_id["a"].num_retries, made.requests.by_id["a"].attempt) == (1, 1)
 
 
-def ticket(made: Front, name: str) -> int:
-    return made.requests.running.ticket_of(made.requests.by_id[name])
+def attempt_id(made: Front, name: str) -> int:
+    return made.requests.running.attempt_id_of(made.requests.by_id[name])
 
 
 def taken_over(made: Front, now_s: float, *held: int) -> list[Effect]:
@@ -564,13 +564,13 @@ def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_wher
     assert made.snapshot().role_to_units["decode"] == {"decode-0": 0}
     made.handle(0.5, Submit(generation("b")))
     assert made.requests.by_id["b"].state == "queued"
-    effects = taken_over(made, 1.0, ticket(made, "a"), 12345)
+    effects = taken_over(made, 1.0, attempt_id(made, "a"), 12345)
     assert [effect.to for effect in of(effects, Send)] == ["decode-0", "decode-0", "prefill-0"]
     (resume,) = sent(effects, Resume)
     (going,) = resume.versions
-    assert (going.output, going.ticket, going.attempt, resume.is_last) == (
+    assert (going.output, going.attempt_id, going.attempt, resume.is_last) == (
         (50, 61),
-        ticket(made, "a"),
+        attempt_id(made, "a"),
         0,
         True,
     )
@@ -611,7 +611,7 @@ def test_a_unit_that_no_leader_takes_over_is_down() -> None:
 
 def test_a_client_that_leaves_meanwhile_is_not_gone_on_with() -> None:
     made = decoding(front())
-    held = ticket(made, "a")
+    held = attempt_id(made, "a")
     made.handle(0.4, LeaderDown("decode-0", "killed"))
     made.handle(0.5, Cancel("a", 0))
     assert sent(taken_over(made, 1.0, held), Resume) == [Resume((), is_last=True)]

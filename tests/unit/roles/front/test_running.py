@@ -1,4 +1,4 @@
-"""Rows of requests in decode: tickets, counting, and what comes too late."""
+"""Rows of requests in decode: attempt ids, counting, and what comes too late."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def record(name: str, prompt: int = 10, unit: str = "decode-0") -> Record:
 
 
 def placed(running: Running, *records: Record) -> list[int]:
-    tickets = [running.enter(one) for one in records]
+    attempt_ids = [running.enter(one) for one in records]
     for one in records:
         running.pulled(one)
-    return tickets
+    return attempt_ids
 
 
 def test_tokens_of_a_unit_are_counted_together() -> None:
@@ -43,10 +43,10 @@ def test_tokens_of_a_unit_are_counted_together() -> None:
 
 def test_blocks_grow_as_they_are_counted_for_a_request_by_itself() -> None:
     running, one = Running(), record("a", 50)
-    (ticket,) = placed(running, one)
+    (attempt_id,) = placed(running, one)
     for index in range(1, 300):
         before = one.num_blocks
-        taken = running.take(tokens_message("decode-0", [(ticket, index, 7, None)]))
+        taken = running.take(tokens_message("decode-0", [(attempt_id, index, 7, None)]))
         running.sync(one)
         assert one.num_blocks == before + taken.num_blocks == blocks_for(one.num_tokens + 1)
 
@@ -67,20 +67,20 @@ def test_what_is_late_doubled_or_missing() -> None:
     assert other.unknown == (second,), "another unit's"
 
 
-def test_a_ticket_is_never_given_out_twice() -> None:
+def test_a_attempt_id_is_never_given_out_twice() -> None:
     running, seen = Running(num_rows=1), set()
     for _ in range(50):
         one = record("a")
-        (ticket,) = placed(running, one)
-        assert running.record_of(ticket) is one
-        assert running.ticket_of(one) == ticket
-        seen.add(ticket)
+        (attempt_id,) = placed(running, one)
+        assert running.record_of(attempt_id) is one
+        assert running.attempt_id_of(one) == attempt_id
+        seen.add(attempt_id)
         running.leave(one)
         running.leave(one)
     assert (len(seen), len(running)) == (50, 0)
 
 
-def test_no_front_gives_out_another_s_tickets() -> None:
+def test_no_front_gives_out_another_s_attempt_ids() -> None:
     """A unit may have attempts of a front that died beside those of its successor: one's text is
     never the other's.
     """
@@ -98,10 +98,10 @@ def test_no_front_gives_out_another_s_tickets() -> None:
 def test_more_rows_are_made_as_they_are_needed() -> None:
     running = Running(num_rows=1)
     records = [record(f"r{index}") for index in range(70)]
-    tickets = placed(running, *records)
-    assert (len(set(tickets)), len(running)) == (70, 70)
+    attempt_ids = placed(running, *records)
+    assert (len(set(attempt_ids)), len(running)) == (70, 70)
     assert running.check() == []
-    assert all(ticket % MAX_ROWS < 128 for ticket in tickets)
+    assert all(attempt_id % MAX_ROWS < 128 for attempt_id in attempt_ids)
 
 
 def test_early_ones_are_those_that_nobody_said_were_pulled() -> None:

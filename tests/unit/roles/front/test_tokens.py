@@ -27,18 +27,21 @@ LEASE = KvLease("pool", (1,), (0,), 10)
 def decoding(
     names: str, *, keeps_text: bool = True, is_pulled: bool = True, epoch: str = "f1"
 ) -> tuple[Front, list[int]]:
-    """A front with these requests in decode, one token each, and their tickets."""
-    made, tickets = Front(Deployment(), epoch=epoch, max_context=1000, keeps_text=keeps_text), []
+    """A front with these requests in decode, one token each, and their attempt ids."""
+    made, attempt_ids = (
+        Front(Deployment(), epoch=epoch, max_context=1000, keeps_text=keeps_text),
+        [],
+    )
     made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 20, 4))
     made.handle(0.0, UnitUp("decode-0", "decode", "d1", 20, 4))
     for name in names:
         made.handle(0.0, Submit(generation(name)))
         done = PrefillDone("prefill-0", Token(name, 0, 0, 50), LEASE)
         (decode,) = sent(made.handle(0.1, done), Decode)
-        tickets.append(decode.generation.ticket)
+        attempt_ids.append(decode.generation.attempt_id)
         if is_pulled:
             made.handle(0.2, Pulled("decode-0", name, 0))
-    return made, tickets
+    return made, attempt_ids
 
 
 def test_each_token_goes_to_its_reader_with_what_was_asked_for() -> None:
@@ -80,13 +83,13 @@ def test_without_text_a_lost_request_goes_on_as_long_as_it_was() -> None:
     assert made.check() == []
 
 
-def test_tokens_under_another_front_s_tickets_are_nobody_s() -> None:
+def test_tokens_under_another_front_s_attempt_ids_are_nobody_s() -> None:
     """A unit may have attempts of a front that died beside those of its successor."""
     made, mine = decoding("ab", epoch="f1")
     _, others = decoding("ab", epoch="f2")
     assert not set(mine) & set(others)
     effects = made.handle(
-        0.3, tokens_message("decode-0", [(ticket, 1, 61, None) for ticket in others])
+        0.3, tokens_message("decode-0", [(attempt_id, 1, 61, None) for attempt_id in others])
     )
     assert effects == [Send("decode-0", Stop(tuple(others)))], (
         "no text, and the unit may free what it holds of them"
@@ -105,7 +108,7 @@ def test_tokens_that_nobody_waits_for_are_stopped_where_they_come_from() -> None
             == []
         )
     (stop,) = sent(made.handle(0.3, tokens_message("decode-1", [(known, 1, 61, None)])), Stop)
-    assert stop.tickets == (known,), "another unit's"
+    assert stop.attempt_ids == (known,), "another unit's"
     assert made.check() == []
 
 

@@ -24,9 +24,11 @@ FORM = FormPlan(3, 2, (), PLACEMENT.to_bytes(), PLACEMENT.num_expert_slots)
 
 
 def join(
-    slot: int, ticket: int, blocks: tuple[int, ...], num_tokens: int, *, is_pulled: bool = True
+    slot: int, attempt_id: int, blocks: tuple[int, ...], num_tokens: int, *, is_pulled: bool = True
 ) -> Join:
-    return Join(slot, blocks, num_tokens, 5, 1, Sampling(), ticket=ticket, is_pulled=is_pulled)
+    return Join(
+        slot, blocks, num_tokens, 5, 1, Sampling(), attempt_id=attempt_id, is_pulled=is_pulled
+    )
 
 
 def plan(
@@ -60,7 +62,7 @@ def test_a_slot_may_be_anothers_while_the_first_ones_kv_is_still_there() -> None
     made = holdings(
         plan(0, join(0, 70, (4,), 10)), plan(1, join(0, 71, (6,), 20), leaves=(0,)), plan(2)
     )
-    assert {kv.ticket: kv.num_tokens for kv in made.held().kv} == {70: 11, 71: 22}
+    assert {kv.attempt_id: kv.num_tokens for kv in made.held().kv} == {70: 11, 71: 22}
 
 
 def test_what_is_freed_is_gone_and_counted() -> None:

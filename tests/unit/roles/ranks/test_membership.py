@@ -472,7 +472,7 @@ def test_a_new_leader_asks_who_beats_and_forms_above_what_they_had_with_their_pl
     assert driver.membership.phase is RankPhase.RUNNING
     found = driver.membership.take_held(2)
     assert found is not None
-    assert [kv.ticket for kv in found.kv] == [72]
+    assert [kv.attempt_id for kv in found.kv] == [72]
     assert driver.membership.take_held(2) is None
 
 
