@@ -234,7 +234,7 @@ class Came:
     gaps: tuple[Record, ...]
     """Requests of which a token is missing."""
     unknown: tuple[int, ...]
-    """AttemptIds of attempts that nobody waits for."""
+    """Ids of attempts that nobody waits for."""
 
 
 class FrontTokens:
