@@ -9,7 +9,7 @@ apart.
 Results are the same bits whatever the number of ranks, the placement, the mode and the order of
 arrival, if the experts' outputs are: every row, the rank's own included, goes through the same
 codec, and the only sum is the source's. What a rank's expert slots receive is counted where it is
-unpacked (comm/expert_comm). Knows no schedule and no clock; the group knows links and deadlines.
+unpacked. Knows no schedule and no clock; the group knows links and deadlines.
 
 Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of
 the deployment, L MoE layers, S expert slots of a rank.
@@ -35,8 +35,7 @@ from hadal.comm.layout import (
 )
 from hadal.core.errors import HadalError, InvariantError
 from hadal.core.placement import EMPTY, Placement
-from hadal.kernels import ops as message_kernel
-from hadal.kernels import ops as rows
+from hadal.kernels import ops
 from hadal.kernels.ops import MAX_TOP_K, Arrived, route, unpack
 from hadal.reference.ops import Replicas, Route
 
@@ -73,15 +72,15 @@ class Codec:
         """
         num_rows = (x_TD if token_N is None else token_N).shape[0]
         rows_NB = self._rows(message, start, num_rows, stride, self.layout.row_bytes)
-        rows.encode(x_TD, token_N, rows_NB, self.layout.dispatch_format)
+        ops.encode(x_TD, token_N, rows_NB, self.layout.dispatch_format)
 
     def decode(self, message: Tensor, start: int, stride: int, out_ND: Tensor) -> None:
         rows_NB = self._rows(message, start, out_ND.shape[0], stride, self.layout.row_bytes)
-        rows.decode(rows_NB, out_ND, self.layout.dispatch_format)
+        ops.decode(rows_NB, out_ND, self.layout.dispatch_format)
 
     def encode_back(self, y_PD: Tensor, message: Tensor) -> None:
         """Fill the message with the experts' outputs, as they travel back."""
-        rows.encode(
+        ops.encode(
             y_PD, None, message.view(y_PD.shape[0], self.layout.back_bytes), self.layout.back_format
         )
 
@@ -91,7 +90,7 @@ class Codec:
         """
         out_TD = torch.empty((ids_TK.shape[0], self.hidden_size), device=back.device)
         back_PB = back.view(ids_TK.numel(), self.layout.back_bytes)
-        rows.weighted_sum(back_PB, self.layout.back_format, at_TK, ids_TK, weights_TK, out_TD)
+        ops.weighted_sum(back_PB, self.layout.back_format, at_TK, ids_TK, weights_TK, out_TD)
         return out_TD
 
     def _rows(
@@ -228,7 +227,7 @@ class NormalMode:
         offset_R = [-1] * len(route.num_pairs_R)
         for peer, start in zip(peers, starts, strict=True):
             offset_R[peer] = start
-        if not message_kernel.pack(
+        if not ops.pack(
             x_TD,
             route,
             num_expert_slots,
@@ -345,7 +344,7 @@ class LowLatencyMode:
             messages[peer] = buffers.send[at : at + size]
             offset_R[peer] = at
             at += size
-        if not message_kernel.pack(
+        if not ops.pack(
             x_TD,
             route,
             num_expert_slots,

@@ -175,7 +175,7 @@ class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Address of each rank's KV pool, "" where the rank is dead. Empty: addresses stay as they are.
     """
     formation: int = 0
-    """The unit's membership from now on."""
+    """Number of the unit's formation from now on."""
     held: dict[int, Held] = {}
     """What the pools of fresh ranks hold that an earlier leader led, by rank."""
 

@@ -9,11 +9,11 @@ late.
     plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
 
 A request that ends by count is left out in time, as that is known beforehand. Requests belong to a
-rank; what they hold there is in `decode_slots`, how they come is in `decode_arrivals`, what becomes
-of the blocks that they fill in `decode_cache`. A plan is a difference, one for each rank, and all
+rank; what they hold there, how they come and what becomes of the blocks that they fill is in `slots`,
+what is sent of them in `table`. A plan is a difference, one for each rank, and all
 ranks step together. When the unit forms anew, the plans in flight are void: survivors go back to
 their last delivered token and join again. A leader that took its ranks over does the same with what
-the front wants to go on (`decode_held`). Knows nothing of other units.
+the front wants to go on. Knows nothing of other units.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class DecodeArrivals:
                 or self._is_too_long(hint)
             ):
                 return
-            if not self._pools.num_living or not (placed := self._slots.occupant([hint])):
+            if not self._pools.num_living or not (placed := self._slots.assign([hint])):
                 return
             slot = placed[0]
         elif table.state[slot] != SlotState.EARLY:
@@ -341,7 +341,7 @@ class DecodeArrivals:
                 if key in self._slots.key_to_slot:
                     break
                 ready.append(decode)
-            for slot in self._slots.occupant(ready):
+            for slot in self._slots.assign(ready):
                 self._go_on(slot, self.waiting.pop(self._table.occupant(slot).key))
             if not self.waiting or not ready or not self._make_room():
                 return
@@ -359,11 +359,11 @@ class DecodeArrivals:
             )
             if num_freed:
                 return True
-        occupants = [slot for rank in self._pools.living for slot in slots.early_of(rank)]
-        if not occupants or any(self._table.is_muted[slot] for slot in occupants):
+        early = [slot for rank in self._pools.living for slot in slots.early_of(rank)]
+        if not early or any(self._table.is_muted[slot] for slot in early):
             # Nobody can be spared; or somebody goes already, as soon as the copy for him has ended.
             return False
-        latest = max(occupants, key=lambda slot: self._table.occupant(slot).arrival)
+        latest = max(early, key=lambda slot: self._table.occupant(slot).arrival)
         self._let_go(latest)
         return bool(self._table.state[latest] == SlotState.FREE)
 
@@ -620,7 +620,7 @@ class DecodeLeader:
 
     def _resume(self, event: Resume) -> None:
         """Go on with what an earlier leader's requests left on the ranks."""
-        for generation in event.versions:
+        for generation in event.generations:
             if not self.slots.resume(generation):
                 key = (generation.request_id, generation.attempt)
                 self._out.append(given_back(self._unit, key, RANK_LOST))

@@ -530,7 +530,7 @@ class DecodeSlots:
         return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
 
     # ---- in ----
-    def occupant(self, waiting: Sequence[Decode | PullEarly]) -> list[int]:
+    def assign(self, waiting: Sequence[Decode | PullEarly]) -> list[int]:
         """Give those who wait slots, and blocks of a rank for all their KV. Returns the slots, in
         their order; the others, behind the end of the list, have to wait on.
         """

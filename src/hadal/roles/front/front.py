@@ -146,7 +146,7 @@ class FrontFleet:
         # Prompts whose KV was to go there have lost nothing yet: another decode unit is chosen for
         # them.
         for record in self._requests.on_unit(unit.name):
-            if self._handover.lost(record, unit.name):
+            if self._handover.drop_destination(record, unit.name):
                 self._out.append(Send(unit.name, Cancel(record.request_id, record.attempt)))
 
     def overdue(self, now_s: float) -> list[str]:
@@ -510,11 +510,12 @@ class Front:
                 self._fail(record, error, 400)
                 continue
             record.generation = self.names.named(record.generation, record.output)
-            room = self.routing.prefill_unit(record)
-            if room is None:
+            chosen = self.routing.prefill_unit(record)
+            if chosen is None:
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Transition.PLACE)
-            record.prefill_unit, record.num_cached = unit, _ = room
+            unit, record.num_cached = chosen
+            record.prefill_unit = unit
             record.last_units = unit, ""
             self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
@@ -621,7 +622,7 @@ class Front:
         record = self._record(returned.request_id, returned.attempt)
         if record is None or returned.unit not in (record.prefill_unit, record.decode_unit):
             return  # It held nothing of a living attempt, and holds nothing of this one any more.
-        if self.handover.lost(record, returned.unit):
+        if self.handover.drop_destination(record, returned.unit):
             return
         self._let_go(record, lost=returned.unit)
         is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
@@ -741,7 +742,7 @@ class Front:
             ):
                 self.requests.running.sync(record)
                 going.append(msgspec.structs.replace(self._current(record), attempt_id=attempt_id))
-            elif not self.handover.lost(record, message.unit):
+            elif not self.handover.drop_destination(record, message.unit):
                 self._let_go(record, lost=message.unit)
                 self._retry(now_s, record, f"{message.unit}: its leader was lost")
         for first in range(0, max(len(going), 1), RESUME_BATCH):
@@ -758,7 +759,9 @@ class Front:
             return
         self.units.orphaned(unit, now_s + ORPHAN_S)
         for record in self.requests.on_unit(name):
-            if record.state is not State.DECODING and not self.handover.lost(record, name):
+            if record.state is not State.DECODING and not self.handover.drop_destination(
+                record, name
+            ):
                 self._let_go(record, lost=name)
                 self._retry(now_s, record, f"{name}: {reason}")
 
@@ -766,7 +769,7 @@ class Front:
         """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
         self.units.remove(name)
         for record in self.requests.on_unit(name):
-            if self.handover.lost(record, name):
+            if self.handover.drop_destination(record, name):
                 continue
             self._let_go(record, lost=name)
             self._retry(now_s, record, f"{name}: {reason}")

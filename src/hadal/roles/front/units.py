@@ -558,9 +558,9 @@ class Handover:
             self._units.sent_to_decode(unit, record.num_blocks)
         return record.decode_unit
 
-    def lost(self, record: Record, unit: str) -> bool:
-        """A unit let a request go: True if that was only where its KV would have gone, so that
-        nothing is lost.
+    def drop_destination(self, record: Record, unit: str) -> bool:
+        """Forget a unit that let a request go, if its KV was only to go there. Returns whether that
+        was so: then nothing is lost, and another unit can be found.
         """
         if (
             record.state is not State.PREFILLING

@@ -1,14 +1,15 @@
-"""Who belongs to a unit: its formations, and when a rank is given up. The states are tables in
-`rank_states`.
+"""Who belongs to a unit: its formations, and when a rank is given up. The states are the tables
+below.
 
 A formation is a set of processes that step together. It is over with the first of them; the
 survivors form the next one at once, which holds the experts that went with it, and a replacement
 joins by yet another, when no step is in flight. A rank is given up if its process ended, if it is
 silent or stuck for `rank_timeout_s` though it could run (policy/suspicion), or if it cannot form.
 What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all
-form again. Ranks outlive their leader: whose heartbeat comes and who is not known here is asked who it is, and the
-first formation of a leader that took ranks over is above theirs, with the placement that they
-have.
+form again.
+
+Ranks outlive their leader. A new leader asks ranks that it does not know, but hears heartbeats of,
+what they hold. Its first formation has a number above theirs, and the placement that they have.
 
 Knows no plans, blocks or requests.
 """

@@ -8,7 +8,7 @@ serve, priced steps.
 The same requests, deployment and models make the same run. What is simulated is what costs time:
 steps (sim/runners), messages, KV on its way, reads and writes of the disk. Text is not: a prompt is
 a range of its length, a block is named by its place (sim/world/seen), and tokens are counted where
-they would be delivered. Requests that ran before are placed at the start (sim/world/world), so that
+they would be delivered. Requests that ran before are placed at the start, so that
 seconds of an hour can be looked at without the hour before.
 """
 
@@ -239,7 +239,7 @@ class FleetWorld:
     `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`,
     `mtp_accept`: drafts in decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached`
     tells of; `stores`: what is computed and generated is written to it, else it is not. `sample_s`:
-    how often KV use is looked at; 0: never. `faults`: what goes wrong (sim/world/world); a unit
+    how often KV use is looked at; 0: never. `faults`: what goes wrong; a unit
     that dies is started again, as by a supervisor.
     """
 
