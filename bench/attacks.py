@@ -45,6 +45,7 @@ NUM_DRIBBLES = 790
 NUM_UNREAD = 64
 NUM_CANCELS = 32
 CANCEL_AFTER_S = 0.1
+BYTE_AFTER_S = 1.0
 NUM_BIG = 4
 MIB = 1 << 20
 TCP_ESTABLISHED = 1
@@ -113,7 +114,7 @@ async def dribble(address: Address, number: int) -> None:
     while True:
         async with asked(address, 1000, b"") as (_, writer):
             while not writer.is_closing():
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(BYTE_AFTER_S)
                 writer.write(b" ")
                 await writer.drain()
 

@@ -34,6 +34,7 @@ BEFORE, NOW, TAGGED = "before", "now", "tagged"
 
 # ---- one of the two processes: `hadal` is whichever PYTHONPATH names, so nothing of it is imported
 # above ----
+# The owner is rank 0 afterwards, the puller rank 1: most of what two more processes take is imports.
 def between_hosts() -> None:
     """Let this process take every peer for one on another host."""
     from hadal.comm.mesh import mesh
@@ -69,10 +70,10 @@ def hand_over(transfer: Any, lease: Any) -> None:
 
 
 def own() -> None:
-    """Serve a pool until nobody reads from us."""
+    """Serve a pool until the other has pulled."""
     pool, transfer = transfer_of("prefill-0", max(BLOCKS) + 1)
     print(json.dumps(transfer.address), flush=True)
-    sys.stdin.read()
+    sys.stdin.readline()
     transfer.close()
     pool.close()
 
@@ -167,23 +168,20 @@ def hear(process: subprocess.Popen[str]) -> Any:
 
 def one_round(source: Path, num_rounds: int, *, is_tagged: bool) -> dict[str, float]:
     """Microseconds by what was measured."""
-    owner = start(source, "--as", "own", is_tagged=is_tagged)
+    owner = start(source, "--as", "own", "--rounds", str(num_rounds), is_tagged=is_tagged)
     puller = start(source, "--as", "pull", "--rounds", str(num_rounds), is_tagged=is_tagged)
-    ranks: list[subprocess.Popen[str]] = []
+    both = (owner, puller)
     try:
         say(puller, json.dumps(hear(owner)))
         found: dict[str, float] = hear(puller)
-        ranks += [
-            start(source, "--as", f"rank{rank}", "--rounds", str(num_rounds), is_tagged=is_tagged)
-            for rank in (0, 1)
-        ]
-        ports = json.dumps([hear(rank) for rank in ranks])
-        for rank in ranks:
+        say(owner, "pulled")
+        ports = json.dumps([hear(rank) for rank in both])
+        for rank in both:
             say(rank, ports)
-        first, _ = [hear(rank) for rank in ranks]
+        first, _ = [hear(rank) for rank in both]
         return found | first
     finally:
-        for process in (owner, puller, *ranks):
+        for process in both:
             process.communicate(timeout=TIMEOUT_S)  # Closes what it reads from, which ends it.
 
 
@@ -196,19 +194,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--before", type=Path, help="a checkout of an earlier commit to compare with"
     )
-    parser.add_argument(
-        "--as", dest="role", choices=("own", "pull", "rank0", "rank1"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--as", dest="role", choices=("own", "pull"), help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--tagged", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.role:
         if asked.tagged:
             between_hosts()
-        if asked.role.startswith("rank"):
-            exchange(int(asked.role[-1]), asked.rounds)
-        else:
-            own() if asked.role == "own" else pull(asked.rounds)
+        own() if asked.role == "own" else pull(asked.rounds)
+        exchange(0 if asked.role == "own" else 1, asked.rounds)
         return
     from rich.console import Console
     from rich.table import Table

@@ -50,6 +50,10 @@ UNDISTURBED = (
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Workers that all want every core for each op wait for one another."""
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""Taken out of the environment: where it is set, every worker of every part compiles all tests anew,
+8 s of its processor time.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Running:
         self._output = CACHE / f"{part.name}.log" if part.is_beside else None
         command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE / part.name}"]
         environment = {**os.environ, **dict(part.environment), VARIABLE: RUN}
+        environment.pop(NO_BYTECODE, None)
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(self._output.open("wb")) if self._output else None
             self._process = subprocess.Popen(

@@ -125,9 +125,15 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All below `tree` and itself: walked once for all tests."""
+    return list(ast.walk(tree))
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted module) of every import below `tree`, those inside functions included."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -140,7 +146,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
 
 
@@ -241,7 +247,7 @@ def test_public_things_say_what_they_are() -> None:
 def test_errors_are_not_swallowed() -> None:
     offenders = []
     for path in python_files(*CODE):
-        for node in ast.walk(parse(path)):
+        for node in nodes(parse(path)):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             catches_all = node.type is None or ast.unparse(node.type) in {
@@ -343,7 +349,7 @@ def test_no_class_name_stands_twice() -> None:
     """Whoever reads a name knows which one is meant, and so does a search."""
     name_to_places: dict[str, list[str]] = {}
     for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(parse(path)):
+        for node in nodes(parse(path)):
             if isinstance(node, ast.ClassDef):
                 name_to_places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
     fail_on([f"{each}: {', '.join(at)}" for each, at in name_to_places.items() if len(at) > 1])

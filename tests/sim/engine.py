@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +38,30 @@ def mix(values: Cells) -> Cells:
 _WEIGHTS = mix(np.arange(1, MAX_POSITIONS + 1, dtype=np.uint64)) | np.uint64(1)
 
 
+_WEIGHT_OF: list[int] = _WEIGHTS.tolist()
+_BITS = (1 << 64) - 1
+
+
 def cells_of(tokens: Sequence[int], start: int) -> Cells:
     """What the KV of `tokens` at positions start, start+1, ... is."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     return mix((np.asarray(tokens, dtype=np.uint64) + np.uint64(1)) * _MIX + positions)
 
 
+@lru_cache(maxsize=1 << 18)
+def cell_of(token: int, position: int) -> int:
+    """The same of one: a decode step and a request's output go token by token."""
+    return int(cells_of([token], position)[0])
+
+
+def state_of(cells: Cells) -> int:
+    """What a token depends on of `cells` (positions 0 .. n-1)."""
+    return int((cells * _WEIGHTS[: len(cells)]).sum(dtype=np.uint64))
+
+
 def draw_token(
-    cells: Cells,
+    state: int,
+    num_cells: int,
     index: int,
     sampling: Sampling,
     prompt: Sequence[int],
@@ -52,12 +69,11 @@ def draw_token(
     stop_ids: Sequence[int],
     min_tokens: int,
 ) -> int:
-    """The token after `cells` (positions 0 .. n-1) at output index `index`."""
-    state = int((cells * _WEIGHTS[: len(cells)]).sum(dtype=np.uint64))
+    """The token after cells of this state at output index `index`."""
     seen: tuple[object, ...] = ()
     if has_penalty(sampling):
         seen = (tuple(prompt), tuple(output))
-    token = hash((state, len(cells), index, sampling.seed, seen)) % VOCAB
+    token = hash((state, num_cells, index, sampling.seed, seen)) % VOCAB
     while token in stop_ids and index < min_tokens:
         token = (token + 1) % VOCAB
     return token
@@ -66,11 +82,13 @@ def draw_token(
 def expected_output(generation: Generation) -> list[int]:
     """The output of a request alone in the world."""
     prompt, output = generation.prompt, list(generation.output)
-    cells = np.concatenate([cells_of(prompt, 0), cells_of(output, len(prompt))])
+    state = state_of(np.concatenate([cells_of(prompt, 0), cells_of(output, len(prompt))]))
     while len(output) < generation.max_tokens:
         index = len(output)
+        position = len(prompt) + index
         token = draw_token(
-            cells,
+            state,
+            position,
             index,
             generation.sampling,
             prompt,
@@ -81,7 +99,7 @@ def expected_output(generation: Generation) -> list[int]:
         output.append(token)
         if token in generation.stop_ids and index >= generation.min_tokens:
             break
-        cells = np.append(cells, cells_of([token], len(prompt) + index))
+        state = (state + cell_of(token, position) * _WEIGHT_OF[position]) & _BITS
     return output
 
 
@@ -103,7 +121,7 @@ class Pool:
         )
         return flat[:num_tokens]
 
-    def write(self, block_ids: Sequence[int], start: int, cells: Cells) -> None:
+    def write(self, block_ids: Sequence[int], start: int, cells: Cells | list[int]) -> None:
         for offset, cell in enumerate(cells):
             position = start + offset
             self.cells[block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = cell
@@ -154,7 +172,8 @@ class PrefillEngine:
             keys.append(key)
             tokens.append(
                 draw_token(
-                    cells,
+                    state_of(cells),
+                    len(cells),
                     chunk.output_index,
                     chunk.sampling,
                     chunk.prompt,
@@ -238,11 +257,18 @@ class DecodeEngine:
 
     def _advance(self, row: _Row) -> int:
         join = row.join
-        self._pool.write(row.block_ids, row.length, cells_of([row.last_token], row.length))
+        self._pool.write(row.block_ids, row.length, [cell_of(row.last_token, row.length)])
         row.length += 1
         cells = self._pool.read(row.block_ids, row.length)
         token = draw_token(
-            cells, row.index, join.sampling, join.prompt, row.output, join.stop_ids, join.min_tokens
+            state_of(cells),
+            len(cells),
+            row.index,
+            join.sampling,
+            join.prompt,
+            row.output,
+            join.stop_ids,
+            join.min_tokens,
         )
         row.last_token = token
         row.index += 1

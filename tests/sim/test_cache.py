@@ -20,11 +20,11 @@ from tests.sim.disk import DiskFaults
 from tests.sim.test_world import run_seed
 from tests.sim.world import World, inner_of
 
-NUM_FIXED = 10_000 if FULL else 20
+NUM_FIXED = 10_000 if FULL else 10
 STEP = 20 if FULL else 5
-NUM_CALM = 8 if FULL else 4
+NUM_CALM = 8 if FULL else 3
 """Worlds for each kind of cache."""
-NUM_BAD = 12 if FULL else 5
+NUM_BAD = 12 if FULL else 3
 """Worlds with a bad disk."""
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 

@@ -23,8 +23,8 @@ from tests.sim.host import Host
 from tests.sim.ranks import RankHost
 from tests.sim.world import Faults, World, is_whole
 
-FIXED_SEEDS = list(range(15 if FULL else 8))
-NUM_LATENCIES = 12 if FULL else 6
+FIXED_SEEDS = list(range(15 if FULL else 4))
+NUM_LATENCIES = 12 if FULL else 4
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 RANK_TIMEOUT_S = 1.5
 NOTICED_S = 0.21

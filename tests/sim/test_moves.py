@@ -19,7 +19,7 @@ from tests.sim.scenario import uneven_world
 from tests.sim.test_world import run_seed
 from tests.sim.world import World
 
-FIXED_SEEDS = list(range(10 if FULL else 4))
+FIXED_SEEDS = list(range(10 if FULL else 2))
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 NUM_PAIRS = 10 if FULL else 6
 """Of worlds with moves and without."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 import pytest
 
 from hadal.roles.ranks.ranks import RankedLeader
+from tests.fresh import FULL
 from tests.sim.scenario import ranked_world, uneven_world
 from tests.sim.starving import Starving
 from tests.sim.test_world import LIMIT_S
 from tests.sim.world import Faults, World
 
-SEEDS = range(4)
+SEEDS = range(4 if FULL else 2)
 
 
 def starved(world: World, apart_s: float) -> World:

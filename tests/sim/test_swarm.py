@@ -25,7 +25,7 @@ from tests.fresh import NUM_SEEDS, fresh
 from tests.sim.swarm import command, draw, run, run_all, run_seed, shrink
 from tests.sim.swarm_scene import FAULTS, FEATURES, PRESSURES
 
-NUM_FIXED = 20
+NUM_FIXED = 15
 """Those of the test that the slice reaches what it is for."""
 NUM_FULL = 10_000
 STEP = 20

@@ -16,8 +16,8 @@ from tests.sim.scenario import pressured_world, random_world, ranked_world
 from tests.sim.world import World
 
 LIMIT_S = 3000.0
-FIXED_SEEDS = list(range(40 if FULL else 20))
-NUM_RANKED, NUM_PRESSURED = (24, 6) if FULL else (12, 4)
+FIXED_SEEDS = list(range(40 if FULL else 10))
+NUM_RANKED, NUM_PRESSURED = (24, 6) if FULL else (6, 4)
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 
 

@@ -8,6 +8,7 @@ tracebacks, or never.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -29,7 +30,9 @@ from hadal.core.config import read_deployment
 from hadal.core.documents import parse_json, parse_toml, read_bytes, read_text
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import read_model_config
+from hadal.gateway import chat
 from hadal.gateway.service import read_served_model
+from hadal.gateway.template import TemplateProcess
 from hadal.model.checkpoint import Checkpoint
 from hadal.runtime.memory import checkpoint_precision
 from hadal.sim.day.study import Study
@@ -116,7 +119,11 @@ def test_config_json(rng: Random, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
 )
-def test_tokenizers(name: str, rng: Random, tmp_path: Path) -> None:
+def test_tokenizers(
+    name: str, rng: Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A template that was left as it was keeps its process, which takes longest to start.
+    monkeypatch.setattr(chat, "TemplateProcess", functools.cache(TemplateProcess))
     folder = write_model_folder(tmp_path / "model")
     path = folder / name
     fields = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]}

@@ -407,7 +407,7 @@ class BlockAllocator:
     def is_owned_as(self, holders: Sequence[tuple[Hashable, Sequence[int]]]) -> bool:
         """Whether these, each once, own these blocks, each block once, and nobody owns more."""
         owners, num_held = self._owners, sum(len(blocks) for _, blocks in holders)
-        num_more = sum(len(some) - 1 for some in owners if isinstance(some, _Owners))
+        num_more = sum([len(some) - 1 for some in owners if type(some) is _Owners])
         if num_held != self._num_owned + num_more or len({owner for owner, _ in holders}) < len(
             holders
         ):
@@ -440,7 +440,7 @@ class BlockAllocator:
             problems.append(f"blocks {sorted(both)} are free and owned")
         if both := free & named:
             problems.append(f"blocks {sorted(both)} are free and named")
-        if any(isinstance(owners, _Owners) and len(owners) < 2 for owners in self._owners):
+        if any([len(owners) < 2 for owners in self._owners if type(owners) is _Owners]):
             problems.append("a block of one owner or none is said to have several")
         if (counts := (len(free), len(cached), len(owned))) and sum(counts) != self.num_usable:
             problems.append(f"{counts} free, cached and owned blocks are not {self.num_usable}")

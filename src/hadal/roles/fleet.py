@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -230,6 +230,9 @@ class UnitTable:
             for role, num in role_to_num_max.items()
             for index in range(num)
         }
+        self._role_to_units: dict[str, list[FleetUnit]] = {role: [] for role in role_to_num_max}
+        for unit in self.by_name.values():
+            self._role_to_units[unit.role].append(unit)
 
     def move(self, unit: FleetUnit, move: UnitMove, now_s: float) -> None:
         """Walk the table. Raises InvariantError for a pair that cannot happen."""
@@ -238,20 +241,22 @@ class UnitTable:
 
     def of_role(self, role: str, *states: UnitState) -> Iterator[FleetUnit]:
         """Those in one of these states, in the order of their names' numbers."""
-        return (
-            unit for unit in self.by_name.values() if unit.role == role and unit.state in states
-        )
+        return (unit for unit in self._role_to_units[role] if unit.state in states)
 
     def in_state(self, *states: UnitState) -> list[FleetUnit]:
         return [unit for unit in self.by_name.values() if unit.state in states]
 
     def num_working(self, role: str) -> int:
         """Up, or about to be."""
-        return sum(1 for _ in self.of_role(role, *WORKS))
+        return self._num_in(role, WORKS)
 
     def num_owning(self, role: str) -> int:
         """Number of units on nodes of their own."""
-        return sum(1 for _ in self.of_role(role, *OWNS_NODES))
+        return self._num_in(role, OWNS_NODES)
+
+    def _num_in(self, role: str, states: Collection[UnitState]) -> int:
+        of_role = [unit.state for unit in self._role_to_units[role]]
+        return sum(of_role.count(state) for state in states)
 
 
 FRONT = "front"
@@ -431,6 +436,8 @@ class Fleet:
         """
         timeout_s = max(START_FACTOR * self.rules.start_s, START_TIMEOUT_MIN_S)
         for unit in self.table.by_name.values():
+            if unit.state is UnitState.STOPPED:
+                continue
             facts = self._facts.get(unit.name)
             if unit.state is UnitState.STARTING and now_s - unit.since_s > timeout_s:
                 self._failed(now_s, unit)

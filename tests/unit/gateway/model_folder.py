@@ -5,6 +5,7 @@ on the spot.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,6 +34,11 @@ _CORPUS = [
 
 def tokenizer_fields(*, think_tokens: bool = True) -> dict:
     """The content of a tokenizer.json. Without `think_tokens`, "<think>" is spelled out."""
+    return json.loads(_tokenizer_json(think_tokens))
+
+
+@cache
+def _tokenizer_json(think_tokens: bool) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,7 +51,7 @@ def tokenizer_fields(*, think_tokens: bool = True) -> dict:
     tokenizer.train_from_iterator(_CORPUS * 4, trainer)
     ordinary = [USER, ASSISTANT, *(["<think>", "</think>"] if think_tokens else [])]
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ordinary])
-    return json.loads(tokenizer.to_str())
+    return tokenizer.to_str()
 
 
 def write_model_folder(
@@ -85,7 +91,7 @@ def write_model_folder(
         "rope_theta": 10000.0,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_fields(think_tokens=think_tokens)))
+    (folder / "tokenizer.json").write_text(_tokenizer_json(think_tokens))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {

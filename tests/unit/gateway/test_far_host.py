@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 
 from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.messages import (
@@ -25,6 +26,7 @@ from hadal.core.messages import (
     GatewayHeartbeat,
     UnitDown,
 )
+from hadal.gateway import far_host, replies
 from hadal.gateway.auth import Keys
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
@@ -261,7 +263,11 @@ def test_requests_wait_for_a_front(model: ServedModel) -> None:
     run(scene)
 
 
-def test_one_without_a_front_for_too_long_is_told(model: ServedModel) -> None:
+def test_one_without_a_front_for_too_long_is_told(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "_GRACE_S", 0.1)
+
     async def scene() -> None:
         async with pair(
             model, spell(model, TEXT), limits=LimitsConfig(request_timeout_s=0.2), starts=False
@@ -292,7 +298,7 @@ def test_a_front_with_no_room_answers_as_to_its_own(model: ServedModel) -> None:
 
 
 def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_units(
-    model: ServedModel,
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
@@ -309,7 +315,8 @@ def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_u
             [closing] = mailbox.closings.values()
             assert (closing.prefill_unit, closing.decode_unit) == ("prefill-0", "decode-0")
             await it.settle()
-            # Nobody answers: the request is written down all the same.
+            # Nobody answers: the request is written down all the same, after a while.
+            monkeypatch.setattr(far_host, "_CLOSING_S", 0.1)
             mailbox = it.far.open(choice.generation for choice in work.choices)
             await it.kill_front()
             closed.clear()
@@ -317,6 +324,7 @@ def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_u
             await closed.wait()
             assert it.far.num_open == 0
             # This process ends before somebody answers.
+            monkeypatch.setattr(far_host, "_CLOSING_S", 60.0)
             mailbox = it.far.open(choice.generation for choice in work.choices)
             closed.clear()
             it.far.close(mailbox, closed.set)
@@ -420,13 +428,16 @@ def test_a_delivery_for_a_generation_that_is_not_open_is_no_news(model: ServedMo
     run(scene)
 
 
-def test_each_gateway_knows_which_are_there(model: ServedModel) -> None:
+def test_each_gateway_knows_which_are_there(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, TEXT)) as it:
             async with asyncio.timeout(5):
                 while not it.far.gateways == it.host.gateways == ("gateway", NAME):
                     await asyncio.sleep(0.01)
             await it.kill_front()
+            monkeypatch.setattr(far_host, "_SILENT_S", 0.2)
             async with asyncio.timeout(10):
                 while it.far.gateways != (NAME,):
                     await asyncio.sleep(0.01)

@@ -61,6 +61,8 @@ def test_drain_lets_streams_finish(
     """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(process, "_TELL_S", 0.02)
+    if not in_time:
+        monkeypatch.setattr(process, "_SHUTDOWN_S", 0.2)
 
     async def run() -> None:
         units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)

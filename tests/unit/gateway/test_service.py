@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from hadal.core.cache import split
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
+from hadal.gateway import chat
 from hadal.gateway.auth import PRIORITY, Tenant, salt_of, salt_within
 from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
+from hadal.gateway.template import TemplateProcess
 from hadal.kv.names import extend, root_of
 from hadal.roles.front.requests import FrontNames
 
@@ -139,7 +142,10 @@ def test_long_bodies_give_the_same_in_the_thread(model: ServedModel) -> None:
     assert short.choices[0].generation == long.choices[0].generation
 
 
-def test_a_template_that_hangs_holds_up_nobody_elses_request(tmp_path: Path) -> None:
+def test_a_template_that_hangs_holds_up_nobody_elses_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "TemplateProcess", partial(TemplateProcess, cpu_s=0.5))
     write_model_folder(tmp_path)
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     (tmp_path / "chat_template.jinja").write_text(loops)
@@ -148,8 +154,8 @@ def test_a_template_that_hangs_holds_up_nobody_elses_request(tmp_path: Path) -> 
 
     async def ask_both() -> int:
         message = {"role": "user", "content": "hi"}
-        chat = json.dumps({"model": "small", "messages": [message]}).encode()
-        refused = asyncio.create_task(service.chat(chat, "r", TENANT))
+        body = json.dumps({"model": "small", "messages": [message]}).encode()
+        refused = asyncio.create_task(service.chat(body, "r", TENANT))
         num_others = 0
         while not refused.done():
             await service.completion(b'{"model": "small", "prompt": "hi"}', "s", TENANT)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
@@ -33,6 +31,8 @@ def mtp_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelW
     """transformers' model and MTP module, and our weights of both. It makes the module as layer 0:
     all must be MoE.
     """
+    from transformers.modeling_layers import MtpModel
+
     folder = tmp_path_factory.mktemp("mtp")
     main = save_random(folder, {**CONFIGS["all_moe"], "num_mtp_layers": 1}, seed=8)
     module = MtpModel(main, 1).eval()
@@ -68,6 +68,8 @@ def add_module(folder: Path, state: dict[str, torch.Tensor]) -> None:
 
 @torch.inference_mode()
 def their_drafts(main: Any, module: Any, tokens: list[int]) -> torch.Tensor:
+    from transformers.cache_utils import MtpCache
+
     hidden = main.model(torch.tensor([tokens[:-1]])).last_hidden_state
     positions = torch.arange(1, len(tokens))[None]
     drafted = module.forward_layer(

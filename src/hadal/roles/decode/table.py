@@ -133,9 +133,10 @@ class DecodeTable:
         self.occupants: list[Occupant | None] = [None] * num_slots
 
     def slots_in(self, *states: int) -> Ints:
-        if len(states) == 1:
-            return np.flatnonzero(self.state == states[0])
-        return np.flatnonzero(np.isin(self.state, states))
+        is_in = self.state == states[0]
+        for state in states[1:]:  # np.isin takes ten times as long for two states.
+            is_in |= self.state == state
+        return np.flatnonzero(is_in)
 
     def reserve(
         self,
@@ -337,42 +338,48 @@ class DecodeTable:
     def check(self) -> list[str]:
         """Problems of the table by itself; empty when rows and occupants agree."""
         problems = []
-        for slot in range(self.num_slots):
-            state, occupant = int(self.state[slot]), self.occupants[slot]
-            blocks, length, name = (
-                len(self.block_ids[slot]),
-                int(self.length[slot]),
-                STATE_TO_NAME[state],
-            )
+        columns = (
+            self.state,
+            self.length,
+            self.room,
+            self.num_pulled,
+            self.num_pulling,
+            self.output_index,
+            self.is_muted,
+            self.is_in_runner,
+        )
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for slot, (occupant, block_ids, row) in enumerate(
+            zip(self.occupants, self.block_ids, rows, strict=True)
+        ):
+            state, length, room, num_pulled, num_pulling, output_index, is_muted, is_in_runner = row
+            blocks, name = len(block_ids), STATE_TO_NAME[state]
             if (state == SlotState.FREE) != (occupant is None) or (state == SlotState.FREE) != (
                 blocks == 0
             ):
                 problems.append(
                     f"slot {slot} is {name} with {blocks} blocks and occupant {occupant and occupant.key}"
                 )
-            if self.room[slot] != blocks * BLOCK_TOKENS:
-                problems.append(
-                    f"slot {slot} has room for {self.room[slot]} positions in {blocks} blocks"
-                )
-            if state in ENTERING and int(self.num_pulled[slot] + self.num_pulling[slot]) > blocks:
+            if room != blocks * BLOCK_TOKENS:
+                problems.append(f"slot {slot} has room for {room} positions in {blocks} blocks")
+            if state in ENTERING and num_pulled + num_pulling > blocks:
                 problems.append(f"slot {slot} pulls more than its {blocks} blocks")
-            if (state == SlotState.PULLING) > bool(self.num_pulling[slot]) or (
-                state not in ENTERING and self.num_pulling[slot]
+            if (state == SlotState.PULLING) > bool(num_pulling) or (
+                state not in ENTERING and num_pulling
             ):
                 problems.append(
-                    f"slot {slot} is {name} while {self.num_pulling[slot]} blocks are being pulled"
+                    f"slot {slot} is {name} while {num_pulling} blocks are being pulled"
                 )
             if state != SlotState.FREE and length > blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
-            if state in (SlotState.ACTIVE, SlotState.MOVING) and self.is_muted[slot]:
+            if state in (SlotState.ACTIVE, SlotState.MOVING) and is_muted:
                 problems.append(f"slot {slot} is {name} for nobody")
-            if state == SlotState.ACTIVE and not self.is_in_runner[slot]:
+            if state == SlotState.ACTIVE and not is_in_runner:
                 problems.append(f"slot {slot} is active and not in the Runner")
             if state == SlotState.EARLY or occupant is None:
                 continue
-            if length - int(self.output_index[slot]) != len(occupant.generation.prompt) - 1:
+            if length - output_index != len(occupant.generation.prompt) - 1:
                 problems.append(
-                    f"slot {slot}: position {length} and output index {self.output_index[slot]}"
-                    " disagree"
+                    f"slot {slot}: position {length} and output index {output_index} disagree"
                 )
         return problems

@@ -299,6 +299,13 @@ LATELY_S = 120.0
 """A tenant that sent something within this time is expected to send more."""
 PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
 """States in which a unit works, or will, for the request."""
+_OWNED: dict[tuple[bool, bool], frozenset[str]] = {
+    (False, False): frozenset(),
+    (True, False): frozenset({"prefill_unit"}),
+    (False, True): frozenset({"decode_unit"}),
+    (True, True): frozenset({"prefill_unit", "decode_unit"}),
+}
+"""Whether a record names a prefill unit, and a decode unit -> what it owns."""
 
 
 @dataclass(slots=True)
@@ -466,29 +473,25 @@ class FrontRequests:
     def check(self) -> list[str]:
         """Problems of the requests; empty when states, owners, queue and sums agree."""
         problems = self.running.check()
+        queues: dict[str, list[QueueKey]] = {}
         for record in self.by_id.values():
             self.running.sync(record)
-            owns = {
-                name
-                for name in ("prefill_unit", "decode_unit")
-                if getattr(record, name) is not None
-            }
+            owns = _OWNED[record.prefill_unit is not None, record.decode_unit is not None]
             if not OWNS[record.state] <= owns <= MAY_OWN[record.state]:
                 problems.append(f"{record.request_id} is {record.state} and owns {sorted(owns)}")
-            if record.state in PLACED and record.num_blocks != blocks_for(record.num_tokens + 1):
+            if record.state is State.QUEUED:
+                queues.setdefault(record.generation.tenant, []).append(record.queue_key)
+            elif record.state in PLACED and record.num_blocks != blocks_for(record.num_tokens + 1):
                 problems.append(
                     f"{record.request_id} counts {record.num_blocks} blocks for {record.num_tokens}"
                     " tokens"
                 )
-        queues: dict[str, list[QueueKey]] = {}
-        for record in self.by_id.values():
-            if record.state is State.QUEUED:
-                queues.setdefault(record.generation.tenant, []).append(record.queue_key)
         if {tenant: sorted(queue) for tenant, queue in queues.items()} != self._tenant_to_queue:
             problems.append("the queue does not hold those that are queued")
-        if self.num_blocks_placed != sum(record.num_blocks for record in self.placed()):
+        placed = list(self.placed())
+        if self.num_blocks_placed != sum(record.num_blocks for record in placed):
             problems.append("the sum of placed blocks is wrong")
-        if self.tenant_to_placed != Counter(record.generation.tenant for record in self.placed()):
+        if self.tenant_to_placed != Counter(record.generation.tenant for record in placed):
             problems.append("the counts of tenants' placed requests are wrong")
         counts = Counter(record.state for record in self.by_id.values())
         for state in State:

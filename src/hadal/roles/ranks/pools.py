@@ -241,14 +241,12 @@ class RankPools:
         """Problems; empty when every ledger adds up and a dead rank holds nothing."""
         problems = []
         self._settle()
+        num_used_R = self._num_used_R.tolist()
+        if self._num_used != sum(num_used_R):
+            problems.append(f"{num_used_R} blocks of the ranks in use are not {self._num_used}")
         for rank, allocator in enumerate(self._allocators):
-            if (
-                self._num_used_R[rank] != allocator.num_used
-                or self._num_used != self._num_used_R.sum()
-            ):
-                problems.append(
-                    f"rank {rank} is said to have {self._num_used_R[rank]} blocks in use"
-                )
+            if num_used_R[rank] != allocator.num_used:
+                problems.append(f"rank {rank} is said to have {num_used_R[rank]} blocks in use")
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")

@@ -10,14 +10,24 @@ Shapes: N requests of the sample, 24 hours from second 0 on (12:00 in Beijing).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.random import Generator
+from numpy.typing import NDArray
 
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.sim.day.cache import CacheDay, simulate_cache
-from hadal.sim.day.clock import FIRST_HOUR, HOUR_S, DemandClock, DemandCurve, Floats, hour_index
+from hadal.sim.day.clock import (
+    FIRST_HOUR,
+    HOUR_S,
+    DemandClock,
+    DemandCurve,
+    Floats,
+    Ints,
+    hour_index,
+)
 from hadal.sim.day.study import CACHE_POLICIES, PB, Study
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload
@@ -121,12 +131,16 @@ class DayDemand:
             DemandClock(shares.tolist()).rate,
         )
 
-    def _by_hour(self, column: Floats) -> Floats:
+    @cached_property
+    def _today(self) -> tuple[NDArray[np.bool_], Ints]:
+        """Which requests are the day's [N], and the hour of each of those."""
         arrival_s = self.workload.arrival_s
-        today = (arrival_s >= 0) & (arrival_s < DAY_S)
-        return np.asarray(
-            np.bincount(hour_index(arrival_s[today]), column[today], 24) * float(self.scale)
-        )
+        is_today = (arrival_s >= 0) & (arrival_s < DAY_S)
+        return is_today, hour_index(arrival_s[is_today])
+
+    def _by_hour(self, column: Floats) -> Floats:
+        is_today, hours = self._today
+        return np.asarray(np.bincount(hours, column[is_today], 24) * float(self.scale))
 
 
 def cache_day(study: Study) -> CacheDay:

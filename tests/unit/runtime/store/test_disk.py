@@ -176,7 +176,7 @@ def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what
 
 
 def test_a_truncated_segment_is_damage(tmp_path: Path) -> None:
-    with host(tmp_path) as one:
+    with host(tmp_path, pause_s=0.01) as one:
         names = new_names(10)
         locations = one.save(names, TEN).locations
         path = segment_path(tmp_path, locations[0].segment if locations[0] else 0)
