@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fresh import RUN, VARIABLE
+from tests.fresh import ANSWERS, RUN, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_WORKERS = 8
@@ -86,12 +87,14 @@ def parts(asked: list[str]) -> list[Part]:
 def main() -> int:
     """Run them all with the same fresh seeds; returns the worst exit code."""
     codes = []
-    for part in parts(sys.argv[1:]):
-        cache = f"cache_dir=.pytest_cache/{part.name}"
-        command = [sys.executable, "-m", "pytest", "-o", cache, *sys.argv[1:], *part.arguments]
-        environment = {**os.environ, **dict(part.environment), VARIABLE: RUN}
-        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-        codes.append(0 if done.returncode == NOTHING_TO_RUN else done.returncode)
+    with tempfile.TemporaryDirectory(prefix="hadal-answers-") as answers:
+        shared = {**os.environ, VARIABLE: RUN, ANSWERS: answers}
+        for part in parts(sys.argv[1:]):
+            cache = f"cache_dir=.pytest_cache/{part.name}"
+            command = [sys.executable, "-m", "pytest", "-o", cache, *sys.argv[1:], *part.arguments]
+            environment = {**shared, **dict(part.environment)}
+            done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+            codes.append(0 if done.returncode == NOTHING_TO_RUN else done.returncode)
     return max(codes)
 
 
