@@ -44,7 +44,7 @@ __all__ = [
 MAX_TOKENS = 160
 EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
 BORDER = range(4, 13)
-"""Tokens before the end of a block that no answer of the model begins and ends in."""
+"""Tokens that a block has room for behind a prompt: few answers are as short."""
 
 
 @dataclass(frozen=True)
