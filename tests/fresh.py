@@ -14,6 +14,10 @@ from collections import Counter
 from random import Random, SystemRandom
 
 VARIABLE = "HADAL_FRESH"
+ANSWERS = "HADAL_ANSWERS"
+"""Environment variable: a folder of the run in which its processes keep what the plain loop answered,
+each for the others. Without it each process computes for itself.
+"""
 FULL = os.environ.get("HADAL_FULL") == "1"
 """Sizes of `make test-all`; `make test` runs a slice of the same tests."""
 NUM_SEEDS = int(os.environ.get("HADAL_SEEDS", "5" if FULL else "3"))

@@ -19,10 +19,11 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fresh import RUN, VARIABLE
+from tests.fresh import ANSWERS, RUN, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".pytest_cache"
@@ -106,10 +107,10 @@ def parts(asked: list[str]) -> list[Part]:
 class Running:
     """A part that runs."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, answers: str) -> None:
         self._output = CACHE / f"{part.name}.log" if part.is_beside else None
         command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE / part.name}"]
-        environment = {**os.environ, **dict(part.environment), VARIABLE: RUN}
+        environment = {**os.environ, **dict(part.environment), VARIABLE: RUN, ANSWERS: answers}
         environment.pop(NO_BYTECODE, None)
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(self._output.open("wb")) if self._output else None
@@ -138,15 +139,16 @@ def main() -> int:
     """Run them all with the same fresh seeds; returns the worst exit code."""
     CACHE.mkdir(exist_ok=True)
     codes, beside = [], None
-    for part in parts(sys.argv[1:]):
-        running = Running(part)
-        if part.is_beside:
-            beside = running
-            continue
-        codes.append(running.code())
-        if beside is not None:
-            codes.append(beside.code())
-            beside = None
+    with tempfile.TemporaryDirectory(prefix="hadal-answers-") as answers:
+        for part in parts(sys.argv[1:]):
+            running = Running(part, answers)
+            if part.is_beside:
+                beside = running
+                continue
+            codes.append(running.code())
+            if beside is not None:
+                codes.append(beside.code())
+                beside = None
     return max(codes)
 
 

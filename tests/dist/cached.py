@@ -36,7 +36,8 @@ TOTALS = {
     DISK_EVICTED_BLOCKS: ("hadal_cache_evicted_blocks_total{", 'tier="disk"'),
 }
 """How a series of each count begins in /metrics, and what else is in it."""
-QUIET_S = 1.0
+HEARTBEAT_S = 0.1
+QUIET_S = 4 * HEARTBEAT_S
 """Counts come with heartbeats: a count that stands still for this long stands."""
 SETTLE_S = 30.0
 
@@ -44,11 +45,14 @@ SETTLE_S = 30.0
 def cache_fields(
     folder: Path | None = None, *, memory: bool = True, disk_mb: int = 256
 ) -> dict[str, Any]:
-    """[cache] of a deployment that reads what is on disk: on an idle machine hadal-tiny computes it
-    sooner.
+    """Fields of a deployment that reads what is on disk (on an idle machine hadal-tiny computes it
+    sooner), and whose counts come soon.
     """
     disk = {} if folder is None else {"folder": str(folder), "disk_mb": disk_mb, "recompute": OFF}
-    return disk if memory else {"memory": OFF, **disk}
+    return {
+        "cache": disk if memory else {"memory": OFF, **disk},
+        "heartbeat_s": HEARTBEAT_S,
+    }
 
 
 def model_of(server: Server, key: str) -> str:

@@ -21,13 +21,13 @@ from evals.run import held_out_examples
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 from hadal.model.checkpoint import load_weights
-from hadal.reference.model import generate
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
-from tests.dist.oracle import Case
+from tests.dist.oracle import FULL, Case, plain_answer
 
 MAX_TOKENS = 80
 NUM_TURNS = 4
+EVERYDAY_SEED = 7
 SYSTEM_TOKENS = (150, 64, 20)
 """Of the system prompts that chats share."""
 FIRST = (
@@ -101,10 +101,7 @@ class ChatMaker:
 
     def answer(self, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> Case:
         """The plain loop's answer."""
-        return Case(
-            prompt,
-            tuple(generate(self._weights, prompt, max_tokens, self._weights.config.eos_token_ids)),
-        )
+        return Case(prompt, plain_answer(self._weights, prompt, max_tokens))
 
     def _chat(self, number: int, num_turns: int, max_tokens: int) -> Chat:
         num_tokens, system = FIRST[number % len(FIRST)]
@@ -139,6 +136,16 @@ class ChatMaker:
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._vocabulary.encode_controlled(text))
+
+
+def everyday_chats(
+    num_chats: int, seed: int, num_turns: int = NUM_TURNS, weights: ModelWeights | None = None
+) -> list[Chat]:
+    """So many of a seed of the file's own at full sizes; else of the one that all files share, so
+    that the plain loop answers once for all.
+    """
+    chats = ChatMaker(seed if FULL else EVERYDAY_SEED, weights).chats(num_chats)
+    return [chat[:num_turns] for chat in chats]
 
 
 class Named:

@@ -1,7 +1,7 @@
 """A process that writes blocks to a disk cache until it is killed, and says what it was told is
-durable. No torch.
+durable. Forked from a warm one (served.py).
 
-    python -m tests.dist.disk_child FOLDER SEED SHARE_BYTES [LIMIT]
+    tests.dist.disk_child FOLDER SEED SHARE_BYTES [LIMIT]
 
 Lines on stdout: `S n` before n blocks are submitted, `A name...` for acknowledged ones, `F n` for n
 that were not written, `D name...` for names that made room. With LIMIT it ends in order after so
@@ -57,7 +57,7 @@ def told(stored: BlocksStored, names: list[bytes]) -> int:
     return len(kept)
 
 
-def main() -> None:
+def main() -> int:
     folder, seed, share_bytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     rng = random.Random(seed)
@@ -88,7 +88,4 @@ def main() -> None:
             written += told(stored, names)
         time.sleep(0.0003)
     store.stop(5.0)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,7 +1,7 @@
-"""A process that writes a ledger until it is killed, and says which facts it was told are kept. No
-torch.
+"""A process that writes a ledger until it is killed, and says which facts it was told are kept. Forked
+from a warm one (served.py).
 
-    python -m tests.dist.ledger_child URL SEED NAME [LIMIT [OUTAGES]]
+    tests.dist.ledger_child URL SEED NAME [LIMIT [OUTAGES]]
 
 Lines on stdout: `A id...` for facts that are durable. Facts are a function of their id, and many
 are said twice; those named "both-..." are said by every process alike. With LIMIT it ends in order
@@ -80,7 +80,7 @@ def say(facts: Sequence[Fact]) -> None:
         os.write(1, (" ".join(("A", *ids)) + "\n").encode())
 
 
-def main() -> None:
+def main() -> int:
     url, seed, name = ledger_url(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     rng = random.Random(seed)
@@ -108,7 +108,4 @@ def main() -> None:
     writer.close(20.0)
     counts = writer.counts
     assert counts.num_lost == counts.num_refused == counts.num_waiting == 0, counts
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -5,36 +5,46 @@ serving must equal.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import httpx
 import torch
 
 from evals.run import held_out_examples
 from evals.tasks import TASKS, Example
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.chat import read_chat_format
 from hadal.gateway.openai import Turn
 from hadal.gateway.vocabulary import read_vocabulary
 from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate
+from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
-from tests.fresh import FULL
+from tests.fresh import ANSWERS, FULL
 
 __all__ = [
     "FULL",
     "MAX_TOKENS",
     "Case",
+    "bordering_cases",
     "complete_all",
     "differences",
     "everyday_cases",
     "make_cases",
+    "plain_answer",
 ]
 
 MAX_TOKENS = 160
 EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
+BORDER = range(4, 13)
+"""Tokens that a block has room for behind a prompt: few answers are as short."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +72,62 @@ def make_cases(num_cases: int, seed: int) -> list[Case]:
     return list(_cases(num_cases, seed))
 
 
+def plain_answer(
+    weights: ModelWeights, prompt: tuple[int, ...], max_tokens: int
+) -> tuple[int, ...]:
+    """The greedy tokens of the plain loop, computed by one process of the run."""
+    folder = os.environ.get(ANSWERS)
+    if not folder:
+        return tuple(generate(weights, prompt, max_tokens, weights.config.eos_token_ids))
+    asked = hashlib.blake2b(repr((weights.config, prompt, max_tokens)).encode(), digest_size=16)
+    asked.update(weights.embed_VD.numpy().tobytes())
+    path = Path(folder) / f"{asked.hexdigest()}.json"
+    if not path.exists():
+        output = generate(weights, prompt, max_tokens, weights.config.eos_token_ids)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps(output))
+        own.rename(path)  # Whoever sees it sees all of it.
+    return tuple(json.loads(path.read_text()))
+
+
 @cache
 def _cases(num_cases: int, seed: int) -> tuple[Case, ...]:
+    weights = _weights()
+    return tuple(
+        Case(prompt, plain_answer(weights, prompt, MAX_TOKENS))
+        for prompt in _prompts(num_cases, seed)
+    )
+
+
+def bordering_cases(num_prompts: int, seed: int) -> list[Case]:
+    """Those of so many whose answers begin a few tokens before the end of a block of two at most."""
+    weights = _weights()
+    return [
+        Case(prompt, plain_answer(weights, prompt, MAX_TOKENS))
+        for prompt in _prompts(num_prompts, seed)
+        if len(prompt) <= 2 * BLOCK_TOKENS and -len(prompt) % BLOCK_TOKENS in BORDER
+    ]
+
+
+@cache
+def _weights() -> ModelWeights:
+    torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
+    return load_weights(model_folder(""))
+
+
+def _prompts(num_cases: int, seed: int) -> Iterator[tuple[int, ...]]:
     folder = model_folder("")
-    vocabulary = read_vocabulary(folder)
-    chat = read_chat_format(folder, vocabulary)
+    chat = read_chat_format(folder, read_vocabulary(folder))
     rng = random.Random(seed)
     examples = held_out_examples(-(-num_cases // len(TASKS)), seed)
     rng.shuffle(examples)
-    torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
-    weights = load_weights(folder)
-    cases = []
     for number, example in enumerate(examples[:num_cases]):
         turns = [Turn(m["role"], m["content"]) for m in example.messages]
         if number % 3 == 0:
             turns = _long_past(rng, examples, rng.randint(2, 24)) + [
                 t for t in turns if t.role != "system"
             ]
-        prompt = chat.prompt(turns, max_tokens=weights.config.max_position_embeddings).ids
-        output = generate(weights, prompt, MAX_TOKENS, weights.config.eos_token_ids)
-        cases.append(Case(prompt, tuple(output)))
-    return tuple(cases)
+        yield chat.prompt(turns, max_tokens=_weights().config.max_position_embeddings).ids
 
 
 def _long_past(rng: random.Random, examples: list[Example], num_turns: int) -> list[Turn]:

@@ -28,7 +28,7 @@ class Record:
 
     name: bytes
     segment: int
-    slot: int
+    disk_slot: int
     sequence: int
     is_whole: bool
     """Its bytes are what the record says."""

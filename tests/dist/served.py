@@ -1,5 +1,5 @@
-"""`hadal serve` in a process that is forked from one which has imported all that it needs: a server of
-a test is ready in half a second, and its imports cost nothing.
+"""`hadal serve`, and what else tests start, in a process that is forked from one which has imported all
+that it needs: a server of a test is ready in half a second, and its imports cost nothing.
 
     pytest                        warm process                  hadal serve                its units
        |-- Job (runtime/process/forks) -->|-- fork ------------------>|   main() of this file
@@ -28,6 +28,7 @@ from hadal.runtime import banner, launch, rank, unit  # noqa: F401
 from hadal.runtime.process import forks
 
 ROOT = Path(__file__).resolve().parents[2]
+CHILDREN = ("tests.dist.ledger_child", "tests.dist.disk_child")
 WARM_TIMEOUT_S = 120.0
 _warm: list[forks.Forks] = []
 
@@ -61,19 +62,28 @@ class Forked:
 
 def fork(arguments: Sequence[str], environment: Mapping[str, str], log_fd: int) -> Forked:
     """Start `hadal ARGUMENTS` in a warm process; what it prints goes to `log_fd`."""
+    forked = fork_module(__name__, [str(log_fd), *arguments], environment, (log_fd,))
+    forked.stdout.close()
+    return Forked(forked)
+
+
+def fork_module(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()
+) -> forks.Forked:
+    """Start `python -m MODULE ARGUMENTS` in a warm process; what it prints is its `stdout`."""
     if not _warm:
         path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-        warm = forks.Forks({**forks.environment(), "PYTHONPATH": path}, (__name__, "json"))
+        modules = (__name__, *CHILDREN, "json")
+        warm = forks.Forks({**forks.environment(), "PYTHONPATH": path}, modules)
         _warm.append(warm)
         atexit.register(warm.close)
     until_s = time.monotonic() + WARM_TIMEOUT_S
     while _warm[0].is_warming:
-        assert time.monotonic() < until_s, "nothing to fork servers from"
+        assert time.monotonic() < until_s, "nothing to fork from"
         time.sleep(0.005)
-    forked = _warm[0].fork("hadal", [__name__, str(log_fd), *arguments], environment, (log_fd,))
-    assert forked is not None, "nothing to fork servers from"
-    forked.stdout.close()
-    return Forked(forked)
+    forked = _warm[0].fork("hadal", [module, *arguments], environment, fds)
+    assert forked is not None, "nothing to fork from"
+    return forked
 
 
 def main() -> int:

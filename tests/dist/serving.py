@@ -2,6 +2,7 @@
 without a trace.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -25,6 +26,8 @@ from tests.dist.served import Forked, fork
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
+STOPPED_S = 0.1
+"""What a process said before it was stopped has been read after this time."""
 
 SMALL: dict[str, Any] = {
     "prefill": {"threads": 1, "kv_memory_mb": 64},
@@ -166,6 +169,39 @@ class Server:
             return httpx.get(f"{status.url}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
+
+
+def metric(server: Server, name: str, label: str = "") -> float:
+    """The sum of a metric over its labels, or of those series that have this one."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    values = [
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if re.split("[{ ]", line)[0] == name and label in line
+    ]
+    assert values, f"there is no metric {name}"
+    return sum(values)
+
+
+async def kill_at_work(server: Server, unit: str, num_tokens: int = 20) -> None:
+    """Kill a unit that has requests, once so many tokens have flowed. It is stopped first, so that
+    what it has is not done by the time it is known.
+    """
+    state = "prefilling" if unit.startswith("prefill") else "decoding"
+    before = metric(server, "hadal_output_tokens_total")
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while metric(server, "hadal_output_tokens_total") < before + num_tokens:
+        assert time.monotonic() < deadline_s, "no tokens came"
+        await asyncio.sleep(0.005)
+    while True:
+        server.kill(unit, signal.SIGSTOP)
+        await asyncio.sleep(STOPPED_S)
+        if metric(server, "hadal_generations_now", f'state="{state}"'):
+            server.kill(unit)
+            return
+        server.kill(unit, signal.SIGCONT)
+        assert time.monotonic() < deadline_s, f"nothing was in flight at {unit}"
+        await asyncio.sleep(0.005)
 
 
 def to_toml(fields: dict[str, Any]) -> str:

@@ -25,7 +25,17 @@ from hadal.core.cache import (
     STORED_BLOCKS,
 )
 from tests.dist.cached import audit, cache_fields, counts, settle
-from tests.dist.chats import Answer, Chat, ChatMaker, Named, num_hit, talk, with_kv, wrong
+from tests.dist.chats import (
+    Answer,
+    Chat,
+    ChatMaker,
+    Named,
+    everyday_chats,
+    num_hit,
+    talk,
+    with_kv,
+    wrong,
+)
 from tests.dist.oracle import FULL, Case
 from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
@@ -34,6 +44,7 @@ NUM_CHATS = 75 if FULL else 6
 """Of four turns."""
 NUM_FRESH = 15 if FULL else 2
 """Of those, with a fresh seed."""
+NUM_PAIRS = 4 if FULL else 2
 MIN_DISK_SHARE = 0.8
 """Of what is on disk, that is found: the rest was skipped while the disk was behind."""
 
@@ -100,7 +111,7 @@ def chats() -> list[Chat]:
     """Fixed chats and fresh ones; the fresh seed is printed when a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh chats: seed {seed}")
-    return ChatMaker(7).chats(NUM_CHATS - NUM_FRESH) + ChatMaker(seed).chats(NUM_FRESH)
+    return everyday_chats(NUM_CHATS - NUM_FRESH, seed=7) + ChatMaker(seed).chats(NUM_FRESH)
 
 
 def possible(chats: list[Chat]) -> int:
@@ -133,7 +144,7 @@ def test_answers_are_the_plain_loops(
     if setup.fields.get("handover") == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         pytest.skip("NIXL is not installed")
     cache = cache_fields(folder if setup.disk else None, memory=setup.memory, disk_mb=setup.disk_mb)
-    server = start_server(cache=cache, **setup.fields)
+    server = start_server(**cache, **setup.fields)
     first = talk(server.url, server.model, chats)
     assert wrong(chats, first) == []
     before = settle(server)
@@ -176,7 +187,7 @@ def check_restart(
     """A new server finds on disk what the old one left there."""
     settle(server)
     assert server.stop() == 0
-    server = start_server(cache=cache, **setup.fields)
+    server = start_server(**cache, **setup.fields)
     answers = talk(server.url, server.model, chats)
     assert wrong(chats, answers) == []
     seen = settle(server)
@@ -206,9 +217,9 @@ def test_the_next_turn_finds_the_answer(
     start_server: StartServer, chats: list[Chat], folder: Path, memory: bool
 ) -> None:
     """Blocks that decode filled reach the next turn through the disk."""
-    pairs = grown(chats)[:4]
+    pairs = grown(chats)[:NUM_PAIRS]
     assert pairs, "no chat has what this test is about"
-    server = start_server(cache=cache_fields(folder, memory=memory))
+    server = start_server(**cache_fields(folder, memory=memory))
     named = Named()
     for before, after in pairs:
         [[first]] = talk(server.url, server.model, [[before]])

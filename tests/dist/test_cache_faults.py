@@ -30,7 +30,7 @@ from hadal.model.checkpoint import load_weights
 from hadal.runtime.process.process import EXIT_CONFIG
 from hadal.runtime.resolve import model_folder
 from tests.dist.cached import audit, cache_fields, settle
-from tests.dist.chats import Chat, ChatMaker, Named, talk, with_kv, wrong
+from tests.dist.chats import Chat, Named, everyday_chats, talk, with_kv, wrong
 from tests.dist.conftest import starting
 from tests.dist.oracle import FULL
 from tests.dist.segments import cut_off, flip_bits, flip_records, names_on_disk, put_back, tables_of
@@ -45,12 +45,12 @@ FAULTS: dict[str, Callable[[Path, random.Random], int]] = {"bits": flip_bits, "c
 
 @pytest.fixture(scope="module")
 def chats() -> list[Chat]:
-    return ChatMaker(41).chats(NUM_CHATS)
+    return everyday_chats(NUM_CHATS, seed=41)
 
 
 def write(start_server: StartServer, chats: list[Chat], cache: dict[str, Any]) -> None:
     """Let a server write the chats' KV and end."""
-    server = start_server(cache=cache)
+    server = start_server(**cache)
     assert wrong(chats, talk(server.url, server.model, chats)) == []
     assert settle(server)[STORED_BLOCKS] > 0
     assert server.stop() == 0
@@ -106,7 +106,7 @@ def test_damage(start_server: StartServer, chats: list[Chat], written: Path, fau
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     assert FAULTS[fault](written, random.Random(seed)) > 0
-    server = start_server(cache=cache_fields(written, memory=False))
+    server = start_server(**cache_fields(written, memory=False))
     seen = check_serves(server, chats)
     if fault == "bits":  # A segment that is cut off is not even opened.
         assert seen[DAMAGED_BLOCKS] > 0
@@ -125,7 +125,7 @@ def test_a_damaged_table_is_a_miss(
     print(f"seed {seed}")
     assert flip_records(written, random.Random(seed)) > 0
     assert names_on_disk(written) == set()
-    server = start_server(cache=cache_fields(written, memory=False))
+    server = start_server(**cache_fields(written, memory=False))
     seen = check_serves(server, chats)
     assert seen[STORED_BLOCKS] > 0
     assert seen[DISK_HIT_TOKENS] > 0
@@ -142,7 +142,7 @@ def test_a_stale_table(start_server: StartServer, chats: list[Chat], folder: Pat
     tables = tables_of(folder)
     write(start_server, chats[half:], tight)
     assert put_back(folder, tables) > 0, "nothing was overwritten; this test shows nothing"
-    server = start_server(cache=tight)
+    server = start_server(**tight)
     seen = check_serves(server, chats[:half])
     assert seen[DAMAGED_BLOCKS] > 0
     check_log(server, "a stale table")
@@ -155,7 +155,7 @@ def test_damage_under_a_running_server(
     """What it wrote itself and knows of is not believed either."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
-    server = start_server(cache=cache_fields(folder, memory=False))
+    server = start_server(**cache_fields(folder, memory=False))
     assert wrong(chats, talk(server.url, server.model, chats)) == []
     settle(server)
     assert flip_bits(folder, random.Random(seed)) > 0
@@ -178,10 +178,10 @@ def test_another_models_folder(
     config.write_text(
         text.replace('"rope_theta": 10000.0', '"rope_theta": 9000.0'), encoding="utf-8"
     )
-    own = ChatMaker(41, load_weights(other)).chats(NUM_OF_ANOTHER)
+    own = everyday_chats(NUM_OF_ANOTHER, seed=41, weights=load_weights(other))
     assert [chat[0].prompt for chat in own] == [chat[0].prompt for chat in chats[:NUM_OF_ANOTHER]]
     cache = cache_fields(written, memory=False)
-    fields = {"model": str(other), "cache": cache}
+    fields = {"model": str(other), **cache}
     server = start_server(**fields)
     named = Named()
     for chat in own:
@@ -195,7 +195,7 @@ def test_another_models_folder(
     assert settle(server)[DAMAGED_BLOCKS] == 0
     audit(server)
     assert server.stop() == 0
-    for again, those in ((fields, own), ({"cache": cache}, chats)):
+    for again, those in ((fields, own), (cache, chats)):
         server = start_server(**again)
         assert wrong(those, talk(server.url, server.model, those)) == []
         assert settle(server)[DISK_HIT_TOKENS] > 0
@@ -226,7 +226,7 @@ def test_a_full_disk(
     if is_filled:  # Nothing fits at all.
         with (small_disk / "ballast").open("wb") as file:
             file.write(bytes(1000 * 1024))
-    server = start_server(cache=cache_fields(small_disk, memory=False, disk_mb=64))
+    server = start_server(**cache_fields(small_disk, memory=False, disk_mb=64))
     seen = check_serves(server, chats)
     # The budget is far beyond the disk: what fits there is used, and made room in.
     assert seen[SKIPPED_BLOCKS if is_filled else DISK_EVICTED_BLOCKS] > 0
@@ -237,7 +237,7 @@ def test_a_full_disk(
 def test_the_folder_is_deleted_while_it_serves(
     start_server: StartServer, chats: list[Chat], folder: Path
 ) -> None:
-    server = start_server(cache=cache_fields(folder, memory=False))
+    server = start_server(**cache_fields(folder, memory=False))
     assert wrong(chats, talk(server.url, server.model, chats)) == []
     settle(server)
     shutil.rmtree(folder)
@@ -250,7 +250,7 @@ def test_the_folder_is_deleted_while_it_serves(
 def test_a_folder_that_cannot_be_written(start_server: StartServer, folder: Path) -> None:
     """Below a file, so that it holds for root, too."""
     (folder / "file").write_text("no folder\n")
-    server = start_server(cache=cache_fields(folder / "file" / "cache", memory=False), wait=False)
+    server = start_server(**cache_fields(folder / "file" / "cache", memory=False), wait=False)
     assert server.process.wait(START_TIMEOUT_S) == EXIT_CONFIG
     assert (
         "cannot be used (Not a directory). Name a folder that you may write to in --cache-folder"

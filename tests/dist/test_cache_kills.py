@@ -22,7 +22,7 @@ import pytest
 
 from hadal.core.cache import DISK_HIT_TOKENS, STORED_BLOCKS
 from tests.dist.cached import audit, cache_fields, counts, model_of
-from tests.dist.chats import Answer, Chat, ChatMaker, ask, client_for, talk, wrong
+from tests.dist.chats import Answer, Chat, ask, client_for, everyday_chats, talk, wrong
 from tests.dist.oracle import FULL
 from tests.dist.segments import Record, names_on_disk, records_on_disk
 from tests.dist.serving import Server, StartServer, is_alive, wait_until
@@ -58,7 +58,7 @@ class Book:
 
 @pytest.fixture(scope="module")
 def chats() -> list[Chat]:
-    return ChatMaker(29).chats(NUM_CHATS, num_turns=3)
+    return everyday_chats(NUM_CHATS, seed=29, num_turns=3)
 
 
 def key_of(number: int) -> str:
@@ -160,7 +160,7 @@ def one_round(
     units = {"ranks": rng.choice(RANKS), "kv_memory_mb": 32}
     server = start_server(
         environment={"HADAL_API_KEYS": ",".join(keys)},
-        cache=cache_fields(cache, disk_mb=disk_mb),
+        **cache_fields(cache, disk_mb=disk_mb),
         chunk_tokens=128,
         prefill=units,
         decode=units,
@@ -226,7 +226,7 @@ def test_every_restart_serves(
                 flush=True,
             )
     # One that ends in peace, and has everything in order.
-    server = start_server(cache=cache_fields(folder, disk_mb=disk_mb))
+    server = start_server(**cache_fields(folder, disk_mb=disk_mb))
     assert wrong(chats, talk(server.url, server.model, chats)) == []
     audit(server)
     print(

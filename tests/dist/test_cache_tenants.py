@@ -32,10 +32,12 @@ from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 
 ALICE, BOB = "alice-key", "bob-key"
-PROMPT_TOKENS = 1500 if FULL else 1000
+PROMPT_TOKENS = 1500 if FULL else 700
 """Long enough that computing it takes many times what a hit takes."""
-NUM_SAMPLES = 120 if FULL else 18
+NUM_SAMPLES = 120 if FULL else 16
 """Of each kind."""
+OTHER_TOKENS = 200
+"""Of what is asked in between."""
 NUM_WARM = 2
 """Rounds before the samples."""
 WRITTEN_S = 0.3
@@ -54,7 +56,7 @@ def maker() -> ChatMaker:
 @pytest.fixture
 def server(start_server: StartServer, folder: Path) -> Server:
     """With both tiers and two tenants."""
-    return start_server("--api-key", ALICE, "--api-key", BOB, cache=cache_fields(folder))
+    return start_server("--api-key", ALICE, "--api-key", BOB, **cache_fields(folder))
 
 
 def first_answer(server: Server, key: str, case: Case) -> Answer:
@@ -163,7 +165,7 @@ async def sample(
             await ask(bob, model, Case(kind_to_prompt["own"], ()), max_tokens=1)
             # Something else in between, so that whatever is asked first is not asked right after
             # its prompt was cached, and time to write it.
-            await ask(bob, model, Case(maker.prompt(PROMPT_TOKENS), ()), max_tokens=1)
+            await ask(bob, model, Case(maker.prompt(OTHER_TOKENS), ()), max_tokens=1)
             await asyncio.sleep(WRITTEN_S)
             for kind in rng.sample(sorted(seconds), len(seconds)):
                 await asyncio.sleep(0.02)
@@ -187,7 +189,7 @@ def test_time_does_not_tell(
     print(f"seed {seed}")
     fields = {
         "prefill": {"kv_memory_mb": 256},
-        "cache": cache_fields(folder, memory=memory, disk_mb=2048),
+        **cache_fields(folder, memory=memory, disk_mb=2048),
     }
     server = start_server("--api-key", ALICE, "--api-key", BOB, **fields)
     seconds = asyncio.run(sample(server, maker, random.Random(seed), NUM_SAMPLES))

@@ -5,8 +5,6 @@ again, byte for byte, and nobody who reads meanwhile is ever given a wrong block
 
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,9 +19,9 @@ from hadal.runtime.store.disk import Loader
 from hadal.runtime.store.segments import Troubles, segment_bytes
 from hadal.runtime.store.view import DiskView
 from tests.dist.disk_child import BLOCK_BYTES, FINGERPRINT, content
+from tests.dist.served import fork_module
 from tests.fresh import fresh
 
-ROOT = Path(__file__).resolve().parents[2]
 FULL = os.environ.get("HADAL_FULL") == "1"
 NUM_ROUNDS = 200 if FULL else 12
 ROUNDS_OF_A_FOLDER = 3
@@ -37,24 +35,14 @@ class Child:
     """One writer. Its lines are read as they come, so that it never waits for us."""
 
     def __init__(self, folder: Path, seed: int, share_bytes: int, limit: int = 0) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.dist.disk_child",
-            str(folder),
-            str(seed),
-            str(share_bytes),
-            str(limit),
-        ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT)
+        arguments = [str(folder), str(seed), str(share_bytes), str(limit)]
+        self.process = fork_module("tests.dist.disk_child", arguments, os.environ)
         self.lines: list[str] = []
         self.is_ready = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.decode())
             if line.startswith(b"A"):
@@ -65,7 +53,6 @@ class Child:
             self.process.kill()
         self.process.wait(TIMEOUT_S)
         self._thread.join(TIMEOUT_S)
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
     def names(self, what: str) -> set[bytes]:
@@ -235,6 +222,6 @@ def test_what_the_dead_left_is_adopted_and_grows_no_further(tmp_path: Path) -> N
 def test_a_writer_that_ends_in_order_leaves_all_it_was_told_is_durable(tmp_path: Path) -> None:
     child = Child(tmp_path, 7, AMPLE_BYTES, limit=100)
     child.end(kill=False)
-    assert child.process.returncode == 0
+    assert child.process.poll() == 0
     assert len(child.names("A")) >= 100
     assert child.names("A") <= found(tmp_path)

@@ -5,6 +5,7 @@ and the way.
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from tests.dist.ep_ranks import Rank, Script, Served, Way, serve_ways
 from tests.dist.oracle import FULL, Case, everyday_cases
 from tests.unit.comm.groups import run_processes
 
-NUM_TOKENS = 24
+NUM_TOKENS = 24 if FULL else 16
 WIDTHS = (2, 4, 8) if FULL else (2, 4)
+FP8 = Way(dispatch_format="fp8", schedule="decode_five")
 FP8_BOUND = 2**-4
 """E4M3 has three bits behind the point, so a dispatched value is off by 1/16 of itself at most; the
 returned BF16 adds 1/512. Experts are near linear in so small a change, and the residual stream
@@ -79,6 +81,17 @@ def ways_of(num_ranks: int) -> tuple[Way, ...]:
     return (every[0], every[4], every[8], every[9], Way(mode="low_latency", num_micro_batches=1))
 
 
+def fp8_ways_of(num_ranks: int) -> tuple[Way, ...]:
+    return (FP8, Way(8 * num_ranks, "low_latency", "prefill_dual", dispatch_format="fp8"))
+
+
+@cache
+def serve_all(num_ranks: int, folder: Path, script: Script) -> dict[Way, list[Served]]:
+    """What all tests ask of a width, of one set of processes."""
+    ways = (*ways_of(num_ranks), *fp8_ways_of(num_ranks))
+    return dict(zip(ways, serve(num_ranks, folder, script, ways), strict=True))
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_ranks", WIDTHS)
 def test_tokens_are_the_plain_loops(
@@ -87,7 +100,9 @@ def test_tokens_are_the_plain_loops(
     ways = ways_of(num_ranks)
     expected = [case.output[:NUM_TOKENS] for case in cases]
     first: torch.Tensor | None = None
-    for way, ranks in zip(ways, serve(num_ranks, folder, script, ways), strict=True):
+    way_to_ranks = serve_all(num_ranks, folder, script)
+    for way in ways:
+        ranks = way_to_ranks[way]
         outputs, logits = merge(ranks)
         assert outputs == expected, way
         first = logits if first is None else first
@@ -102,15 +117,15 @@ def test_tokens_are_the_plain_loops(
 def test_fp8_dispatch_gives_the_same_bits_at_every_width(
     folder: Path, cases: list[Case], script: Script
 ) -> None:
-    way = Way(dispatch_format="fp8", schedule="decode_five")
-    expected, logits = merge(serve(1, folder, script, (way,))[0])
+    rounded, plain = serve(1, folder, script, (FP8, Way()))
+    expected, logits = merge(rounded)
     for num_ranks in WIDTHS:
-        ways = (way, Way(8 * num_ranks, "low_latency", "prefill_dual", dispatch_format="fp8"))
-        for ranks in serve(num_ranks, folder, script, ways):
-            outputs, seen = merge(ranks)
+        way_to_ranks = serve_all(num_ranks, folder, script)
+        for way in fp8_ways_of(num_ranks):
+            outputs, seen = merge(way_to_ranks[way])
             assert outputs == expected
             assert torch.equal(seen, logits)
-    _, exact = merge(serve(1, folder, script, (Way(),))[0])
+    _, exact = merge(plain)
     difference = (logits - exact).abs()
     print(
         f"fp8 dispatch: logits off by {difference.mean() / exact.std():.4f} of their spread,"

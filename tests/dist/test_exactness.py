@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from typing import Any
 
-import httpx
 import pytest
 
 from hadal.core.messages import BLOCK_TOKENS
-from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
-from tests.dist.serving import Server, StartServer
+from tests.dist.oracle import (
+    FULL,
+    Case,
+    bordering_cases,
+    complete_all,
+    differences,
+    everyday_cases,
+    make_cases,
+)
+from tests.dist.serving import StartServer, kill_at_work, metric
 from tests.fresh import fresh
 
-NUM_CASES = 200 if FULL else 64
+NUM_CASES, NUM_FRESH = (200, 50) if FULL else (36, 12)
+NUM_GROWING = 48 if FULL else 32
+CONCURRENCY = 16
+"""Where one is killed, so that others come after it."""
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +31,7 @@ def cases() -> list[Case]:
     """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
-    return make_cases(NUM_CASES - NUM_CASES // 4, seed=7) + make_cases(NUM_CASES // 4, seed=seed)
-
-
-def metric(server: Server, name: str) -> float:
-    """The sum of a metric over its labels."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-    values = [
-        float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
-    ]
-    assert values, f"there is no metric {name}"
-    return sum(values)
+    return everyday_cases(NUM_CASES - NUM_FRESH, seed=7) + make_cases(NUM_FRESH, seed=seed)
 
 
 @pytest.mark.timeout(900)
@@ -44,11 +43,12 @@ def test_chunks(start_server: StartServer, cases: list[Case], chunk_tokens: int)
 
 
 @pytest.mark.timeout(900)
-def test_preemption(start_server: StartServer, cases: list[Case]) -> None:
+def test_preemption(start_server: StartServer) -> None:
     # All need one block more before they end, and the pool has room for a few without it.
     def num_blocks(num_tokens: int) -> int:
         return -(-num_tokens // BLOCK_TOKENS)
 
+    cases = bordering_cases(NUM_CASES if FULL else 48, seed=7)
     sizes = [(len(case.prompt), len(case.prompt) + len(case.output)) for case in cases]
     growing = [
         case
@@ -56,7 +56,7 @@ def test_preemption(start_server: StartServer, cases: list[Case]) -> None:
         if num_blocks(start + 4) < num_blocks(end) and end <= 3 * BLOCK_TOKENS
     ]
     assert growing
-    growing *= -(-48 // len(growing))
+    growing *= -(-NUM_GROWING // len(growing))
     server = start_server(decode={"kv_blocks": 1 + 6, "kv_memory_mb": 0})
     outputs = asyncio.run(complete_all(server.url, server.model, growing))
     assert differences(growing, outputs) == []
@@ -71,12 +71,11 @@ def test_killed_midway(start_server: StartServer, cases: list[Case], victim: str
     server = start_server()
 
     async def kill() -> None:
-        # Once tokens flow, and far from the end.
-        while metric(server, "hadal_output_tokens_total") < 60:
-            await asyncio.sleep(0.005)
-        server.kill(victim, signal.SIGKILL)
+        await kill_at_work(server, victim)
 
-    outputs = asyncio.run(complete_all(server.url, server.model, cases, while_running=kill))
+    outputs = asyncio.run(
+        complete_all(server.url, server.model, cases, concurrency=CONCURRENCY, while_running=kill)
+    )
     assert differences(cases, outputs) == []
     assert metric(server, "hadal_retries_total") > 0, (
         "nothing was in flight at the unit; this test shows nothing"

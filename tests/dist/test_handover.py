@@ -13,7 +13,7 @@ import pytest
 
 from hadal.runtime.transfer.nixl import package
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import Server, StartServer, kill_at_work, metric, wait_until
 
 NUM_CASES = 200 if FULL else 24
 TRANSPORTS = [
@@ -24,6 +24,8 @@ TRANSPORTS = [
 AS_BETWEEN_HOSTS = {"UCX_TLS": "tcp,self"}
 """On one host UCX would take shared memory, and a dead process would never be noticed by it."""
 KILLS = ["decode-0", "prefill-0"] * (10 if FULL else 1)
+CONCURRENCY = 8
+"""Where one is killed, so that others come after it."""
 TAKEN = re.compile(r"KV of (\S+) comes over (\w+)")
 
 
@@ -34,13 +36,6 @@ def cases() -> list[Case]:
 
 def transports(server: Server) -> set[str]:
     return {transport for _, transport in TAKEN.findall(server.log())}
-
-
-def counted(server: Server, name: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-    return sum(
-        float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
-    )
 
 
 def is_clean(server: Server) -> bool:
@@ -60,7 +55,7 @@ def test_tokens_are_those_of_the_plain_loop(
     outputs = asyncio.run(complete_all(server.url, server.model, cases))
     assert differences(cases, outputs) == []
     assert transports(server) == {handover}
-    assert counted(server, "hadal_retries_total") == 0
+    assert metric(server, "hadal_retries_total") == 0
     wait_until(lambda: is_clean(server), 10.0, "nothing is held")
 
 
@@ -71,22 +66,24 @@ def test_killed_midway_nothing_is_lost(
 ) -> None:
     server = start_server("--log-level", "info", environment=AS_BETWEEN_HOSTS, handover=handover)
     for victim in KILLS:
-        before = counted(server, "hadal_output_tokens_total")
 
-        async def kill(victim: str = victim, before: float = before) -> None:
-            while counted(server, "hadal_output_tokens_total") < before + 60:
-                await asyncio.sleep(0.005)
-            server.kill(victim)
+        async def kill(victim: str = victim) -> None:
+            await kill_at_work(server, victim)
 
         old_pid = server.pids()[victim]
-        outputs = asyncio.run(complete_all(server.url, server.model, cases, while_running=kill))
+        num_retries = metric(server, "hadal_retries_total")
+        outputs = asyncio.run(
+            complete_all(
+                server.url, server.model, cases, concurrency=CONCURRENCY, while_running=kill
+            )
+        )
         assert differences(cases, outputs) == []
+        assert metric(server, "hadal_retries_total") > num_retries, (
+            f"nothing was in flight at {victim}; this test shows nothing"
+        )
         server.wait_restarted(victim, old_pid)
         wait_until(lambda: is_clean(server), 40.0, "nothing is held")
     assert transports(server) == {handover}
-    assert counted(server, "hadal_retries_total") > 0, (
-        "nothing was in flight at the unit; this test shows nothing"
-    )
 
 
 @pytest.mark.timeout(300)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +19,10 @@ from hadal.stats.report import MODEL
 from hadal.stats.tally import Tally
 from tests.dist.ledger_child import fact_of
 from tests.dist.postgres import Postgres, postgres
+from tests.dist.served import fork_module
 from tests.unit.runtime.ledger.test_outbox import left_in
 from tests.unit.stats.facts import details_of
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = 100 if os.environ.get("HADAL_FULL") == "1" else 4
 TIMEOUT_S = 30.0
 ALWAYS = (0, 2**60)
@@ -36,44 +34,29 @@ class Child:
     def __init__(
         self, url: str, seed: int, name: str, limit: int = 0, outages: float = 0.0
     ) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.dist.ledger_child",
-            url,
-            str(seed),
-            name,
-            str(limit),
-            str(outages),
-        ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-        environment["XDG_STATE_HOME"] = os.environ["XDG_STATE_HOME"]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT
-        )
+        arguments = [url, str(seed), name, str(limit), str(outages)]
+        self.process = fork_module("tests.dist.ledger_child", arguments, os.environ)
         self.kept: set[str] = set()
+        self.errors: list[str] = []
         self.first = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
-            assert line.startswith(b"A ")
-            self.kept.update(line.decode().split()[1:])
-            self.first.set()
+            if line.startswith(b"A "):
+                self.kept.update(line.decode().split()[1:])
+                self.first.set()
+            else:
+                self.errors.append(line.decode())
 
     def end(self, *, kill: bool) -> None:
         if kill:
             self.process.kill()
-        assert self.process.stderr is not None
-        assert self.process.stdout is not None
-        errors = self.process.stderr.read().decode()
         code = self.process.wait(TIMEOUT_S)
         self._thread.join(TIMEOUT_S)
         self.process.stdout.close()
-        self.process.stderr.close()
-        assert code == (-9 if kill else 0), errors
+        assert code == (-9 if kill else 0), self.errors
 
 
 @pytest.fixture(autouse=True)

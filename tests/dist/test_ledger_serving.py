@@ -9,17 +9,16 @@ import json
 import os
 import socket
 import sqlite3
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.dist.serving import SOURCE, Server, StartServer, wait_until
+from tests.dist.served import fork
+from tests.dist.serving import Server, StartServer, metric, wait_until
 from tests.unit.runtime.ledger.test_outbox import left_in
 
 WHOLE = {"ignore_eos": True, "temperature": 0}
@@ -28,15 +27,12 @@ TIMEOUT_S = 60.0
 
 def report(path: Path, *arguments: str) -> dict[str, Any]:
     """`hadal report --json` of this ledger."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hadal.cli", "report", "--ledger", str(path), "--json", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    fields = json.loads(done.stdout)
+    with tempfile.TemporaryFile() as said:
+        command = ["report", "--ledger", str(path), "--json", *arguments]
+        done = fork(command, os.environ, said.fileno())
+        assert done.wait(TIMEOUT_S) == 0
+        said.seek(0)
+        fields = json.loads(said.read())
     assert isinstance(fields, dict)
     return fields
 
@@ -130,11 +126,12 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
             usages += [await ask(client, model, True, prompt="0 " * 100, max_tokens=3)]
             long = [
                 asyncio.create_task(
-                    ask(client, model, True, prompt=f"tell {index}", max_tokens=1500)
+                    ask(client, model, True, prompt=f"tell {index}", max_tokens=500)
                 )
                 for index in range(4)
             ]
-            await asyncio.sleep(0.3)
+            while metric(server, "hadal_generations_now", 'state="decoding"') < len(long):
+                await asyncio.sleep(0.005)
             old_pid = server.kill("decode-0")
             usages += await asyncio.gather(*long)
             await asyncio.to_thread(server.wait_restarted, "decode-0", old_pid)
@@ -192,16 +189,6 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
     assert not list(folder.glob("*.outbox"))
 
 
-def sample(server: Server, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    return sum(
-        one.value
-        for family in text_string_to_metric_families(text)
-        for one in family.samples
-        if one.name == name
-    )
-
-
 def test_a_database_that_hangs_and_a_gateway_that_dies(
     start_server: StartServer, folder: Path
 ) -> None:
@@ -229,9 +216,9 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(
         num_tokens += asyncio.run(few(5))
         assert time.monotonic() - started_s < 4.0, "nobody waits for the ledger"
         wait_until(
-            lambda: sample(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the outbox"
+            lambda: metric(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the outbox"
         )
-        assert sample(server, "hadal_ledger_down") == 1
+        assert metric(server, "hadal_ledger_down") == 1
         assert left_in(folder / "l.sqlite.outbox")
         old_pid = server.kill("gateway")
     finally:

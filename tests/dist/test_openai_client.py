@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import Server, StartServer, metric, wait_until
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG = {"ignore_eos": True}
@@ -42,14 +41,6 @@ def client_of(server: Server, **options: object) -> OpenAI:
             **options,
         }
     )
-
-
-def metric(server: Server, name: str) -> float:
-    """The sum of a metric over its labels."""
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-    assert found, f"{name} is not in\n{text}"
-    return sum(map(float, found))
 
 
 def is_empty(server: Server) -> bool:
@@ -357,7 +348,7 @@ def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
     """
     server = start_server(limits={"max_running": 1, "max_queued": 1}, keep_alive_s=0.1)
     model, url = server.model, f"{server.url}/v1/chat/completions"
-    body = {"model": model, "messages": MESSAGES, "stream": True, "max_tokens": 3000, **LONG}
+    body = {"model": model, "messages": MESSAGES, "stream": True, "max_tokens": 1000, **LONG}
     texts: list[str] = []
 
     def read(body: dict[str, object]) -> None:

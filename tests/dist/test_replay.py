@@ -29,7 +29,7 @@ from tests.dist.test_load import load
 from tests.fresh import fresh
 from tests.unit.sim.recorded import replay_alone
 
-NUM_REQUESTS = 1000 if FULL else 80
+NUM_REQUESTS, NUM_AFTER = (1000, 40) if FULL else (60, 20)
 CONCURRENCY = 32
 FROM_OUTSIDE = {"Submit", "Cancel", "Drain"}
 """What clients and a signal do. All else has to come of what the roles themselves say and ask
@@ -115,7 +115,7 @@ def test_also_where_processes_died(
     run_load(server, monkeypatch, NUM_REQUESTS)
     killing.join()
     server.wait_restarted(victim, old_pid)
-    run_load(server, monkeypatch, 40)
+    run_load(server, monkeypatch, NUM_AFTER)
     server.stop()
     report = check(read_recordings(folder / "rec"))
     assert report.num_processes >= num_processes

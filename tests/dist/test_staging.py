@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -46,6 +45,7 @@ from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.resolve import plan
 from hadal.runtime.transfer.pool import remove_shared_memory
 from hadal.runtime.wire import ZmqWire
+from tests.dist.served import fork_module
 
 UNIT = "prefill-0"
 WAIT_S = 60.0
@@ -71,22 +71,10 @@ class Unit:
         self.wire = ZmqWire(UNIT, folder)
         self._unread: list[AnyMessage] = []
         self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "hadal.runtime.process.entry",
-                    str(os.getpid()),
-                    "hadal.runtime.unit",
-                    "--unit",
-                    UNIT,
-                    "--role",
-                    "prefill",
-                    "--rank",
-                    str(rank),
-                    "--folder",
-                    str(folder),
-                ]
+            fork_module(
+                "hadal.runtime.unit",
+                f"--unit {UNIT} --role prefill --rank {rank} --folder {folder}".split(),
+                os.environ,
             )
             for rank in range(2)
         ]
@@ -148,13 +136,15 @@ class Unit:
     def close(self) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGCONT)
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
         for process in self.processes:
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
+            print(process.stdout.read().decode())
+            process.stdout.close()
         self.wire.close()
         remove_shared_memory(self.run_id)
 
@@ -200,5 +190,5 @@ def test_experts_travel_between_ranks_and_come_from_the_checkpoint_when_they_can
     staged = unit.staged()
     assert (staged.error, staged.num_received, staged.num_read) == (None, 0, NUM_SWAPPED)
 
-    unit.processes[0].terminate()
+    unit.processes[0].send_signal(signal.SIGTERM)
     assert unit.processes[0].wait(10) == 0

@@ -22,7 +22,7 @@ import pytest
 from tests.dist.serving import Server, StartServer, wait_until
 from tests.fresh import FULL, fresh
 
-NUM_ATTACKS = 10_000 if FULL else 300
+NUM_ATTACKS = 10_000 if FULL else 150
 TIMEOUT_S = 240.0
 
 STRANGER = r"""
