@@ -47,7 +47,7 @@ class Watched:
         send = host._send
 
         def watching(to: str, message: AnyMessage) -> None:
-            self.num_resumed += len(message.versions) if isinstance(message, Resume) else 0
+            self.num_resumed += len(message.generations) if isinstance(message, Resume) else 0
             send(to, message)
 
         host._send = watching

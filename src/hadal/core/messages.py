@@ -38,7 +38,7 @@ SCRATCH_BLOCK = 0
 SUPERVISOR = "supervisor"
 """Its name on the wire."""
 FRONT = "front"
-"""The same of the gateway that holds it."""
+"""Name on the wire of the gateway that holds the front."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -275,7 +275,7 @@ class Resume(Message, frozen=True):
     came is nobody's.
     """
 
-    versions: tuple[Generation, ...]
+    generations: tuple[Generation, ...]
     is_last: bool
 
 
@@ -741,7 +741,7 @@ class Open(Message, frozen=True):
     """
 
     gateway: str
-    versions: tuple[Generation, ...]
+    generations: tuple[Generation, ...]
     log_id: str = ""
     """The HTTP request's id, by which logs name it."""
 

@@ -620,7 +620,7 @@ class DecodeLeader:
 
     def _resume(self, event: Resume) -> None:
         """Go on with what an earlier leader's requests left on the ranks."""
-        for generation in event.versions:
+        for generation in event.generations:
             if not self.slots.resume(generation):
                 key = (generation.request_id, generation.attempt)
                 self._out.append(given_back(self._unit, key, RANK_LOST))

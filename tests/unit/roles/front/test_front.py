@@ -567,7 +567,7 @@ def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_wher
     effects = taken_over(made, 1.0, attempt_id(made, "a"), 12345)
     assert [effect.to for effect in of(effects, Send)] == ["decode-0", "decode-0", "prefill-0"]
     (resume,) = sent(effects, Resume)
-    (going,) = resume.versions
+    (going,) = resume.generations
     assert (going.output, going.attempt_id, going.attempt, resume.is_last) == (
         (50, 61),
         attempt_id(made, "a"),
