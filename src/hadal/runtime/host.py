@@ -1,8 +1,8 @@
 """A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies
 what it asks for.
 
-One thread receives, decides and sends; steps are computed in a second, long copies made in a third,
-layers staged in a fourth, and the disk cache has its own. The thread sleeps in one place only,
+One thread receives, decides and sends. Steps are computed in a second; long copies, layers that are
+staged and the disk cache have threads of their own. The thread sleeps in one place only,
 until a message, a result, a timer or a signal comes. Knows no role from another; the leader of many
 ranks has neither runner nor pool, and only a rank of many has a stager.
 """
