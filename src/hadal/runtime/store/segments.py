@@ -549,11 +549,8 @@ def make_buffer(block_bytes: int, most_bytes: int) -> Bytes:
     with contextlib.suppress(OSError):  # A kernel without them.
         memory.madvise(mmap.MADV_HUGEPAGE)
     every: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-    every.fill(
-        0
-        # The kernel looks for huge pages now, which takes long where memory is full, and not in a
-        # load.
-    )
+    # The kernel looks for huge pages now, which takes long where memory is full, and not in a load.
+    every.fill(0)
     begin = -every.ctypes.data % HUGE_PAGE
     return every[begin : begin + num_slots * slot_bytes].reshape(num_slots, slot_bytes)
 
