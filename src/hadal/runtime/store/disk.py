@@ -1,9 +1,9 @@
 """The Disk seam, live, of a process with a KV pool: ReadBlocks and StoreBlocks effects, run beside
 the steps.
 
-Loads and stores have threads of their own, so a prompt never waits for what others write. The threads
-copy and verify; the roles decide what is worth keeping and loading, and learn from
-runtime/store/view what is on disk, whoever wrote it.
+Loads and stores have threads of their own, so a prompt never waits for what others write. They copy
+and verify; the roles decide what is worth keeping and loading, and learn from runtime/store/view
+what is on disk, whoever wrote it.
 """
 
 from __future__ import annotations

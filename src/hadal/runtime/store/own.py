@@ -1,6 +1,6 @@
-"""The blocks one writer of the disk cache keeps: kv/disk_slots says which slot,
-runtime/store/segments which file; this puts the bytes there, in the order that survives `kill -9`,
-and reads the records back after it.
+"""The blocks that one writer of the disk cache keeps. kv/disk_slots says in which slot they lie and
+runtime/store/segments in which file; this puts the bytes there, in the order that survives
+`kill -9`, and reads the records back after it.
 
 Knows nothing of pools, queues or deadlines.
 """

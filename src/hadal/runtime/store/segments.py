@@ -1,5 +1,5 @@
-"""A segment: one preallocated file of the disk cache. Blocks of KV lie in its slots, and its table
-is their index.
+"""A segment: one preallocated file of the disk cache. Blocks of KV lie in its disk slots, which all
+of runtime/store calls slots for short, and its table is their index.
 
     page 0    header: magic, version, sizes, number, fingerprint, check; then, by themselves, two change words
     table     a record of 64 bytes a slot: name, position, XXH3 of the block, sequence, check of the record

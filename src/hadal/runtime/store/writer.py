@@ -243,8 +243,8 @@ class DiskWriter:
         return entries
 
     def _finish_writing(self) -> None:
-        """Wait for the piece that the helper has, if it has one. If the disk hangs, the thread hangs
-        here, and `take` answers its stores.
+        """Wait for the piece that the helper has, if it has one. If the disk hangs, so does the
+        thread here, and `take` answers its stores.
         """
         self._helper.settle()
         try:
@@ -265,7 +265,7 @@ class DiskWriter:
                 one.store.moved_s = time.monotonic()
 
     def _enter_if_due(self) -> None:
-        """Adopt the segments that are there, unless that was done; a failure is tried again later."""
+        """Adopt the segments that are there, unless that was done. A failure is tried again."""
         if self._has_entered or self._is_paused():
             return
         try:
