@@ -9,7 +9,7 @@ apart.
 Results are the same bits whatever the number of ranks, the placement, the mode and the order of
 arrival, if the experts' outputs are: every row, the rank's own included, goes through the same
 codec, and the only sum is the source's. What a rank's expert slots receive is counted where it is
-unpacked (comm/expert_comm). Knows no schedule and no clock; the group knows links and deadlines.
+unpacked. Knows no schedule and no clock; the group knows links and deadlines.
 
 Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of
 the deployment, L MoE layers, S expert slots of a rank.
@@ -158,8 +158,7 @@ class ExpertSlotCounts:
 
     def add(self, layer: int, expert_slot_M: Tensor) -> None:
         """Count pairs by their expert slot (int64)."""
-        # Not bincount: on a GPU it waits for the largest expert slot, to know how long its result
-        # is.
+        # Not bincount: on a GPU it waits for the largest index, to know how long its result is.
         self.rows_S[layer].scatter_add_(0, expert_slot_M, self._one.expand(expert_slot_M.shape[0]))
 
     def add_sums(self, layer: int, counts_S: Tensor) -> None:
