@@ -261,8 +261,8 @@ class UnitHost:
         if self._wake_at_s is not None and now_s >= self._wake_at_s:
             self._wake_at_s = None
             self._take_news()
-            # Read again: the news was told at a later time than `now_s`, and a role's time never
-            # goes back.
+            # The clock is read again: the role heard the news at a later time than `now_s`, and its
+            # time never goes back.
             self._apply(self._leader.handle(self._clock.now(), Tick()))
 
     def _tell_refused(self) -> None:

@@ -112,8 +112,8 @@ class News:
         """Members of the newest formation that the leader asked for."""
         self._noted: set[tuple[int, str]] = set()
         """Processes whose loss was noted, by rank and epoch."""
-        self._unsaid: list[tuple[int, str]] = []
-        """Losses that were noted and that the log was not told of yet: who, and why."""
+        self._unlogged: list[tuple[int, str]] = []
+        """Losses that were noted and are not logged yet: who, and why."""
 
     def peer_lost(self, peer: int, reason: str = _CONNECTION) -> None:
         """A member is gone, or silent beyond a deadline. From any thread."""
@@ -122,7 +122,7 @@ class News:
             is_new = process[1] != "" and process not in self._noted
             self._noted.add(process)
             if is_new:
-                self._unsaid.append((peer, reason))
+                self._unlogged.append((peer, reason))
         if is_new:
             self.wake()
 
@@ -155,7 +155,7 @@ class News:
         hears of the peers that ended first, and says nothing.
         """
         with self._lock:
-            unsaid, self._unsaid = self._unsaid, []
+            unsaid, self._unlogged = self._unlogged, []
         for peer, reason in unsaid if not self.is_stopping() else ():
             log.warning("noticed that rank %d is gone: %s", peer, reason)
 

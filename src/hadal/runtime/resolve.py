@@ -346,7 +346,7 @@ def num_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping (proc(5), meminfo); None where that is not told."""
+    """Memory that can be had without swapping (proc(5), meminfo); None where that is not known."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:

@@ -94,10 +94,10 @@ class Record:
 # Requests that decode units work on, as arrays: a step's tokens of a whole unit are counted in a
 # few operations.
 #
-#     Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends, is lost or given up: leave
+#     Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends or is given up: leave
 #
-# An attempt id names an attempt by the row that it has here and is never given out twice, nor by another
-# front, so what comes late of an attempt that has left finds nothing. While it runs, what
+# An attempt id holds the row that its attempt has here. It is never given out twice, nor by another
+# front, so what comes late of an attempt that has left finds nothing. While an attempt runs, what
 # grows with every token is here and not in its record. Knows no messages but Tokens.
 
 
@@ -108,8 +108,8 @@ _ROW_BITS = 24
 _NOBODY = -1
 MAX_ROWS = 1 << _ROW_BITS
 _FIRST_BITS = 38
-"""Bits of the number of a front's first attempt id: as many again fit into what a row leaves of 63
-bits.
+"""Bits of the number in a front's first attempt id. A row leaves 39 of 63 bits for it, so that as
+many numbers again can follow.
 """
 
 
@@ -126,7 +126,7 @@ class Taken:
     unknown: tuple[int, ...]
     """Ids of attempts that have left, or are another unit's, and go on there."""
     num_blocks: int
-    """That the requests of the unit grew by."""
+    """Blocks that the requests of the unit grew by."""
 
 
 class Running:
@@ -151,8 +151,9 @@ class Running:
         return len(self._records) - len(self._free)
 
     def begin(self, epoch: str) -> None:
-        """Give out this front's attempt ids. Those of two are far apart: a unit may have attempts of
-        one that died beside its successor's, and neither's text may ever be taken for the other's.
+        """Give out this front's attempt ids. Those of two fronts are far apart: a unit may have
+        attempts of one that died beside its successor's, and neither's text may ever be taken for
+        the other's.
         """
         self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (
             64 - _FIRST_BITS
@@ -175,8 +176,8 @@ class Running:
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
 
     def enter(self, record: Record) -> int:
-        """Its tokens come from `record.decode_unit` from now on; returns the attempt id to know them
-        by.
+        """Let an attempt run: its tokens come from `record.decode_unit` from now on, under the
+        attempt id that is returned.
         """
         if record.row >= 0 or record.decode_unit is None:
             raise InvariantError(f"{record.request_id} cannot enter.")
@@ -217,11 +218,11 @@ class Running:
         record.row = _NOBODY
 
     def attempt_id_of(self, record: Record) -> int:
-        """The attempt id of one that runs."""
+        """The attempt id of a record that runs."""
         return int(self._attempt_id[record.row])
 
     def record_of(self, attempt_id: int) -> Record:
-        """Whose attempt id it is: of one that was taken."""
+        """The record that runs under an attempt id, which must be one of `take`'s."""
         record = self._records[attempt_id & (MAX_ROWS - 1)]
         assert record is not None
         return record

@@ -61,7 +61,7 @@ class FrontCache:
         self._units: dict[str, _Held] = {}
 
     def up(self, unit: str, epoch: str, num_blocks: int) -> None:
-        """A unit starts, or starts again: it reports itself what it has."""
+        """A unit starts, or starts again: what it has, it will report."""
         self._units[unit] = _Held(epoch, num_blocks)
 
     def down(self, unit: str) -> None:

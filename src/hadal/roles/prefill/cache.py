@@ -345,7 +345,7 @@ class PrefillCache:
                 )
 
     def _say_used(self, names: bytes) -> None:
-        """Notify those who keep them on disk."""
+        """Report blocks as used to those who keep them on disk."""
         locations = self.stores.index.found(names)
         if locations:
             self._out.append(UsedBlocks(locations))
@@ -472,7 +472,7 @@ class PrefillCache:
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 
     def say_all(self) -> None:
-        """Report to a front that knows nothing all that can be found."""
+        """Report all that can be found, to a front that knows nothing of it."""
         self._pools.take_names()
         names = self._pools.found_names
         if self._keeps:

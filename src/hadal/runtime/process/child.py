@@ -337,7 +337,7 @@ class Starting:
         self._has_bar = has_bar
         self._bar: Bar | None = None
         self._logged_s: float | None = None
-        """When the log was last told; None while nobody starts."""
+        """When that was last logged; None while nobody starts."""
 
     def look(self, now_s: float) -> None:
         """Show how far they are. Called a few times a second."""

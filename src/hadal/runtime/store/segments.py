@@ -45,9 +45,9 @@ from hadal.core.cache import split
 from hadal.core.errors import HadalError
 from hadal.runtime.process.private import take_from_others
 
-# Troubles with the folder of the disk cache: counted by kind, and each kind told in one line of the
-# log of a process, whichever of its threads met with it and at what, and again only after a long
-# while.
+# Troubles with the folder of the disk cache. They are counted by kind, and each kind is one line in
+# the log of a process, whichever of its threads met with it and at what, and is logged again only
+# after a long while.
 
 
 log = logging.getLogger("hadal.disk")
@@ -56,8 +56,8 @@ REPEAT_S = 600.0
 GONE = "gone"
 _logged_lock = threading.Lock()
 _logged: dict[tuple[Path, str], float] = {}
-"""(folder, kind) -> when the log was told. Of the process: its store and its view meet with the
-same trouble.
+"""(folder, kind) -> when it was logged. There is one of a process, for its store and its view meet
+with the same trouble.
 """
 
 
