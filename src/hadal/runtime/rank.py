@@ -186,7 +186,7 @@ class RankProcess:
     unit: str
     role: str
     name: str
-    """Its name on the wire."""
+    """The process's name on the wire."""
     folder: Path
     epoch: str
     device: str
@@ -195,7 +195,7 @@ class RankProcess:
     clock: Clock
 
     def wires(self) -> tuple[ZmqWire, KvTransfer]:
-        """Its messages, and KV out of other pools and its own."""
+        """Make what moves its messages, and KV out of other pools and its own."""
         grants = Grants(self.run.secret, self.name)
         kv_transfer = live_transfer(self.pool, self.run, grants, ADDRESS)
         return ZmqWire(self.name, self.folder, grants), kv_transfer

@@ -225,7 +225,7 @@ def plan(deployment: Deployment) -> Resolved:
 
 
 def _ledger(ledger: LedgerConfig) -> LedgerConfig:
-    """Its URL found out, its prices tried."""
+    """The ledger with its URL found out and its prices tried."""
     try:
         price_list(ledger.prices)
         micro_usd(ledger.gpu_hour_usd)

@@ -42,10 +42,10 @@ class Record:
 
     generation: Generation
     number: int
-    """Its number in the order of arrival."""
+    """The request's number in the order of arrival."""
     deadline_s: float
     output: list[int]
-    """Its tokens so far; empty where the front keeps no text."""
+    """Tokens so far; empty where the front keeps no text."""
     num_output: int = 0
     """Tokens so far. While it runs, this and `num_blocks` are counted
     there.
@@ -67,7 +67,7 @@ class Record:
     num_blocks: int = 0
     """Counted against decode while it is placed: its tokens and the one that comes."""
     row: int = -1
-    """Its row among those that run; negative: nowhere."""
+    """Row among the requests that run; negative: none."""
 
     @property
     def request_id(self) -> str:
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def queue_key(self) -> QueueKey:
-        """Its place in the queue; the same when it comes back."""
+        """Key that orders the queue; the same when the request comes back."""
         return (
             turn_s(self.generation.arrived_s, self.generation.priority),
             self.number,
@@ -120,7 +120,7 @@ class Taken:
     """
 
     good: Ints
-    """Its rows that are the next token of their attempt, in order: counted."""
+    """Rows of the message that are the next token of their attempt, in order; they were counted."""
     gaps: tuple[Record, ...]
     """Attempts of which a token is missing."""
     unknown: tuple[int, ...]
@@ -144,7 +144,7 @@ class Running:
         self._num_output: Ints = np.zeros(0, np.int64)
         self._num_blocks: Ints = np.zeros(0, np.int64)
         self._is_pulled: Ints = np.zeros(0, np.int64)
-        """Its KV is where its tokens come from."""
+        """Whether its KV is where its tokens come from."""
         self._grow(num_rows)
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ class Running:
         return attempt_id
 
     def pulled(self, record: Record) -> None:
-        """Its KV has arrived."""
+        """A record's KV has arrived."""
         self._is_pulled[record.row] = True
 
     def sync(self, record: Record) -> None:

@@ -152,7 +152,7 @@ def start(
 
 
 class Forks:
-    """The supervisor's side. Waits for the other process in `fork` alone, and there not for long."""
+    """The supervisor's side. It waits for the fork server in `fork` alone, and not for long."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         """Start the fork server, which is not waited for. `modules` are what it imports before it

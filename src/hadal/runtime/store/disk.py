@@ -143,7 +143,7 @@ class Loader:
         self._wake = wake
         self._deadline_s = deadline_s
         self._loads: deque[_Load] = deque()
-        """Not answered, in order of arrival."""
+        """Loads that are not answered, in order of arrival."""
         self._readers = [
             _PieceReader(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
         ]

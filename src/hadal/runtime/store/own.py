@@ -46,7 +46,7 @@ class Block:
     location: DiskLocation | None = None
     """Where it is, once it is written; it may be lost until it is synced as well."""
     is_new: bool = False
-    """It is to be written; else it was there before."""
+    """Whether it is to be written; else it was there before."""
     sequence: int = 0
     is_durable: bool = False
 

@@ -90,8 +90,8 @@ class Troubles:
         )
 
     def note_error(self, what: str, error: Exception) -> str:
-        """The same of an exception; returns what to tell whoever asked. A cause is one kind, at
-        whatever it is met.
+        """Note an exception; returns what to say to whoever asked. A cause is one kind, whatever it
+        is met at.
         """
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, errno.ENOENT) and not self._folder.exists():
@@ -108,9 +108,7 @@ class Troubles:
         return f"{what}: {error}"
 
     def note_useless(self, error: Exception) -> None:
-        """The same of a segment that is whole no more, or never was one of ours: nobody of us
-        deletes it.
-        """
+        """Note a segment that is whole no more, or never was ours: no process of ours deletes it."""
         text = (
             f"{error}; it takes room and is not used: delete it, unless another version of Hadal"
             " has it"
@@ -152,7 +150,7 @@ class SegmentTakenError(SegmentError):
 
 
 class OtherModelError(SegmentError):
-    """It is whole, and of another model or shape of block."""
+    """A segment is whole, and of another model or shape of block."""
 
 
 class Segment:

@@ -85,7 +85,7 @@ class DiskWriter:
         self._deadline_s = deadline_s
         self._pause_s = pause_s
         self._stores: deque[_Store] = deque()
-        """Not answered, in order of arrival."""
+        """Stores that are not answered, in order of arrival."""
         self._num_queued_bytes = 0
         self._pause_until_s = 0.0
         self._pause_reason = ""
