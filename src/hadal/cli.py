@@ -444,10 +444,10 @@ def balance(
     """Place experts on ranks for measured loads; print the plan, or how balanced it is beside
     today's.
     """
-    from hadal.commands.balance import placed
+    from hadal.commands.balance import plan_text
 
     try:
-        shown_plan = placed(
+        text = plan_text(
             loads,
             current,
             ranks,
@@ -463,7 +463,7 @@ def balance(
     except ValueError as error:
         typer.echo(f"hadal balance: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-    typer.echo(shown_plan)
+    typer.echo(text)
 
 
 @app.command(

@@ -157,8 +157,7 @@ class ExpertSlotCounts:
 
     def add(self, layer: int, expert_slot_M: Tensor) -> None:
         """Count pairs by their expert slot (int64)."""
-        # Not bincount: on a GPU it waits for the largest expert slot, to know how long its result
-        # is.
+        # Not bincount: on a GPU it waits for the largest index, to know how long its result is.
         self.rows_S[layer].scatter_add_(0, expert_slot_M, self._one.expand(expert_slot_M.shape[0]))
 
     def add_sums(self, layer: int, counts_S: Tensor) -> None:

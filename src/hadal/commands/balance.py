@@ -1,5 +1,5 @@
-"""`hadal balance`: experts placed for measured loads. Matrices in, from JSON files; a plan out, as
-JSON or as bars of text.
+"""`hadal balance` places experts for measured loads: it reads matrices from JSON files, and prints
+the plan as JSON or as bars of text.
 
 Shapes: T steps of a window, L layers, E logical experts, R ranks, S expert slots of a rank.
 """
@@ -21,30 +21,31 @@ from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedn
 from hadal.policy.experts.search import Floats
 from hadal.progress import Bar
 
-BLOCKS = "▁▂▃▄▅▆▇█"
+HEIGHTS = "▁▂▃▄▅▆▇█"
+"""A rank's load as one character, least first."""
 MAX_BAR_CHARS = 50
 MARGIN_CHARS = 18
 """Width of what stands left of a bar: its name and its figure."""
 MOST_TOKENS = 1e18
-"""Most tokens of an expert: a thousand million years of one rank's work."""
+"""Most tokens of an expert: a million years of work at 30,000 tokens a second."""
 
 
-def placed(
+def plan_text(
     loads: Path,
     current: Path | None,
     num_ranks: int,
     num_nodes: int,
-    num_slots: int,
+    num_expert_slots: int,
     *,
     is_json: bool,
     **how: Any,
 ) -> str:
-    """What the command prints: the plan for the loads in a file as JSON, or as bars beside today's.
-    `how` is what policy/experts/balance takes besides. Raises ValueError for what cannot be read
-    or does not fit.
+    """Return what the command prints: the plan for the loads in a file, as JSON or as bars beside
+    today's. `how` is what policy/experts/balance takes besides. Raises ValueError for what cannot
+    be read or does not fit.
     """
     window = loads_of(_read_json(loads))
-    cluster = cluster_of(window, num_ranks, num_nodes, num_slots)
+    cluster = cluster_of(window, num_ranks, num_nodes, num_expert_slots)
     before = split = None
     if current is not None:
         today = _read_json(current)
@@ -102,11 +103,10 @@ def loads_of(value: Any) -> Floats:
 
 
 def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: int) -> Cluster:
-    """Ranks of `num_expert_slots` each; if that is as many as there are experts, of all ranks
-    together.
+    """Ranks of `num_expert_slots` each. If that is as many as there are experts, they are taken to
+    be those of all ranks together: a rank that holds every expert needs no expert parallelism.
 
-    (A rank with an expert slot for every expert would need no expert parallelism.) Raises
-    ValueError if sizes do not divide.
+    Raises ValueError if sizes do not divide.
     """
     if num_ranks > 1 and num_expert_slots >= loads.shape[-1]:
         if num_expert_slots % num_ranks:
@@ -144,7 +144,7 @@ def as_json(
     plan: ExpertPlan, loads: Floats, before: Placement | None, elapsed_ms: float
 ) -> dict[str, Any]:
     """The plan as plain values; expert slots are numbered rank by rank. Without a placement before,
-    none is moved: null.
+    `moved_replicas` is null.
     """
     num_layers = plan.placement.num_layers
     split = (
@@ -194,7 +194,7 @@ def bars(
 
     Lines have `width` characters at most, or what a bar of ten needs.
     """
-    room = max(10, width - MARGIN_CHARS)
+    num_chars = max(10, width - MARGIN_CHARS)
     start = before if before is not None else _in_order(loads, cluster)
     lines = []
     worst_layer = int(np.argmin(plan.balancedness_L))
@@ -202,8 +202,8 @@ def bars(
         ours = balancedness(start, loads, before_split, cluster)
         worst_layer = int(np.argmin(ours))
         name = "today" if before is not None else "experts in order"
-        lines += [f"before ({name})", *_two_bars(ours, loads, room)]
-    lines += ["after", *_two_bars(plan.balancedness_L, loads, room), ""]
+        lines += [f"before ({name})", *_two_bars(ours, loads, num_chars)]
+    lines += ["after", *_two_bars(plan.balancedness_L, loads, num_chars), ""]
     summed = loads if loads.ndim == 2 else loads.sum(axis=0)
     after = rank_loads(plan.placement, summed, plan.split_LRS)[worst_layer]
     label_to_row = {"after": after}
@@ -212,7 +212,7 @@ def bars(
             "before": rank_loads(start, summed, before_split)[worst_layer],
             "after": after,
         }
-    lines += [f"tokens by rank, layer {worst_layer}", *_rank_rows(label_to_row, room)]
+    lines += [f"tokens by rank, layer {worst_layer}", *_rank_rows(label_to_row, num_chars)]
     if before is None:
         moves = (
             "Made from nothing; with today's placement as --current it says how many replicas move."
@@ -222,23 +222,26 @@ def bars(
             f"{plan.moved_replicas:,}"
             f" {'replica moves' if plan.moved_replicas == 1 else 'replicas move'}."
         )
-    lines += ["", *textwrap.wrap(f"{moves} Planned in {elapsed_ms:.1f} ms.", room + MARGIN_CHARS)]
+    lines += [
+        "",
+        *textwrap.wrap(f"{moves} Planned in {elapsed_ms:.1f} ms.", num_chars + MARGIN_CHARS),
+    ]
     return "\n".join(lines)
 
 
-def _rank_rows(label_to_row: dict[str, Floats], room: int) -> list[str]:
-    """Every rank's load as a block, all on one scale, in as many lines as the ranks need; and what
-    the ends are.
+def _rank_rows(label_to_row: dict[str, Floats], num_chars: int) -> list[str]:
+    """Every rank's load as a character, all on one scale, in as many lines as the ranks need; then
+    the least and the most of them.
     """
-    room -= room % 8 if room > 8 else 0  # A node has 8 ranks in most places.
+    num_chars -= num_chars % 8 if num_chars > 8 else 0  # A node has 8 ranks in most places.
     top = max(row.max() for row in label_to_row.values()) or 1.0
     lines = []
     for label, row in label_to_row.items():
-        heights = np.minimum((row / top * len(BLOCKS)).astype(int), len(BLOCKS) - 1)
-        text = "".join(BLOCKS[height] for height in heights)
-        for first in range(0, len(text), room):
-            last = min(first + room, len(text)) - 1
-            ranks = f"{first}-{last}" if len(text) > room else ""
+        heights = np.minimum((row / top * len(HEIGHTS)).astype(int), len(HEIGHTS) - 1)
+        text = "".join(HEIGHTS[height] for height in heights)
+        for first in range(0, len(text), num_chars):
+            last = min(first + num_chars, len(text)) - 1
+            ranks = f"{first}-{last}" if len(text) > num_chars else ""
             lines.append(
                 f"  {'' if first else label:6} {ranks:>8} {text[first : last + 1]}".rstrip()
             )
@@ -253,17 +256,17 @@ def _tokens(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
 
 
-def _two_bars(balancedness_L: Floats, loads: Floats, room: int) -> list[str]:
+def _two_bars(balancedness_L: Floats, loads: Floats, num_chars: int) -> list[str]:
     mean, worst = _mean_and_worst(balancedness_L, loads)
     return [
-        f"  {label:6} {value:.4f}   {'█' * round(value * min(room, MAX_BAR_CHARS))}"
+        f"  {label:6} {value:.4f}   {'█' * round(value * min(num_chars, MAX_BAR_CHARS))}"
         for label, value in (("mean", mean), ("worst", worst))
     ]
 
 
 def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
-    """Format the mean and the worst over the layers that have tokens: a model's dense layers are
-    rows of zeros in some matrices.
+    """Return the mean and the worst of the layers that have tokens: a model's dense layers are rows
+    of zeros in some matrices.
     """
     summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
     counted = balancedness_L[summed > 0] if summed.any() else balancedness_L

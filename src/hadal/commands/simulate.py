@@ -461,7 +461,7 @@ class Stages:
     def _other_points(
         self, study: Study, experts: dict[str, ExpertRanks], load: DayDemand, cache: CacheDay | None
     ) -> list[Future[Any]]:
-        """The same of an alternative: what cannot be is said where its points are asked for."""
+        """Submit an alternative; what cannot be is said where its points are asked for."""
         try:
             return self._points(study, experts, load, cache)
         except ConfigError as error:

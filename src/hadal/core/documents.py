@@ -67,7 +67,7 @@ def read_bytes(
 def read_text(
     path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
 ) -> str:
-    """The same as text, gunzipped where it is gzipped."""
+    """Return a file's text, gunzipped where it is gzipped; see `read_bytes`."""
     data = gunzipped(read_bytes(path, what, limit, error=error, hint=hint), str(path), error=error)
     try:
         return data.decode("utf-8")

@@ -53,7 +53,7 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
     """One of FINISHES, CANCELLED, or the status of an error."""
     received_s: float
     completed_s: float
-    """Its price is that of this time."""
+    """The generation's price is that of this time."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     prefill_unit: str = ""
@@ -101,7 +101,7 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_refused(self) -> bool:
-        """It was not let in. One that a unit had, and that ended with the same status, failed."""
+        """Whether it was not let in. One that a unit had, and that ended with the same status, failed."""
         return self.end in REFUSALS and not self.is_billed and not self.prefill_unit
 
     @property

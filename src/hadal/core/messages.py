@@ -36,9 +36,9 @@ BLOCK_TOKENS = 64
 SCRATCH_BLOCK = 0
 """Padded rows of a batch write there, so nobody ever owns it."""
 SUPERVISOR = "supervisor"
-"""Its name on the wire."""
+"""Name of the supervisor on the wire."""
 FRONT = "front"
-"""The same of the gateway that holds it."""
+"""Name on the wire of the gateway that holds the front."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -76,16 +76,16 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     is to be cached.
     """
     attempt_id: int = 0
-    """Given by the front with Decode: by this number it, and no other front, knows the attempt's
-    tokens again.
+    """The front gives it with Decode. By this number it knows the attempt's tokens again, and no
+    other front does.
     """
     tenant: str = ""
-    """Its name, whatever the salt: tenants share what there is too little of."""
+    """The tenant's name, whatever its salt: what is scarce is shared among tenants."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One new token of one request. `index` is its place in the output, so a duplicate or a gap is
-    noticed.
+    """One new token of one request. `index` says how many came before it, so a duplicate or a gap
+    is noticed.
     """
 
     request_id: str
@@ -290,7 +290,7 @@ class Pulled(Message, frozen=True):
 
 class Tokens(Message, frozen=True):
     """All tokens of one step of one unit, by column: row i is the token `values[i]` of the attempt
-    that has the id `attempt_ids[i]`. `indices[i]` is its place in the output, so a duplicate or a gap
+    with the id `attempt_ids[i]`. `indices[i]` says how many came before it, so a duplicate or a gap
     is noticed.
     """
 
@@ -635,13 +635,13 @@ class RankHeld(Message, frozen=True):
 
     up: RankUp
     plan: FormPlan
-    """The newest that it has taken, with the placement as it is since."""
+    """The newest plan that it has taken, with the placement that it has now."""
     held: Held
 
 
 # ---- leader -> rank ----
 class RankWho(Message, frozen=True):
-    """It sends heartbeats, and its leader does not know it: a new leader took the unit over."""
+    """A rank sends heartbeats, and its leader does not know it: a new leader took the unit over."""
 
     epoch: str
     """The epoch that its heartbeat named."""
@@ -824,7 +824,7 @@ class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
     unit: str
     role: str
     num_requests: int
-    """That would lose something with it, prompts whose KV lies there included."""
+    """Requests that would lose something with the unit, prompts whose KV lies there included."""
     drain_number: int
     """0: it does not drain."""
     tokens_per_s_max: float = 0.0

@@ -1,8 +1,8 @@
-"""Which expert replica lies in which slot of which rank, as one frozen value per unit.
+"""Which expert replica lies in which expert slot of which rank, as one frozen value per unit.
 
 Knows no loads and no tensors: `spread` is the even start, a balancer may make another. Logical
 experts are replicated ("redundant experts", DeepSeek-V3/R1 inference overview: 256 + 32 replicas);
-a slot holds one replica or none.
+an expert slot, or slot for short, holds one replica or none.
 
 Shapes: L MoE layers, R ranks of the deployment, S expert slots of a rank, E logical experts, M most
 replicas of an expert.
@@ -31,7 +31,7 @@ SPLIT_PARTS = 16
 class Placement:
     """`slot_to_expert_LRS[l, r, s]` is the expert in slot s of rank r in MoE layer l, or EMPTY.
 
-    A dead rank's slots are all empty. Slot ids over the whole unit are r * S + s.
+    A dead rank's slots are all empty. An expert slot's id in the whole unit is r * S + s.
     """
 
     num_experts: int
@@ -54,11 +54,11 @@ class Placement:
         return int(self.slot_to_expert_LRS.shape[2])
 
     def replicas(self, layer: int) -> tuple[Ints, Ints]:
-        """Return (expert slot ids [E, M] that an expert's tokens take in turn, padded with its
-        first; how many of them [E]).
+        """Return (the ids of the expert slots [E, M] that an expert's tokens take in turn, padded
+        with its first; how many of them [E]).
 
-        With equal parts these are its replicas in ascending order; else each stands there as often
-        as it takes parts, spread evenly, so that few tokens already come close to the split.
+        With equal parts these are its replicas in ascending order. Otherwise each stands there as
+        often as it takes parts, spread evenly, so that few tokens already come close to the split.
         """
         if self.weights_LRS is not None:
             return self._in_turn(layer, self.weights_LRS[layer])
@@ -93,7 +93,7 @@ class Placement:
         )
 
     def by_expert(self, amounts_LRS: Floats) -> Floats:
-        """What the slots of each expert have together [L, E]; what stands at empty slots does not
+        """What the expert slots of each expert have together [L, E]; amounts of empty ones do not
         count.
         """
         sizes = (self.num_layers, self.num_experts)
@@ -112,8 +112,8 @@ class Placement:
     def with_layer(
         self, layer: int, slot_to_expert_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None
     ) -> Placement:
-        """The placement after a flip of this layer. Raises ValueError if the number of ranks or
-        expert slots is another.
+        """The placement after a flip of this layer. Raises ValueError if the layer has another
+        number of ranks or of expert slots.
         """
         if slot_to_expert_RS.shape != self.slot_to_expert_LRS.shape[1:]:
             raise ValueError(
@@ -162,7 +162,7 @@ class Placement:
         return np.ascontiguousarray(self.slot_to_expert_LRS, np.int16).tobytes()
 
     def weights_bytes(self) -> bytes:
-        """Empty: equal parts."""
+        """The weights' bytes; empty where replicas take equal parts."""
         return (
             b""
             if self.weights_LRS is None
@@ -187,8 +187,8 @@ class Placement:
 def flip_arrays(
     flip: LayerFlip, num_expert_slots: int
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-    """Return expert slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises
-    ValueError if they do not fit.
+    """Return the expert in each expert slot [R, S] after a flip, and the weights [R, S] (None:
+    equal parts). Raises ValueError if they do not fit.
     """
     if not num_expert_slots:
         raise ValueError("a layer without slots cannot flip.")
@@ -203,7 +203,7 @@ def flip_arrays(
 def parts_of(
     slot_to_expert_RS: NDArray[np.int16], split_RS: NDArray[np.float64]
 ) -> NDArray[np.uint8]:
-    """A layer's split [R, S], fractions of each expert's tokens, as parts of SPLIT_PARTS: by
+    """Turn a layer's split [R, S], fractions of each expert's tokens, into parts of SPLIT_PARTS, by
     largest remainder.
 
     An expert whose replicas all get the same gets ones, for its turns need not be many. Empty
@@ -216,7 +216,7 @@ def parts_of(
         wanted = split[at] * (SPLIT_PARTS / max(float(split[at].sum()), 1e-12))
         whole = np.floor(wanted).astype(np.int64)
         rest = SPLIT_PARTS - int(whole.sum())
-        if not 0 <= rest <= len(at):  # Nothing is known of this expert's tokens.
+        if not 0 <= rest <= len(at):  # The expert had no tokens to split.
             whole[:] = 1
         else:
             whole[np.argsort(whole - wanted, kind="stable")[:rest]] += 1
@@ -244,7 +244,7 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
         )
     slots = np.empty((num_layers, num_ranks, num_expert_slots), np.int16)
     for layer in range(num_layers):
-        # Another part of the experts is doubled in each layer: nobody knows yet which ones are hot.
+        # In each layer other experts are doubled: nobody knows yet which ones are hot.
         extra = (
             np.arange(num_redundant) * num_experts // max(num_redundant, 1) + layer
         ) % num_experts

@@ -265,7 +265,7 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Raised by the leader with each layer that it stages."""
     layer: int
     slot_to_expert: tuple[int, ...]
-    """Expert in every slot of this rank, EMPTY for none."""
+    """Expert in every expert slot of this rank, EMPTY for none."""
     sources: tuple[Source, ...]
     """Where the experts among them come from that the rank does not hold."""
 

@@ -66,7 +66,7 @@ class _Sent:
     mailbox: Mailbox
     generation: Generation
     output: list[int] = field(default_factory=list)
-    """Its tokens so far."""
+    """The generation's tokens so far."""
     is_resumed: bool = False
     """Given to another front with a part of its output: what a cache has of its prompt was counted
     before.

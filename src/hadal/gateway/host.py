@@ -488,8 +488,8 @@ class Host(Doors):
             yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
-        """A message as events for the front: another gateway's becomes what it would be of this
-        one's requests.
+        """Turn a message into events for the front: another gateway's becomes what it would be if
+        its requests were this one's.
         """
         match message:
             case Audit(unit, reply_id):

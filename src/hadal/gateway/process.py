@@ -178,7 +178,7 @@ def listener_of(deployment: Deployment, environment: dict[str, str]) -> socket.s
 
 def server_config(gateway: Gateway) -> uvicorn.Config:
     """How uvicorn serves the gateway."""
-    # Its own log notes every start and of every client that speaks no HTTP; neither is news.
+    # Its own log notes every start, and every client that speaks no HTTP; neither is news.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(gateway),

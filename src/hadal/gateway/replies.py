@@ -358,7 +358,7 @@ class Times:
     last_token_s: float | None = None
     num_tokens: int = 0
     is_read: bool = False
-    """Its body became generations, which the front has."""
+    """The request's body became generations, which the front has."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Draws the next token of every row of a batch, on the rank. Per-slot state lies in arrays, made
 once.
 
-Knows no requests: a slot gets its sampling when it is joined. The draw at output index i
+Knows no requests: a slot gets its sampling when a request joins it. The draw at output index i
 depends on (seed, i) and the row's logits alone, so batch composition, retries and preemption never
 change it. Greedy rows cost one argmax.
 

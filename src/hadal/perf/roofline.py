@@ -140,7 +140,7 @@ TENSOR_SHARE = 0.875
 (FlashMLA deep-dive).
 """
 COOL_TENSOR_SHARE = 0.95
-"""The same where power is no limit (H20)."""
+"""The share where power is no limit (H20)."""
 TILE_ROWS = 32.0
 """Rows of a group's padding that tiles of 64 rows waste on average; the rest is tiles waiting for
 their weights.

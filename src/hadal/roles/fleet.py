@@ -167,7 +167,7 @@ class UnitState(StrEnum):
     DRAINING = "draining"
     """Nothing new comes; what it holds goes on."""
     STOPPING = "stopping"
-    """Its process was told to end."""
+    """The unit's process was told to end."""
 
 
 class UnitMove(StrEnum):
@@ -177,7 +177,7 @@ class UnitMove(StrEnum):
     KEEP = "keep"
     STOP = "stop"
     END = "end"
-    """Its process is gone."""
+    """The unit's process is gone."""
 
 
 OWNS_NODES = frozenset({UnitState.STARTING, UnitState.UP, UnitState.DRAINING, UnitState.STOPPING})

@@ -360,7 +360,7 @@ class Banner:
 
 
 def log_status(status: Status) -> None:
-    """The same for a log that programs read: two lines with what a person would look for."""
+    """Log the status where programs read the log: two lines with what a person would look for."""
     known = fields(
         url=status.url, pids={name: process.pid for name, process in status.processes.items()}
     )

@@ -25,13 +25,13 @@ from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
 from hadal.runtime.worker import Worker
 
 MAX_FORMS_IN_FLIGHT = 16
-"""A unit forms again when a rank is lost while it forms. More than this, and its leader is mad."""
+"""A unit forms again when a rank is lost while it forms. A leader that asks for more is broken."""
 FOLLOWS_S = 0.05
-"""A rank's next step comes by message, without a word whether it answers the last one: it does if
-it comes so soon.
+"""The message that brings a rank's next step does not say whether it answers the last one: it is
+taken to, if it comes so soon after that one's end.
 """
 IDLE = "idle"
-"""Name of the op time that tells how long a rank stood idle before the step: planning and
+"""Name of the op time that says how long a rank stood idle before the step, for planning and
 messages.
 """
 _SMOOTHING = 0.1

@@ -1,8 +1,8 @@
 """A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies
 what it asks for.
 
-One thread receives, decides and sends; steps are computed in a second, long copies made in a third,
-layers staged in a fourth, and the disk cache has its own. The thread sleeps in one place only,
+One thread receives, decides and sends. Steps are computed in a second; long copies, layers that are
+staged and the disk cache have threads of their own. The thread sleeps in one place only,
 until a message, a result, a timer or a signal comes. Knows no role from another; the leader of many
 ranks has neither runner nor pool, and only a rank of many has a stager.
 """
@@ -261,8 +261,8 @@ class UnitHost:
         if self._wake_at_s is not None and now_s >= self._wake_at_s:
             self._wake_at_s = None
             self._take_news()
-            # Read again: the news was told at a later time than `now_s`, and a role's time never
-            # goes back.
+            # The clock is read again: the role heard the news at a later time than `now_s`, and its
+            # time never goes back.
             self._apply(self._leader.handle(self._clock.now(), Tick()))
 
     def _tell_refused(self) -> None:

@@ -112,8 +112,8 @@ class News:
         """Members of the newest formation that the leader asked for."""
         self._noted: set[tuple[int, str]] = set()
         """Processes whose loss was noted, by rank and epoch."""
-        self._unsaid: list[tuple[int, str]] = []
-        """Losses that were noted and that the log was not told of yet: who, and why."""
+        self._unlogged: list[tuple[int, str]] = []
+        """Losses that were noted and are not logged yet: who, and why."""
 
     def peer_lost(self, peer: int, reason: str = _CONNECTION) -> None:
         """A member is gone, or silent beyond a deadline. From any thread."""
@@ -122,7 +122,7 @@ class News:
             is_new = process[1] != "" and process not in self._noted
             self._noted.add(process)
             if is_new:
-                self._unsaid.append((peer, reason))
+                self._unlogged.append((peer, reason))
         if is_new:
             self.wake()
 
@@ -155,7 +155,7 @@ class News:
         hears of the peers that ended first, and says nothing.
         """
         with self._lock:
-            unsaid, self._unsaid = self._unsaid, []
+            unsaid, self._unlogged = self._unlogged, []
         for peer, reason in unsaid if not self.is_stopping() else ():
             log.warning("noticed that rank %d is gone: %s", peer, reason)
 
@@ -186,7 +186,7 @@ class RankProcess:
     unit: str
     role: str
     name: str
-    """Its name on the wire."""
+    """The process's name on the wire."""
     folder: Path
     epoch: str
     device: str
@@ -195,7 +195,7 @@ class RankProcess:
     clock: Clock
 
     def wires(self) -> tuple[ZmqWire, KvTransfer]:
-        """Its messages, and KV out of other pools and its own."""
+        """Make what moves its messages, and KV out of other pools and its own."""
         grants = Grants(self.run.secret, self.name)
         kv_transfer = live_transfer(self.pool, self.run, grants, ADDRESS)
         return ZmqWire(self.name, self.folder, grants), kv_transfer

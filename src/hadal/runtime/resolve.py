@@ -225,7 +225,7 @@ def plan(deployment: Deployment) -> Resolved:
 
 
 def _ledger(ledger: LedgerConfig) -> LedgerConfig:
-    """Its URL found out, its prices tried."""
+    """The ledger with its URL found out and its prices tried."""
     try:
         price_list(ledger.prices)
         micro_usd(ledger.gpu_hour_usd)
@@ -346,7 +346,7 @@ def num_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping (proc(5), meminfo); None where that is not told."""
+    """Memory that can be had without swapping (proc(5), meminfo); None where that is not known."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:

@@ -120,7 +120,7 @@ class ZmqWire:
         return self._drain()
 
     async def receive_async(self, timeout_s: float = 1.0) -> list[AnyMessage]:
-        """The same in an asyncio loop."""
+        """`receive`, in an asyncio loop."""
         messages = self._drain()
         if messages:
             return messages

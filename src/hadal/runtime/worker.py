@@ -3,8 +3,8 @@
     host's thread    submit(job) ...................... take() -> results
     worker's thread          do(job) -> result, wake()
 
-And how a thread keeps out of the way of the one that computes: a lower priority, and a share of a
-core at most. Knows nothing of what the threads do.
+This file also says how a thread keeps out of the way of the one that computes: by a lower priority,
+and by a share of a core at most. Knows nothing of what the threads do.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 WAIT_S = 1.0
 """A thread that nobody wakes looks again after so long."""
 NICE = 5
-"""Niceness of background threads, above the process's own, which is everybody else's. A third of
-the others' weight where cores are short (sched(7)). Not more: a thread that is put aside while it
+"""What a background thread adds to the niceness of its process: it then has a third of the others'
+weight where cores are short (sched(7)). It adds no more, for a thread that is put aside while it
 holds the interpreter holds up the computing thread as well.
 """
 NICE_MAX = 19
@@ -38,12 +38,14 @@ R = TypeVar("R")
 
 
 def first_waiting(waiting: deque[J], running: list[J]) -> J | None:
-    """Take what waits in order."""
+    """Take the jobs in the order in which they came."""
     return waiting.popleft() if waiting else None
 
 
 class Worker(Generic[J, R]):
-    """Threads that do jobs. All methods are called from the host's thread."""
+    """Threads that do jobs. `put` may be called from any thread, all other methods from the one
+    that the jobs come from: the host's, or a worker's that has another as its helper.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Worker(Generic[J, R]):
         ]
 
     def start(self) -> None:
-        """Begin: whoever is called back is ready by now."""
+        """Start the threads: from now on `do`, `pick` and `wake` are called."""
         for thread in self._threads:
             thread.start()
 
@@ -87,14 +89,12 @@ class Worker(Generic[J, R]):
             self.changed.notify()
 
     def put(self, result: R) -> None:
-        """Add what is known without a thread to what `take` returns. From any thread; wakes
-        nobody.
-        """
+        """Add a result that no thread had to work for to what `take` returns. Wakes nobody."""
         self._results.append(result)
 
     def take(self) -> list[R]:
-        """Return the results that are there. Raises what `do` raised, if it did: a bug, or what its
-        user makes of it.
+        """Return the results that are there. Raises what `do` raised: the worker's user knows
+        whether that is a bug.
         """
         done = []
         while self._results:
@@ -135,14 +135,14 @@ class Worker(Generic[J, R]):
             if result is not None:
                 self._results.append(result)
             with self.changed:
-                at = next(i for i, running in enumerate(self.running) if running is job)
-                del self.running[at]
+                index = next(i for i, running in enumerate(self.running) if running is job)
+                del self.running[index]
                 self.changed.notify_all()
             if result is not None:
                 self._wake()
 
     def _next(self) -> J | None:
-        """The next job, once there is one; None: end."""
+        """Wait for the next job and return it; None: the thread is to end."""
         with self.changed:
             while not self.is_stopping or (self._is_draining and self.waiting):
                 job = self._pick(self.waiting, self.running)

@@ -134,7 +134,7 @@ class Inbox:
         return self._exchanges.get(exchange.sequence) is exchange
 
     def retire(self, exchange: MeshExchange) -> None:
-        """It was waited for."""
+        """Forget an exchange that was waited for."""
         if self.holds(exchange):
             del self._exchanges[exchange.sequence]
 

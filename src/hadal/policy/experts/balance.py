@@ -164,8 +164,8 @@ def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
 
 
 def _pass_on(table_RS: Ints, loads_E: Floats, giver: int, taker: int) -> None:
-    """Give an expert slot of the expert that loses a replica to the one that gains it, on the rank
-    that is then lightest.
+    """Give a slot of the expert that loses a replica to the one that gains it, on the rank that is
+    then lightest.
     """
     slots = np.argwhere(table_RS == giver)
     others = table_RS[slots[:, 0], 1 - slots[:, 1]]
@@ -193,8 +193,8 @@ def _counts(table_LRS: Ints, num_experts: int) -> Ints:
 
 
 def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int) -> Ints:
-    """Return the expert in every slot [L, R, S]; `num_rounds` 0 is the plain greedy, the quality of
-    EPLB.
+    """Return the expert in every expert slot [L, R, S]; `num_rounds` 0 is the plain greedy, the
+    quality of EPLB.
 
     A layer is not improved below its ceiling (the heaviest rank that is good enough). The result is
     never worse than the greedy's. Raises ValueError if there are fewer slots than experts.
@@ -349,11 +349,11 @@ def deal_groups(loads_LG: Floats, num_ranks_N: Ints) -> Ints:
 def place_hierarchical(
     loads_LE: Floats, num_groups: int, nodes: Sequence[Ints], capacity_R: Ints, *, num_rounds: int
 ) -> Ints:
-    """Return the expert in every slot [L, R, S]: groups dealt to nodes, then each node placed by
-    itself.
+    """Return the expert in every expert slot [L, R, S]: groups are dealt to nodes, then each node's
+    experts are placed by themselves.
 
-    `nodes` are the living ranks of each node. Raises ValueError if a node has fewer expert slots
-    than experts.
+    `nodes` are the living ranks of each node. Raises ValueError if a node has fewer slots than
+    experts.
     """
     num_layers, num_experts = loads_LE.shape
     group_size = num_experts // num_groups
@@ -458,7 +458,7 @@ MODES = ("global", "hierarchical", "hybrid", "fast")
 GOOD_ENOUGH = 0.9997
 """A layer this balanced is left alone: sampling noise of one step is fifty times larger."""
 NUM_ROUNDS = {9: 24, 5: 48, 0: 72}
-"""Expert slots a rank has at least: rounds of exchange. With few slots, the right partner takes
+"""Least expert slots of a rank -> rounds of exchange. With few slots, the right partner takes
 longer to find.
 """
 
@@ -643,7 +643,7 @@ def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None
 def settled(
     slot_to_expert_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]
 ) -> NDArray[np.int16]:
-    """The same experts on the same ranks, each in the expert slot that it had before if its rank
+    """Return the same experts on the same ranks, each in the slot that it had before if its rank
     held it.
     """
     result = slot_to_expert_LRS.copy()
@@ -697,8 +697,8 @@ def _from_scratch(
 
 
 def _split(slot_to_expert_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
-    """The split of the sums; with a window, in each layer that, half of it or none, as suits the
-    steps' maxima.
+    """Return the split of the sums. With a window, each layer has the whole of it, half or none,
+    whichever suits the steps' maxima.
     """
     split = split_loads(slot_to_expert_LRS, summed)
     if steps is None:
@@ -766,11 +766,11 @@ def _normalised(loads_LE: Floats, num_ranks: int) -> Floats:
 # EPLB's function, so that its users can switch with one import: `from hadal.policy.experts.balance
 # import rebalance_experts`.
 #
-# Arrays mean what they mean in DeepSeek's EPLB: `weight` [layers, logical experts]; out come, for
-# every layer, the expert in each of the physical slots (numbered rank by rank), the expert slots of
-# each expert padded with -1, and how many there are. Takes numpy arrays, lists, or torch tensors
-# (which it reads through their own `cpu` and `numpy`, so that torch is not imported here); gives
-# back what it was given: tensors for tensors, int64 on the CPU, else arrays.
+# Arrays mean what they mean in DeepSeek's EPLB: `weight` is [layers, logical experts]; for every
+# layer it returns the expert in each expert slot (numbered rank by rank), the slots of each expert,
+# padded with -1, and how many those are. It takes numpy arrays, lists, or torch tensors, which it
+# reads through their own `cpu` and `numpy`, so that torch is not imported here. It returns tensors
+# for tensors, int64 on the CPU, and arrays for all else.
 
 
 def rebalance_experts(
@@ -798,7 +798,7 @@ def rebalance_experts(
     arrays = (filled, *logical_maps(filled, loads.shape[1]))
     if not is_tensor:
         return arrays
-    # Not through the loads' own type: in bfloat16 there is no expert slot 257.
+    # Not through the loads' own type: bfloat16 has no 257.
     int64 = weight.new_zeros(()).long().dtype
     physical, logical, counts = (
         weight.new_tensor(array, dtype=int64, device="cpu") for array in arrays
@@ -807,7 +807,7 @@ def rebalance_experts(
 
 
 def logical_maps(physical_to_logical_LP: Ints, num_experts: int) -> tuple[Ints, Ints]:
-    """Return (slots of every expert [L, E, most replicas], padded with -1; how many [L, E])."""
+    """Return (the slots of every expert [L, E, most replicas], padded with -1; how many [L, E])."""
     num_layers, num_replicas = physical_to_logical_LP.shape
     rows = np.arange(num_layers)[:, None]
     flat = (physical_to_logical_LP + rows * num_experts).ravel()
@@ -821,8 +821,8 @@ def logical_maps(physical_to_logical_LP: Ints, num_experts: int) -> tuple[Ints, 
 
 
 def _filled(slot_to_expert_LRS: Ints) -> Ints:
-    """EPLB knows no empty expert slot: one that is left (more slots on a rank than experts) repeats
-    the rank's first.
+    """Fill empty expert slots, which EPLB does not know: where a rank has more slots than there are
+    experts, those that are left repeat its first.
     """
     return np.asarray(
         np.where(

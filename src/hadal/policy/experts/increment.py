@@ -1,13 +1,13 @@
 """Better expert placements near today's: few replicas move, because each one that does is weights
 over a network.
 
-Two kinds of move relieve the heaviest rank of a layer: it trades a replica with another rank, or a
-expert slot that holds a spare replica of some expert is given to another expert: elsewhere to one
-of the heaviest rank's own, which then shares it, or on the heaviest rank to a light one. A move
-costs what it adds to the distance from home: an expert that returns to a rank costs nothing, nor
-does an expert slot that was rewritten before. Each round makes, in every layer that is not good
-enough, the move with the best relief per replica; the tables on the way make the layer's path.
-Knows nothing of nodes or time. All layers at once.
+Two kinds of move relieve the heaviest rank of a layer. It trades a replica with another rank; or an
+expert slot that holds a spare replica is given to another expert. If that slot is on another rank,
+it goes to one of the heaviest rank's experts, whose load is then shared; if it is on the heaviest
+rank, it goes to a light expert. A move costs what it adds to the distance from home: an expert that
+returns to a rank costs nothing, nor does an expert slot that was rewritten before. Each round
+makes, in every layer that is not good enough, the move with the best relief per replica; the tables
+on the way make the layer's path. Knows nothing of nodes or time. All layers are planned at once.
 
 Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, Q = R * S slots,
 U a layer's heaviest rank, Z most spare expert slots of a layer, N rounds.
@@ -42,13 +42,14 @@ from hadal.policy.experts.search import (
 
 
 NOWHERE = 1e30
-"""Height of the rank of a padded expert slot."""
+"""Height of the rank of what pads an expert's slots."""
 STILL = 2e-5
 """A sweep that lowers no layer's heaviest rank by this part of the heaviest is the last."""
 
 
 def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> Floats:
-    """Return the fraction of its expert's tokens that every slot takes [L, R, S]; 0 in empty slots.
+    """Return the fraction of its expert's tokens that every expert slot takes [L, R, S]; empty ones
+    take 0.
 
     The fractions of an expert sum to 1. Each sweep gives every replicated expert the split that
     levels its ranks, the other experts staying as they are; the heaviest rank never ends heavier
@@ -62,7 +63,7 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
     groups = _replicated(table_LRS, num_experts)
     flat = np.concatenate((amounts.reshape(num_layers, -1), np.zeros((num_layers, 1))), axis=1)
     rows = np.arange(num_layers)[:, None]
-    # A padded expert slot is the last one of `flat`, on a rank that is not there.
+    # What pads an expert's slots is the last of `flat`, on a rank that is not there.
     padded = [(np.where(slots < 0, flat.shape[1] - 1, slots), slots >= 0) for slots in groups]
     ranks = [np.where(real, at // num_expert_slots, rank_loads.shape[1]) for at, real in padded]
     heights = np.concatenate((rank_loads, np.full((num_layers, 1), NOWHERE)), axis=1)
@@ -84,8 +85,8 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
 
 
 def _replicated(table_LRS: Ints, num_experts: int) -> list[Ints]:
-    """Expert slot ids of the k-th replicated expert of every layer, for each k: K arrays [L, M],
-    padded with -1.
+    """Return K arrays [L, M]: the k-th has the ids of the expert slots of every layer's k-th
+    replicated expert, padded with -1.
     """
     found: list[list[list[int]]] = []
     for table in table_LRS.reshape(len(table_LRS), -1):
@@ -130,9 +131,7 @@ def _fractions(table_LRS: Ints, amounts_LRS: Floats, loads_LE: Floats) -> Floats
 
 NO_MOVE = np.float32(1e9)
 FREE = np.float32(0.5)
-"""What a move that costs no replica is reckoned at: it comes first, but not for the sake of
-nothing.
-"""
+"""Cost that is reckoned for a move of no replica: such moves come first, if they relieve at all."""
 WORTHWHILE = np.float32(2e-4)
 """Relief per replica, as a part of the heaviest rank's load, below which a layer's path ends."""
 LIGHT_RANKS = 12
@@ -143,8 +142,8 @@ have two expert slots: the right partner is rare then, and not among the lightes
 
 @dataclass
 class _State:
-    """A table and what follows from it, for some layers. Empty expert slots are replicas of the
-    weightless expert E.
+    """A table and what follows from it, for some layers. Empty expert slots hold replicas of an
+    expert number E, which weighs nothing.
     """
 
     table_LQ: Ints
@@ -152,9 +151,9 @@ class _State:
     blocked_LRE1: Flags
     """An expert may not come to a rank: it is there already, or must not be."""
     barred_LRE1: Flags | None
-    """It must not be, whatever else."""
+    """An expert must never be on a rank."""
     home_LRE1: Flags
-    """It is at home there: a replica there costs nothing."""
+    """An expert is at home on a rank: a replica there costs nothing."""
     stray_LQ: Flags
     """What an expert slot holds is not at home on its rank."""
     counts_LE1: Ints
@@ -244,8 +243,8 @@ class _State:
 
 @dataclass
 class _Moves:
-    """The best move of each layer: expert slots to write and experts to write there [L, 2] (-1:
-    none), cost and worth [L].
+    """The best move of each layer: the expert slots to write (-1: none) and the experts to write
+    there [L, 2], cost and worth [L].
     """
 
     slots_L2: Ints
@@ -511,7 +510,7 @@ def _most(worth_LSX: Singles) -> tuple[Ints, Ints, Singles]:
 
 
 def _closed(capacity_R: Ints, num_expert_slots: int) -> Flags:
-    """The expert slots [R, S] that a rank with fewer slots than others does not have."""
+    """Which expert slots [R, S] a rank does not have, as others have more."""
     return np.asarray(np.arange(num_expert_slots) >= capacity_R[:, None])
 
 
@@ -519,8 +518,8 @@ def complete(table_LRS: Ints, loads_LE: Floats, capacity_R: Ints) -> Ints:
     """Return the table with a replica of every expert: those that lost their last one take empty or
     spare expert slots.
 
-    Heaviest first, each in the expert slot that leaves its rank lightest. Raises ValueError if
-    there are too few expert slots.
+    The heaviest comes first, and each takes the slot that leaves its rank lightest. Raises
+    ValueError if there are too few slots.
     """
     table = table_LRS.copy()
     num_experts = loads_LE.shape[1]
@@ -547,8 +546,8 @@ def complete(table_LRS: Ints, loads_LE: Floats, capacity_R: Ints) -> Ints:
 # replicas while that lowers the mean of the steps' maxima. Knows nothing of time. All layers at
 # once.
 #
-# Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank, Q = R
-# * S expert slots, H light ranks.
+# Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank,
+# Q = R * S expert slots, H light ranks.
 
 
 MAX_STEPS = 16
@@ -645,8 +644,8 @@ def _best_trade(
     barred_LRE: Flags | None,
     layers_L: Ints,
 ) -> tuple[Ints, Floats]:
-    """Return (the two expert slots to trade [L, 2], what the mean of maxima falls by [L]) for the
-    given rank of each layer.
+    """Return the best trade of one rank in each layer: (the two expert slots [L, 2], what the mean
+    of maxima falls by [L]).
     """
     num_layers, num_ranks, num_expert_slots = table_LRS.shape
     rows = np.arange(num_layers)

@@ -70,11 +70,11 @@ def expand(loads_LE: Floats, counts_LE: Ints) -> tuple[Ints, Floats]:
 
 
 def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
-    """Return the expert in every slot [L, R, S]: heaviest replica first, each to the least loaded
-    rank with room.
+    """Return the expert in every expert slot [L, R, S]: the heaviest replica comes first, and each
+    goes to the least loaded rank that has a slot left.
 
-    A rank that holds the expert is passed over while another has room. `capacity_R` sums to P, none
-    of it is 0.
+    A rank that holds the expert is passed over while another has one left. `capacity_R` sums to P,
+    and none of it is 0.
     """
     num_layers, num_replicas = experts_LP.shape
     num_ranks, num_expert_slots = len(capacity_R), int(capacity_R.max())
@@ -110,15 +110,15 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
 
 
 def fold(experts_LP: Ints) -> Ints:
-    """Two expert slots a rank [L, R, 2]: the heaviest with the lightest, which is optimal once the
-    replicas are given.
+    """Return the experts of ranks of two expert slots [L, R, 2]: the heaviest replica with the
+    lightest, which is optimal once the replicas are given.
     """
     num_ranks = experts_LP.shape[1] // 2
     return np.stack((experts_LP[:, :num_ranks], experts_LP[:, : num_ranks - 1 : -1]), axis=2)
 
 
 def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
-    """Where a rank holds an expert twice: swap one with another rank's, or give the expert slot to
+    """Where a rank holds an expert twice, swap one replica with another rank's, or give its slot to
     another expert.
 
     Changes the table in place and returns it. Succeeds whenever no rank has more expert slots than
@@ -136,8 +136,8 @@ def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
 
 
 def _undouble(table_RS: Ints, rank: int, slot: int, loads_E: Floats) -> None:
-    """Free one expert slot of a double, by the swap that changes loads least; else by a new replica
-    of the heaviest.
+    """Free a slot of an expert that its rank holds twice, by the swap that changes loads least;
+    where there is none, by a new replica of the heaviest expert.
     """
     expert = table_RS[rank, slot]
     counts = np.bincount(table_RS[table_RS != EMPTY], minlength=len(loads_E))
@@ -259,7 +259,7 @@ NEVER = np.float32(1e9)
 
 def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
     """Load of the replica in every expert slot [L, R, S] when the replicas of an expert share
-    evenly; 0 in empty expert slots.
+    evenly; 0 in empty ones.
     """
     num_layers, num_experts = loads_LE.shape
     flat = table_LRS.reshape(num_layers, -1)
@@ -276,8 +276,8 @@ def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
 
 
 def held_loads(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    """Load of the whole expert in every slot [L, R, S]; whatever in empty slots: the caller takes
-    nothing of it.
+    """Load of the whole expert in every expert slot [L, R, S]. Empty ones have some load or other,
+    which the caller must not use.
     """
     flat = np.where(table_LRS == EMPTY, 0, table_LRS).reshape(len(table_LRS), -1)
     return np.asarray(np.take_along_axis(loads_LE, flat, axis=1).reshape(table_LRS.shape))
@@ -408,8 +408,8 @@ def _trade(
 #
 # Knows nothing of nodes, of time, or of how a path was found.
 #
-# Shapes: N tables, L layers, E logical experts, R living ranks, S most expert slots of a rank, Q =
-# R * S expert slots.
+# Shapes: N tables, L layers, E logical experts, R living ranks, S most expert slots of a rank,
+# Q = R * S expert slots.
 
 
 Flags = NDArray[np.bool_]
@@ -449,8 +449,8 @@ def held_by(table_LRS: Ints, num_experts: int) -> Flags:
 
 def num_moved(old_LRS: Ints, new_LRS: Ints) -> Ints:
     """Replicas that their rank did not hold before [L]."""
-    strange = (new_LRS[:, :, :, None] != old_LRS[:, :, None, :]).all(axis=3) & (new_LRS != EMPTY)
-    return np.asarray(strange.sum(axis=(1, 2)))
+    is_new = (new_LRS[:, :, :, None] != old_LRS[:, :, None, :]).all(axis=3) & (new_LRS != EMPTY)
+    return np.asarray(is_new.sum(axis=(1, 2)))
 
 
 def choose(paths: Sequence[Path], max_moves: int) -> Ints:

@@ -207,7 +207,7 @@ class DecodeArrivals:
         self._lease_s = lease_s
         self._out = out
         self._is_full = False
-        """Not all who waited had a slot, when they were last looked at."""
+        """Whether not all who waited had a slot, when they were last looked at."""
         self._deadlines: dict[Key, float] = {}
         """Slots that are EARLY, and of some that were; the earliest first."""
 

@@ -94,7 +94,7 @@ class DecodeTable:
         self.is_muted: Bools = np.zeros(num_slots, np.bool_)
         """Whatever the Runner draws for it is dropped: it finished, or nobody wants it."""
         self.is_preempted: Bools = np.zeros(num_slots, np.bool_)
-        """It goes back to the front once its last tokens were delivered."""
+        """The request goes back to the front once its last tokens were delivered."""
         self.length: Ints = np.zeros(num_slots, np.int64)
         """KV positions written after the last emitted plan; the next one writes this position."""
         self.output_index: Ints = np.zeros(num_slots, np.int64)
@@ -168,7 +168,7 @@ class DecodeTable:
         self.occupants[slot] = Occupant(occupant.generation, lease, occupant.arrival)
 
     def prefilled(self, slot: int, generation: Generation, lease: KvLease) -> None:
-        """Its prompt is prefilled: `generation` has the first token, `lease` all KV before it."""
+        """A slot's prompt is prefilled: `generation` has the first token, `lease` all KV before it."""
         self.state[slot] = SlotState.PULLING
         self.length[slot] = lease.num_tokens
         self.output_index[slot] = len(generation.output)

@@ -123,7 +123,7 @@ fewer say as much.
 
 
 def fractions(placement: Placement) -> Floats:
-    """Share of its expert's tokens that each slot takes [L, R, S]; 0 in empty slots."""
+    """Share of its expert's tokens that each expert slot takes [L, R, S]; empty ones take 0."""
     table = placement.slot_to_expert_LRS.astype(np.int64)
     weights = (
         np.ones(table.shape)

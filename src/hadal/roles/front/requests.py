@@ -42,10 +42,10 @@ class Record:
 
     generation: Generation
     number: int
-    """Its number in the order of arrival."""
+    """The request's number in the order of arrival."""
     deadline_s: float
     output: list[int]
-    """Its tokens so far; empty where the front keeps no text."""
+    """Tokens so far; empty where the front keeps no text."""
     num_output: int = 0
     """Tokens so far. While it runs, this and `num_blocks` are counted
     there.
@@ -67,7 +67,7 @@ class Record:
     num_blocks: int = 0
     """Counted against decode while it is placed: its tokens and the one that comes."""
     row: int = -1
-    """Its row among those that run; negative: nowhere."""
+    """Row among the requests that run; negative: none."""
 
     @property
     def request_id(self) -> str:
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def queue_key(self) -> QueueKey:
-        """Its place in the queue; the same when it comes back."""
+        """Key that orders the queue; the same when the request comes back."""
         return (
             turn_s(self.generation.arrived_s, self.generation.priority),
             self.number,
@@ -94,10 +94,10 @@ class Record:
 # Requests that decode units work on, as arrays: a step's tokens of a whole unit are counted in a
 # few operations.
 #
-#     Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends, is lost or given up: leave
+#     Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends or is given up: leave
 #
-# An attempt id names an attempt by the row that it has here and is never given out twice, nor by another
-# front, so what comes late of an attempt that has left finds nothing. While it runs, what
+# An attempt id holds the row that its attempt has here. It is never given out twice, nor by another
+# front, so what comes late of an attempt that has left finds nothing. While an attempt runs, what
 # grows with every token is here and not in its record. Knows no messages but Tokens.
 
 
@@ -108,8 +108,8 @@ _ROW_BITS = 24
 _NOBODY = -1
 MAX_ROWS = 1 << _ROW_BITS
 _FIRST_BITS = 38
-"""Bits of the number of a front's first attempt id: as many again fit into what a row leaves of 63
-bits.
+"""Bits of the number in a front's first attempt id. A row leaves 39 of 63 bits for it, so that as
+many numbers again can follow.
 """
 
 
@@ -120,13 +120,13 @@ class Taken:
     """
 
     good: Ints
-    """Its rows that are the next token of their attempt, in order: counted."""
+    """Rows of the message that are the next token of their attempt, in order; they were counted."""
     gaps: tuple[Record, ...]
     """Attempts of which a token is missing."""
     unknown: tuple[int, ...]
     """Ids of attempts that have left, or are another unit's, and go on there."""
     num_blocks: int
-    """That the requests of the unit grew by."""
+    """Blocks that the requests of the unit grew by."""
 
 
 class Running:
@@ -144,15 +144,16 @@ class Running:
         self._num_output: Ints = np.zeros(0, np.int64)
         self._num_blocks: Ints = np.zeros(0, np.int64)
         self._is_pulled: Ints = np.zeros(0, np.int64)
-        """Its KV is where its tokens come from."""
+        """Whether its KV is where its tokens come from."""
         self._grow(num_rows)
 
     def __len__(self) -> int:
         return len(self._records) - len(self._free)
 
     def begin(self, epoch: str) -> None:
-        """Give out this front's attempt ids. Those of two are far apart: a unit may have attempts of
-        one that died beside its successor's, and neither's text may ever be taken for the other's.
+        """Give out this front's attempt ids. Those of two fronts are far apart: a unit may have
+        attempts of one that died beside its successor's, and neither's text may ever be taken for
+        the other's.
         """
         self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (
             64 - _FIRST_BITS
@@ -175,8 +176,8 @@ class Running:
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
 
     def enter(self, record: Record) -> int:
-        """Its tokens come from `record.decode_unit` from now on; returns the attempt id to know them
-        by.
+        """Let an attempt run: its tokens come from `record.decode_unit` from now on, under the
+        attempt id that is returned.
         """
         if record.row >= 0 or record.decode_unit is None:
             raise InvariantError(f"{record.request_id} cannot enter.")
@@ -197,7 +198,7 @@ class Running:
         return attempt_id
 
     def pulled(self, record: Record) -> None:
-        """Its KV has arrived."""
+        """A record's KV has arrived."""
         self._is_pulled[record.row] = True
 
     def sync(self, record: Record) -> None:
@@ -217,11 +218,11 @@ class Running:
         record.row = _NOBODY
 
     def attempt_id_of(self, record: Record) -> int:
-        """The attempt id of one that runs."""
+        """The attempt id of a record that runs."""
         return int(self._attempt_id[record.row])
 
     def record_of(self, attempt_id: int) -> Record:
-        """Whose attempt id it is: of one that was taken."""
+        """The record that runs under an attempt id, which must be one of `take`'s."""
         record = self._records[attempt_id & (MAX_ROWS - 1)]
         assert record is not None
         return record

@@ -61,11 +61,11 @@ class FrontCache:
         self._units: dict[str, _Held] = {}
 
     def up(self, unit: str, epoch: str, num_blocks: int) -> None:
-        """A unit starts, or starts again: it reports itself what it has."""
+        """A unit starts, or starts again: what it has, it will report."""
         self._units[unit] = _Held(epoch, num_blocks)
 
     def down(self, unit: str) -> None:
-        """Its memory is gone."""
+        """Forget a unit, whose memory is gone."""
         self._units.pop(unit, None)
 
     def heard(self, message: Cached, num_blocks: int) -> None:
@@ -167,11 +167,11 @@ class Unit:
     """The view that the policies saw last, unless something changed since."""
     drain_number: int = 0
     drain_by_s: float | None = None
-    """Not None: nothing new is sent there, and what it holds may stay until then
-    (roles/front/front).
+    """Until when what it holds may stay, while nothing new is sent there (roles/front/front); None:
+    it does not drain.
     """
     orphan_by_s: float | None = None
-    """Not None: its ranks have no leader, and what they hold is kept for a new one until then."""
+    """Until when what its ranks hold is kept for a new leader; None: they have one."""
 
     @property
     def num_ranks(self) -> int:
@@ -189,11 +189,11 @@ class Unit:
 
     @property
     def is_of_many_ranks(self) -> bool:
-        """Its leader is a process by itself."""
+        """Whether its leader is a process by itself."""
         return self.load is not None and self.load.num_ranks > 1
 
     def changed(self) -> None:
-        """It is not as the policies saw it any more."""
+        """The unit is not as the policies saw it any more."""
         self.prefill_view = self.decode_view = None
 
 
@@ -271,19 +271,19 @@ class FrontUnits:
         self.cache.up(message.unit, message.epoch, message.num_blocks)
 
     def remove(self, name: str) -> None:
-        """It is down, and what it had with it."""
+        """A unit is down, and what it had with it."""
         unit = self.by_name.pop(name, None)
         if unit is not None:
             self._role_to_units[unit.role].remove(unit)
         self.cache.down(name)
 
     def orphaned(self, unit: Unit, by_s: float) -> None:
-        """Its leader is gone. Said again, it changes nothing."""
+        """A unit's leader is gone. Said again, it changes nothing."""
         unit.changed()
         unit.orphan_by_s = by_s if unit.orphan_by_s is None else unit.orphan_by_s
 
     def succeeded(self, unit: Unit, message: UnitUp, now_s: float) -> None:
-        """It has a new leader, and what was sent there counts on."""
+        """A unit has a new leader, and what was sent there still counts."""
         unit.changed()
         unit.epoch, unit.orphan_by_s, unit.seen_s, unit.load = message.epoch, None, now_s, None
         unit.num_blocks, unit.num_requests_max = message.num_blocks, message.num_requests_max

@@ -149,7 +149,7 @@ class DiskReads:
         return load
 
     def end(self, now_s: float, read_id: int, num_loaded: int) -> DiskRead:
-        """It is answered. Raises KeyError if it is not under way."""
+        """A read is answered; returns it. Raises KeyError if it is not under way."""
         load = self._reads.pop(read_id)
         since_s = max(
             load.began_s, self._answered_s.get(load.rank, -math.inf)
@@ -345,7 +345,7 @@ class PrefillCache:
                 )
 
     def _say_used(self, names: bytes) -> None:
-        """Notify those who keep them on disk."""
+        """Report blocks as used to those who keep them on disk."""
         locations = self.stores.index.found(names)
         if locations:
             self._out.append(UsedBlocks(locations))
@@ -405,7 +405,7 @@ class PrefillCache:
 
     # ---- a prompt is computed ----
     def written(self, prompt: PrefillAttempt) -> None:
-        """Its KV is there up to `num_done`: let full blocks be found."""
+        """A prompt's KV is there up to `num_done`: let full blocks be found."""
         full = min(prompt.num_done // BLOCK_TOKENS, num_names(prompt.generation.chain))
         if self._keeps and full > prompt.num_named:
             first = prompt.num_named
@@ -432,7 +432,7 @@ class PrefillCache:
         self._out.append(Send("front", PrefilledEarly(self._unit, *prompt.key, lease)))
 
     def finished(self, prompt: PrefillAttempt) -> None:
-        """Its first token came: count, and store what the disk has not."""
+        """A prompt's first token came: count, and store what the disk has not."""
         generation, counts, prefix = prompt.generation, self._counts, prompt.prefix
         counts[cache.MEMORY_HIT_TOKENS] += prefix.num_memory * BLOCK_TOKENS
         counts[cache.DISK_HIT_TOKENS] += prefix.num_loading * BLOCK_TOKENS
@@ -446,7 +446,7 @@ class PrefillCache:
             self._begun += self.stores.begin()
 
     def failed(self, prompt: PrefillAttempt) -> None:
-        """Its token is void, so what it attended to may be: nothing of its rank is found any
+        """A prompt's token is void, so what it attended to may be: nothing of its rank is found any
         more.
         """
         self._pools[prompt.rank].forget_names()
@@ -472,7 +472,7 @@ class PrefillCache:
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 
     def say_all(self) -> None:
-        """Report to a front that knows nothing all that can be found."""
+        """Report all that can be found, to a front that knows nothing of it."""
         self._pools.take_names()
         names = self._pools.found_names
         if self._keeps:

@@ -76,7 +76,7 @@ class PrefillAttempt:
     is_dropped: bool = False
     """Nobody wants it any more; it only waits for that plan."""
     number: int = 0
-    """Its number in the order of arrival here."""
+    """The prompt's number in the order of arrival here."""
 
     @property
     def key(self) -> Key:

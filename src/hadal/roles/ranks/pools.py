@@ -289,7 +289,7 @@ def named_blocks(block_to_name: Mapping[int, tuple[bytes, bytes]]) -> NamedBlock
 
 
 def names_of(named: NamedBlocks) -> dict[int, tuple[bytes, bytes]]:
-    """The same as it was."""
+    """Undo `named_blocks`: block -> (its name, the name before it)."""
     befores = (b"" if before == NO_NAME else before for before in split(named.befores))
     return dict(zip(named.block_ids, zip(split(named.names), befores, strict=True), strict=True))
 

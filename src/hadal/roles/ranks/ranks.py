@@ -177,9 +177,9 @@ class RankedLeader:
         self._step_timeout_s = step_timeout_s
         self._in_flight: deque[_RanksStep] = deque()
         self._held_writes: list[Pull | ReadBlocks] | None = None
-        """Not None after a failed step, whose blocks the inner leader takes for free while other ranks may
-        still compute in them: what is to be copied into pools waits until the next formation is
-        formed.
+        """What waits to be copied into pools until the next formation is formed. Not None after a
+        failed step, whose blocks the inner leader takes for free while other ranks may still
+        compute in them.
         """
         self._asked: dict[tuple[Hashable, ...], int] = {}
         """Outcomes that the inner leader waits for, of pulls and of what is read from disk or written there

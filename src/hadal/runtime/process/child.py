@@ -104,9 +104,9 @@ class ProcessPhase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     WAITING = "waiting"
-    """It is to be started again."""
+    """The process is to be started again."""
     RESTING = "resting"
-    """Not wanted now; it may be later."""
+    """The process is not wanted now; it may be later."""
     ENDED = "ended"
 
 
@@ -186,7 +186,7 @@ class Child:
         ).start()
 
     def is_ready(self, now_s: float) -> None:
-        """It works: from now on its end is a crash, not a failed start."""
+        """The process works: from now on its end is a crash, not a failed start."""
         if self.phase is ProcessPhase.STARTING:
             self.phase = ProcessPhase.READY
             self.ready_s = now_s
@@ -272,13 +272,13 @@ class Child:
         return self._is_wanted
 
     def dismiss(self) -> None:
-        """It need not run. One that does goes on until it ends, and is not started again."""
+        """The process need not run. One that does goes on until it ends, and is not started again."""
         self._is_wanted = False
         if self.phase is ProcessPhase.WAITING:
             self.phase = ProcessPhase.RESTING
 
     def want(self, now_s: float) -> None:
-        """It is to run: at once if it does not, else again when it has ended."""
+        """The process is to run: at once if it does not, else again when it has ended."""
         self._is_wanted = True
         if self.phase is ProcessPhase.RESTING:
             self.phase = ProcessPhase.WAITING
@@ -337,7 +337,7 @@ class Starting:
         self._has_bar = has_bar
         self._bar: Bar | None = None
         self._logged_s: float | None = None
-        """When the log was last told; None while nobody starts."""
+        """When that was last logged; None while nobody starts."""
 
     def look(self, now_s: float) -> None:
         """Show how far they are. Called a few times a second."""

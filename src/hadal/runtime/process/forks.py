@@ -46,7 +46,7 @@ MODULES = (
     "hadal.runtime.unit",
     "hadal.gateway.process",
 )
-"""What is forked needs these, in the order in which they are imported."""
+"""Modules that forked processes need, in the order in which they are imported."""
 API_KEYS = "HADAL_API_KEYS"
 """Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
 let in.
@@ -61,6 +61,7 @@ _MAX_BYTES = 1 << 18
 _MAX_FDS = 8
 _MAX_PID_BYTES = 32
 _QUIET_S = 3.0
+"""If no fork is asked for in so long, nobody waits for one."""
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,8 @@ class Left(msgspec.Struct, tag=True):
 
 
 class Job(msgspec.Struct, tag=True):
-    """What a forked process shall be. `fds`: numbers under which it finds the descriptors that come
-    with the job, after its output and its line to the supervisor.
+    """What a forked process shall be. With the job come descriptors: its output, its line to the
+    supervisor, and those that it finds under the numbers `fds`.
     """
 
     name: str
@@ -151,11 +152,11 @@ def start(
 
 
 class Forks:
-    """The supervisor's side. Waits for the other process in `fork` alone, and there not for long."""
+    """The supervisor's side. It waits for the fork server in `fork` alone, and not for long."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
-        """Start the fork server, which is not waited for. `modules` are what it imports first; the
-        last of them once nobody waits for a fork.
+        """Start the fork server, which is not waited for. `modules` are what it imports before it
+        forks; the last of them is imported once nobody waits for a fork.
         """
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -174,7 +175,7 @@ class Forks:
 
     @property
     def is_warming(self) -> bool:
-        """Whether it will be able to fork, and is not yet."""
+        """Whether the fork server is to be able to fork, and is not yet."""
         if self._socket is None or self._is_ready:
             return False
         if select.select([self._socket], [], [], 0.0)[0]:

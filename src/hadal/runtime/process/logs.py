@@ -4,7 +4,7 @@ programs.
     2026-11-23T08:33:12.123Z decode-0.2   WARNING rank 1 is gone: its connection ended
     {"time":"2026-11-23T08:33:12.123Z","level":"warning","process":"decode-0.2","message":"rank 1 ...","rank":2}
 
-What is known besides the message (`fields`) is told in JSON alone, all but the id of the request
+What is known besides the message (`fields`) is logged in JSON alone, all but the id of the request
 that a line is about.
 """
 
@@ -66,9 +66,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             write_line(f"{self.format(record)}\n".encode())
-        except (
-            Exception
-        ):  # A line that cannot be made is told of on stderr, and stops nobody's work.
+        except Exception:  # A line that cannot be made is reported on stderr and stops no work.
             self.handleError(record)
 
 

@@ -1,9 +1,9 @@
 """The Disk seam, live, of a process with a KV pool: ReadBlocks and StoreBlocks effects, run beside
 the steps.
 
-Loads and stores have threads of their own, so a prompt never waits for what others write. It copies
-and verifies; what is worth keeping and loading, the roles decide. What is on disk, by whomever,
-leaders learn from runtime/store/view.
+Loads and stores have threads of their own, so a prompt never waits for what others write. They copy
+and verify; the roles decide what is worth keeping and loading, and learn from runtime/store/view
+what is on disk, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hadal.runtime.worker import Worker
 # buffer, and what it reads late goes nowhere, so the blocks of the pool are free with the answer.
 # While all threads hang, loads fail at once.
 #
-# Knows no names but those it is given: a block that is not where it is sought is gone.
+# Knows no names but those of its loads: a block that is not where it is sought is gone.
 
 
 NUM_THREADS = 3
@@ -60,12 +60,12 @@ is in the cache.
 READ_DEADLINE_S = 10.0
 """A load that did not move for so long is given up."""
 READ_TOTAL_S = 60.0
-"""One that moves, but waits or works longer than this, as well."""
+"""A load that moves is given up after so long, too."""
 _MAX_OPEN = 64
 
 
 @dataclass
-class _Read:
+class _Load:
     effect: ReadBlocks
     names: list[bytes]
     begun_s: float
@@ -74,11 +74,11 @@ class _Read:
     """Outcome of each piece; None: not done."""
     is_running: bool = False
     num_copying: int = 0
-    """Pieces whose bytes go into the pool right now: it cannot be given up."""
+    """Pieces whose bytes go into the pool right now: the load is not given up meanwhile."""
     is_over: bool = False
 
     def outcome(self) -> _Found:
-        """What can be told of the whole: up to the first piece that failed or is not done."""
+        """What is known of the whole load: up to the first piece that failed or is not done."""
         num_good = 0
         for piece in self.outcomes:
             if piece is None:
@@ -91,8 +91,8 @@ class _Read:
 
 @dataclass
 class _Found:
-    """What a run of slots proved to hold: so many good blocks from its first one on, and what ended
-    them.
+    """What adjacent disk slots proved to hold: so many good blocks from the first one on, and what
+    ended them.
     """
 
     num_good: int
@@ -102,9 +102,9 @@ class _Found:
 
 @dataclass
 class _Piece:
-    """Locations begin .. end-1 of a load: adjacent slots of one segment."""
+    """Locations begin .. end-1 of a load: adjacent disk slots of one segment."""
 
-    load: _Read
+    load: _Load
     index: int
     begin: int
     end: int
@@ -115,7 +115,7 @@ class _PieceReader:
     """What a thread reads with, while it reads a piece."""
 
     buffer: Bytes
-    load: _Read | None = None
+    load: _Load | None = None
     """Load that it reads for."""
     segments: OrderedDict[int, Segment] = field(default_factory=OrderedDict)
     """Open ones, least recently used first."""
@@ -142,8 +142,8 @@ class Loader:
         self._troubles = troubles
         self._wake = wake
         self._deadline_s = deadline_s
-        self._reads: deque[_Read] = deque()
-        """Not answered, in order of arrival."""
+        self._loads: deque[_Load] = deque()
+        """Loads that are not answered, in order of arrival."""
         self._readers = [
             _PieceReader(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
         ]
@@ -159,14 +159,14 @@ class Loader:
         """Begin a load; its outcome is among `take`'s."""
         now_s = time.monotonic()
         pieces = _pieces(effect, len(self._readers[0].buffer))
-        load = _Read(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
+        load = _Load(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
         if not len(load.names) == len(effect.locations) == len(effect.into):
             raise ValueError(
-                f"load {effect.read_id} has {len(load.names)} names, {len(effect.locations)} locations, "
-                f"{len(effect.into)} blocks"
+                f"load {effect.read_id} has {len(load.names)} names, {len(effect.locations)}"
+                f" locations, {len(effect.into)} blocks"
             )
         with self._lock:
-            self._reads.append(load)
+            self._loads.append(load)
             if not pieces:
                 self._end(load)
         for index, (begin, end) in enumerate(pieces):
@@ -175,13 +175,15 @@ class Loader:
             self._wake()
 
     def take(self) -> list[BlocksRead]:
-        """The outcomes that are ready; loads that the disk keeps waiting are given up here. Raises
-        a thread's bug.
+        """Return the outcomes that are ready, and give up the loads that the disk keeps waiting.
+        Raises what broke a thread, if anything did.
         """
         now_s = time.monotonic()
         with self._lock:
-            do_all_hang = all(one.load is not None and one.load.is_over for one in self._readers)
-            for load in list(self._reads):
+            do_all_hang = all(
+                reader.load is not None and reader.load.is_over for reader in self._readers
+            )
+            for load in list(self._loads):
                 stood_s = now_s - load.moved_s
                 is_stuck = load.is_running and not load.num_copying and stood_s > self._deadline_s
                 is_late = not load.num_copying and now_s - load.begun_s > READ_TOTAL_S
@@ -196,41 +198,41 @@ class Loader:
             return self._worker.take()
 
     def stop(self, deadline_s: float) -> None:
-        """Let the threads end. `deadline_s`: by time.monotonic; one that hangs is left to the
+        """Let the threads end, by `deadline_s` of time.monotonic; one that hangs is left to the
         process's end.
         """
         # A block that is being copied is copied to its end, and no other is begun.
         self._worker.stop(deadline_s - time.monotonic())
-        for own in self._free:
-            for segment in own.segments.values():
+        for reader in self._free:
+            for segment in reader.segments.values():
                 segment.close()
 
     # ---- in the threads ----
     def _run(self, piece: _Piece) -> None:
-        own = self._free.pop()
+        reader = self._free.pop()
         try:
-            self._do(own, piece)
+            self._do(reader, piece)
         finally:
-            self._free.append(own)
+            self._free.append(reader)
 
-    def _do(self, own: _PieceReader, piece: _Piece) -> None:
+    def _do(self, reader: _PieceReader, piece: _Piece) -> None:
         load = piece.load
         with self._lock:
             if load.is_over or self._worker.is_stopping:
                 return
             is_wanted = load.outcome().error is None
-            own.load = load
+            reader.load = load
             if not load.is_running:
                 load.is_running, load.moved_s = True, time.monotonic()
         found = (
-            self._try_to_read(own, piece)
+            self._try_to_read(reader, piece)
             if is_wanted
             else _Found(0, 0, "a block before it is missing")
         )
-        if not self._may_copy(own, load):
+        if not self._may_copy(reader, load):
             return
         into = list(load.effect.into[piece.begin : piece.begin + found.num_good])
-        self._blocks[into] = own.buffer[: found.num_good, : self._blocks.shape[1]]
+        self._blocks[into] = reader.buffer[: found.num_good, : self._blocks.shape[1]]
         with self._lock:
             load.num_copying -= 1
             load.moved_s = time.monotonic()
@@ -241,18 +243,20 @@ class Loader:
         if is_last:
             self._wake()
 
-    def _may_copy(self, own: _PieceReader, load: _Read) -> bool:
-        """Whether the load's blocks are still its own; then they are until the copy is done."""
+    def _may_copy(self, reader: _PieceReader, load: _Load) -> bool:
+        """Whether the load's blocks are still its own. If so, they stay that until the copy is
+        done.
+        """
         with self._lock:
-            own.load = None
+            reader.load = None
             if load.is_over or self._worker.is_stopping:
                 return False
             load.num_copying += 1
         return True
 
-    def _try_to_read(self, own: _PieceReader, piece: _Piece) -> _Found:
+    def _try_to_read(self, reader: _PieceReader, piece: _Piece) -> _Found:
         try:
-            found = self._read(own, piece.load, piece.begin, piece.end)
+            found = self._read(reader, piece.load, piece.begin, piece.end)
         except FileNotFoundError:
             found = _Found(0, 0, "its segment is gone")
         except SegmentError as error:
@@ -260,21 +264,21 @@ class Loader:
         except OSError as error:
             found = _Found(0, 0, self._troubles.note_error("read", error))
         if found.error is not None:
-            self._forget(own, piece.load.effect.locations[piece.begin].segment)
+            self._forget(reader, piece.load.effect.locations[piece.begin].segment)
         return found
 
-    def _read(self, own: _PieceReader, load: _Read, begin: int, end: int) -> _Found:
+    def _read(self, reader: _PieceReader, load: _Load, begin: int, end: int) -> _Found:
         """Read locations begin .. end-1, which are adjacent, into the buffer, and verify them."""
         first, count = load.effect.locations[begin].disk_slot, end - begin
-        segment = self._open(own, load.effect.locations[begin].segment)
+        segment = self._open(reader, load.effect.locations[begin].segment)
         if not 0 <= first <= first + count <= segment.num_slots:
             return _Found(0, 0, "there is no such slot")
         records = segment.table(first, count)
-        segment.read_blocks(first, own.buffer[:count])
-        return self._verify(own, segment, first, records, load.names[begin:end])
+        segment.read_blocks(first, reader.buffer[:count])
+        return self._verify(reader, segment, first, records, load.names[begin:end])
 
     def _verify(
-        self, own: _PieceReader, segment: Segment, first: int, records: Words, names: list[bytes]
+        self, reader: _PieceReader, segment: Segment, first: int, records: Words, names: list[bytes]
     ) -> _Found:
         is_good = segment.is_good(records, first)
         for index, name in enumerate(names):
@@ -289,7 +293,7 @@ class Loader:
                 )
             if record[NAME].tobytes() != name:
                 return _Found(index, 0, "it made room for another")
-            if sum_of(own.buffer[index, : segment.block_bytes]) != record[SUM].tobytes():
+            if sum_of(reader.buffer[index, : segment.block_bytes]) != record[SUM].tobytes():
                 if not np.array_equal(segment.table(slot, 1)[0], record):
                     return _Found(index, 0, "it made room for another")
                 return _Found(
@@ -298,7 +302,7 @@ class Loader:
         return _Found(len(names))
 
     def _damaged(self, segment: Segment, slot: int, record: Words, what: str) -> str:
-        """Nobody shall look there again."""
+        """Mark a disk slot, so that nobody looks there again. Returns `what`."""
         text = f"slot {slot} of {segment.path.name}: {what}"
         self._troubles.note(
             "damaged", f"{text}; it is not used, and written anew when it is computed"
@@ -309,37 +313,37 @@ class Loader:
             self._troubles.note_error("mark", error)
         return what
 
-    def _open(self, own: _PieceReader, number: int) -> Segment:
-        """Segments stay open: a file is looked up once. One that was removed is let go of, so that
-        its room is free.
+    def _open(self, reader: _PieceReader, number: int) -> Segment:
+        """Return a segment, which stays open, so that its file is looked up once. One that was
+        removed is let go of, so that its space on disk is free.
         """
-        known = own.segments.get(number)
+        known = reader.segments.get(number)
         if known is not None and known.is_whole():
-            own.segments.move_to_end(number)
+            reader.segments.move_to_end(number)
             return known
-        self._forget(own, number)
+        self._forget(reader, number)
         segment = Segment.open(self._folder, number)
         try:
             segment.require(self._fingerprint, self._blocks.shape[1])
         except SegmentError:
             segment.close()
             raise
-        own.segments[number] = segment
-        if len(own.segments) > _MAX_OPEN:
-            own.segments.popitem(last=False)[1].close()
+        reader.segments[number] = segment
+        if len(reader.segments) > _MAX_OPEN:
+            reader.segments.popitem(last=False)[1].close()
         return segment
 
-    def _forget(self, own: _PieceReader, number: int) -> None:
-        segment = own.segments.pop(number, None)
+    def _forget(self, reader: _PieceReader, number: int) -> None:
+        segment = reader.segments.pop(number, None)
         if segment is not None:
             segment.close()
 
-    def _end(self, load: _Read, error: str | None = None) -> None:
+    def _end(self, load: _Load, error: str | None = None) -> None:
         """Answer a load, once. Under the lock."""
         if load.is_over:
             return
         load.is_over = True
-        self._reads.remove(load)
+        self._loads.remove(load)
         found = load.outcome()
         answer = BlocksRead(
             load.effect.read_id, found.num_good, found.num_damaged, found.error or error
@@ -348,8 +352,8 @@ class Loader:
 
 
 def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:
-    """Cut the locations into stretches of adjacent slots: (first index, end), `most` of them at
-    most.
+    """Cut the locations into pieces of adjacent disk slots, `most` in each at most: (first index,
+    end).
     """
     return [
         (begin, min(begin + most, at + count))
@@ -385,7 +389,7 @@ class DiskStore:
         pause_s: float = PAUSE_S,
     ) -> None:
         """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most that this writer
-        keeps on disk; `total_bytes`: all writers of its deployment.
+        keeps on disk; `total_bytes`: most that all writers of its deployment keep together.
         """
         self.troubles = Troubles(folder)
         total_bytes = share_bytes if total_bytes is None else total_bytes
@@ -399,15 +403,15 @@ class DiskStore:
         self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, read_deadline_s)
 
     def submit(self, effect: ReadBlocks | StoreBlocks) -> None:
-        """Begin; the outcome is among `take`'s."""
+        """Begin a load or a store; its outcome is among `take`'s."""
         if isinstance(effect, ReadBlocks):
             self._loader.submit(effect)
         else:
             self._writer.submit(effect)
 
     def take(self) -> list[BlocksRead | BlocksStored]:
-        """The outcomes that are ready. To be called now and then even if nothing woke the host:
-        deadlines end here.
+        """Return the outcomes that are ready. It is to be called now and then even if nothing woke
+        the host, for deadlines are looked at here.
         """
         return [*self._loader.take(), *self._writer.take()]
 

@@ -1,6 +1,6 @@
-"""The blocks one writer of the disk cache keeps: kv/disk_slots says which slot,
-runtime/store/segments which file; this puts the bytes there, in the order that survives `kill -9`,
-and reads the records back after it.
+"""The blocks that one writer of the disk cache keeps. kv/disk_slots says in which slot they lie and
+runtime/store/segments in which file; this puts the bytes there, in the order that survives
+`kill -9`, and reads the records back after it.
 
 Knows nothing of pools, queues or deadlines.
 """
@@ -46,7 +46,7 @@ class Block:
     location: DiskLocation | None = None
     """Where it is, once it is written; it may be lost until it is synced as well."""
     is_new: bool = False
-    """It is to be written; else it was there before."""
+    """Whether it is to be written; else it was there before."""
     sequence: int = 0
     is_durable: bool = False
 

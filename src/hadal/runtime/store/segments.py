@@ -1,5 +1,5 @@
-"""A segment: one preallocated file of the disk cache. Blocks of KV lie in its slots, and its table
-is their index.
+"""A segment: one preallocated file of the disk cache. Blocks of KV lie in its disk slots, which all
+of runtime/store calls slots for short, and its table is their index.
 
     page 0    header: magic, version, sizes, number, fingerprint, check; then, by themselves, two change words
     table     a record of 64 bytes a slot: name, position, XXH3 of the block, sequence, check of the record
@@ -45,9 +45,9 @@ from hadal.core.cache import split
 from hadal.core.errors import HadalError
 from hadal.runtime.process.private import take_from_others
 
-# Troubles with the folder of the disk cache: counted by kind, and each kind told in one line of the
-# log of a process, whichever of its threads met with it and at what, and again only after a long
-# while.
+# Troubles with the folder of the disk cache. They are counted by kind, and each kind is one line in
+# the log of a process, whichever of its threads met with it and at what, and is logged again only
+# after a long while.
 
 
 log = logging.getLogger("hadal.disk")
@@ -56,8 +56,8 @@ REPEAT_S = 600.0
 GONE = "gone"
 _logged_lock = threading.Lock()
 _logged: dict[tuple[Path, str], float] = {}
-"""(folder, kind) -> when the log was told. Of the process: its store and its view meet with the
-same trouble.
+"""(folder, kind) -> when it was logged. There is one of a process, for its store and its view meet
+with the same trouble.
 """
 
 
@@ -90,8 +90,8 @@ class Troubles:
         )
 
     def note_error(self, what: str, error: Exception) -> str:
-        """The same of an exception; returns what to tell whoever asked. A cause is one kind, at
-        whatever it is met.
+        """Note an exception; returns what to say to whoever asked. A cause is one kind, whatever it
+        is met at.
         """
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, errno.ENOENT) and not self._folder.exists():
@@ -108,9 +108,7 @@ class Troubles:
         return f"{what}: {error}"
 
     def note_useless(self, error: Exception) -> None:
-        """The same of a segment that is whole no more, or never was one of ours: nobody of us
-        deletes it.
-        """
+        """Note a segment that is whole no more, or never was ours: no process of ours deletes it."""
         text = (
             f"{error}; it takes room and is not used: delete it, unless another version of Hadal"
             " has it"
@@ -152,7 +150,7 @@ class SegmentTakenError(SegmentError):
 
 
 class OtherModelError(SegmentError):
-    """It is whole, and of another model or shape of block."""
+    """A segment is whole, and of another model or shape of block."""
 
 
 class Segment:
@@ -549,11 +547,8 @@ def make_buffer(block_bytes: int, most_bytes: int) -> Bytes:
     with contextlib.suppress(OSError):  # A kernel without them.
         memory.madvise(mmap.MADV_HUGEPAGE)
     every: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-    every.fill(
-        0
-        # The kernel looks for huge pages now, which takes long where memory is full, and not in a
-        # load.
-    )
+    # The kernel looks for huge pages now, which takes long where memory is full, and not in a load.
+    every.fill(0)
     begin = -every.ctypes.data % HUGE_PAGE
     return every[begin : begin + num_slots * slot_bytes].reshape(num_slots, slot_bytes)
 

@@ -51,7 +51,7 @@ _NAME = np.dtype("V16")
 
 @dataclass
 class _Known:
-    """A segment as it was told of."""
+    """A segment, as it was last reported."""
 
     segment: Segment
     names: _Names

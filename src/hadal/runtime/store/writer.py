@@ -1,13 +1,12 @@
 """Writing blocks of a KV pool to the disk cache, behind the steps that made them.
 
-    pool -> private buffer, summed -> slots in own segments, neighbours in one write -> fdatasync ->
-    answer
+    pool -> private buffer, summed -> disk slots in own segments, neighbours in one write ->
+    fdatasync -> answer
 
 What waits is bounded: beyond that a store is refused at once, and so is everything for a while
 after the disk failed. A store that stands still is answered too: the pool's blocks were copied
-before anything was written, so a late write takes nothing from them.
-
-Where blocks go, runtime/store/own knows.
+before anything was written, so a late write takes nothing from them. runtime/store/own knows where
+blocks go.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ from hadal.runtime.store.own import Block, OwnBlocks
 from hadal.runtime.store.segments import Bytes, SegmentError, Troubles, make_buffer, sum_of
 from hadal.runtime.worker import Worker
 
-STAGE_BYTES = 16 * 1024 * 1024
+BUFFER_BYTES = 16 * 1024 * 1024
 """Copied, summed and written at a time."""
 BATCH_BYTES = 128 * 1024 * 1024
 """Made durable at a time, by one fdatasync a segment, if so much is there."""
 QUEUE_BYTES = 256 * 1024 * 1024
-"""More does not wait: the disk is slower than the steps, and blocks in the queue cannot be used for
-others.
+"""Most that waits. If there is more, the disk is slower than the steps, and a block that waits
+cannot be used for anything else.
 """
 STORE_DEADLINE_S = 30.0
 """A store that stood still for so long is answered as if it had failed."""
 PAUSE_S = 5.0
 """After the disk failed, nothing is tried for so long."""
 SWEEP_S = 60.0
+"""Time between two sweeps of the folder."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Store:
     locations: list[DiskLocation | None]
     dropped: bytearray = field(default_factory=bytearray)
     is_copying: bool = False
-    """Bytes of the pool are read right now: it cannot be given up."""
+    """Bytes of the pool are read right now: the store is not given up meanwhile."""
     is_over: bool = False
 
 
@@ -62,8 +62,8 @@ class _Entry:
 
 
 class DiskWriter:
-    """Runs StoreBlocks effects in a thread. submit, take and stop are called from the host's
-    thread.
+    """Runs StoreBlocks effects in a thread, for which a helper writes. submit, take and stop are
+    called from the host's thread.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class DiskWriter:
         self._deadline_s = deadline_s
         self._pause_s = pause_s
         self._stores: deque[_Store] = deque()
-        """Not answered, in order of arrival."""
+        """Stores that are not answered, in order of arrival."""
         self._num_queued_bytes = 0
         self._pause_until_s = 0.0
         self._pause_reason = ""
-        self._trouble = ""
-        """What the batch at hand met with; the thread's own."""
+        self._batch_error = ""
+        """What failed since the batch at hand began; for the thread alone."""
         self._has_entered = False
         self._is_late = False
-        """Nothing more is to be written."""
+        """The time to stop is over: nothing more is to be written."""
         self._sweep_at_s = time.monotonic()
-        self._stages = [make_buffer(blocks.shape[1], STAGE_BYTES) for _ in range(2)]
+        self._buffers = [make_buffer(blocks.shape[1], BUFFER_BYTES) for _ in range(2)]
         self._writing: list[Block] = []
-        """The piece that is written while the next is copied."""
+        """Blocks of the piece that is written while the next is copied."""
         self._helper: Worker[tuple[list[Block], Bytes], None] = Worker(
             "disk-write", lambda piece: own.write(*piece), lambda: None, in_background=True
         )
@@ -135,8 +135,8 @@ class DiskWriter:
         self._wake()
 
     def take(self) -> list[BlocksStored]:
-        """The outcomes that are ready; stores that the disk keeps waiting are given up here. Raises
-        a thread's bug.
+        """Return the outcomes that are ready, and give up the stores that the disk keeps waiting.
+        Raises what broke a thread, if anything did.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -172,8 +172,8 @@ class DiskWriter:
     def _next_batch(
         self, waiting: deque[list[_Store]], running: list[list[_Store]]
     ) -> list[_Store] | None:
-        """Stores that wait, BATCH_BYTES of them or a little more; empty if none do and the folder
-        is due.
+        """Return the stores that wait, BATCH_BYTES of them or a little more. If none do: no stores
+        where the folder is due to be entered or swept, else None.
         """
         batch: list[_Store] = []
         num_bytes = 0
@@ -187,40 +187,38 @@ class DiskWriter:
         """Write the stores' blocks, in pieces, and answer them all. One piece is copied while
         another is written.
         """
-        entries = [(store, index) for store in batch for index in range(len(store.names))]
-        self._trouble = self._pause_reason if self._is_paused() else ""
+        queued = [(store, index) for store in batch for index in range(len(store.names))]
+        self._batch_error = self._pause_reason if self._is_paused() else ""
         written: list[_Entry] = []
         num_most = max(1, BATCH_BYTES // self._blocks.shape[1])
-        for number, at in enumerate(range(0, len(entries), len(self._stages[0]))):
-            stage = self._stages[number % 2]
-            piece = self._copy(entries[at : at + len(stage)], stage)
+        for number, at in enumerate(range(0, len(queued), len(self._buffers[0]))):
+            buffer = self._buffers[number % 2]
+            piece = self._copy(queued[at : at + len(buffer)], buffer)
             self._finish_writing()
             if self._is_late or self._is_paused():
                 break
             if len(written) >= num_most:
                 self._sync(written)
                 written = []
-            written += self._begin_writing(piece, stage)
+            written += self._begin_writing(piece, buffer)
         self._finish_writing()
         self._sync(written)
         with self._lock:
             for store in batch:
                 self._end(
                     store,
-                    (self._trouble or "there is no room") if None in store.locations else None,
+                    (self._batch_error or "there is no room") if None in store.locations else None,
                 )
 
-    def _copy(self, entries: list[tuple[_Store, int]], stage: Bytes) -> list[_Entry]:
-        """Copy and sum blocks of stores that were not given up. While that goes on, they cannot
-        be.
-        """
+    def _copy(self, queued: list[tuple[_Store, int]], buffer: Bytes) -> list[_Entry]:
+        """Copy and sum blocks of stores that were not given up, and are not while that goes on."""
         with self._lock:
-            wanted = [(store, index) for store, index in entries if not store.is_over]
+            wanted = [(store, index) for store, index in queued if not store.is_over]
             for store, _ in wanted:
                 store.is_copying = True
         copied, width = [], self._blocks.shape[1]
         for row, (store, index) in enumerate(wanted):
-            into = stage[row, :width]
+            into = buffer[row, :width]
             np.copyto(into, self._blocks[store.effect.block_ids[index]])
             block = Block(store.names[index], store.effect.positions[index], sum_of(into), row)
             copied.append(_Entry(store, index, block))
@@ -229,8 +227,8 @@ class DiskWriter:
                 store.is_copying, store.moved_s = False, time.monotonic()
         return copied
 
-    def _begin_writing(self, entries: list[_Entry], stage: Bytes) -> list[_Entry]:
-        """Give a piece its slots and let the helper write it. Returns what is on its way."""
+    def _begin_writing(self, entries: list[_Entry], buffer: Bytes) -> list[_Entry]:
+        """Give a piece its disk slots and let the helper write it. Returns what is on its way."""
         blocks = [one.block for one in entries]
         try:
             dropped = self._own.place(blocks)
@@ -241,12 +239,12 @@ class DiskWriter:
             with self._lock:
                 entries[0].store.dropped += dropped
         self._writing = blocks
-        self._helper.submit((blocks, stage))
+        self._helper.submit((blocks, buffer))
         return entries
 
     def _finish_writing(self) -> None:
-        """Wait for the piece that the helper has, if it has one. A disk that hangs hangs the thread
-        here; who waits for it is answered by `take`.
+        """Wait for the piece that the helper has, if it has one. If the disk hangs, so does the
+        thread here, and `take` answers its stores.
         """
         self._helper.settle()
         try:
@@ -267,7 +265,7 @@ class DiskWriter:
                 one.store.moved_s = time.monotonic()
 
     def _enter_if_due(self) -> None:
-        """Adopt what is there; tried again until it works."""
+        """Adopt the segments that are there, unless that was done. A failure is tried again."""
         if self._has_entered or self._is_paused():
             return
         try:
@@ -291,7 +289,7 @@ class DiskWriter:
     def _pause(self, reason: str) -> None:
         with self._lock:
             self._pause_until_s, self._pause_reason = time.monotonic() + self._pause_s, reason
-        self._trouble = reason
+        self._batch_error = reason
 
     def _end(self, store: _Store, error: str | None) -> None:
         """Answer a store, once. Under the lock."""

@@ -31,26 +31,28 @@ from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.transfer.peers import BadPeer, Channel, PeerLink, PeerServer, deadline_of
 from hadal.runtime.worker import SHARE, Pace, Worker
 
+log = logging.getLogger(__name__)
+
 # The thread that gets layers ready for a flip: StagePlans in, Staged out, in order, beside the
 # steps that run.
 #
 #     host thread     submit(plan) ........................ take() -> Staged
 #     stage thread              fetch rest fetch rest ... |
 #
-# It is slow on purpose (runtime/worker): nobody waits for a better placement, everybody waits
-# for a late step. Knows neither weights nor placements; the store (model/experts) builds the layer,
-# this hands it a way to fetch experts.
+# It is slow on purpose (runtime/worker): nobody waits for a better placement, everybody waits for a
+# late step. Knows neither weights nor placements: the store (model/experts) builds the layer, and
+# is given a way to fetch experts.
 
 
 MAX_WAITING = 8
 """A leader installs one layer at a time, so this many wait only if it gave the ones before up."""
 
 Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
-"""(plan, fetch, rest) -> what came of it; see model/experts.ExpertStore.stage."""
+"""(plan, fetch, rest) -> what came of it: model/experts.ExpertStore.stage."""
 
 
 class WeightTransfer(Protocol):
-    """What a stager needs of runtime/transfer/experts."""
+    """What a stager needs of ExpertTransfer."""
 
     def fetch(
         self, layer: int, source: Source, gate_up: Tensor, down: Tensor, rest: Callable[[], None]
@@ -111,8 +113,8 @@ class Stager:
         return self._worker.take()
 
     def stop(self, timeout_s: float) -> bool:
-        """Break off what is being staged, end the thread and close the transfer. False: not within
-        `timeout_s` each.
+        """Break off what is being staged, end the thread and close the transfer. False if either
+        took longer than `timeout_s`.
         """
         is_ended = self._worker.stop(timeout_s)
         return self._transfer.close(timeout_s) and is_ended
@@ -123,13 +125,13 @@ class Stager:
 
     def _run(self, plan: StagePlan) -> Staged | None:
         # A store answers with its errors; one that raises is broken, and the host ends.
-        staged = self._stage(plan, *self._means(plan))
+        staged = self._stage(plan, *self._fetch_and_rest(plan))
         return None if self._is_void(plan) else staged
 
     def _is_void(self, plan: StagePlan) -> bool:
         return self._worker.is_stopping or plan.formation < self._formation
 
-    def _means(self, plan: StagePlan) -> tuple[Fetch, Callable[[], None]]:
+    def _fetch_and_rest(self, plan: StagePlan) -> tuple[Fetch, Callable[[], None]]:
         def rest() -> None:
             owed_s = self._pace.owed_s()
             if owed_s:
@@ -143,8 +145,6 @@ class Stager:
 
         return fetch, rest
 
-
-log = logging.getLogger(__name__)
 
 Held = Callable[[int, int], tuple[Tensor, Tensor] | None]
 """(MoE layer, expert) -> its gate_up [2I, D] and down [D, I], None if it is not held here. From any
@@ -182,13 +182,13 @@ _ANSWERS: msgspec.msgpack.Decoder[ExpertHead | None] = msgspec.msgpack.Decoder(E
 
 
 class ExpertServer:
-    """Answers from threads of its own until closed. `port` is where."""
+    """Sends experts to other ranks, from threads of its own, until closed. `port` is where."""
 
     def __init__(self, host: str, key: bytes, held: Held, share: float = SHARE) -> None:
         """`share` of a core, at most, for all connections together."""
         self._held = held
         self._digests: dict[tuple[int, int], int] = {}
-        """XXH3 of what was sent before: constants, like the weights."""
+        """(layer, expert) -> XXH3 of its bytes, which are constants, once they were sent."""
         self._pace = Pace(share)
         self._peers = PeerServer(
             host, key, "experts", "a rank's experts", _ASKS, self._answer, in_background=True

@@ -1,5 +1,5 @@
-"""That a lease is a certain reader's: a grant, which travels beside the message that hands the
-lease to it.
+"""A grant proves that a lease is a certain reader's. It travels beside the message that hands the
+lease to that reader.
 
 Whoever hands on a lease is of the deployment, decided that this reader shall copy these blocks, and
 says so in a form that only a holder of the secret can make: an HMAC over the pool, the reader, the

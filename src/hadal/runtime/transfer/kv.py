@@ -1,9 +1,9 @@
 """The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by
 whichever transport both ends can do.
 
-    shm   the shared-memory file is on this host: mapped once and copied from             (runtime/transfer/pool)
-    nixl  both ends have NIXL: one-sided reads over UCX                        (runtime/transfer/nixl)
-    tcp   anything else: the owner's server sends                              (runtime/transfer/tcp)
+    shm   the shared-memory file is on this host: mapped once, copied from   (runtime/transfer/pool)
+    nixl  both ends have NIXL: one-sided reads over UCX                      (runtime/transfer/nixl)
+    tcp   anything else: the owner's server sends                            (runtime/transfer/tcp)
 
 Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
 them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
@@ -40,8 +40,8 @@ SHM, NIXL, TCP = "shm", "nixl", "tcp"
 
 
 class KvTransfer:
-    """Pulls into one own pool, from any other; and serves the own pool to others. `pull` from any
-    thread.
+    """Pulls into this process's pool from any other, and serves it to others. `pull` may be called
+    from any thread.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class KvTransfer:
         grants: Grants | None = None,
         lease_s: float = 30.0,
     ) -> None:
-        """`host`: what the server listens on, and others find it at. `lease_s`: no pull takes
+        """`host` is what the server listens on, and where others find it. `lease_s`: no pull takes
         longer. `secret` and `grants` are needed for anything but shared memory, which the system
         itself keeps from other users.
 
@@ -158,7 +158,7 @@ class _Source:
         if handover in (SHM, AUTO):
             self.mapped = _map_pool(address, is_asked=handover == SHM)
         if self.mapped is not None:
-            self._take(SHM)
+            self._note_transport(SHM)
         elif grants is None:
             raise PoolError(
                 f"{address.name} is not on this host, and this process has no secret to ask for it"
@@ -191,7 +191,7 @@ class _Source:
                     self._let_go()
 
     def close(self) -> None:
-        """Nothing is pulled from it any more; a pull under way fails soon, and lets go by
+        """Let nothing be pulled from it any more. A pull under way fails soon, and lets go by
         itself.
         """
         self._closing.set()
@@ -221,7 +221,7 @@ class _Source:
                 # If its owner is gone, TCP fails at once too.
                 log.warning("%s is pulled from over TCP from now on: %s", self.address.name, error)
                 self._nixl = None
-        self._take(TCP)
+        self._note_transport(TCP)
         return link.pull(own, lease, into, deadline_s)
 
     def _pull_nixl(
@@ -244,10 +244,10 @@ class _Source:
             if answer.error:
                 raise NixlError(f"its owner's NIXL: {answer.error}")
             self._reader = nixl.reader(answer, own.block_bytes, about.shape[0])
-        self._take(NIXL)
+        self._note_transport(NIXL)
         return self._reader.pull(own, lease, into, deadline_s)
 
-    def _take(self, transport: str) -> None:
+    def _note_transport(self, transport: str) -> None:
         if transport != self.transport:
             log.info("KV of %s comes over %s", self.address.unit, transport)
         self.transport = transport
@@ -264,7 +264,7 @@ class _Source:
 
 
 def live_transfer(pool: KvPool, run: Run, grants: Grants, host: str) -> KvTransfer:
-    """What a process of a run pulls with, and is pulled from. Raises ConfigError."""
+    """Make what a process of a run pulls with, and others pull from. Raises ConfigError."""
     deployment = run.deployment
     handover = deployment.handover
     if handover == AUTO and is_near(host):
@@ -348,7 +348,7 @@ class Copier:
         return done
 
     def stop(self, timeout_s: float) -> None:
-        """What waits is not begun any more."""
+        """Let what is being pulled finish; what waits is not begun."""
         self._worker.stop(timeout_s)
 
     def _pull(self, pull: Pull) -> KvPulled:

@@ -39,13 +39,15 @@ MIN_BYTES_PER_S = 10e6
 faster.
 """
 SHUN_S = 2.0
-"""A peer that failed is not asked for this long, so that what else is due from it fails at once:
-who waits for silent peers does so half of the time at most.
+"""A peer that failed is not asked for this long, so that what else is due from it fails at once. So
+nobody waits for silent peers more than half of the time.
 """
 IDLE_S = 120.0
 """A connection without asks is closed; whoever made it makes another when it needs one."""
 TRIES = 3
-"""One, and again twice: a connection that was idle may have been closed, and one more may break."""
+"""Connections that an ask is tried over: one that was idle may have been closed, and the next may
+break.
+"""
 NIXL_START_S = 6.0
 """Silence before the answer to how NIXL reads a pool: its owner makes its agent when first asked
 for it, which takes long where cores are short.
@@ -55,7 +57,7 @@ MAX_CONNECTIONS = 128
 MAX_UNPROVEN = 64
 """Accepted connections that have not proven themselves yet; one more ends the oldest of them."""
 MAX_FRAME_BYTES = 4 << 20
-"""A lease of a million tokens takes a twentieth."""
+"""Longest frame. The lease of a million tokens takes a twentieth of it."""
 MAX_PIECES = 512
 """Most pieces of one sendmsg or recvmsg (the kernel takes 1024, IOV_MAX)."""
 
@@ -179,8 +181,8 @@ def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float)
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """The same from the acceptor's side, within SILENCE_S. Raises OSError; the caller closes the
-    connection.
+    """Prove to each other who is who, as the side that accepted, within SILENCE_S. Raises OSError;
+    the caller closes the connection.
     """
     deadline_s = time.monotonic() + SILENCE_S
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -220,13 +222,13 @@ class PeerServer(Generic[F]):
         greet: Callable[[Channel], None] = lambda channel: None,
         in_background: bool = False,
     ) -> None:
-        """`kind` and `what` is served: see Refusals. `answer` is called with every ask, `greet`
-        before the first one, both from the connection's thread. `in_background`: the threads give
-        way to all others.
+        """`kind` and `what` say what is served, as Refusals has it. `answer` is called with every
+        ask, and `greet` before the first one, both from the connection's thread. `in_background`:
+        the threads give way to all others.
         """
         self.refusals = Refusals(kind, what)
         self.closing = threading.Event()
-        """Is set when what is being sent is to be broken off."""
+        """Set once what is being sent is to be broken off."""
         self._key = key
         self._kind = kind
         self._asks = asks
@@ -235,20 +237,20 @@ class PeerServer(Generic[F]):
         self._in_background = in_background
         self._listener = socket.create_server((host, 0), backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
-        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._serving_limit = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        self._talks: dict[socket.socket, threading.Thread] = {}
+        self._connection_to_thread: dict[socket.socket, threading.Thread] = {}
         self._unproven: dict[socket.socket, None] = {}
-        """Those of them that have not proven themselves yet, the oldest first."""
+        """Connections that have not proven themselves yet, the oldest first."""
         self._thread = threading.Thread(target=self._accept, name=f"{kind}-server", daemon=True)
 
     @property
     def num_connections(self) -> int:
         with self._lock:
-            return len(self._talks)
+            return len(self._connection_to_thread)
 
     def start(self) -> None:
-        """Begin to accept: whoever is called back is ready by now."""
+        """Begin to accept: from now on `answer` and `greet` are called."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
@@ -258,14 +260,15 @@ class PeerServer(Generic[F]):
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self.closing.set()
-            talks = dict(self._talks)
+            connection_to_thread = dict(self._connection_to_thread)
         shut(self._listener)  # Wakes the thread that accepts.
-        for connection in talks:
+        for connection in connection_to_thread:
             shut(connection)
-        for thread in (self._thread, *talks.values()):
+        threads = (self._thread, *connection_to_thread.values())
+        for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         self._listener.close()
-        return not any(thread.is_alive() for thread in (self._thread, *talks.values()))
+        return not any(thread.is_alive() for thread in threads)
 
     # ---- in the thread that accepts ----
     def _accept(self) -> None:
@@ -295,11 +298,11 @@ class PeerServer(Generic[F]):
                 log.warning("a connection for %s was refused: %s", self._kind, error)
                 connection.close()
                 return
-            self._talks[connection] = thread
+            self._connection_to_thread[connection] = thread
             self._unproven[connection] = None
             oldest = next(iter(self._unproven)) if len(self._unproven) > MAX_UNPROVEN else None
         if oldest is not None:
-            shut(oldest)  # Whoever only connects takes nobody's place.
+            shut(oldest)  # Whoever only connects keeps nobody out.
 
     # ---- in a connection's thread ----
     def _talk(self, connection: socket.socket) -> None:
@@ -316,13 +319,13 @@ class PeerServer(Generic[F]):
             log.exception("%s could not be sent", self._kind)  # Its peer does without.
         finally:
             with self._lock:
-                self._talks.pop(connection)
+                self._connection_to_thread.pop(connection)
 
     def _prove(self, connection: socket.socket) -> Channel | None:
         try:
             return accept_channel(connection, self._key)
         except OSError as error:
-            # Silence as well: whoever takes a place and says nothing is counted.
+            # Silence counts as well: it kept a connection from others.
             if not self.closing.is_set():
                 self.refusals.count(str(error) or type(error).__name__)
             return None
@@ -331,8 +334,8 @@ class PeerServer(Generic[F]):
                 self._unproven.pop(connection)
 
     def _serve(self, channel: Channel) -> None:
-        # Places are for those who proved themselves.
-        if not self._room.acquire(timeout=SILENCE_S):
+        # The limit is of connections that proved themselves.
+        if not self._serving_limit.acquire(timeout=SILENCE_S):
             log.warning(
                 "a connection for %s was refused: %d are served", self._kind, MAX_CONNECTIONS
             )
@@ -343,7 +346,7 @@ class PeerServer(Generic[F]):
                 ask = channel.receive_frame(self._asks, time.monotonic() + IDLE_S, IDLE_S)
                 self._answer(channel, ask)
         finally:
-            self._room.release()
+            self._serving_limit.release()
 
 
 class PeerLink:
@@ -376,13 +379,13 @@ class PeerLink:
         """The peer failed: leave it alone for SHUN_S."""
         self._shunned_until_s = time.monotonic() + SHUN_S
 
-    def ask(self, attempt: Callable[[Channel], T], deadline_s: float, tries: int = TRIES) -> T:
-        """Return what `attempt` makes of the channel, and try again over a new one if that breaks.
-        When it raises, the link is closed. Raises OSError, and what `attempt` and `greeted` raise.
+    def ask(self, use: Callable[[Channel], T], deadline_s: float, tries: int = TRIES) -> T:
+        """Return what `use` makes of the channel, and try again over a new one if that breaks. When
+        it raises, the link is closed. Raises OSError, and what `use` and `greeted` raise.
         """
         for number in range(tries):
             try:
-                return attempt(self._connect(deadline_s))
+                return use(self._connect(deadline_s))
             except ConnectionError as error:
                 self.close()
                 if number == tries - 1 or isinstance(error, ConnectionRefusedError | NotProven):

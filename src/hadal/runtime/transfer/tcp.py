@@ -4,7 +4,7 @@ them straight into its own (runtime/transfer/peers moves the frames).
              <-  AboutPool                             once, when both have proven themselves
     PullChunks  ->
              <-  ChunkHead, bytes                      for every chunk that is asked for
-             <-  ChunksEnd                             all versions were looked at again after the last byte
+             <-  ChunksEnd                             after all versions were looked at once more
     AskNixl  ->
              <-  AboutNixl
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 PURPOSE = "kv 3"
 """Purpose of the key (core/handshake.key_of)."""
 CHUNK_BYTES = 1 << 20
-"""Sent under one checksum and sent again by itself; one block at least."""
+"""Most bytes of a chunk, which has one checksum and is sent again by itself; one block at least."""
 
 
 class AboutPool(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -60,7 +60,7 @@ class PullChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     versions: tuple[int, ...]
     chunks: tuple[int, ...]
     grant: Grant
-    """That this lease is this reader's (runtime/transfer/grants)."""
+    """Proof that this lease is this reader's (runtime/transfer/grants)."""
 
 
 class ChunkHead(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -552,7 +552,7 @@ class Middle:
     """The fleet at one moment."""
 
     units: Units
-    """That take requests."""
+    """Units that take requests."""
     requests_per_rank: float
     """Requests of a decode rank."""
     tokens_per_s_user: float

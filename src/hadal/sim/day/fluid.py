@@ -480,7 +480,7 @@ class FluidDay:
                     pass  # Nodes that are offered and withdrawn are other work's.
 
     def _stop(self, unit: str) -> None:
-        """Its process ends in a while; a start that was under way is given up."""
+        """A unit's process ends in a while; a start that was under way is given up."""
         if unit in self._ending:
             return
         self._due = [one for one in self._due if getattr(one[2], "unit", None) != unit]

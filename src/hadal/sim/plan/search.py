@@ -48,9 +48,9 @@ from hadal.sim.world.world import FleetWorld
 
 
 SETTLE_S, MEASURE_S = 5.0, 8.0
-"""Simulated seconds before and while it is measured, at least."""
+"""Least seconds simulated before it is measured, and meanwhile."""
 TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
-"""And so many times what is promised for the first token."""
+"""The same bounds, in times that are promised for the first token: the larger ones hold."""
 RUNNING_MAX = 16_000
 RANKS_MAX = 1024
 """Most ranks of the part of the fleet that is simulated; one unit of each role it is at least."""
@@ -353,7 +353,7 @@ class Row:
     cost_usd: float | None
     """Cost of a day."""
     why: str
-    """It loses; or, of what could not be chosen, what it would bring."""
+    """Why it loses; or, of what could not be chosen, what it would bring."""
 
 
 def why(plan: DeploymentPlan, best: DeploymentPlan) -> str:

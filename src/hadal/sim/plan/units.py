@@ -444,7 +444,7 @@ class Pricing:
 
 
 def tail_of(quantile: float) -> float:
-    """That quantile of TTFT over its mean."""
+    """A quantile of TTFT over its mean."""
     return max(1.0, TTFT_TAIL * -math.log1p(-quantile))
 
 

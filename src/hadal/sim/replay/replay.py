@@ -72,7 +72,7 @@ class ReplayReport:
     """Calls."""
     span_s: float
     num_calls: int = 0
-    """That were the same."""
+    """Calls that were decided the same."""
     decisions: Counter[str] = field(default_factory=Counter)
     """Decisions by kind; timers, heartbeats and reports of load are not among them."""
     outside: Counter[str] = field(default_factory=Counter)

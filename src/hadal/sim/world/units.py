@@ -61,7 +61,7 @@ class DiskSpeed:
     latency_s: float = 0.0
     """Time of a read or write beside its bytes; none was published."""
     node_ranks: int = 8
-    """That share a NIC."""
+    """Ranks that share a NIC."""
 
     def __post_init__(self) -> None:
         if (

@@ -97,12 +97,12 @@ class DiskLost:
     end_s: float
     unit: str
     node: int | None = None
-    """Its first rank divided by the ranks of a node; None: all of the unit."""
+    """Index of the node among those of the unit; None: all of the unit."""
 
 
 @dataclass(frozen=True)
 class UnitDies:
-    """Its leader with all ranks: the front hears of it, and it starts again."""
+    """A unit dies, its leader with all ranks: the front hears of it, and it starts again."""
 
     at_s: float
     unit: str

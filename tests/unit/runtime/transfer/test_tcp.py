@@ -231,7 +231,7 @@ def test_a_connection_closed_while_idle_is_made_again(pools: tuple[KvPool, KvPoo
         PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port), KEY, GRANTS
     )
     assert link.pull(own, lease_of(server.address, 1), (1,), _deadline_s()) is None
-    for connection in list(server.peers._talks):
+    for connection in list(server.peers._connection_to_thread):
         connection.shutdown(socket.SHUT_RDWR)
     assert link.pull(own, lease_of(server.address, 2), (2,), _deadline_s()) is None
     assert link.pull(own, lease_of(server.address, 2), (2,), time.monotonic() + 1e9) is None
