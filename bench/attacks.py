@@ -30,8 +30,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.checkpoints import ROOT
-from bench.server import Running, launched, wait_ready
+from bench.server import launched, wait_ready
+from bench.subject import ROOT
 
 Address = tuple[str, int]
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -273,20 +273,21 @@ def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tu
         numbers = itertools.count()
         watch(server.address, WAIT_S, 3, numbers)  # What is slow once is not the attack's doing.
         alone = watch(server.address, span_s, num_alone, numbers)
-        return alone, _attacked(server, attack, span_s, numbers)
+        return alone, watch_attacked(server.address, attack, span_s, numbers)
 
 
-def _attacked(
-    server: Running, attack: Attack, span_s: float, numbers: itertools.count[int]
+def watch_attacked(
+    address: Address, attack: Attack, span_s: float, numbers: itertools.count[int]
 ) -> Seen:
-    host, port = server.address
+    """The other tenant during the attack. Raises RuntimeError if that ended by itself."""
+    host, port = address
     command = [sys.executable, "-m", "bench.attacks", "--as-attacker", attack.name, host, str(port)]
     attacker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
         assert attacker.stdout is not None
         attacker.stdout.readline()
-        time.sleep(min(3.0, span_s / 2))  # Until it has all that it can get.
-        seen = watch(server.address, span_s, 10_000, numbers)
+        time.sleep(min(3.0, max(1.25, span_s / 2)))  # Until it has all that it can get.
+        seen = watch(address, span_s, 10_000, numbers)
         if attacker.poll() is not None:
             raise RuntimeError(
                 f"the attack {attack.name} ended by itself with {attacker.returncode}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.checkpoints import ROOT
+from bench.subject import ROOT
 from hadal.runtime.process.child import Status, read_status
 
 STOP_TIMEOUT_S = 30.0

@@ -13,14 +13,15 @@ import pytest
 
 from tests.dist.serving import Server, StartServer, wait_until
 from tests.dist.test_supervision import complete, stream
+from tests.fresh import FULL
 
-NUM_TOKENS = 1500
+NUM_TOKENS = 1500 if FULL else 500
 FRONT, OTHER = "gateway", "gateway-1"
 
 
 class Asking:
-    """A stream that one of the gateways serves, read in a thread. The other one is stopped while it
-    connects, for less time than is noticed.
+    """A stream that one of the gateways serves, read in a thread from `start` on. The other one is
+    stopped while it connects, for less time than is noticed.
     """
 
     def __init__(self, server: Server, gateway: str) -> None:
@@ -35,8 +36,9 @@ class Asking:
         finally:
             os.kill(stopped, signal.SIGCONT)
         self._thread = threading.Thread(target=self._read)
+
+    def start(self) -> None:
         self._thread.start()
-        wait_until(lambda: len(self.text) > 20, 60.0, "it streams")
 
     def _read(self) -> None:
         try:
@@ -51,6 +53,15 @@ class Asking:
         assert not self._thread.is_alive()
         self._client.close()
         return self.text
+
+
+def streaming(server: Server, *gateways: str) -> dict[str, Asking]:
+    """A stream of each, all of which have just begun: each connects before any of them does."""
+    asking = {gateway: Asking(server, gateway) for gateway in gateways}
+    for one in asking.values():
+        one.start()
+    wait_until(lambda: all(len(one.text) > 20 for one in asking.values()), 60.0, "they stream")
+    return asking
 
 
 def blocks_used(server: Server) -> int:
@@ -73,7 +84,7 @@ def test_the_end_of_one_gateway_costs_its_own_streams_alone(start_server: StartS
         (FRONT, signal.SIGSTOP),
         (OTHER, signal.SIGSTOP),
     ):
-        asking = {gateway: Asking(server, gateway) for gateway in (FRONT, OTHER)}
+        asking = streaming(server, FRONT, OTHER)
         old_pid = server.kill(victim, number)
         wait_until(
             lambda name=victim, gone=old_pid: server.pids()[name] != gone,
@@ -99,9 +110,9 @@ def test_the_end_of_one_gateway_costs_its_own_streams_alone(start_server: StartS
 def test_a_drain_waits_for_the_streams_of_both(start_server: StartServer) -> None:
     server = start_server("--gateways", "2")
     undisturbed = complete(server, NUM_TOKENS)
-    asking = [Asking(server, gateway) for gateway in (FRONT, OTHER)]
+    asking = streaming(server, FRONT, OTHER)
     server.process.terminate()
-    assert [one.end() for one in asking] == [undisturbed] * 2
+    assert [one.end() for one in asking.values()] == [undisturbed] * 2
     assert server.process.wait(30) == 0
     assert "did not end within" not in server.log()
 
@@ -111,7 +122,7 @@ def test_a_drain_while_the_front_is_being_replaced_waits_for_the_other_s_streams
 ) -> None:
     server = start_server("--gateways", "2")
     undisturbed = complete(server, NUM_TOKENS)
-    asking = Asking(server, OTHER)
+    asking = streaming(server, OTHER)[OTHER]
     server.kill(FRONT, signal.SIGKILL)
     server.process.terminate()
     assert asking.end() == undisturbed

@@ -24,11 +24,11 @@ from tests.fresh import FULL, fresh
 from tests.unit.comm.groups import run_processes
 from tests.unit.comm.mesh.test_mesh import exchange_sized, shuffle
 
-NUM_ROUNDS = 100 if FULL else 12
+NUM_ROUNDS = 100 if FULL else 8
 NUM_STOPS = 10 if FULL else 2
 NUM_RANKS = 3
 NOTICE_LIMIT_S = 1.0
-DEADLINE_S = 4.0
+DEADLINE_S = 4.0 if FULL else 2.0
 """Of an exchange."""
 SLACK_S = 1.5
 """A busy machine's."""

@@ -13,17 +13,19 @@ import random
 import signal
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx
 import pytest
 
+from tests.dist.conftest import starting
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
-from tests.dist.serving import FORMED, Server, StartServer, noticed_in, wait_until
+from tests.dist.serving import FORMED, Server, noticed_in, wait_until
 from tests.fresh import fresh
 
 NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (2, 1)
-CONCURRENCY = 16
+NUM_CASES, CONCURRENCY = 24 if FULL else 16, 16
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 2.0
 WHOLE_AGAIN_S = 60.0
 PREFILL_RANKS, DECODE_RANKS = 2, 4
@@ -40,7 +42,7 @@ class Findings:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return everyday_cases(24, seed=23)
+    return everyday_cases(NUM_CASES, seed=23)
 
 
 def ranks(server: Server) -> dict[str, int]:
@@ -100,6 +102,20 @@ def break_one(
     ]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with starting() as start:
+        yield start(
+            prefill={"ranks": PREFILL_RANKS, "kv_memory_mb": 32},
+            decode={
+                "ranks": DECODE_RANKS,
+                "kv_memory_mb": 32,
+                "max_requests": 8,
+                "redundant_experts": 64,
+            },
+        )
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("number", "num_rounds"),
@@ -107,20 +123,11 @@ def break_one(
     ids=["SIGKILL", "SIGSTOP"],
 )
 def test_no_request_shows_that_a_rank_is_gone(
-    start_server: StartServer, cases: list[Case], number: int, num_rounds: int
+    server: Server, cases: list[Case], number: int, num_rounds: int
 ) -> None:
     seed = 31 if FULL else fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    server = start_server(
-        prefill={"ranks": PREFILL_RANKS, "kv_memory_mb": 32},
-        decode={
-            "ranks": DECODE_RANKS,
-            "kv_memory_mb": 32,
-            "max_requests": 8,
-            "redundant_experts": 64,
-        },
-    )
     findings = Findings()
     for _ in range(num_rounds):
         break_one(server, list(cases), rng, number, findings)

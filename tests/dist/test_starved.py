@@ -21,11 +21,16 @@ import pytest
 from tests.dist.conftest import StartServer
 from tests.dist.serving import RANKED, Server, wait_until
 from tests.dist.test_rank_processes import complete, metric
+from tests.dist.test_supervision import stream
 from tests.fresh import FULL
 
 NUM_SPINNING = 15
 """On one processor: the load that thirty make on two."""
-SPIN_S = 120.0 if FULL else 10.0
+SPIN_S = 120.0 if FULL else 6.0
+FEW_TOKENS = 16
+"""Of an answer on a starved processor."""
+NUM_TOKENS = 200 if FULL else 80
+"""Of one during which a leader freezes."""
 NOTICED_S = 3.0
 BUSY_S = 1.5
 """More where other tests run beside this one."""
@@ -59,9 +64,9 @@ def spinning(number: int) -> Iterator[None]:
 
 def test_a_starved_server_gives_nobody_up_and_loses_nothing(start_server: StartServer) -> None:
     with on_one_processor():
-        server = start_server(**RANKED, wait=False)
+        server = start_server(**RANKED, wait=False, is_plain=True)  # A fork would be elsewhere.
     server.wait_ready(START_S)
-    undisturbed = complete(server, 40)
+    undisturbed = complete(server, FEW_TOKENS)
     pids, generations = server.pids(), metric(server, "hadal_unit_formation")
     answers: list[str] = []
     with spinning(NUM_SPINNING):
@@ -69,7 +74,7 @@ def test_a_starved_server_gives_nobody_up_and_loses_nothing(start_server: StartS
 
         def ask() -> None:
             while time.monotonic() < end_s:
-                answers.append(complete(server, 40))
+                answers.append(complete(server, FEW_TOKENS))
 
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
@@ -86,17 +91,18 @@ def test_a_starved_server_gives_nobody_up_and_loses_nothing(start_server: StartS
 @pytest.mark.parametrize("unit", ["decode-0", "prefill-0"])
 def test_a_frozen_leader_is_noticed_within_three_seconds(ranked: Server, unit: str) -> None:
     server = ranked
-    undisturbed = complete(server, 200)
-    answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(complete(server, 200)))
+    model = server.model
+    undisturbed = "".join(stream(server, NUM_TOKENS, model))
+    pieces: list[str] = []
+    asking = threading.Thread(target=lambda: pieces.extend(stream(server, NUM_TOKENS, model)))
     asking.start()
-    time.sleep(0.3)
+    wait_until(lambda: len(pieces) > 2, 30.0, "it streams")
     stopped_s = time.monotonic()
     old_pid = server.kill(unit, signal.SIGSTOP)
     wait_until(lambda: f"{unit} has sent no heartbeat" in server.log(), 30.0, "it is noticed")
     noticed_s = time.monotonic() - stopped_s
     print(f"{unit}: noticed after {noticed_s:.2f} s")
     asking.join(120)
-    assert answers == [undisturbed]
+    assert "".join(pieces) == undisturbed
     server.wait_restarted(unit, old_pid)
     assert noticed_s < NOTICED_S + BUSY_S
