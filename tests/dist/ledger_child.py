@@ -23,7 +23,7 @@ from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import Written
 from hadal.stats.prices import R1
 
-LIFE_S = 30.0
+LIFE_S = 120.0
 NUM_BOTH = 300
 START_S = 1_740_628_800
 
