@@ -101,7 +101,7 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_refused(self) -> bool:
-        """Whether it was not let in. One that a unit had, and that ended with the same status, failed."""
+        """Whether it was not let in. One that a unit had and that ended with this status failed."""
         return self.end in REFUSALS and not self.is_billed and not self.prefill_unit
 
     @property

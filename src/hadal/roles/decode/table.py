@@ -168,7 +168,7 @@ class DecodeTable:
         self.occupants[slot] = Occupant(occupant.generation, lease, occupant.arrival)
 
     def prefilled(self, slot: int, generation: Generation, lease: KvLease) -> None:
-        """A slot's prompt is prefilled: `generation` has the first token, `lease` all KV before it."""
+        """A slot's prompt is prefilled: `generation` has the first token, `lease` the KV."""
         self.state[slot] = SlotState.PULLING
         self.length[slot] = lease.num_tokens
         self.output_index[slot] = len(generation.output)

@@ -272,7 +272,7 @@ class Child:
         return self._is_wanted
 
     def dismiss(self) -> None:
-        """The process need not run. One that does goes on until it ends, and is not started again."""
+        """The process need not run. If it does, it runs until it ends, and is not started again."""
         self._is_wanted = False
         if self.phase is ProcessPhase.WAITING:
             self.phase = ProcessPhase.RESTING

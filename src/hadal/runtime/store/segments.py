@@ -108,7 +108,7 @@ class Troubles:
         return f"{what}: {error}"
 
     def note_useless(self, error: Exception) -> None:
-        """Note a segment that is whole no more, or never was ours: no process of ours deletes it."""
+        """Note a segment that is whole no more, or never was ours; it is not removed by us."""
         text = (
             f"{error}; it takes room and is not used: delete it, unless another version of Hadal"
             " has it"
