@@ -11,21 +11,16 @@ from typing import Any
 import httpx
 
 from tests.dist.serving import Server, StartServer, wait_until
-from tests.fresh import FULL
 
 PROMPT = list(range(10, 130))
 NUM_SLOTS = 4
-NUM_TOKENS, LONG_TOKENS, LONGEST_TOKENS = (200, 1500, 3000) if FULL else (100, 500, 1000)
-FEW_TOKENS = 20
-DRAIN_TIMEOUT_S = 1e-4 * LONGEST_TOKENS
-"""A tenth of what the longest answer takes on a quick machine: few have so little left."""
 FLEET: dict[str, Any] = {
     "mode": "auto",
     "decode_max": 2,
     "decode_use": 0.7,
-    "start_s": 1.0 if FULL else 0.5,
-    "period_s": 0.3 if FULL else 0.15,
-    "hold_s": 1.0 if FULL else 0.5,
+    "start_s": 1.0,
+    "period_s": 0.3,
+    "hold_s": 1.0,
 }
 
 
@@ -81,16 +76,16 @@ class Crowd:
 
 def test_a_unit_comes_with_the_crowd_and_goes_after_it(start_server: StartServer) -> None:
     server = start_server(decode={"max_requests": NUM_SLOTS}, fleet=FLEET)
-    undisturbed = complete(server, NUM_TOKENS)
+    undisturbed = complete(server, 200)
     assert (phase(server), server.pids()["decode-1"]) == ("resting", 0)
     assert phase(server, "decode-0") == "ready"
-    answers = Crowd(server, 3 * NUM_SLOTS, NUM_TOKENS).until(
+    answers = Crowd(server, 3 * NUM_SLOTS, 200).until(
         lambda: phase(server) == "ready", "a second unit works"
     )
     assert set(answers) == {undisturbed}
     # One long answer on each of both: that is work for one of them. The other's goes on, there or
     # elsewhere.
-    answers = Crowd(server, 2, LONG_TOKENS).until(
+    answers = Crowd(server, 2, 1500).until(
         lambda: phase(server, resting(server)) == "resting", "one of them rests"
     )
     assert len(set(answers)) == 1
@@ -100,7 +95,7 @@ def test_a_unit_comes_with_the_crowd_and_goes_after_it(start_server: StartServer
         5.0,
         "one is up",
     )
-    assert complete(server, NUM_TOKENS) == undisturbed
+    assert complete(server, 200) == undisturbed
     assert server.stop() == 0
 
 
@@ -113,14 +108,14 @@ def resting(server: Server) -> str:
 
 def test_a_drain_that_takes_too_long_moves_the_streams(start_server: StartServer) -> None:
     server = start_server(
-        decode={"max_requests": NUM_SLOTS}, fleet={**FLEET, "drain_timeout_s": DRAIN_TIMEOUT_S}
+        decode={"max_requests": NUM_SLOTS}, fleet={**FLEET, "drain_timeout_s": 0.3}
     )
-    undisturbed = complete(server, LONGEST_TOKENS)
+    undisturbed = complete(server, 3000)
     for _ in range(3):  # The unit that goes may be between two answers.
-        Crowd(server, 3 * NUM_SLOTS, NUM_TOKENS).until(
+        Crowd(server, 3 * NUM_SLOTS, 200).until(
             lambda: phase(server, resting(server)) == "ready", "a second unit works"
         )
-        answers = Crowd(server, 2, LONGEST_TOKENS).until(
+        answers = Crowd(server, 2, 3000).until(
             lambda: phase(server, resting(server)) == "resting", "one of them rests"
         )
         assert set(answers) == {undisturbed}
@@ -137,8 +132,8 @@ def retries(server: Server) -> float:
 
 def test_a_unit_of_the_fleet_that_dies_is_replaced(start_server: StartServer) -> None:
     server = start_server(decode={"max_requests": NUM_SLOTS}, fleet=FLEET)
-    undisturbed = complete(server, FEW_TOKENS)
+    undisturbed = complete(server, 100)
     old_pid = server.kill("decode-0")
     server.wait_restarted("decode-0", old_pid)
-    assert complete(server, FEW_TOKENS) == undisturbed
+    assert complete(server, 100) == undisturbed
     assert phase(server) == "resting"
