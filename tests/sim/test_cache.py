@@ -22,7 +22,7 @@ from tests.sim.world import World, inner_of
 
 NUM_FIXED = 10_000 if FULL else 10
 STEP = 20 if FULL else 5
-NUM_CALM = 8 if FULL else 3
+NUM_CALM = 8 if FULL else 2
 """Worlds for each kind of cache."""
 NUM_BAD = 12 if FULL else 3
 """Worlds with a bad disk."""

@@ -19,6 +19,10 @@ from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.world.seen import Requests
 from hadal.sim.world.units import DiskSpeed, kv_blocks
 from hadal.sim.world.world import FleetWorld
+from tests.fresh import FULL
+
+SPAN_S = 10.0 if FULL else 4.0
+"""Of requests that come, where more of them are compared with fewer."""
 
 
 def deployment(*, early_pull: str = "off", **limits: int) -> Deployment:
@@ -103,7 +107,7 @@ def test_alone_a_request_takes_what_its_steps_take() -> None:
 
 def test_more_load_makes_steps_longer_and_drafts_tokens_faster() -> None:
     def tpot_s(per_s: float, **options: Any) -> float:
-        asked = requests(4, int(10 * per_s), per_s, tokens_out=100)
+        asked = requests(4, int(SPAN_S * per_s), per_s, tokens_out=100)
         made = world(asked, **options)
         made.run(200.0)
         return float(np.mean((made.seen.end_s - made.seen.first_token_s) / asked.tokens_out))
