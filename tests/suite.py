@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".pytest_cache"
 MOST_WORKERS = 8
 MOST_SERVING = 4
-"""Workers of tests that serve: each has a server of up to eight processes."""
+"""Workers of tests that serve: each has a server of up to eight processes. They wait as well, so there
+is one more of them than there are cores.
+"""
 NOTHING_TO_RUN = 5
 """pytest's exit code where the options left no test."""
 LIVE = ("dist", "gpu", "unit/comm", "unit/commands", "unit/gateway", "unit/runtime")
@@ -96,7 +98,13 @@ def parts(asked: list[str]) -> list[Part]:
         Part(
             "serving",
             (
-                *("-n", str(min(MOST_SERVING, num_cores)), "--dist", "loadfile"),
+                *(
+                    "-n",
+                    str(min(MOST_SERVING, num_cores + 1)),
+                    "--dist",
+                    "loadfile",
+                    "--no-loadscope-reorder",
+                ),
                 *sorted(set(serving) - set(undisturbed)),
                 *sorted(live),  # The shortest last, so that no worker waits long for another.
             ),
