@@ -1,0 +1,327 @@
+"""Where code can be changed so that a test should notice, and the change itself.
+
+A point is named by what does not depend on the file it stands in: its room, its function, the text
+of its statement as `ast.unparse` writes it, and which change of that statement it is. So it is
+found again in another checkout, where files lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+ROOMS = ("roles", "policy", "kv", "runtime", "gateway")
+PROBE = "mutants_probe"
+"""The module that says which mutants' statements were executed; it lies beside `hadal`."""
+_SPOKEN = re.compile(r"(^|[._])(log|logger|logging|print|warn)\b")
+"""Calls that only tell somebody something."""
+_UNTOUCHED = ("__repr__", "__str__")
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
+_SIGNS: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
+_EXTREMES = {"min": "max", "max": "min"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Put = Callable[[ast.AST], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One mutant, wherever its code lies."""
+
+    room: str
+    function: str
+    """With the classes and functions around it."""
+    statement: str
+    """Of `if`, `for`, `while` and `with`: the first line."""
+    occurrence: int
+    """Of that statement in the function."""
+    change: int
+    """Of the changes that `_changes` finds in the statement."""
+    kind: str
+    was: str
+    now: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """A statement in a checkout."""
+
+    path: Path
+    function: Function
+    statement: ast.stmt
+
+
+@dataclass(frozen=True)
+class _Change:
+    kind: str
+    was: ast.AST
+    now: ast.AST
+    put: Put
+    """Puts what it is given where `was` is."""
+
+
+Tree = dict[tuple[str, str, str], list[Place]]
+"""(room, function, statement) -> where it stands, in order"""
+
+
+def read_tree(checkout: Path) -> Tree:
+    """All statements of functions in the rooms. What two functions of one name have is left out:
+    in another checkout one could not tell which of them is meant.
+    """
+    tree: Tree = defaultdict(list)
+    for room in ROOMS:
+        for path in sorted((checkout / "src" / "hadal" / room).rglob("*.py")):
+            module = ast.parse(path.read_text(encoding="utf-8"))
+            for name, function in _functions(module, ""):
+                for statement, _ in _statements(function.body):
+                    place = Place(path, function, statement)
+                    tree[room, name, _text(statement)].append(place)
+    return {
+        key: places
+        for key, places in tree.items()
+        if len({id(place.function) for place in places}) == 1
+    }
+
+
+def points_of(trees: list[Tree]) -> list[Point]:
+    """Those that stand in all of them."""
+    first = trees[0]
+    found = []
+    for key, places in sorted(first.items(), key=lambda item: item[0]):
+        if any(len(tree.get(key, ())) != len(places) for tree in trees):
+            continue
+        for occurrence, place in enumerate(places):
+            found += [
+                Point(*key, occurrence, number, change.kind, _short(change.was), _short(change.now))
+                for number, change in enumerate(_changes(place.function, place.statement))
+            ]
+    return found
+
+
+def draw(points: list[Point], num: int, seed: int) -> list[Point]:
+    """The same number from each room."""
+    random = Random(seed)
+    drawn = []
+    for number, room in enumerate(ROOMS):
+        share = num * (number + 1) // len(ROOMS) - num * number // len(ROOMS)
+        there = [point for point in points if point.room == room]
+        drawn += random.sample(there, min(share, len(there)))
+    return drawn
+
+
+def find(tree: Tree, point: Point) -> Place | None:
+    """Where it stands in a checkout; None if it does not."""
+    places = tree.get((point.room, point.function, point.statement), [])
+    return places[point.occurrence] if point.occurrence < len(places) else None
+
+
+def mutated(place: Place, point: Point) -> str:
+    """The text of the place's file with the change made."""
+    module, function, statement, put = _again(place)
+    changes = _changes(function, statement)
+    change = changes[point.change]
+    assert (change.kind, _short(change.was)) == (point.kind, point.was), "not the same statement"
+    (put if change.was is statement else change.put)(change.now)
+    return ast.unparse(ast.fix_missing_locations(module))
+
+
+def probed(path: Path, marked: Iterable[tuple[int, Place]]) -> str:
+    """The text of a file that says of each marked statement when it is reached."""
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for number, place in marked:
+        numbers[_position(place.statement)].append(number)
+    for _, function in _functions(module, ""):
+        for statement, siblings in list(_statements(function.body)):
+            for number in numbers.get(_position(statement), ()):
+                probe = ast.parse(f"__import__({PROBE!r}).hit({number})").body[0]
+                siblings.insert(siblings.index(statement), probe)
+    return ast.unparse(ast.fix_missing_locations(module))
+
+
+def _again(place: Place) -> tuple[ast.Module, Function, ast.stmt, Put]:
+    """The place in a module parsed anew, and what replaces its statement."""
+    module = ast.parse(place.path.read_text(encoding="utf-8"))
+    for _, function in _functions(module, ""):
+        for statement, siblings in _statements(function.body):
+            if _position(statement) == _position(place.statement):
+                return module, function, statement, _putter(siblings, siblings.index(statement))
+    raise LookupError(f"{place.path}:{place.statement.lineno}: not there any more")
+
+
+def _position(statement: ast.stmt) -> int:
+    """No two statements of a function begin at one character of a file."""
+    return statement.lineno * 10_000 + statement.col_offset
+
+
+def _functions(node: ast.AST, around: str) -> Iterator[tuple[str, Function]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            name = f"{around}.{child.name}".lstrip(".")
+            if isinstance(child, Function) and child.name not in _UNTOUCHED:
+                yield name, child
+            yield from _functions(child, name)
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _functions(child, around)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, list[ast.stmt]]]:
+    """Each with the list it stands in, but for those of functions and classes inside."""
+    for statement in body:
+        if isinstance(statement, Function | ast.ClassDef):
+            continue
+        yield statement, body
+        for inner in _bodies(statement):
+            yield from _statements(inner)
+
+
+def _bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        yield getattr(statement, name, [])
+    for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+        yield part.body
+
+
+def _text(statement: ast.stmt) -> str:
+    return _short(statement) if hasattr(statement, "body") else ast.unparse(statement)
+
+
+def _short(node: ast.AST) -> str:
+    """As one reads it in a table."""
+    if isinstance(node, ast.If | ast.While | ast.For | ast.AsyncFor | ast.With | ast.AsyncWith):
+        bare = copy.copy(node)
+        bare.body = [ast.Pass()]
+        if not isinstance(bare, ast.With | ast.AsyncWith):
+            bare.orelse = []
+        return ast.unparse(bare).partition("\n")[0]
+    return ast.unparse(node).partition("\n")[0]
+
+
+def _putter(siblings: list[ast.stmt], index: int) -> Put:
+    def put(new: ast.AST) -> None:
+        assert isinstance(new, ast.stmt)
+        siblings[index] = new
+
+    return put
+
+
+def _changes(function: Function, statement: ast.stmt) -> list[_Change]:
+    """All that can be changed in a statement, but not in those inside it."""
+    match statement:
+        case ast.Raise() | ast.Assert() | ast.Try() | ast.TryStar() | ast.Match():
+            return []
+        case ast.Expr(ast.Constant()):
+            return []  # A docstring.
+        case ast.Expr(value) if isinstance(value, ast.Yield | ast.YieldFrom):
+            return []
+        case ast.Expr(ast.Call(called)) if _SPOKEN.search(ast.unparse(called)):
+            return []
+    found = list(_of_statement(function, statement))
+    for node, put in _expressions(statement):
+        found += [_Change(kind, node, now, put) for kind, now in _of_expression(node)]
+    return found
+
+
+def _of_statement(function: Function, statement: ast.stmt) -> Iterator[_Change]:
+    def change(kind: str, now: ast.AST) -> _Change:
+        return _Change(kind, statement, now, lambda _: None)
+
+    match statement:
+        case ast.Return(ast.expr() as value) if not _is_none(value) and not _yields(function):
+            yield change("return", ast.Return(ast.Constant(None)))
+        case ast.If(test) if not isinstance(test, ast.UnaryOp) and not _is_equality(test):
+            turned = copy.copy(statement)
+            turned.test = ast.UnaryOp(ast.Not(), test)
+            yield change("condition", turned)
+        case ast.AugAssign(_, ast.Add() | ast.Sub() as sign):
+            turned = copy.copy(statement)
+            turned.op = _SIGNS[type(sign)]()
+            if not _is_text(statement.value):
+                yield change("sign", turned)
+            yield change("removed", ast.Pass())
+        case ast.AugAssign() | ast.Expr(ast.Call() | ast.Await()):
+            yield change("removed", ast.Pass())
+        case ast.Assign([ast.Attribute() | ast.Subscript()]) if function.name != "__init__":
+            yield change("removed", ast.Pass())
+
+
+def _of_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    match node:
+        case ast.Compare(_, operators):
+            for index, operator in enumerate(operators):
+                if other := _COMPARISONS.get(type(operator)):
+                    turned = copy.deepcopy(node)
+                    turned.ops[index] = other()
+                    yield "comparison", turned
+        case ast.BoolOp(operator, values):
+            swapped = ast.Or() if isinstance(operator, ast.And) else ast.And()
+            yield "and, or", ast.BoolOp(swapped, values)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield "not", operand
+        case ast.BinOp(left, ast.Add() | ast.Sub() as sign, right):
+            if not (_is_text(left) or _is_text(right)):
+                yield "sign", ast.BinOp(left, _SIGNS[type(sign)](), right)
+        case ast.Constant(bool() as truth):
+            yield "constant", ast.Constant(not truth)
+        case ast.Constant(int() as number):
+            yield "constant", ast.Constant(number + 1)
+        case ast.Call(ast.Name(name), arguments, keywords) if name in _EXTREMES:
+            yield "min, max", ast.Call(ast.Name(_EXTREMES[name]), arguments, keywords)
+        case ast.IfExp(test, then, otherwise):
+            yield "condition", ast.IfExp(ast.UnaryOp(ast.Not(), test), then, otherwise)
+
+
+def _expressions(parent: ast.AST) -> Iterator[tuple[ast.AST, Put]]:
+    """Below a statement, not in statements inside it, in texts or in annotations."""
+    for name, value in ast.iter_fields(parent):
+        if name == "annotation" or isinstance(value, ast.JoinedStr):
+            continue
+        children = value if isinstance(value, list) else [value]
+        for index, child in enumerate(children):
+            if isinstance(child, ast.JoinedStr) or not isinstance(
+                child, ast.expr | ast.comprehension | ast.keyword | ast.withitem
+            ):
+                continue
+
+            def put(new: ast.AST, name: str = name, index: int = index) -> None:
+                held = getattr(parent, name)
+                if isinstance(held, list):
+                    held[index] = new
+                else:
+                    setattr(parent, name, new)
+
+            yield child, put
+            yield from _expressions(child)
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _is_equality(test: ast.expr) -> bool:
+    """Then the condition turned is the comparison turned."""
+    return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.NotEq)
+
+
+def _is_text(value: ast.expr) -> bool:
+    """Or a list, which cannot be subtracted: a change that any test notices."""
+    if isinstance(value, ast.JoinedStr | ast.List | ast.ListComp | ast.Tuple):
+        return True
+    return isinstance(value, ast.Constant) and isinstance(value.value, str | bytes)
+
+
+def _yields(function: Function) -> bool:
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
