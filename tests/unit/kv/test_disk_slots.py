@@ -68,6 +68,15 @@ def test_a_use_saves_a_block() -> None:
     assert slots.find(names_of(3)[0]) == DiskLocation(7, 3)
 
 
+def test_what_was_written_earlier_makes_room_first() -> None:
+    slots = DiskSlots()
+    slots.add_segment(7, 4)
+    for numbers in ((0, 1), (2, 3)):
+        slots.take(names_of(*numbers), numbers)
+        slots.wrote(names_of(*numbers))
+    assert list(split(slots.take(names_of(10, 11), (0, 1))[1])) == names_of(1, 0)
+
+
 def test_a_block_has_one_slot() -> None:
     slots = full(2)
     with pytest.raises(InvariantError, match="another one"):

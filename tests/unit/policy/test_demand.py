@@ -76,3 +76,9 @@ def test_noise_is_no_trend() -> None:
 
 def test_few_samples_show_no_trend() -> None:
     assert forecast((0.0, 60.0), (10.0, 20.0), FLAT, 60.0, [600.0]) == pytest.approx([15.0])
+
+
+def test_samples_of_one_moment_show_no_trend() -> None:
+    rates = tuple(100.0 + index for index in range(15))
+    ahead = forecast((60.0,) * 15, rates, FLAT, 60.0, [0.0, 600.0])
+    assert ahead == pytest.approx([107.0, 107.0])

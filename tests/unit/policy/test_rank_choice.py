@@ -37,5 +37,6 @@ def test_a_rank_that_has_some_of_it_takes_it_unless_it_has_too_much_else() -> No
 def test_in_turn_a_prompt_waits_for_its_rank_alone() -> None:
     ranks = [prefill(3, work=9.0), prefill(5), prefill(6, blocks=1)]
     assert [rank_in_turn(ranks, PROMPT, number) for number in range(5)] == [3, 5, None, 3, 5]
+    assert rank_in_turn([prefill(0, blocks=2)], PROMPT, 0) == 0
     assert rank_in_turn([prefill(0, tokens=0)], PROMPT, 0) is None
     assert rank_in_turn([prefill(0, starts=0)], PROMPT, 0) is None

@@ -347,3 +347,9 @@ def test_check_sees_nodes_that_do_not_add_up() -> None:
     driver = Driver()
     driver.fleet.table.by_name["decode-3"].state = UnitState.UP
     assert driver.fleet.check()
+
+
+def test_check_sees_units_that_nobody_may_want() -> None:
+    driver = Driver()
+    driver.fleet.wanted = Units(1, 0)
+    assert "0 decode units are wanted, out of bounds" in driver.fleet.check()

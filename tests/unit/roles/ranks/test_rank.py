@@ -135,6 +135,16 @@ def test_three_steps_at_once_are_one_too_many() -> None:
         rank.handle(0.0, step(2))
 
 
+def test_a_step_is_done_when_it_is_the_one_that_runs() -> None:
+    rank = formed_rank()
+    with pytest.raises(InvariantError, match="not the one that runs"):
+        rank.handle(0.0, done(0))
+    rank.handle(0.0, step(0))
+    rank.handle(0.0, step(1))
+    with pytest.raises(InvariantError, match="not the one that runs"):
+        rank.handle(0.0, done(1))
+
+
 def test_it_says_where_its_experts_can_be_had() -> None:
     rank = RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", expert_port=7001)
     assert sent(rank.start(0.0), RankUp)[0].expert_port == 7001

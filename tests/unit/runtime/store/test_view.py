@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_the_first_news_says_all_there_is_even_if_it_is_nothing(tmp_path: Path) 
         (news,) = wait_for(later.view.take)
         assert len(news.locations) == 10
         assert later.view.num_blocks == 10
+
+
+def test_news_wake_whoever_takes_them(tmp_path: Path) -> None:
+    woken = threading.Event()
+    own = DiskView(tmp_path, "model", woken.set, look_s=0.01)
+    try:
+        assert woken.wait(20)
+        assert own.take()
+        woken.clear()
+        with host(tmp_path) as one:
+            one.save(new_names(1), (1,))
+            assert woken.wait(20)
+    finally:
+        own.stop(20)
 
 
 def test_every_writers_blocks_come_and_go(tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ def lease(pool: KvPool, *ids: int) -> KvLease:
 def test_a_pull_copies_the_leased_blocks_and_no_others() -> None:
     source, own = make("prefill-0"), make("decode-0")
     before = [block(own, i) for i in range(9)]
-    ids, into = (3, 4, 8, 1, 2), (5, 6, 7, 2, 1)
+    ids, into = (3, 4, 8, 0, 2), (5, 6, 7, 2, 0)
     assert KvTransfer(own).pull(lease(source, *ids), into) is None
     for theirs, ours in zip(ids, into, strict=True):
         assert block(own, ours) == block(source, theirs)
-    for untouched in {0, 3, 4, 8}:
+    for untouched in {1, 3, 4, 8}:
         assert block(own, untouched) == before[untouched]
 
 
