@@ -42,7 +42,7 @@ from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.front.front import Front
 from hadal.roles.leaders import make_leader
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.ranks.membership import RankPhase, UnitMembership
+from hadal.roles.ranks.membership import UnitPhase, UnitMembership
 from hadal.roles.ranks.rank import RankRole
 from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
@@ -515,7 +515,7 @@ def inner_of(host: Host) -> PrefillLeader | DecodeLeader | None:
 def is_whole(leader: RankedLeader) -> bool:
     """Whether every rank of the unit is in its generation, and that runs."""
     return (
-        leader.membership.phase is RankPhase.RUNNING
+        leader.membership.phase is UnitPhase.RUNNING
         and len(leader.membership.members) == leader.membership.num_ranks
     )
 

@@ -210,7 +210,7 @@ class HeldKv(msgspec.Struct, frozen=True, array_like=True):
     """KV of one attempt in a rank's pool, from position 0 on, whoever leads the unit."""
 
     attempt_id: int
-    """The front's (see Formation)."""
+    """By which the front knows the attempt (core/messages.Tokens)."""
     block_ids: tuple[int, ...]
     num_tokens: int
     """Positions that may be valid: those of tokens that were delivered are, if they are fewer."""
@@ -236,7 +236,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
     kv: tuple[HeldKv, ...]
     num_freed: dict[int, int]
-    """Block -> how often it was freed: its formation (see KvLease). Those that never were are left
+    """Block -> how often it was freed: its version (see KvLease). Those that never were are left
     out.
     """
     named: NamedBlocks = NamedBlocks((), b"", b"")
@@ -345,7 +345,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     expert_slot_counts: bytes = b""
     """Tokens that the rank's expert slots received since the last counted plan, int64 [L, S]; only
     a counted plan has them. A flip lets its layer's counts begin anew. A leader of many ranks reads
-    them itself; its inner leader does not get them.
+    them itself; the leader of steps inside it does not get them.
     """
 
 

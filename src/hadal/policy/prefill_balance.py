@@ -3,8 +3,8 @@ that allows.
 
 Ranks of a unit step together, so a rank is only as fast as the slowest. Attention is quadratic in
 context (a cached prefix counts as context), hence equal tokens are not equal time: each rank gets a
-budget of seconds instead (policy/prefill_balance), and its last chunk is cut where its cost
-(policy/prefill_balance) meets it. Tokens matter as well, for in dispatch the rank with most of them
+budget of seconds instead (`choose_budget`), and its last chunk is cut where its cost (`cost_s`)
+meets it. Tokens matter as well, for in dispatch the rank with most of them
 holds up the others: a rank whose oldest prompt is dense takes lighter prompts beside it, and no
 rank takes more than the step's cap.
 
@@ -204,7 +204,7 @@ def predict(rank_to_work: Sequence[tuple[float, int]], rates: StepRates) -> floa
 # Choose the rank of a prefill unit that takes a prompt, where steps are cut by token budgets:
 # equal work.
 #
-# (Where they are cut by cost, policy/prefill_balance chooses; decode's rule is in
+# (Where they are cut by cost, `plan_step` chooses; decode's rule is in
 # policy/decode_balance.)
 #
 # Knows nothing of tensors, networks or time. The caller owns the state and applies the choice. Goal
@@ -277,7 +277,7 @@ GAIN = 0.25
 of its turn.
 """
 LOOK_AHEAD = 4
-"""Mean steps of waiting tokens that a plan looks at: enough that `prefill_budget.DRAIN` of them is
+"""Mean steps of waiting tokens that a plan looks at: enough that `DRAIN` of them is
 more than a step.
 """
 

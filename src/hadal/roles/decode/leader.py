@@ -172,11 +172,11 @@ def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
 # Requests on their way into a decode unit: who waits for a slot, and whose KV is being pulled.
 #
 #     prefill    | chunk 1 | chunk 2 | chunk 3 = the rest, first token |
-#     hints           Ahead     Ahead            Decode
+#     hints         PullEarly PullEarly          Decode
 #     here            a slot,  pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
 #
 # A hint takes a slot only if nobody waits whose prompt is prefilled, and room for the whole prompt
-# is there; otherwise it is ignored. Its seat goes, without a word, when a request in decode needs
+# is there; otherwise it is ignored. The slot goes, without a word, when a request in decode needs
 # the blocks, when somebody prefilled waits, and when nothing was heard of it for a lease's time:
 # Decode then finds what it would have found without any hint. Blocks that a lease names are
 # complete, so they are pulled once; a copy that failed is made again, with Decode at the latest.

@@ -500,7 +500,7 @@ class FrontUnits:
 
 # The front's part of the hand-over: which decode unit a prompt's KV goes to, and from when on.
 #
-#     PREFILLING     hint: choose a unit, count the request there, Ahead | more hints: Ahead to the same unit
+#     PREFILLING     hint: choose a unit, count the request there, PullEarly | more hints: the same unit
 #     TRANSFERRING   Decode to that unit; without a hint, or if the unit died since, one is chosen now
 #
 # From the first hint on the request owns its decode unit, so whatever takes it away from its units

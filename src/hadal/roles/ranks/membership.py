@@ -11,7 +11,8 @@ form again.
 Ranks outlive their leader. A new leader asks ranks that it does not know, but hears heartbeats of,
 what they hold. Its first formation has a number above theirs, and the placement that they have.
 
-Knows no plans, blocks or requests.
+Knows no plans, blocks or requests: those are the inner leader's, the prefill or decode leader that
+plans the unit's steps without knowing of processes. roles/ranks/ranks stands between the two.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class RankState(StrEnum):
     DROPPED = "dropped"
 
 
-class RankPhase(StrEnum):
+class UnitPhase(StrEnum):
     WAITING = "waiting"
     """Nobody to form with, or not everybody is there yet and the grace goes on."""
     FORMING = "forming"
@@ -124,13 +125,13 @@ _RANK_NEXT: dict[tuple[RankState, str], RankState] = {
     **{(s, "drop"): RankState.DROPPED for s in (RankState.UP, RankState.FORMING, RankState.MEMBER)},
     (RankState.FORMING, "formed"): RankState.MEMBER,
 }
-_PHASE_NEXT: dict[tuple[RankPhase, str], RankPhase] = {
-    **{(phase, "form"): RankPhase.FORMING for phase in RankPhase},
-    **{(phase, "empty"): RankPhase.WAITING for phase in RankPhase},
-    (RankPhase.FORMING, "formed"): RankPhase.RUNNING,
-    (RankPhase.RUNNING, "drain"): RankPhase.DRAINING,
-    (RankPhase.RUNNING, "break"): RankPhase.BROKEN,
-    (RankPhase.DRAINING, "break"): RankPhase.BROKEN,
+_PHASE_NEXT: dict[tuple[UnitPhase, str], UnitPhase] = {
+    **{(phase, "form"): UnitPhase.FORMING for phase in UnitPhase},
+    **{(phase, "empty"): UnitPhase.WAITING for phase in UnitPhase},
+    (UnitPhase.FORMING, "formed"): UnitPhase.RUNNING,
+    (UnitPhase.RUNNING, "drain"): UnitPhase.DRAINING,
+    (UnitPhase.RUNNING, "break"): UnitPhase.BROKEN,
+    (UnitPhase.DRAINING, "break"): UnitPhase.BROKEN,
 }
 _LIVING = (RankState.UP, RankState.FORMING, RankState.MEMBER)
 
@@ -186,7 +187,7 @@ def next_rank_state(state: RankState, move: str) -> RankState:
         raise InvariantError(f"a rank that is {state} cannot {move}") from None
 
 
-def next_phase(phase: RankPhase, move: str) -> RankPhase:
+def next_phase(phase: UnitPhase, move: str) -> UnitPhase:
     """Return a unit's phase after `move`. Raises InvariantError for a pair that cannot happen."""
     try:
         return _PHASE_NEXT[phase, move]
@@ -239,7 +240,7 @@ class UnitMembership:
                 f"the placement is for {placement.num_ranks} ranks, and the unit has {num_ranks}."
             )
         self.formation = 0
-        self.phase = RankPhase.WAITING
+        self.phase = UnitPhase.WAITING
         self.members: dict[int, str] = {}
         """rank -> epoch, of the newest formation, formed or not."""
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
@@ -321,7 +322,7 @@ class UnitMembership:
     @property
     def is_running(self) -> bool:
         """Steps of this formation may be done."""
-        return self.phase in (RankPhase.RUNNING, RankPhase.DRAINING, RankPhase.BROKEN)
+        return self.phase in (UnitPhase.RUNNING, UnitPhase.DRAINING, UnitPhase.BROKEN)
 
     # ---- what comes in ----
     def rank_up(self, now_s: float, message: RankUp) -> None:
@@ -346,9 +347,9 @@ class UnitMembership:
         self._first_up_s = now_s if self._first_up_s is None else self._first_up_s
         if was_member:
             self._lost(now_s, message.rank, "another process has its name")
-        elif self.phase is RankPhase.RUNNING:
+        elif self.phase is UnitPhase.RUNNING:
             self._move(now_s, "drain")
-        elif self.phase is RankPhase.WAITING:
+        elif self.phase is UnitPhase.WAITING:
             self._form_if_ready(now_s)
 
     def rank_held(self, now_s: float, message: RankHeld) -> None:
@@ -439,7 +440,7 @@ class UnitMembership:
         formed = message.formed
         if not self._is_heard(now_s, message.rank, message.epoch):
             return
-        if self.phase is not RankPhase.FORMING or formed.formation != self.formation:
+        if self.phase is not UnitPhase.FORMING or formed.formation != self.formation:
             self.num_stale += 1
             return
         rank = self._ranks[message.rank]
@@ -461,7 +462,7 @@ class UnitMembership:
         more.
         """
         self._lost_links.add(observer, lost, self.members)
-        if self.phase in (RankPhase.RUNNING, RankPhase.DRAINING):
+        if self.phase in (UnitPhase.RUNNING, UnitPhase.DRAINING):
             self._move(now_s, "break")
             self.notes.append(
                 f"rank {observer} lost {name_peers(lost)}: steps wait until it is known who is gone"
@@ -491,18 +492,18 @@ class UnitMembership:
         if is_over:
             self.form(now_s)
         match self.phase:
-            case RankPhase.WAITING:
+            case UnitPhase.WAITING:
                 self._form_if_ready(now_s)
-            case RankPhase.FORMING:
+            case UnitPhase.FORMING:
                 self._see_answers(now_s)
-            case RankPhase.BROKEN:
+            case UnitPhase.BROKEN:
                 self._believe_observers(now_s)
-                if self.phase is RankPhase.BROKEN and now_s - self._phase_s >= NEWS_S:
+                if self.phase is UnitPhase.BROKEN and now_s - self._phase_s >= NEWS_S:
                     self._form_again(now_s)
-            case RankPhase.DRAINING:
+            case UnitPhase.DRAINING:
                 if now_s - self._phase_s >= self._drain_timeout_s:
                     self.form(now_s)
-            case RankPhase.RUNNING:
+            case UnitPhase.RUNNING:
                 if any(rank.state is RankState.UP for rank in self._ranks):
                     self._move(now_s, "drain")
 
@@ -589,7 +590,7 @@ class UnitMembership:
         """Go on, in phase FORMING, when everybody answered well, form again when somebody could
         not.
         """
-        if self.phase is not RankPhase.FORMING:
+        if self.phase is not UnitPhase.FORMING:
             return
         missing = self.members.keys() - self._answered.keys()
         if not missing and self._failed_s is None:
@@ -632,14 +633,14 @@ class UnitMembership:
     def _lost(self, now_s: float, index: int, reason: str) -> None:
         """A member is gone: this formation is over."""
         self.notes.append(f"rank {index} is gone ({reason}): the others go on without it")
-        if self.phase is not RankPhase.WAITING:
+        if self.phase is not UnitPhase.WAITING:
             self.form(now_s)
 
     def _drop(self, now_s: float, index: int, reason: str) -> None:
         """Give a living rank up, and go on without it."""
         was_member = index in self.members
         self._give_up(now_s, index, reason)
-        if was_member and self.phase is not RankPhase.WAITING:
+        if was_member and self.phase is not UnitPhase.WAITING:
             self.form(now_s)
 
     def _give_up(self, now_s: float, index: int, reason: str) -> None:
@@ -730,7 +731,7 @@ class UnitMembership:
             problems.append(
                 f"formation {self.formation} is {self.phase} with a member that did not form"
             )
-        if self.phase is RankPhase.WAITING and any(
+        if self.phase is UnitPhase.WAITING and any(
             rank.state is RankState.MEMBER for rank in self._ranks
         ):
             problems.append("a member of nothing")

@@ -77,7 +77,7 @@ from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
-from hadal.roles.ranks.membership import PEER_ERRORS, RankPhase, UnitMembership
+from hadal.roles.ranks.membership import PEER_ERRORS, UnitPhase, UnitMembership
 from hadal.roles.suspects import Absence
 
 # One result of a step out of its ranks' parts. Knows nothing of who is a member.
@@ -311,7 +311,7 @@ class RankedLeader:
     # ---- steps ----
     def _execute(self, now_s: float, effect: Execute) -> None:
         if (
-            self.membership.phase is not RankPhase.RUNNING
+            self.membership.phase is not UnitPhase.RUNNING
             or self.membership.formation != self._formation
         ):
             return  # No step may begin, and the next formation makes this one void.
@@ -389,7 +389,7 @@ class RankedLeader:
             self.num_stale += 1
 
     def _may_plan_experts(self, now_s: float) -> bool:
-        return self.membership.phase is RankPhase.RUNNING and self.experts.may_plan(now_s)
+        return self.membership.phase is UnitPhase.RUNNING and self.experts.may_plan(now_s)
 
     def _plan_experts(self, now_s: float) -> None:
         """Plan experts, in a Tick of its own, when what the steps wait for is sent."""
@@ -403,7 +403,7 @@ class RankedLeader:
         one.
         """
         membership = self.membership
-        if membership.phase is RankPhase.DRAINING and not self._in_flight:
+        if membership.phase is UnitPhase.DRAINING and not self._in_flight:
             membership.form(now_s)
         if membership.formation != self._formation:
             self._formation = membership.formation
@@ -421,7 +421,7 @@ class RankedLeader:
             addresses = {rank: (up.host, up.expert_port) for rank, up in ups.items()}
             self.experts.began(membership.formation, membership.placement, addresses)
             self._reset_leader(now_s)
-        elif membership.phase is RankPhase.WAITING and self._leader_members:
+        elif membership.phase is UnitPhase.WAITING and self._leader_members:
             self._reset_leader(
                 now_s
             )  # Nobody is left: what they held is given back now, not when they are replaced.

@@ -25,7 +25,7 @@ from hadal.roles.ranks.membership import (
     NEWS_S,
     SILENT_S,
     TAKEOVER_GRACE_S,
-    RankPhase,
+    UnitPhase,
     UnitMembership,
 )
 
@@ -73,7 +73,7 @@ class Driver:
     def run(self) -> None:
         self.all_up()
         self.answer()
-        assert self.membership.phase is RankPhase.RUNNING
+        assert self.membership.phase is UnitPhase.RUNNING
         self.take()
 
     def heartbeat(self, *ranks: int, lost: tuple[int, ...] = ()) -> None:
@@ -120,9 +120,9 @@ def test_the_first_generation_waits_for_everybody() -> None:
         == []
     )
     driver.answer(3)
-    assert driver.membership.phase is RankPhase.FORMING
+    assert driver.membership.phase is UnitPhase.FORMING
     driver.answer()
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
     assert driver.membership.notes[-1] == "formation 1 done in 0.000 s with ranks 0, 1, 2, 3"
 
 
@@ -149,7 +149,7 @@ def test_a_death_is_answered_at_once() -> None:
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.3"], [])
     assert driver.membership.formation == 2
     driver.answer()
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
     assert driver.membership.check() == []
 
 
@@ -162,10 +162,10 @@ def test_a_death_while_forming_starts_the_next_generation() -> None:
     forms, _ = driver.take()
     assert forms["decode-0.0"].formation == 3
     driver.membership.formed(5.2, RankFormed(0, "e0", Formed(2, None)))  # Late.
-    assert driver.membership.phase is RankPhase.FORMING
+    assert driver.membership.phase is UnitPhase.FORMING
     driver.answer()
     assert list(driver.membership.members) == [0, 1]
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
 
 
 def test_a_silent_rank_is_dropped_and_killed() -> None:
@@ -201,12 +201,12 @@ def test_blame_alone_forms_again_with_everybody() -> None:
     driver = Driver()
     driver.run()
     driver.membership.broke(0.0, 0, (3,))
-    assert driver.membership.phase is RankPhase.BROKEN
+    assert driver.membership.phase is UnitPhase.BROKEN
     driver.pass_s(NEWS_S + 0.1, 0, 1, 2, 3)
     forms, killed = driver.take()
     assert (len(forms), killed) == (4, [])
     driver.answer()
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
 
 
 def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
@@ -314,7 +314,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     driver.take()
     driver.now_s = 6.0
     driver.membership.rank_up(6.0, up(2, "new"))
-    assert driver.membership.phase is RankPhase.DRAINING
+    assert driver.membership.phase is UnitPhase.DRAINING
     assert driver.take() == ({}, [])
     driver.membership.form(6.0)  # The leader's steps are done.
     forms, _ = driver.take()
@@ -323,7 +323,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     assert forms["decode-0.0"].num_expert_slots == NUM_EXPERTS // 4
     driver.membership.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # The dead one's.
     driver.answer(2)
-    assert driver.membership.phase is RankPhase.FORMING
+    assert driver.membership.phase is UnitPhase.FORMING
 
 
 def test_a_drain_has_a_deadline() -> None:
@@ -348,7 +348,7 @@ def test_a_successor_heard_before_the_death_takes_its_place() -> None:
     assert forms["decode-0.0"].members[2].epoch == "new"
     driver.membership.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # The old one's death, late.
     driver.answer()
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
     driver.membership.unit_down(5.2, UnitDown("decode-0.2", "killed"))
     assert list(driver.membership.members) == [0, 1, 3]
 
@@ -360,7 +360,7 @@ def test_the_dead_do_not_come_back() -> None:
     driver.answer()
     driver.take()
     driver.membership.rank_up(5.1, up(2))  # It was on its way.
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
     driver.membership.rank_up(9.0, up(2))  # It lives after all, and must be replaced to come back.
     assert driver.take() == ({}, ["decode-0.2"])
 
@@ -370,14 +370,14 @@ def test_without_any_rank_it_waits_for_new_ones() -> None:
     driver.run()
     for rank in range(2):
         driver.membership.unit_down(5.0, UnitDown(f"decode-0.{rank}", "killed"))
-    assert driver.membership.phase is RankPhase.WAITING
+    assert driver.membership.phase is UnitPhase.WAITING
     assert driver.membership.check() == []
     driver.take()
     for rank in range(2):
         driver.membership.rank_up(6.0, up(rank, f"new{rank}"))
     assert len(driver.take()[0]) == 2
     driver.answer()
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
 
 
 def test_one_that_froze_before_it_was_heard_is_killed() -> None:
@@ -397,7 +397,7 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
     driver.now_s += 100.0
     assert pass_s(3.0) == ["decode-0.3"]
     driver.answer()
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
     assert pass_s(6.0) == [], "it is not asked for again at once"
     driver.membership.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
     assert pass_s(9.0) == [], "its successor has the whole grace"
@@ -412,7 +412,7 @@ def test_strangers_are_not_heard() -> None:
     driver.membership.unit_down(0.0, UnitDown("decode-0", "killed"))
     driver.membership.heartbeat(0.0, RankHeartbeat(9, "e9", 1, 0, False))
     driver.membership.formed(0.0, RankFormed(-1, "e", Formed(1, None)))
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
     assert driver.membership.num_stale >= 5
 
 
@@ -469,7 +469,7 @@ def test_a_new_leader_asks_who_beats_and_forms_above_what_they_had_with_their_pl
     assert {plan.formation for plan in forms.values()} == {7}
     assert {plan.slot_to_expert for plan in forms.values()} == {rolled.to_bytes()}
     driver.answer()
-    assert driver.membership.phase is RankPhase.RUNNING
+    assert driver.membership.phase is UnitPhase.RUNNING
     found = driver.membership.take_held(2)
     assert found is not None
     assert [kv.attempt_id for kv in found.kv] == [72]

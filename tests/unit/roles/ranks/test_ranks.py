@@ -29,7 +29,7 @@ from hadal.core.plans import Chunk, DecodePlan, Formed, KvPulled, PrefillPlan, S
 from hadal.core.seams import Effect, Event, Execute, Freed, Pull, RankReset, Send, Tick, WakeAt
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import ExpertTerms
-from hadal.roles.ranks.membership import RankPhase, UnitMembership
+from hadal.roles.ranks.membership import UnitPhase, UnitMembership
 from hadal.roles.ranks.ranks import RankedLeader
 from tests.unit.roles.driving import of, sent
 
@@ -343,7 +343,7 @@ def test_a_replacement_waits_for_the_steps_in_flight() -> None:
     driver.formed()
     driver.execute(0)
     assert to(driver.up(1, "new"), RankForm) == []
-    assert driver.leader.membership.phase is RankPhase.DRAINING
+    assert driver.leader.membership.phase is UnitPhase.DRAINING
     assert to(driver.execute(1), RankStep) == []
     driver.done(0, 0)
     assert len(to(driver.done(2, 0), RankForm)) == 3

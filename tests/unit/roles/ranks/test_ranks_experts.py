@@ -23,7 +23,7 @@ from hadal.core.placement import without
 from hadal.core.plans import LayerFlip, Staged, StepDone
 from hadal.core.seams import Effect, Send, Tick, WakeAt
 from hadal.roles.experts.gain import ExpertTerms
-from hadal.roles.ranks.membership import RankPhase
+from hadal.roles.ranks.membership import UnitPhase
 from tests.unit.roles.driving import of, sent
 from tests.unit.roles.ranks.test_ranks import Driver, to
 
@@ -133,7 +133,7 @@ def test_a_loss_leaves_the_placement_that_all_had(moment: str) -> None:
     driver.handle(Tick())
     driver.formed()
     assert driver.leader.membership.placement.to_bytes() == before.to_bytes()
-    assert driver.leader.membership.phase is RankPhase.RUNNING
+    assert driver.leader.membership.phase is UnitPhase.RUNNING
     driver.staged(0)
     driver.flips.clear()
     driver.step()
