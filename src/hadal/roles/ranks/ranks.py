@@ -77,7 +77,7 @@ from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
-from hadal.roles.ranks.membership import PEER_ERRORS, UnitPhase, UnitMembership
+from hadal.roles.ranks.membership import PEER_ERRORS, UnitMembership, UnitPhase
 from hadal.roles.suspects import Absence
 
 # One result of a step out of its ranks' parts. Knows nothing of who is a member.

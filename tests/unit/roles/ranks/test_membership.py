@@ -25,8 +25,8 @@ from hadal.roles.ranks.membership import (
     NEWS_S,
     SILENT_S,
     TAKEOVER_GRACE_S,
-    UnitPhase,
     UnitMembership,
+    UnitPhase,
 )
 
 NUM_EXPERTS = 8

@@ -29,7 +29,7 @@ from hadal.core.plans import Chunk, DecodePlan, Formed, KvPulled, PrefillPlan, S
 from hadal.core.seams import Effect, Event, Execute, Freed, Pull, RankReset, Send, Tick, WakeAt
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import ExpertTerms
-from hadal.roles.ranks.membership import UnitPhase, UnitMembership
+from hadal.roles.ranks.membership import UnitMembership, UnitPhase
 from hadal.roles.ranks.ranks import RankedLeader
 from tests.unit.roles.driving import of, sent
 
