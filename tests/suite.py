@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".pytest_cache"
 MOST_WORKERS = 8
 MOST_SERVING = 4
-"""Workers of tests that serve: each has a server of up to eight processes. They wait as well, so there
-is one more of them than there are cores.
+"""Workers of tests that serve: each has a server of up to eight processes. One more than there are
+cores gained nothing.
 """
 NOTHING_TO_RUN = 5
 """pytest's exit code where the options left no test."""
@@ -100,7 +100,7 @@ def parts(asked: list[str]) -> list[Part]:
             (
                 *(
                     "-n",
-                    str(min(MOST_SERVING, num_cores + 1)),
+                    str(min(MOST_SERVING, num_cores)),
                     "--dist",
                     "loadfile",
                     "--no-loadscope-reorder",

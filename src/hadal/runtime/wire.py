@@ -120,7 +120,9 @@ class ZmqWire:
         return self._drain()
 
     async def receive_async(self, timeout_s: float = 1.0) -> list[AnyMessage]:
-        """`receive`, in an asyncio loop."""
+        """`receive`, in an asyncio loop. It may return none before the time is over: the descriptor
+        becomes readable for more than messages.
+        """
         messages = self._drain()
         if messages:
             return messages
