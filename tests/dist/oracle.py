@@ -43,8 +43,10 @@ __all__ = [
 
 MAX_TOKENS = 160
 EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
-BORDER = range(4, 13)
-"""Tokens that a block has room for behind a prompt: few answers are as short."""
+BORDER = range(4, 64) if FULL else range(4, 46)
+"""Tokens that a block has room for behind a prompt: with less than a few it is full before it matters,
+and few answers are as long as most of a block.
+"""
 
 
 @dataclass(frozen=True)
