@@ -300,7 +300,7 @@ class BlockAllocator:
         left = self._owners[block]
         if isinstance(left, _Owners) and len(left) == 2:
             first, second = left
-            if second is owner:  # The usual case: whoever came last leaves first.
+            if second is owner:  # Of two, the first is the only owner again.
                 self._owners[block] = first
                 return
         if not isinstance(left, _Owners) or owner not in left:

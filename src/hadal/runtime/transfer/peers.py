@@ -154,21 +154,30 @@ class Channel:
         self.connection.close()
 
 
+def _handshake(
+    connection: socket.socket, key: bytes, *, is_connector: bool
+) -> tuple[Handshake, bytes]:
+    """One side of a new connection's handshake, and its challenge."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    host, port = connection.getpeername()[:2]
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    handshake = Handshake(
+        key,
+        nonce,
+        is_connector=is_connector,
+        port=port if is_connector else connection.getsockname()[1],
+        is_sealed=not is_near(host),
+    )
+    return handshake, _MAGIC + nonce
+
+
 def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float) -> Channel:
     """Connect, as `name`, and prove to each other who is who. Raises OSError."""
     timeout_s = min(SILENCE_S, max(0.001, deadline_s - time.monotonic()))
     connection = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        handshake = Handshake(
-            key,
-            nonce,
-            is_connector=True,
-            port=connection.getpeername()[1],
-            is_sealed=not is_near(connection.getpeername()[0]),
-        )
-        connection.sendall(_MAGIC + nonce)
+        handshake, challenge = _handshake(connection, key, is_connector=True)
+        connection.sendall(challenge)
         _take_challenge(connection, handshake, deadline_s)
         if not handshake.is_proof(_take(connection, PROOF_BYTES, deadline_s)):
             raise NotProven("it does not hold this deployment's secret")
@@ -185,17 +194,9 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
     the caller closes the connection.
     """
     deadline_s = time.monotonic() + SILENCE_S
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    handshake = Handshake(
-        key,
-        nonce,
-        is_connector=False,
-        port=connection.getsockname()[1],
-        is_sealed=not is_near(connection.getpeername()[0]),
-    )
+    handshake, challenge = _handshake(connection, key, is_connector=False)
     _take_challenge(connection, handshake, deadline_s)
-    connection.sendall(_MAGIC + nonce + handshake.proof())
+    connection.sendall(challenge + handshake.proof())
     name = _take(connection, _NAME.size, deadline_s)
     if not handshake.is_proof(_take(connection, PROOF_BYTES, deadline_s), name):
         raise NotProven("it does not hold this deployment's secret")
