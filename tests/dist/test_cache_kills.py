@@ -244,7 +244,7 @@ def test_every_restart_serves(
         )
         assert wrong(last, talk(server.url, model_of(server, key), last, key=key)) == []
         hits = settle(server, key)[DISK_HIT_TOKENS]
-        server.stop()
+        kill_all(server, "group")
     print(
         f"{num_rounds} kills: {found.num_acknowledged} blocks were durable, {len(found.records)} were"
         f" found at the end; more than had been said in {found.num_killed_writing} rounds; restarts"
