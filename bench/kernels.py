@@ -19,6 +19,7 @@ from hadal.kernels import library
 from hadal.kernels.ops import experts, linear, mla_decode
 from hadal.reference import ops as experts_twin
 from hadal.reference import ops as mla_twin
+from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 SECONDS = 0.5
 EXPERT_SHAPES = {  # hidden, width, experts, chosen
@@ -55,25 +56,42 @@ def bench_linear(limits: Limits) -> None:
     """256 MiB of weights, more than any cache, then 4 MiB, which stay in it."""
     for rows, k in ((65536, 1024), (2048, 512)):
         w_NK = torch.randn(rows, k)
+        codes = (w_NK * (448 / w_NK.abs().max())).to(FP8)
+        scales = torch.full((-(-rows // 128), -(-k // 128)), float(w_NK.abs().max()) / 448)
+        as_stored = {
+            "FP32": Matrix(w_NK),
+            "BF16": Matrix(w_NK.bfloat16()),
+            "FP8": Matrix(codes, scales),
+        }
         for m in (1, 2, 4, 8, 16, 32, 64, 512):
             if rows * m > 1 << 23:
                 continue
             x_MK = torch.randn(m, k)
-            ours, plain = best(lambda: linear(x_MK, w_NK)), best(lambda: F.linear(x_MK, w_NK))
-            show(f"linear {m} x {k} x {rows}", ours, plain, 4 * rows * k, 2 * m * rows * k, limits)
+            plain = best(lambda: F.linear(x_MK, w_NK))
+            for kind, w in as_stored.items():
+                ours, num_bytes = best(lambda: linear(x_MK, w)), sum(x.nbytes for x in w.parts)
+                name = f"linear {kind} {m} x {k} x {rows}"
+                show(name, ours, plain, num_bytes, 2 * m * rows * k, limits)
 
 
 def bench_experts(limits: Limits) -> None:
     """Random routing; bytes are those of the experts that were hit."""
     for name, (dim, width, num_experts, top_k) in EXPERT_SHAPES.items():
-        gate_up_E, down_E = (
-            torch.randn(num_experts, 2 * width, dim),
-            torch.randn(num_experts, dim, width),
+        held = Experts(
+            tuple(
+                MlpWeights(
+                    *(
+                        Matrix(torch.randn(*shape))
+                        for shape in ((width, dim),) * 2 + ((dim, width),)
+                    )
+                )
+                for _ in range(num_experts)
+            )
         )
         for num_tokens in (1, 8, 32, 128, 512, 2048):
             x_TD, weights_TK = torch.randn(num_tokens, dim), torch.rand(num_tokens, top_k)
             ids_TK = torch.rand(num_tokens, num_experts).topk(top_k).indices
-            inputs = (x_TD, gate_up_E, down_E, ids_TK, weights_TK)
+            inputs = (x_TD, held, ids_TK, weights_TK)
             ours = best(lambda: experts(*inputs))
             plain = best(lambda: experts_twin.experts(*inputs))
             num_bytes = 4 * len(ids_TK.unique()) * 3 * dim * width

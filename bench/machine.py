@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from hadal.kernels.ops import linear
+from hadal.reference.params import Matrix
 
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -59,7 +60,7 @@ def _read_bytes_per_s(rounds: int) -> float:
     readers: list[Callable[[], object]] = [
         lambda: matrix @ vector,
         lambda: matrix.sum(),
-        lambda: linear(vector[None], matrix),
+        lambda: linear(vector[None], Matrix(matrix)),
     ]
     return (
         matrix.numel()

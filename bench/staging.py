@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from bench.checkpoints import ROOT, SHIPPED
 from hadal.core.handshake import key_of
@@ -28,6 +27,7 @@ from hadal.core.placement import spread
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
+from hadal.reference.params import Matrix, MlpWeights
 from hadal.runtime.transfer.experts import (
     PURPOSE,
     ExpertClient,
@@ -46,9 +46,10 @@ NUM_REDUNDANT = 32
 TIMEOUT_S = 60.0
 
 
-def expert(size_mb: int) -> tuple[Tensor, Tensor]:
+def expert(size_mb: int) -> MlpWeights:
     rows, dim, width = SIZES[size_mb]
-    return torch.ones(rows, dim), torch.ones(dim, width)
+    gate, up = torch.ones(rows, dim).chunk(2)
+    return MlpWeights(Matrix(gate), Matrix(up), Matrix(torch.ones(dim, width)))
 
 
 def serve(share: float) -> None:
@@ -80,7 +81,7 @@ def fetch_rates(
 ) -> None:
     for size_mb in SIZES:
         rate, bound = fetch_rate(size_mb, port, rest, seconds)
-        num_bytes = sum(part.nbytes for part in expert(size_mb))
+        num_bytes = sum(part.nbytes for part in expert(size_mb).parts)
         console.print(
             f"  an expert of {num_bytes / 1e6:.1f} MB, {what}: {rate / 1e6:,.0f} MB/s, "
             f"{1e3 * num_bytes / rate:.1f} ms [dim](copy in memory {bound / 1e6:,.0f} MB/s)[/dim]"
@@ -91,16 +92,16 @@ def fetch_rate(
     size_mb: int, port: int, rest: Callable[[], None], seconds: float
 ) -> tuple[float, float]:
     """Bytes per second of a fetch, and of a copy within memory."""
-    client, (gate_up, down), into = ExpertClient(KEY), expert(size_mb), expert(size_mb)
-    num_bytes = gate_up.nbytes + down.nbytes
+    client, held, into = ExpertClient(KEY), expert(size_mb), expert(size_mb)
+    num_bytes = sum(part.nbytes for part in held.parts)
 
     def fetch() -> None:
-        if not client.fetch(size_mb, Source(0, HOST, port), gate_up, down, rest):
+        if not client.fetch(size_mb, Source(0, HOST, port), held, rest):
             raise RuntimeError("it was not had")
 
     def copy() -> None:
-        into[0].copy_(gate_up)
-        into[1].copy_(down)
+        for to, part in zip(into.parts, held.parts, strict=True):
+            to.copy_(part)
 
     fetch()  # The sum is made once.
     return bytes_per_s(fetch, num_bytes, seconds), bytes_per_s(copy, num_bytes, 0.3)

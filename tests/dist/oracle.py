@@ -82,7 +82,7 @@ def plain_answer(
     if not folder:
         return tuple(generate(weights, prompt, max_tokens, weights.config.eos_token_ids))
     asked = hashlib.blake2b(repr((weights.config, prompt, max_tokens)).encode(), digest_size=16)
-    asked.update(weights.embed_VD.numpy().tobytes())
+    asked.update(weights.embed.values.numpy().tobytes())
     path = Path(folder) / f"{asked.hexdigest()}.json"
     if not path.exists():
         output = generate(weights, prompt, max_tokens, weights.config.eos_token_ids)

@@ -274,6 +274,10 @@ class Deployment(ConfigTable, frozen=True):
     """What tokens are on their way to experts and back: "fp32" both ways, or "fp8" / "fp8_pow2":
     FP8 E4M3 out with a scale per 128 channels (any FP32 / a power of two), BF16 back.
     """
+    compute: Annotated[str, _one_of("fp32", "fp8")] = "fp32"
+    """What a matrix that the checkpoint holds in FP8 is multiplied by: "fp32", the activations as
+    they are, or "fp8", DeepSeek-V3's own recipe: rounded to E4M3 with a scale per 128 channels.
+    """
     transport: Annotated[str, _one_of("auto", "tcp", "gloo", "nccl", "deepep")] = "auto"
     """What the ranks of a unit exchange tokens by: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp
     on CPUs, nccl on GPUs, gloo where ranks of a unit share one.

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from hadal.kernels import library
 from hadal.kernels.ops import BLOCK_TOKENS
-from hadal.reference.params import LATENT_NORM_EPS, LayerWeights, ModelWeights
+from hadal.reference.params import (
+    LATENT_NORM_EPS,
+    Experts,
+    LayerWeights,
+    Matrix,
+    MlpWeights,
+    ModelWeights,
+)
 
 _INTS = (
     "vocab",
@@ -42,7 +49,6 @@ _INTS = (
     "num_blocks",
     "cache_layers",
 )
-_TensorShape = tuple[int, ...] | None
 _FLOATS = ("eps", "latent_eps", "routed_scale", "softmax_scale")
 
 
@@ -55,15 +61,13 @@ class _Shape(ctypes.Structure):
 
 
 def available(weights: ModelWeights) -> bool:
-    """Whether the fused step can run this model here: kernels built, all weights FP32 on the CPU
-    and contiguous.
-    """
-    return library.load() is not None and library.fits(
-        weights.embed_VD,
-        weights.norm_D,
-        weights.head_VD,
-        weights.cos_sin,
-        *(tensor for layer in weights.layers for tensor in _tensors(layer) if tensor is not None),
+    """Whether the fused step can run this model here: kernels are built and take all weights."""
+    vectors = [x for layer in weights.layers for x in _vectors(layer) if x is not None]
+    matrices = [x for layer in weights.layers for x in _matrices(layer)]
+    return (
+        library.load() is not None
+        and library.fits(weights.norm_D, weights.cos_sin, *vectors)
+        and library.takes(weights.embed, weights.head, *matrices)
     )
 
 
@@ -82,8 +86,7 @@ class DecodeStep:
         """
         if not available(weights):
             raise ValueError(
-                "the step needs built kernels and contiguous FP32 weights on the CPU; ask"
-                " available()."
+                "the step needs built kernels and weights on the CPU; ask available()."
             )
         config = weights.config
         num_blocks, cache_layers = cache_PLSD.shape[:2]
@@ -106,12 +109,25 @@ class DecodeStep:
         self._shape = _shape(weights, cache_PLSD, max_batch)
         self._logits_BV = torch.empty((max_batch, config.vocab_size))
         self._normed_BD = torch.empty((max_batch, config.hidden_size))
-        whole = (weights.embed_VD, weights.norm_D, weights.head_VD, weights.cos_sin, cache_PLSD)
-        layers = [_pointer(tensor) for layer in weights.layers for tensor in _tensors(layer)]
+        whole = (
+            weights.norm_D.data_ptr(),
+            weights.cos_sin.data_ptr(),
+            library.address(weights.embed),
+            library.address(weights.head),
+            cache_PLSD.data_ptr(),
+        )
+        layers = [
+            pointer
+            for layer in weights.layers
+            for pointer in (
+                *(None if x is None else x.data_ptr() for x in _vectors(layer)),
+                *(None if x is None else library.address(x) for x in _matrices(layer)),
+            )
+        ]
         handle = lib.hadal_step_new(
             self._team,
             ctypes.addressof(self._shape),
-            (ctypes.c_void_p * len(whole))(*map(_pointer, whole)),
+            (ctypes.c_void_p * len(whole))(*whole),
             (ctypes.c_void_p * len(layers))(*layers),
         )
         if not handle:
@@ -164,34 +180,21 @@ class DecodeStep:
         return self._normed_BD[:batch]
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+# A layer's weights in the order of cpu/step.h, LayerPointers.
 
 
-def _tensors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
-    """A layer's weights in the order of cpu/step.h, LayerPointers."""
+def _vectors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
+    """Norms and the gate, all FP32."""
+    a, moe = layer.attention, layer.moe
+    gate = (None, None) if moe is None else (moe.router.values, moe.router_bias_E)
+    return (layer.attn_norm_D, a.q_a_norm_Q, a.kv_a_norm_C, layer.ffn_norm_D, *gate)
+
+
+def _matrices(layer: LayerWeights) -> tuple[Matrix | MlpWeights | Experts | None, ...]:
     a, moe = layer.attention, layer.moe
     mlp = layer.mlp if moe is None else moe.shared
     assert mlp is not None, "a layer has a dense network or experts"
-    routed = (
-        (None,) * 4
-        if moe is None
-        else (moe.router_ED, moe.router_bias_E, moe.gate_up_E, moe.down_E)
-    )
-    return (
-        layer.attn_norm_D,
-        a.qkv_a,
-        a.q_a_norm_Q,
-        a.q_b,
-        a.kv_a_norm_C,
-        a.w_uk_HNC,
-        a.w_uv_HWC,
-        a.o,
-        layer.ffn_norm_D,
-        mlp.gate_up,
-        mlp.down,
-        *routed,
-    )
+    return (a.q_a, a.q_b, a.kv_a, a.kv_b, a.o, mlp, None if moe is None else moe.experts)
 
 
 def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
@@ -228,42 +231,45 @@ def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
 def _check_weights(weights: ModelWeights) -> None:
     """C trusts the config's dimensions, so every tensor must have them."""
     c = weights.config
-    dim, heads, latent = c.hidden_size, c.num_attention_heads, c.latent_dim
+    dim, heads, rank = c.hidden_size, c.num_attention_heads, c.q_lora_rank
     queries = heads * c.qk_head_dim
-    shared, width = c.n_shared_experts * c.moe_intermediate_size, c.moe_intermediate_size
-    attention: list[_TensorShape] = [
-        (dim,),
-        ((c.q_lora_rank or queries) + latent, dim),
-        (c.q_lora_rank,) if c.q_lora_rank else None,
-        (queries, c.q_lora_rank) if c.q_lora_rank else None,
-        (c.kv_lora_rank,),
-        (heads, c.qk_nope_head_dim, c.kv_lora_rank),
-        (heads, c.v_head_dim, c.kv_lora_rank),
-        (dim, heads * c.v_head_dim),
-        (dim,),
-    ]
-    dense: list[_TensorShape] = [
-        (2 * c.intermediate_size, dim),
-        (dim, c.intermediate_size),
-        None,
-        None,
-        None,
-        None,
-    ]
-    sparse: list[_TensorShape] = [
-        (2 * shared, dim),
-        (dim, shared),
-        (c.n_routed_experts, dim),
-        (c.n_routed_experts,),
-        (c.n_routed_experts, 2 * width, dim),
-        (c.n_routed_experts, dim, width),
-    ]
-    for index, layer in enumerate(weights.layers):
-        shapes = attention + (dense if layer.moe is None else sparse)
-        for tensor, shape in zip(_tensors(layer), shapes, strict=True):
-            if (None if tensor is None else tuple(tensor.shape)) != shape:
-                raise ValueError(f"a weight of layer {index} is not of the config's shape {shape}.")
-    library.check_shape("embed_VD", weights.embed_VD, (c.vocab_size, dim))
-    library.check_shape("head_VD", weights.head_VD, (c.vocab_size, dim))
+    library.check_shape("embed", weights.embed, (c.vocab_size, dim))
+    library.check_shape("head", weights.head, (c.vocab_size, dim))
     library.check_shape("norm_D", weights.norm_D, (dim,))
     library.check_shape("cos_sin", weights.cos_sin, (weights.cos_sin.shape[0], c.qk_rope_head_dim))
+    for index, layer in enumerate(weights.layers):
+        a, moe = layer.attention, layer.moe
+        wanted: list[tuple[Tensor | Matrix | None, tuple[int, ...] | None]] = [
+            (layer.attn_norm_D, (dim,)),
+            (layer.ffn_norm_D, (dim,)),
+            (a.q_a, (rank, dim) if rank else None),
+            (a.q_a_norm_Q, (rank,) if rank else None),
+            (a.q_b, (queries, rank or dim)),
+            (a.kv_a, (c.latent_dim, dim)),
+            (a.kv_a_norm_C, (c.kv_lora_rank,)),
+            (a.kv_b, (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)),
+            (a.o, (dim, heads * c.v_head_dim)),
+        ]
+        if moe is None:
+            assert layer.mlp is not None
+            wanted += _mlp_shapes(layer.mlp, c.intermediate_size, dim)
+        else:
+            width = c.moe_intermediate_size
+            wanted += _mlp_shapes(moe.shared, c.n_shared_experts * width, dim)
+            wanted += [
+                (moe.router, (c.n_routed_experts, dim)),
+                (moe.router_bias_E, (c.n_routed_experts,)),
+            ]
+            if len(moe.experts) != c.n_routed_experts:
+                raise ValueError(f"layer {index} has {len(moe.experts)} experts.")
+            for expert in range(len(moe.experts)):
+                wanted += _mlp_shapes(moe.experts[expert], width, dim)
+        for weight, shape in wanted:
+            if (None if weight is None else tuple(weight.shape)) != shape:
+                raise ValueError(f"a weight of layer {index} is not of the config's shape {shape}.")
+
+
+def _mlp_shapes(
+    mlp: MlpWeights, width: int, dim: int
+) -> list[tuple[Tensor | Matrix | None, tuple[int, ...] | None]]:
+    return [(mlp.gate, (width, dim)), (mlp.up, (width, dim)), (mlp.down, (dim, width))]

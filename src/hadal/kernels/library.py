@@ -13,11 +13,14 @@ import functools
 import logging
 import os
 import threading
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hadal.kernels.build import BuildError, OnElapsed, build
+from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -38,7 +41,7 @@ _OUT_OF_MEMORY = 5
 _ABI = {
     "hadal_team_new": ("i", ctypes.c_void_p),
     "hadal_linear": ("ppiipip", ctypes.c_int),
-    "hadal_experts": ("ppiippiippip", ctypes.c_int),
+    "hadal_experts": ("ppiipiippip", ctypes.c_int),
     "hadal_rms_norm": ("ppiipfp", ctypes.c_int),
     "hadal_gate": ("ppiipiiiifpp", ctypes.c_int),
     "hadal_mla_decode": ("pppiiiipiiiplpfp", ctypes.c_int),
@@ -48,8 +51,8 @@ _ABI = {
     "hadal_route": ("p" * 12, ctypes.c_int),
     "hadal_pack": ("p" * 12, ctypes.c_int),
     "hadal_unpack": ("p" * 11, ctypes.c_int),
-    "hadal_heads_in": ("ppll" + "iiipip", ctypes.c_int),
-    "hadal_heads_out": ("ppiiipip", ctypes.c_int),
+    "hadal_heads_in": ("ppll" + "iiipiiip", ctypes.c_int),
+    "hadal_heads_out": ("ppiiipiiip", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
     "hadal_step_run": ("pppipppl" + "pp", ctypes.c_int),
@@ -135,7 +138,92 @@ def fits(*tensors: Tensor) -> bool:
     )
 
 
-def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+# A weight as C reads it (cpu/weight.h, Matrix; cpu/experts.h, MlpMatrices): addresses and what lies
+# there, made when it is first multiplied and kept as long as the weight.
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("scales", ctypes.c_void_p)] + [
+        (name, ctypes.c_int32)
+        for name in (
+            "type",
+            "columns",
+            "first_row",
+            "block_rows",
+            "block_columns",
+            "is_tiled",
+            "is_rounding_inputs",
+        )
+    ]
+
+
+class _Mlp(ctypes.Structure):
+    _fields_ = [(name, _Matrix) for name in ("gate", "up", "down")]
+
+
+_TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
+_SCALE_COLUMNS = 128
+"""Sums over so many columns have one scale (cpu/amx.h): blocks must be whole multiples of them."""
+TILED_COLUMNS = 512
+"""Tile units multiply matrices of so many columns and more: a smaller one is multiplied sooner than
+its tokens are packed. The shape decides and not the batch, which may not change a bit.
+"""
+_described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def takes(*weights: Matrix | MlpWeights | Experts | None) -> bool:
+    """Whether the kernels can multiply all these weights as they are."""
+    return all(_describe(weight) is not None for weight in weights if weight is not None)
+
+
+def address(weight: Matrix | MlpWeights | Experts) -> int:
+    """Where C finds the weight, which the kernels take."""
+    return ctypes.addressof(_describe(weight))
+
+
+def _describe(weight: Matrix | MlpWeights | Experts) -> Any:
+    """The structure that C reads; None where the kernels do not take the weight."""
+    try:
+        return _described[weight]
+    except KeyError:
+        found = _described[weight] = _structure_of(weight)
+        return found
+
+
+def _structure_of(weight: Matrix | MlpWeights | Experts) -> Any:
+    if isinstance(weight, Matrix):
+        return _matrix_of(weight)
+    if isinstance(weight, MlpWeights):
+        parts = [_matrix_of(matrix) for matrix in (weight.gate, weight.up, weight.down)]
+        return None if None in parts else _Mlp(*parts)
+    mlps = [_Mlp() if mlp is None else _structure_of(mlp) for mlp in weight.slots]
+    return None if None in mlps else (_Mlp * len(mlps))(*mlps)
+
+
+def _matrix_of(matrix: Matrix) -> _Matrix | None:
+    values, scales = matrix.parts if matrix.scales is not None else (matrix.values, None)
+    code = _TYPE_CODES.get(values.dtype)
+    if code is None or any(x.device.type != "cpu" or not x.is_contiguous() for x in matrix.parts):
+        return None
+    rows, columns = matrix.block
+    if scales is not None and (columns % _SCALE_COLUMNS or scales.dtype is not torch.float32):
+        return None
+    return _Matrix(
+        values.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        code,
+        matrix.shape[1],
+        0,
+        rows,
+        columns,
+        code != 0 and matrix.shape[1] >= TILED_COLUMNS,
+        matrix.is_rounding_inputs,
+    )
+
+
+def check_shape(name: str, tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the tensor has this shape; C would read past its end."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} is needed.")

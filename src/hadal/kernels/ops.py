@@ -22,29 +22,31 @@ from hadal.kernels import library
 from hadal.reference import codec as codec_twin
 from hadal.reference import ops as twin
 from hadal.reference.ops import Replicas, Route
-from hadal.reference.params import MlpWeights
+from hadal.reference.params import Experts, Matrix, MlpWeights
 
-# y = x W^T for few tokens or many. Twin: torch's `F.linear`. Shapes: M tokens, K inputs, N outputs.
+# y = x W^T for few tokens or many. Twin: reference.linear. Shapes: M tokens, K inputs, N outputs.
 
 
-def linear(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """Return y [M, N] (or [..., N] for x of more dimensions); plain torch where the kernels cannot
-    run.
+def linear(x_MK: Tensor, w: Matrix) -> Tensor:
+    """Return y [M, N] (or [..., N] for x of more dimensions) for w [N, K]; plain torch where the
+    kernels cannot run.
 
     Raises ValueError if the shapes do not match.
     """
     lib = library.load()
-    if lib is None or not library.fits(x_MK, w_NK):
-        return F.linear(x_MK, w_NK)
-    if x_MK.dim() < 1 or w_NK.dim() != 2 or x_MK.shape[-1] != w_NK.shape[1]:
+    if lib is None or not library.fits(x_MK) or not library.takes(w):
+        return twin.linear(x_MK, w)
+    if x_MK.dim() < 1 or x_MK.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"x {list(x_MK.shape)} and w {list(w_NK.shape)} do not multiply; [M, K] and [N, K] do."
+            f"x {list(x_MK.shape)} and w {list(w.shape)} do not multiply; [M, K] and [N, K] do."
         )
-    n, k = w_NK.shape
+    n, k = w.shape
     m = x_MK.numel() // k
     y_MN = torch.empty((*x_MK.shape[:-1], n))
     library.check_status(
-        lib.hadal_linear(library.team(), x_MK.data_ptr(), m, k, w_NK.data_ptr(), n, y_MN.data_ptr())
+        lib.hadal_linear(
+            library.team(), x_MK.data_ptr(), m, k, library.address(w), n, y_MN.data_ptr()
+        )
     )
     return y_MN
 
@@ -82,8 +84,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
     """Return down(silu(gate x) * up x), [T, D]."""
-    gate_TF, up_TF = linear(x_TD, mlp.gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate_TF) * up_TF, mlp.down)
+    return linear(F.silu(linear(x_TD, mlp.gate)) * linear(x_TD, mlp.up), mlp.down)
 
 
 # Products of every head with a matrix of its own, around MLA's absorbed core attention. Twin:
@@ -94,18 +95,18 @@ def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
 # otherwise with FP8 dispatch. Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 
 
-def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
-    """W_UK into the query: [B, H, C]. The query may be a view whose last dimension is dense.
+def heads_in(q_BHN: Tensor, kv_b: Matrix) -> Tensor:
+    """W_UK into the query: [B, H, C]. Rows of `kv_b` as in AttentionWeights. The query may be a
+    view whose last dimension is dense.
 
     Raises ValueError if the shapes do not match.
     """
     lib = library.load()
     is_plain = q_BHN.dtype is torch.float32 and q_BHN.device.type == "cpu" and q_BHN.stride(-1) == 1
-    if lib is None or not is_plain or not library.fits(w_uk_HNC):
-        return twin.heads_in(q_BHN, w_uk_HNC)
+    if lib is None or not is_plain or not library.takes(kv_b):
+        return twin.heads_in(q_BHN, kv_b)
     batch, heads, n = q_BHN.shape
-    c = w_uk_HNC.shape[-1]
-    library.check_shape("w_uk_HNC", w_uk_HNC, (heads, n, c))
+    c, apart = kv_b.shape[1], _rows_apart(kv_b, heads, n)
     y_BHC = torch.empty((batch, heads, c))
     library.check_status(
         lib.hadal_heads_in(
@@ -116,7 +117,9 @@ def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
             batch,
             heads,
             n,
-            w_uk_HNC.data_ptr(),
+            library.address(kv_b),
+            0,
+            apart,
             c,
             y_BHC.data_ptr(),
         )
@@ -124,15 +127,17 @@ def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
     return y_BHC
 
 
-def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
-    """W_UV behind the sum: [B, H, W]. Raises ValueError if the shapes do not match."""
+def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
+    """W_UV behind the sum: [B, H, W]. Rows of `kv_b` as in AttentionWeights, the last W of a head's
+    are W_UV. Raises ValueError if the shapes do not match.
+    """
     lib = library.load()
-    if lib is None or not library.fits(o_BHC, w_uv_HWC):
-        return twin.heads_out(o_BHC, w_uv_HWC)
+    if lib is None or not library.fits(o_BHC) or not library.takes(kv_b):
+        return twin.heads_out(o_BHC, kv_b, num_values)
     batch, heads, c = o_BHC.shape
-    width = w_uv_HWC.shape[1]
-    library.check_shape("w_uv_HWC", w_uv_HWC, (heads, width, c))
-    y_BHW = torch.empty((batch, heads, width))
+    apart = _rows_apart(kv_b, heads, num_values)
+    library.check_shape("kv_b", kv_b, (heads * apart, c))
+    y_BHW = torch.empty((batch, heads, num_values))
     library.check_status(
         lib.hadal_heads_out(
             library.team(),
@@ -140,12 +145,22 @@ def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
             batch,
             heads,
             c,
-            w_uv_HWC.data_ptr(),
-            width,
+            library.address(kv_b),
+            apart - num_values,
+            apart,
+            num_values,
             y_BHW.data_ptr(),
         )
     )
     return y_BHW
+
+
+def _rows_apart(kv_b: Matrix, num_heads: int, num_rows: int) -> int:
+    """Rows of one head. Raises ValueError if the heads do not share the rows or have fewer."""
+    apart = kv_b.shape[0] // num_heads
+    if apart * num_heads != kv_b.shape[0] or apart < num_rows:
+        raise ValueError(f"kv_b has {kv_b.shape[0]} rows, which {num_heads} heads do not share.")
+    return apart
 
 
 # The MoE gate: which experts a token goes to. Knows no expert's weights. Twin: reference.gate.
@@ -154,20 +169,20 @@ def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
 
 
 def gate(
-    x_TD: Tensor, router_ED: Tensor, bias_E: Tensor, config: ModelConfig
+    x_TD: Tensor, router: Matrix, bias_E: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
     """Return (ids [T, K] int64, weights [T, K] FP32) of the experts each token goes to, in no
     promised order.
     """
     lib = library.load()
-    if lib is None or not library.fits(x_TD, router_ED, bias_E):
-        return twin.gate(x_TD, router_ED, bias_E, config)
+    if lib is None or not library.fits(x_TD, bias_E) or not library.takes(router):
+        return twin.gate(x_TD, router, bias_E, config)
     num_tokens, num_experts, num_chosen = (
         len(x_TD),
         config.n_routed_experts,
         config.num_experts_per_tok,
     )
-    logits_TE = linear(x_TD, router_ED)
+    logits_TE = linear(x_TD, router)
     library.check_shape("logits_TE", logits_TE, (num_tokens, num_experts))
     library.check_shape("bias_E", bias_E, (num_experts,))
     ids_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64)
@@ -199,22 +214,21 @@ def gate(
 # width. Twin: `hadal.reference.ops`.
 
 
-def experts(
-    x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, weights_TK: Tensor
-) -> Tensor:
-    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); gate_up_E [E, 2I,
-    D], down_E [E, D, I].
+def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); all experts are of
+    one shape.
 
-    Raises ValueError if shapes do not match or an id is out of range.
+    Raises ValueError if shapes do not match or an id's expert is not held.
     """
     lib = library.load()
-    if lib is None or not library.fits(x_TD, gate_up_E, down_E, weights_TK):
-        return twin.experts(x_TD, gate_up_E, down_E, ids_TK, weights_TK)
+    if lib is None or not library.fits(x_TD, weights_TK) or not library.takes(held):
+        return twin.experts(x_TD, held, ids_TK, weights_TK)
     num_tokens, dim = x_TD.shape
-    num_experts, _, width = down_E.shape
+    width = next((mlp.gate.shape[0] for mlp in held.slots if mlp is not None), 1)
     top_k = ids_TK.shape[-1]
-    library.check_shape("gate_up_E", gate_up_E, (num_experts, 2 * width, dim))
-    library.check_shape("down_E", down_E, (num_experts, dim, width))
+    for mlp in held.slots[:1]:
+        if mlp is not None:
+            library.check_shape("an expert's gate", mlp.gate, (width, dim))
     library.check_shape("ids_TK", ids_TK, (num_tokens, top_k))
     library.check_shape("weights_TK", weights_TK, (num_tokens, top_k))
     ids_TK = library.as_int(ids_TK, torch.int64)
@@ -225,9 +239,8 @@ def experts(
             x_TD.data_ptr(),
             num_tokens,
             dim,
-            gate_up_E.data_ptr(),
-            down_E.data_ptr(),
-            num_experts,
+            library.address(held),
+            len(held),
             width,
             ids_TK.data_ptr(),
             weights_TK.data_ptr(),

@@ -27,7 +27,7 @@ from hadal.kernels.ops import linear, rms_norm, swiglu
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.overlap import plan
-from hadal.reference.params import LayerWeights
+from hadal.reference.params import Experts, LayerWeights
 
 
 @dataclass(slots=True)
@@ -82,9 +82,8 @@ def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
                 x_TD[rows], layer.attention, config, cos_sin[rows]
             )
     else:
-        state.q_nope_THN, state.q_rope_THR, state.latents_TD = mla.queries_and_latents(
-            x_TD, layer.attention, config, cos_sin
-        )
+        state.latents_TD = mla.latents(x_TD, layer.attention, config, cos_sin)
+        state.q_nope_THN, state.q_rope_THR = mla.queries(x_TD, layer.attention, config, cos_sin)
     batch.write(layer_index, state.latents_TD)
 
 
@@ -122,7 +121,7 @@ def gate(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     if layer.moe is not None and len(state.hidden_TD):
         assert state.x_TD is not None
         state.ids_TK, state.weights_TK = choose_experts(
-            state.x_TD, layer.moe.router_ED, layer.moe.router_bias_E, state.config
+            state.x_TD, layer.moe.router, layer.moe.router_bias_E, state.config
         )
 
 
@@ -168,24 +167,22 @@ def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
         return
     if state.comm is not None:
         assert state.received is not None
-        state.y_MD = _received_experts(state.received, moe.gate_up_E, moe.down_E)
+        state.y_MD = _received_experts(state.received, moe.experts, state.hidden_TD.dtype)
         state.received = None
     elif len(state.hidden_TD):
         assert state.x_TD is not None
         assert state.ids_TK is not None
         assert state.weights_TK is not None
-        state.routed_TD = routed_experts(
-            state.x_TD, moe.gate_up_E, moe.down_E, state.ids_TK, state.weights_TK
-        )
+        state.routed_TD = routed_experts(state.x_TD, moe.experts, state.ids_TK, state.weights_TK)
 
 
-def _received_experts(rows: Received, gate_up_S: Tensor, down_S: Tensor) -> Tensor:
-    """Each pair's row through the expert of its slot, [M, D] in FP32."""
-    if not len(rows.row_M):
-        return rows.x_ND.new_empty(0, down_S.shape[1])
-    x_MD = rows.x_ND.index_select(0, rows.row_M).to(gate_up_S.dtype)
+def _received_experts(rows: Received, held: Experts, dtype: torch.dtype) -> Tensor:
+    """Each pair's row through the expert of its slot, [M, D] in FP32; computed in `dtype`."""
+    x_MD = rows.x_ND.index_select(0, rows.row_M)
+    if not len(x_MD):
+        return x_MD
     ones_M1 = torch.ones((len(x_MD), 1), device=x_MD.device)
-    return routed_experts(x_MD, gate_up_S, down_S, rows.expert_slot_M[:, None], ones_M1).float()
+    return routed_experts(x_MD.to(dtype), held, rows.expert_slot_M[:, None], ones_M1).float()
 
 
 def combine_start(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:

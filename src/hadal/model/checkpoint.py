@@ -1,9 +1,7 @@
-"""A Hugging Face folder of safetensors, read tensor by tensor out of mapped memory. Knows no
-architecture.
+"""A Hugging Face folder of safetensors, mapped into memory. Knows no architecture.
 
-Every defect is a CheckpointError that names the file and the tensor. FP8 tensors (E4M3 with
-`<name>_scale_inv`) are dequantised straight into where they belong, so a model is never in memory
-twice.
+What is asked for as it is stored stays where it is: pages of the files, which all processes of a
+host share. Every defect is a CheckpointError that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,15 @@ from hadal.core.documents import cut, read_json, shown
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.placement import EMPTY
-from hadal.reference.codec import dequantise, num_scales
+from hadal.core.plans import SCALE_GROUP
+from hadal.reference.codec import num_scales
 from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
+    FP8,
     AttentionWeights,
+    Experts,
     LayerWeights,
+    Matrix,
     MlpWeights,
     ModelWeights,
     MoeWeights,
@@ -39,9 +42,6 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_NAME_CHARS = 200
 _MAX_LAYER_DIGITS = 6
-_EXPERTS_AT_ONCE = 32
-_MAX_AT_ONCE = 4 << 20
-"""Values that are converted together: what is needed besides is ten bytes for each."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,70 +89,46 @@ class Checkpoint:
                     f" is {num_hidden_layers}."
                 )
 
-    def read(self, name: str, into: Tensor) -> None:
-        """Fill `into` with the tensor, converted. Raises CheckpointError: absent, damaged or of
-        another shape.
+    def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that is not a matrix, or one that is needed exactly, in FP32 and in memory of
+        its own. Raises CheckpointError: absent, damaged or of another shape.
         """
-        self.read_each([name], into[None])
+        tensor = self._shaped(name, shape)
+        if tensor.dtype == FP8:
+            raise CheckpointError(f"{self._path(name)}: {name} is FP8; only matrices can be.")
+        return tensor.to(torch.float32, copy=True)
 
-    def read_each(self, names: Sequence[str], into: Tensor) -> None:
-        """Fill `into` [N, ...] with N tensors of one shape and kind. Together, because the experts
-        of a small model are thousands, and each call of torch takes as long as such a matrix.
+    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        """A weight as it is stored; FP16 becomes FP32. Raises CheckpointError: absent, damaged or
+        of another shape.
         """
-        at_once = max(1, _MAX_AT_ONCE // max(1, into[0].numel()))
-        for first in range(0, len(names), at_once):
-            part = names[first : first + at_once]
-            tensors = [self._shaped(name, into.shape[1:]) for name in part]
-            if tensors[0].dtype != torch.float8_e4m3fn or len({t.dtype for t in tensors}) > 1:
-                for index, (name, tensor) in enumerate(zip(part, tensors, strict=True), first):
-                    if tensor.dtype == torch.float8_e4m3fn:
-                        self._read_fp8([name], [tensor], into[index : index + 1])
-                    else:
-                        into[index].copy_(tensor)
-            else:
-                self._read_fp8(part, tensors, into[first : first + len(part)])
+        values = self._shaped(name, shape)
+        if values.dtype == FP8:
+            scales, block = self._scales(name, values)
+            return Matrix(values, scales, block)
+        return Matrix(values if values.dtype != torch.float16 else values.float())
 
-    def _shaped(self, name: str, shape: torch.Size) -> Tensor:
+    def _shaped(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor as it is stored, which must have this shape and a type that can be read."""
         tensor = self._tensor(name)
-        if tensor.shape != shape:
+        if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{self._path(name)}: {name} has shape {list(tensor.shape)}; config.json asks for"
                 f" {list(shape)}."
             )
-        if tensor.dtype not in _PLAIN and tensor.dtype != torch.float8_e4m3fn:
+        if tensor.dtype not in (*_PLAIN, FP8):
             raise CheckpointError(
                 f"{self._path(name)}: {name} is {_dtype(tensor)}; FP32, BF16, FP16 or FP8 E4M3 can"
                 " be read."
             )
         return tensor
 
-    def _read_fp8(self, names: Sequence[str], codes: list[Tensor], into: Tensor) -> None:
-        """Fill `into` [N, rows, columns]."""
-        assert codes, "a model without a tensor was refused before"
-        scales = torch.stack(
-            [self._scales(name, each) for name, each in zip(names, codes, strict=True)]
-        )
-        assert self._block_size is not None, "its scales were asked for with it"
-        if not bool(torch.isfinite(scales).all()):
-            index = int((~torch.isfinite(scales)).flatten(1).any(1).nonzero()[0])
-            scale_name = f"{names[index]}_scale_inv"
-            raise CheckpointError(
-                f"{self._path(scale_name)}: {scale_name} holds values that are not finite."
-            )
-        stacked = torch.stack([each.view(torch.uint8) for each in codes])
-        dequantise(stacked.view(torch.float8_e4m3fn), scales, self._block_size, into)
-
-    def _scales(self, name: str, codes: Tensor) -> Tensor:
-        """The scales of an FP8 matrix, in FP32."""
+    def _scales(self, name: str, codes: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """The scales of an FP8 matrix, in FP32, and the blocks that they belong to."""
         path = self._path(name)
         if self._block_size is None:
             raise CheckpointError(
                 f"{path}: {name} is FP8, but config.json has no quantization_config."
-            )
-        if codes.dim() != 2:
-            raise CheckpointError(
-                f"{path}: {name} is FP8 with {codes.dim()} dimensions; only matrices can be."
             )
         scale_name = f"{name}_scale_inv"
         if scale_name not in self:
@@ -170,7 +146,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"{scale_path}: {scale_name} is {_dtype(scale_inv)}; FP32 is needed."
             )
-        return scale_inv.float()
+        if not bool(torch.isfinite(scale_inv.float()).all()):
+            raise CheckpointError(f"{scale_path}: {scale_name} holds values that are not finite.")
+        return scale_inv.float(), self._block_size
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self:
@@ -253,7 +231,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# DeepSeek-V3's tensor names, and how they are fused into ModelWeights. Knows no files; the
+# DeepSeek-V3's tensor names, and what they are in ModelWeights. Knows no files; the
 # Checkpoint does.
 #
 # Names and shapes are those of the released model (its README_WEIGHTS and modeling code). Shapes: D
@@ -264,12 +242,39 @@ def _dtype(tensor: Tensor) -> str:
 Advance = Callable[[float, float], None]
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """How a stored matrix is held."""
+
+    dtype: torch.dtype | None = None
+    """None: as it is stored."""
+    device: torch.device | str = "cpu"
+    is_rounding_inputs: bool = False
+
+    def __call__(self, stored: Matrix) -> Matrix:
+        dtype = self.dtype
+        is_fp8 = stored.scales is not None
+        if dtype is None and is_fp8 and stored.block[1] % SCALE_GROUP:
+            dtype = torch.float32  # Blocks that no checkpoint of the family has, and no kernel.
+        if dtype is not None:
+            # A copy in any case: what is converted does not hang on the file.
+            stored = Matrix(stored.dense(dtype).to(self.device, copy=stored.values.dtype == dtype))
+        return replace(stored, is_rounding_inputs=is_fp8 and self.is_rounding_inputs)
+
+    @property
+    def vector_dtype(self) -> torch.dtype:
+        return self.dtype or torch.float32
+
+
+AS_FP32 = Conversion(torch.float32)
+AS_STORED = Conversion()
+
+
 def load_weights(
     folder: Path,
     *,
     slot_to_expert_LS: NDArray[np.int16] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    held: Conversion = AS_FP32,
     with_mtp: bool = False,
     advance: Advance = lambda done, of: None,
 ) -> ModelWeights:
@@ -284,157 +289,112 @@ def load_weights(
     config = read_model_config(folder)
     with Checkpoint(folder, config.weight_block_size) as checkpoint:
         checkpoint.check_layers(config.num_hidden_layers)
-        return _Loader(
-            checkpoint, config, slot_to_expert_LS, dtype, torch.device(device), advance
-        ).model(with_mtp)
+        return _Loader(checkpoint, config, slot_to_expert_LS, held, advance).model(with_mtp)
 
 
-def read_experts(
-    checkpoint: Checkpoint, layer_index: int, experts: Sequence[int], gate_up: Tensor, down: Tensor
-) -> None:
-    """Fill gate_up [N, 2I, D] and down [N, D, I] with routed experts of a layer (index among all
-    layers).
-    """
-    prefixes = [f"model.layers.{layer_index}.mlp.experts.{expert}." for expert in experts]
-    read_mlps(checkpoint, prefixes, gate_up, down)
+def read_expert(
+    checkpoint: Checkpoint, config: ModelConfig, layer_index: int, expert: int, held: Conversion
+) -> MlpWeights:
+    """A routed expert of a layer (index among all layers)."""
+    prefix = f"model.layers.{layer_index}.mlp.experts.{expert}."
+    return read_mlp(checkpoint, prefix, config.hidden_size, config.moe_intermediate_size, held)
 
 
-def read_mlps(
-    checkpoint: Checkpoint, prefixes: Sequence[str], gate_up: Tensor, down: Tensor
-) -> None:
-    """Fill gate_up [N, 2F, D] and down [N, D, F] with the networks whose tensors' names begin with
-    the prefixes.
-    """
-    width = down.shape[2]
-    for name, into in (
-        ("gate_proj", gate_up[:, :width]),
-        ("up_proj", gate_up[:, width:]),
-        ("down_proj", down),
-    ):
-        checkpoint.read_each([f"{prefix}{name}.weight" for prefix in prefixes], into)
-
-
-def _runs(held: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """(expert slot, expert) pairs, cut where a slot between is empty."""
-    runs: list[list[tuple[int, int]]] = []
-    for pair in held:
-        if runs and runs[-1][-1][0] == pair[0] - 1:
-            runs[-1].append(pair)
-        else:
-            runs.append([pair])
-    return runs
+def read_mlp(
+    checkpoint: Checkpoint, prefix: str, dim: int, width: int, held: Conversion
+) -> MlpWeights:
+    """The network [F = `width`] whose tensors' names begin with the prefix."""
+    return MlpWeights(
+        held(checkpoint.matrix(f"{prefix}gate_proj.weight", (width, dim))),
+        held(checkpoint.matrix(f"{prefix}up_proj.weight", (width, dim))),
+        held(checkpoint.matrix(f"{prefix}down_proj.weight", (dim, width))),
+    )
 
 
 class _Loader:
-    """Reads tensors into newly made, already fused destinations."""
+    """Finds tensors by the model's names."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         config: ModelConfig,
         slot_to_expert_LS: NDArray[np.int16] | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        held: Conversion,
         advance: Advance,
     ) -> None:
         self._advance = advance
         self._checkpoint = checkpoint
         self._config = config
         self._slot_to_expert_LS = slot_to_expert_LS
-        self._dtype = dtype
-        self._device = device
+        self._held = held
 
     def model(self, with_mtp: bool) -> ModelWeights:
         config = self._config
         with_mtp = with_mtp and config.num_nextn_predict_layers > 0
         return ModelWeights(
             config=config,
-            embed_VD=self._one("model.embed_tokens.weight", config.vocab_size, config.hidden_size),
+            embed=self._matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size),
             layers=tuple(self._layer(index) for index in range(config.num_hidden_layers)),
-            norm_D=self._one("model.norm.weight", config.hidden_size),
-            head_VD=self._one("lm_head.weight", config.vocab_size, config.hidden_size),
+            norm_D=self._vector("model.norm.weight", config.hidden_size),
+            head=self._matrix("lm_head.weight", config.vocab_size, config.hidden_size),
             mtp=self._mtp() if with_mtp else None,
-            cos_sin=cos_sin_table(config).to(self._device),
+            cos_sin=cos_sin_table(config).to(self._held.device),
         )
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}."
         is_moe = config.is_moe(index)
         return LayerWeights(
-            attn_norm_D=self._one(f"{prefix}input_layernorm.weight", config.hidden_size),
+            attn_norm_D=self._vector(f"{prefix}input_layernorm.weight", config.hidden_size),
             attention=self._attention(f"{prefix}self_attn."),
-            ffn_norm_D=self._one(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
+            ffn_norm_D=self._vector(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
             mlp=None if is_moe else self._mlp(f"{prefix}mlp.", config.intermediate_size),
             moe=self._moe(index, f"{prefix}mlp.") if is_moe else None,
         )
 
     def _attention(self, prefix: str) -> AttentionWeights:
         c = self._config
-        heads, dim, latent = c.num_attention_heads, c.hidden_size, c.kv_lora_rank
-        q_rows = heads * c.qk_head_dim if c.q_lora_rank is None else c.q_lora_rank
-        q_name = "q_proj" if c.q_lora_rank is None else "q_a_proj"
-        qkv_a = self._empty(q_rows + latent + c.qk_rope_head_dim, dim)
-        self._checkpoint.read(f"{prefix}{q_name}.weight", qkv_a[:q_rows])
-        self._checkpoint.read(f"{prefix}kv_a_proj_with_mqa.weight", qkv_a[q_rows:])
-        # Per head N rows of W_UK, then W rows of W_UV.
-        kv_b = self._one(
-            f"{prefix}kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), latent
-        )
-        w_uk, w_uv = torch.split(
-            kv_b.view(heads, -1, latent), [c.qk_nope_head_dim, c.v_head_dim], dim=1
-        )
-        has_lora = c.q_lora_rank is not None
+        heads, dim, rank = c.num_attention_heads, c.hidden_size, c.q_lora_rank
+        queries, both = heads * c.qk_head_dim, heads * (c.qk_nope_head_dim + c.v_head_dim)
+        q_b_name = "q_b_proj" if rank else "q_proj"
         return AttentionWeights(
-            qkv_a=qkv_a,
-            q_a_norm_Q=self._one(f"{prefix}q_a_layernorm.weight", q_rows) if has_lora else None,
-            q_b=self._one(f"{prefix}q_b_proj.weight", heads * c.qk_head_dim, q_rows)
-            if has_lora
-            else None,
-            kv_a_norm_C=self._one(f"{prefix}kv_a_layernorm.weight", latent),
-            w_uk_HNC=w_uk.contiguous(),
-            w_uv_HWC=w_uv.contiguous(),
-            o=self._one(f"{prefix}o_proj.weight", dim, heads * c.v_head_dim),
+            q_a=self._matrix(f"{prefix}q_a_proj.weight", rank, dim) if rank else None,
+            q_a_norm_Q=self._vector(f"{prefix}q_a_layernorm.weight", rank) if rank else None,
+            q_b=self._matrix(f"{prefix}{q_b_name}.weight", queries, rank or dim),
+            kv_a=self._matrix(f"{prefix}kv_a_proj_with_mqa.weight", c.latent_dim, dim),
+            kv_a_norm_C=self._vector(f"{prefix}kv_a_layernorm.weight", c.kv_lora_rank),
+            # The absorbed form multiplies the other way, too; what it multiplies stays as it is.
+            kv_b=replace(
+                self._matrix(f"{prefix}kv_b_proj.weight", both, c.kv_lora_rank),
+                is_rounding_inputs=False,
+            ),
+            o=self._matrix(f"{prefix}o_proj.weight", dim, heads * c.v_head_dim),
         )
 
     def _mlp(self, prefix: str, width: int) -> MlpWeights:
-        mlp = MlpWeights(
-            self._empty(2 * width, self._config.hidden_size),
-            self._empty(self._config.hidden_size, width),
-        )
-        read_mlps(self._checkpoint, [prefix], mlp.gate_up[None], mlp.down[None])
-        return mlp
+        return read_mlp(self._checkpoint, prefix, self._config.hidden_size, width, self._held)
 
     def _moe(self, index: int, prefix: str) -> MoeWeights:
         c = self._config
         slots: Sequence[int] = range(c.n_routed_experts)
         if self._slot_to_expert_LS is not None and index < c.num_hidden_layers:
             slots = self._slot_to_expert_LS[index - c.first_k_dense_replace].tolist()
-        moe = MoeWeights(
-            # The gate stays FP32 whatever the rest is: a rounded score sends a token elsewhere.
-            router_ED=self._one(
-                f"{prefix}gate.weight", c.n_routed_experts, c.hidden_size, dtype=torch.float32
-            ),
-            router_bias_E=self._one(
-                f"{prefix}gate.e_score_correction_bias", c.n_routed_experts, dtype=torch.float32
-            ),
-            gate_up_E=self._empty(len(slots), 2 * c.moe_intermediate_size, c.hidden_size),
-            down_E=self._empty(len(slots), c.hidden_size, c.moe_intermediate_size),
-            shared=self._mlp(
-                f"{prefix}shared_experts.", c.n_shared_experts * c.moe_intermediate_size
-            ),
+        self._advance(index, c.num_hidden_layers)
+        held = tuple(
+            None if expert == EMPTY else read_expert(self._checkpoint, c, index, expert, self._held)
+            for expert in slots
         )
-        held = [(slot, expert) for slot, expert in enumerate(slots) if expert != EMPTY]
-        for first in range(0, len(held), _EXPERTS_AT_ONCE):
-            self._advance(index + first / len(held), c.num_hidden_layers)
-            part = held[first : first + _EXPERTS_AT_ONCE]
-            # Expert slots that are filled follow each other, all but a few.
-            for run in _runs(part):
-                where = slice(run[0][0], run[-1][0] + 1)
-                experts = [expert for _, expert in run]
-                read_experts(
-                    self._checkpoint, index, experts, moe.gate_up_E[where], moe.down_E[where]
-                )
-        return moe
+        gate = self._checkpoint.vector(f"{prefix}gate.weight", (c.n_routed_experts, c.hidden_size))
+        bias_E = self._checkpoint.vector(
+            f"{prefix}gate.e_score_correction_bias", (c.n_routed_experts,)
+        )
+        shared_width = c.n_shared_experts * c.moe_intermediate_size
+        return MoeWeights(
+            router=Matrix(gate.to(self._held.device)),
+            router_bias_E=bias_E.to(self._held.device),
+            experts=Experts(held),
+            shared=self._mlp(f"{prefix}shared_experts.", shared_width),
+        )
 
     def _mtp(self) -> MtpWeights:
         """The first MTP module; after the last layer. Its embedding and head are copies of the
@@ -443,17 +403,16 @@ class _Loader:
         index, dim = self._config.num_hidden_layers, self._config.hidden_size
         prefix = f"model.layers.{index}."
         return MtpWeights(
-            enorm_D=self._one(f"{prefix}enorm.weight", dim),
-            hnorm_D=self._one(f"{prefix}hnorm.weight", dim),
-            eh_proj=self._one(f"{prefix}eh_proj.weight", dim, 2 * dim),
+            enorm_D=self._vector(f"{prefix}enorm.weight", dim),
+            hnorm_D=self._vector(f"{prefix}hnorm.weight", dim),
+            eh_proj=self._matrix(f"{prefix}eh_proj.weight", dim, 2 * dim),
             layer=self._layer(index),
-            head_norm_D=self._one(f"{prefix}shared_head.norm.weight", dim),
+            head_norm_D=self._vector(f"{prefix}shared_head.norm.weight", dim),
         )
 
-    def _one(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = self._empty(*shape, dtype=dtype)
-        self._checkpoint.read(name, tensor)
-        return tensor
+    def _matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        return self._held(self._checkpoint.matrix(name, (rows, columns)))
 
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+    def _vector(self, name: str, size: int) -> Tensor:
+        vector = self._checkpoint.vector(name, (size,))
+        return vector.to(self._held.vector_dtype).to(self._held.device)

@@ -147,15 +147,14 @@ class DeepseekV3:
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] of hidden states after the last norm."""
-        return linear(hidden_TD, self.weights.head_VD)
+        return linear(hidden_TD, self.weights.head)
 
     def _start(self, batch: PrefillBatch | DecodeBatch | None) -> MicroBatch:
-        embed_VD = self.weights.embed_VD
         if batch is None:
-            hidden_TD = embed_VD.new_empty(0, embed_VD.shape[1])
+            tokens_T = torch.empty(0, dtype=torch.int64, device=self.weights.norm_D.device)
         else:
             tokens_T = batch.tokens_T if isinstance(batch, PrefillBatch) else batch.tokens_B
-            hidden_TD = F.embedding(tokens_T, embed_VD)
+        hidden_TD = self.weights.embed.rows(tokens_T)
         return MicroBatch(batch, self.config, hidden_TD, self.comm)
 
     def _all_layers(

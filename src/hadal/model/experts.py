@@ -9,15 +9,17 @@ For one layer at a time `stage` builds the record beside the steps that run, in 
     background   | stage: copy what stays, fetch or read what is new |                    | the next stage frees the old
     compute       step  step  step  step  step  step  step  step  step  | flip | step  step
 
-Knows no tokens, and ranks only as what a Fetch is asked with. A layer that is staged is in memory
-twice until it is flipped and the next one is staged; so is whatever `install` changes, until the
-caller lets go of the old weights.
+Knows no tokens, and ranks only as what a Fetch is asked with. A record holds references: what stays
+is not copied, and what the checkpoint's files have is mapped from them where weights are held as
+they are stored. What a peer sent is in memory of its own, beside what it replaces, until that is
+flipped and the next layer is staged.
 
-Shapes: L MoE layers, R ranks, S expert slots, I expert width, D hidden.
+Shapes: L MoE layers, R ranks, S expert slots.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -29,7 +31,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group, PeerLost
@@ -37,18 +38,16 @@ from hadal.core.errors import HadalError, InvariantError
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import EMPTY, Placement, flip_arrays
 from hadal.core.plans import Formed, FormPlan, LayerFlip, Source, Staged, StagePlan
-from hadal.model.checkpoint import Checkpoint, read_experts
+from hadal.model.checkpoint import AS_FP32, Checkpoint, Conversion, read_expert
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference.params import ModelWeights
+from hadal.reference.params import Experts, MlpWeights, ModelWeights
 
 _log = logging.getLogger(__name__)
 
-Bring = Callable[[int, Tensor, Tensor], None]
-"""(expert, gate_up [2I, D] and down [D, I] to fill)"""
-Fetch = Callable[[int, Source, Tensor, Tensor], bool]
-"""(MoE layer, source, gate_up [2I, D] and down [D, I] to fill) -> False: the expert could not be
-had there.
-"""
+Bring = Callable[[int], MlpWeights]
+"""expert -> its weights"""
+Fetch = Callable[[int, Source, MlpWeights], bool]
+"""(MoE layer, source, weights to fill) -> False: the expert could not be had there."""
 
 
 class Overtaken(HadalError):
@@ -60,23 +59,21 @@ class _HeldLayer:
     """A layer's replicas."""
 
     slot_to_expert: tuple[int, ...]
-    gate_up_S: Tensor
-    """[S, 2I, D]; what lies in empty expert slots is undefined."""
-    down_S: Tensor
-    """[S, D, I]"""
+    experts: Experts
     expert_to_slot: dict[int, int]
 
     @classmethod
-    def of(cls, slots: Iterable[int], gate_up_S: Tensor, down_S: Tensor) -> _HeldLayer:
+    def of(cls, slots: Iterable[int], experts: Experts) -> _HeldLayer:
         slots = tuple(slots)
-        if not len(slots) == len(gate_up_S) == len(down_S):
-            raise ValueError(f"{len(slots)} slots for the weights of {len(gate_up_S)} experts.")
-        return cls(
-            slots,
-            gate_up_S,
-            down_S,
-            {expert: slot for slot, expert in enumerate(slots) if expert != EMPTY},
-        )
+        if len(slots) != len(experts):
+            raise ValueError(f"{len(slots)} slots for the weights of {len(experts)} experts.")
+        filled = {expert: slot for slot, expert in enumerate(slots) if expert != EMPTY}
+        return cls(slots, experts, filled)
+
+    def weights(self, expert: int) -> MlpWeights | None:
+        """None where it is not held."""
+        slot = self.expert_to_slot.get(expert)
+        return None if slot is None else self.experts[slot]
 
 
 class ExpertStore:
@@ -89,15 +86,19 @@ class ExpertStore:
         folder: Path,
         weights: ModelWeights,
         slot_to_expert_LS: NDArray[np.int16] | None = None,
+        held: Conversion = AS_FP32,
     ) -> None:
-        """`weights` were loaded from `folder` with these expert slots; None: all experts, in order."""
-        self._folder = folder
+        """`weights` were loaded from `folder` with these expert slots (None: all experts, in order)
+        and this conversion, which is that of all that is read later.
+        """
+        self._open = functools.partial(_Reader, folder, weights.config, held)
         self._config = config = weights.config
         moes = [layer.moe for layer in weights.layers if layer.moe is not None]
         all_LS = np.tile(np.arange(config.n_routed_experts, dtype=np.int16), (len(moes), 1))
         slots = (all_LS if slot_to_expert_LS is None else slot_to_expert_LS).tolist()
         self._held = [
-            _HeldLayer.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)
+            _HeldLayer.of(layer_slots, moe.experts)
+            for layer_slots, moe in zip(slots, moes, strict=True)
         ]
         self._lock = threading.Lock()
         """Guards what follows. `_held` needs no lock: a record is taken or exchanged as one
@@ -111,17 +112,12 @@ class ExpertStore:
         self._let_go: list[_HeldLayer] = []
         """Records of before a flip. Giving back their memory takes longer than a flip may."""
 
-    def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor] | None:
-        """Return gate_up [2I, D] and down [D, I] of a replica that is held, None if there is none,
-        nor such a layer.
+    def expert(self, layer: int, expert: int) -> MlpWeights | None:
+        """Return the weights of a replica that is held, None if there is none, nor such a layer.
 
-        Views of what is never written again. From any thread.
+        They are never written again. From any thread.
         """
-        if not 0 <= layer < len(self._held):
-            return None
-        held = self._held[layer]
-        slot = held.expert_to_slot.get(expert)
-        return None if slot is None else (held.gate_up_S[slot], held.down_S[slot])
+        return self._held[layer].weights(expert) if 0 <= layer < len(self._held) else None
 
     def install(
         self, weights: ModelWeights, slot_to_expert_LS: NDArray[np.int16], formation: int
@@ -142,7 +138,7 @@ class ExpertStore:
                 f"a placement of {len(slot_to_expert_LS)} MoE layers; the model has {len(self._held)}."
             )
         records = []
-        with _Reader(self._folder, self._config) as reader:
+        with self._open() as reader:
             for layer, (held, slots) in enumerate(
                 zip(self._held, slot_to_expert_LS.tolist(), strict=True)
             ):
@@ -166,20 +162,22 @@ class ExpertStore:
         start_s = time.perf_counter()
         num_received = 0
 
-        def bring(expert: int, gate_up: Tensor, down: Tensor) -> None:
+        def bring(expert: int) -> MlpWeights:
             nonlocal num_received
             source = sources.get(expert)
-            if source is not None and source.port and fetch(plan.layer, source, gate_up, down):
-                num_received += 1
-            else:
-                read(expert, gate_up, down)
+            if source is not None and source.port and (like := self._any_expert()) is not None:
+                received = like.empty_like()
+                if fetch(plan.layer, source, received):
+                    num_received += 1
+                    return received
+            return read(expert)
 
         def between() -> None:
             self._check(plan)
             rest()
 
         try:
-            with _Reader(self._folder, self._config) as reader:
+            with self._open() as reader:
                 held = self._begin(plan)
                 sources, read = (
                     {source.expert: source for source in plan.sources},
@@ -234,6 +232,11 @@ class ExpertStore:
         self._held[flip.layer] = record
         return self._with_records(weights, (flip.layer,))
 
+    def _any_expert(self) -> MlpWeights | None:
+        """One that is held, if any is: it shows how the others are stored."""
+        slots = (mlp for held in self._held for mlp in held.experts.slots)
+        return next((mlp for mlp in slots if mlp is not None), None)
+
     def _layer(self, layer: int) -> _HeldLayer:
         if not 0 <= layer < len(self._held):
             raise ValueError(f"there is no MoE layer {layer}; the model has {len(self._held)}.")
@@ -245,10 +248,8 @@ class ExpertStore:
             index, held = self._config.first_k_dense_replace + layer, self._held[layer]
             moe = layers[index].moe
             assert moe is not None
-            if moe.gate_up_E is not held.gate_up_S:
-                layers[index] = replace(
-                    layers[index], moe=replace(moe, gate_up_E=held.gate_up_S, down_E=held.down_S)
-                )
+            if moe.experts is not held.experts:
+                layers[index] = replace(layers[index], moe=replace(moe, experts=held.experts))
         return replace(weights, layers=tuple(layers))
 
     def _begin(self, plan: StagePlan) -> _HeldLayer:
@@ -285,23 +286,18 @@ class ExpertStore:
 def _arrange(
     held: _HeldLayer, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None
 ) -> _HeldLayer:
-    """Make a layer's record: what is held is copied, the rest brought; `between` is called before
-    each.
+    """Make a layer's record: what is held stays where it is, the rest is brought; `between` is
+    called before each of these. A replica in several slots is in memory once.
     """
     slots = tuple(slots)
-    gate_up_S = held.gate_up_S.new_empty(len(slots), *held.gate_up_S.shape[1:])
-    down_S = held.down_S.new_empty(len(slots), *held.down_S.shape[1:])
-    for slot, expert in enumerate(slots):
-        if expert == EMPTY:
-            continue
-        between()
-        old = held.expert_to_slot.get(expert)
-        if old is None:
-            bring(expert, gate_up_S[slot], down_S[slot])
-        else:
-            gate_up_S[slot].copy_(held.gate_up_S[old])
-            down_S[slot].copy_(held.down_S[old])
-    return _HeldLayer.of(slots, gate_up_S, down_S)
+    found: dict[int, MlpWeights | None] = {EMPTY: None}
+    for expert in slots:
+        if expert not in found:
+            found[expert] = held.weights(expert)
+            if found[expert] is None:
+                between()
+                found[expert] = bring(expert)
+    return _HeldLayer.of(slots, Experts(tuple(found[expert] for expert in slots)))
 
 
 class _Reader:
@@ -309,8 +305,9 @@ class _Reader:
     CheckpointError.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, held: Conversion) -> None:
         self.num_read = 0
+        self._as_held = held
         self._folder = folder
         self._config = config
         self._checkpoint: Checkpoint | None = None
@@ -323,14 +320,14 @@ class _Reader:
         self._stack.close()
 
     def of_layer(self, layer: int) -> Bring:
-        def read(expert: int, gate_up: Tensor, down: Tensor) -> None:
+        def read(expert: int) -> MlpWeights:
             if self._checkpoint is None:
                 self._checkpoint = self._stack.enter_context(
                     Checkpoint(self._folder, self._config.weight_block_size)
                 )
             index = self._config.first_k_dense_replace + layer
-            read_experts(self._checkpoint, index, [expert], gate_up[None], down[None])
             self.num_read += 1
+            return read_expert(self._checkpoint, self._config, index, expert, self._as_held)
 
         return read
 

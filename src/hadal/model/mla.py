@@ -41,46 +41,22 @@ def latents(
     x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
 ) -> Tensor:
     """Return [T, C+R], what the cache holds of each token (eq. 1-5): normed c_kv, rotated key."""
-    ck_TD = linear(x_TD, weights.qkv_a[-config.latent_dim :])
-    return _latents(ck_TD, weights, config, cos_sin_TR)
-
-
-def queries_and_latents(
-    x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, latents [T, C+R]) (eq. 1-9)."""
-    num_query = weights.qkv_a.shape[0] - config.latent_dim
-    q, ck_TD = torch.split(linear(x_TD, weights.qkv_a), [num_query, config.latent_dim], -1)
-    q_nope, q_rope = _split_heads(q, weights, config)
-    return q_nope, rotate(q_rope, cos_sin_TR), _latents(ck_TD, weights, config, cos_sin_TR)
+    ck_TD = linear(x_TD, weights.kv_a)
+    c_TC, k_TR = torch.split(ck_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    c_TC = rms_norm(c_TC.contiguous(), weights.kv_a_norm_C, LATENT_NORM_EPS)
+    return torch.cat((c_TC, rotate(k_TR, cos_sin_TR)), dim=-1)
 
 
 def queries(
     x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The queries alone, where a token's latents are computed elsewhere."""
-    q_nope, q_rope = _split_heads(
-        linear(x_TD, weights.qkv_a[: -config.latent_dim]), weights, config
-    )
-    return q_nope, rotate(q_rope, cos_sin_TR)
-
-
-def _split_heads(
-    q: Tensor, weights: AttentionWeights, config: ModelConfig
-) -> tuple[Tensor, Tensor]:
-    if weights.q_b is not None and weights.q_a_norm_Q is not None:
-        q = linear(rms_norm(q.contiguous(), weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
-    q_THK = q.view(-1, config.num_attention_heads, config.qk_head_dim)
+    if weights.q_a is not None:
+        assert weights.q_a_norm_Q is not None
+        x_TD = rms_norm(linear(x_TD, weights.q_a), weights.q_a_norm_Q, LATENT_NORM_EPS)
+    q_THK = linear(x_TD, weights.q_b).view(-1, config.num_attention_heads, config.qk_head_dim)
     q_nope, q_rope = torch.split(q_THK, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-    return q_nope, q_rope
-
-
-def _latents(
-    ck_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
-) -> Tensor:
-    c_TC, k_TR = torch.split(ck_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    c_TC = rms_norm(c_TC.contiguous(), weights.kv_a_norm_C, LATENT_NORM_EPS)
-    return torch.cat((c_TC, rotate(k_TR, cos_sin_TR)), dim=-1)
+    return q_nope, rotate(q_rope, cos_sin_TR)
 
 
 def prefill_core_attention(
@@ -152,9 +128,8 @@ def _expand(
     """Keys [S, H, N+R] and values [S, H, W] of every head (eq. 3, 5)."""
     heads = config.num_attention_heads
     c_SC, k_rope_SR = torch.split(latents_SD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    c_SC = c_SC.contiguous()
-    k_nope_SHN = linear(c_SC, weights.w_uk_HNC.flatten(0, 1)).view(len(c_SC), heads, -1)
-    value_SHW = linear(c_SC, weights.w_uv_HWC.flatten(0, 1)).view(len(c_SC), heads, -1)
+    both_SHK = linear(c_SC.contiguous(), weights.kv_b).view(len(c_SC), heads, -1)
+    k_nope_SHN, value_SHW = torch.split(both_SHK, [config.qk_nope_head_dim, config.v_head_dim], -1)
     return torch.cat((k_nope_SHN, k_rope_SR[:, None].expand(-1, heads, -1)), dim=-1), value_SHW
 
 
@@ -215,7 +190,7 @@ def _absorbed(
     """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached
     latents.
     """
-    q_latent_BHC = heads_in(q_nope_BHN, weights.w_uk_HNC)
+    q_latent_BHC = heads_in(q_nope_BHN, weights.kv_b)
     o_BHC = mla_decode(
         q_latent_BHC,
         q_rope_BHR.contiguous(),
@@ -225,4 +200,4 @@ def _absorbed(
         lengths_B,
         config.softmax_scale,
     )
-    return heads_out(o_BHC, weights.w_uv_HWC).flatten(1)
+    return heads_out(o_BHC, weights.kv_b, config.v_head_dim).flatten(1)

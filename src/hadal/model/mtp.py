@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
+from hadal.kernels.ops import linear
 from hadal.model.batch import prefill_batch
 from hadal.model.block import OPS, MicroBatch
 from hadal.model.cache import KvCache
@@ -32,11 +33,10 @@ class MtpModule:
             raise ValueError(
                 "this model was read without its MTP module; read it with with_mtp=True"
             )
-        embed_VD = weights.embed_VD
         self._weights = weights
         self._module = weights.mtp
         self._cache = KvCache(
-            weights.config, num_blocks, num_layers=1, dtype=embed_VD.dtype, device=embed_VD.device
+            weights.config, num_blocks, num_layers=1, device=weights.norm_D.device
         )
 
     @torch.inference_mode()
@@ -50,15 +50,13 @@ class MtpModule:
         weights, module, eps = self._weights, self._module, self._weights.config.rms_norm_eps
         batch = prefill_batch(chunks, (), self._cache.cache_PLSD, weights.cos_sin)
         dim = hidden_TD.shape[-1:]
-        embedded_TD = F.rms_norm(
-            F.embedding(batch.tokens_T, weights.embed_VD), dim, module.enorm_D, eps
-        )
+        embedded_TD = F.rms_norm(weights.embed.rows(batch.tokens_T), dim, module.enorm_D, eps)
         seen_TD = F.rms_norm(hidden_TD, dim, module.hnorm_D, eps)
-        x_TD = F.linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
+        x_TD = linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
         state = MicroBatch(batch, weights.config, x_TD)
         for op in SEQUENTIAL.ops:
             OPS[op](state, module.layer, 0)
-        return F.linear(F.rms_norm(state.hidden_TD, dim, module.head_norm_D, eps), weights.head_VD)
+        return linear(F.rms_norm(state.hidden_TD, dim, module.head_norm_D, eps), weights.head)
 
 
 @torch.inference_mode()

@@ -6,11 +6,21 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
-from hadal.reference.ops import experts, gate, mla_decode, mla_prefill, rms_norm, rotate, swiglu
+from hadal.reference.ops import (
+    experts,
+    gate,
+    heads_in,
+    heads_out,
+    linear,
+    mla_decode,
+    mla_prefill,
+    rms_norm,
+    rotate,
+    swiglu,
+)
 from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights, LayerWeights, ModelWeights
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -27,16 +37,14 @@ def queries_and_latent(
     """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, latent [T, C+R] as cached) (arXiv
     2412.19437, eq. 1-9).
     """
-    sizes = [
-        weights.qkv_a.shape[0] - config.latent_dim,
-        config.kv_lora_rank,
-        config.qk_rope_head_dim,
-    ]
-    q, c_TC, k_TR = torch.split(F.linear(x_TD, weights.qkv_a), sizes, -1)
-    if weights.q_b is not None:
+    sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
+    c_TC, k_TR = torch.split(linear(x_TD, weights.kv_a), sizes, -1)
+    if weights.q_a is not None:
         assert weights.q_a_norm_Q is not None
-        q = F.linear(rms_norm(q, weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
-    q_THK = q.view(len(x_TD), config.num_attention_heads, config.qk_head_dim)
+        x_TD = rms_norm(linear(x_TD, weights.q_a), weights.q_a_norm_Q, LATENT_NORM_EPS)
+    q_THK = linear(x_TD, weights.q_b).view(
+        len(x_TD), config.num_attention_heads, config.qk_head_dim
+    )
     q_nope, q_rope = torch.split(q_THK, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
     c_TC = rms_norm(c_TC, weights.kv_a_norm_C, LATENT_NORM_EPS)
     latent_TD = torch.cat((c_TC, rotate(k_TR, cos_sin, positions_T)), dim=-1)
@@ -54,13 +62,13 @@ def block(
     """Return the layer's output [T, D]."""
     x_TD = rms_norm(hidden_TD, layer.attn_norm_D, config.rms_norm_eps)
     o_THW = attend(*queries_and_latent(x_TD, layer.attention, config, cos_sin, positions_T))
-    hidden_TD = hidden_TD + F.linear(o_THW.flatten(1), layer.attention.o)
+    hidden_TD = hidden_TD + linear(o_THW.flatten(1), layer.attention.o)
     x_TD = rms_norm(hidden_TD, layer.ffn_norm_D, config.rms_norm_eps)
     if layer.mlp is not None:
         return hidden_TD + swiglu(x_TD, layer.mlp)
     assert layer.moe is not None
-    ids_TK, weights_TK = gate(x_TD, layer.moe.router_ED, layer.moe.router_bias_E, config)
-    routed_TD = experts(x_TD, layer.moe.gate_up_E, layer.moe.down_E, ids_TK, weights_TK)
+    ids_TK, weights_TK = gate(x_TD, layer.moe.router, layer.moe.router_bias_E, config)
+    routed_TD = experts(x_TD, layer.moe.experts, ids_TK, weights_TK)
     return hidden_TD + swiglu(x_TD, layer.moe.shared) + routed_TD
 
 
@@ -80,7 +88,7 @@ def decode_step(
 ) -> Tensor:
     """Write each token's latents at its position, return logits [B, V] for the next one."""
     config = weights.config
-    hidden_BD = weights.embed_VD[tokens_B]
+    hidden_BD = weights.embed.rows(tokens_B)
     for index, layer in enumerate(weights.layers):
         attend = functools.partial(
             _paged_core_attention,
@@ -92,7 +100,7 @@ def decode_step(
             config.softmax_scale,
         )
         hidden_BD = block(hidden_BD, layer, config, weights.cos_sin, positions_B, attend)
-    return F.linear(rms_norm(hidden_BD, weights.norm_D, config.rms_norm_eps), weights.head_VD)
+    return linear(rms_norm(hidden_BD, weights.norm_D, config.rms_norm_eps), weights.head)
 
 
 def _paged_core_attention(
@@ -109,11 +117,12 @@ def _paged_core_attention(
     block_tokens = cache_PLSD.shape[2]
     block_B = block_table_BM.long().gather(1, (positions_B.long() // block_tokens)[:, None])[:, 0]
     cache_PLSD[block_B, index, positions_B.long() % block_tokens] = latent_BD
-    q_latent_BHC = torch.einsum("bhn,hnc->bhc", q_nope_BHN, layer.attention.w_uk_HNC)
+    q_latent_BHC = heads_in(q_nope_BHN, layer.attention.kv_b)
     o_BHC = mla_decode(
         q_latent_BHC, q_rope_BHR, cache_PLSD, index, block_table_BM, positions_B + 1, scale
     )
-    return torch.einsum("bhc,hwc->bhw", o_BHC, layer.attention.w_uv_HWC)
+    num_values = layer.attention.o.shape[1] // o_BHC.shape[1]
+    return heads_out(o_BHC, layer.attention.kv_b, num_values)
 
 
 # A plain loop for one request: the oracle of every exactness test. No blocks, no batch, no
@@ -135,16 +144,16 @@ def forward(
     config = weights.config
     start = len(latents[0])
     positions_T = torch.arange(start, start + len(tokens_T), device=tokens_T.device)
-    hidden_TD = weights.embed_VD[tokens_T]
+    hidden_TD = weights.embed.rows(tokens_T)
     for index, layer in enumerate(weights.layers):
         attend = functools.partial(core_attention, layer, latents, index, config.softmax_scale)
         hidden_TD = block(hidden_TD, layer, config, weights.cos_sin, positions_T, attend)
     hidden_TD = rms_norm(hidden_TD, weights.norm_D, config.rms_norm_eps)
-    return F.linear(hidden_TD, weights.head_VD), hidden_TD
+    return linear(hidden_TD, weights.head), hidden_TD
 
 
 def no_latents(weights: ModelWeights) -> list[Tensor]:
-    return [weights.embed_VD.new_empty(0, weights.config.latent_dim) for _ in weights.layers]
+    return [weights.norm_D.new_empty(0, weights.config.latent_dim) for _ in weights.layers]
 
 
 def core_attention(
@@ -158,10 +167,7 @@ def core_attention(
 ) -> Tensor:
     """Append the new latents to `latents[index]` and attend to all of them."""
     latents[index] = torch.cat((latents[index], latent_TD))
-    attention = layer.attention
-    return mla_prefill(
-        q_nope_THN, q_rope_THR, latents[index], attention.w_uk_HNC, attention.w_uv_HWC, scale
-    )
+    return mla_prefill(q_nope_THN, q_rope_THR, latents[index], layer.attention.kv_b, scale)
 
 
 @torch.inference_mode()
@@ -169,7 +175,7 @@ def generate(
     weights: ModelWeights, prompt: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> list[int]:
     """Return up to `max_tokens` greedy tokens; a stop id ends them and is the last one."""
-    device = weights.embed_VD.device
+    device = weights.norm_D.device
     latents = no_latents(weights)
     logits_TV, _ = forward(weights, torch.tensor(prompt, device=device), latents)
     output: list[int] = []
@@ -197,11 +203,11 @@ def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> Tens
     config, module = weights.config, weights.mtp
     if module is None:
         raise ValueError("this model was read without its MTP module")
-    embedded_TD = rms_norm(weights.embed_VD[next_tokens_T], module.enorm_D, config.rms_norm_eps)
+    embedded_TD = rms_norm(weights.embed.rows(next_tokens_T), module.enorm_D, config.rms_norm_eps)
     seen_TD = rms_norm(hidden_TD, module.hnorm_D, config.rms_norm_eps)
-    x_TD = F.linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
+    x_TD = linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
     latents = [hidden_TD.new_empty(0, config.latent_dim)]
     attend = functools.partial(core_attention, module.layer, latents, 0, config.softmax_scale)
     positions_T = torch.arange(len(x_TD), device=x_TD.device)
     x_TD = block(x_TD, module.layer, config, weights.cos_sin, positions_T, attend)
-    return F.linear(rms_norm(x_TD, module.head_norm_D, config.rms_norm_eps), weights.head_VD)
+    return linear(rms_norm(x_TD, module.head_norm_D, config.rms_norm_eps), weights.head)

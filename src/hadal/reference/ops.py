@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, RopeScaling
-from hadal.reference.params import MlpWeights
+from hadal.core.plans import row_bytes
+from hadal.reference import codec
+from hadal.reference.params import Experts, Matrix, MlpWeights
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -24,13 +26,34 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return weight_D * (x32 * torch.rsqrt(mean_square + eps)).to(x_TD.dtype)
 
 
+# y = x W^T.
+
+
+def linear(x_MK: Tensor, w: Matrix) -> Tensor:
+    """Return y [M, N] (or [..., N] for x of more dimensions)."""
+    if w.is_rounding_inputs:
+        x_MK = rounded(x_MK)
+    return F.linear(x_MK, w.dense(x_MK.dtype))
+
+
+def rounded(x_MK: Tensor) -> Tensor:
+    """What is left of x when each 128 values of a row are E4M3 codes with a common scale."""
+    flat_MK = x_MK.reshape(-1, x_MK.shape[-1]).float()
+    rows_MB = torch.empty(
+        (len(flat_MK), row_bytes(flat_MK.shape[1], "fp8")), dtype=torch.uint8, device=x_MK.device
+    )
+    out_MK = torch.empty_like(flat_MK)
+    codec.encode(flat_MK, None, rows_MB, "fp8")
+    codec.decode(rows_MB, out_MK, "fp8")
+    return out_MK.view(x_MK.shape).to(x_MK.dtype)
+
+
 # SwiGLU, the feed-forward network: down(silu(gate x) * up x) (arXiv 2002.05202).
 
 
 def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
     """Apply a dense or shared network to [T, D]."""
-    gate, up = F.linear(x_TD, mlp.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, mlp.down)
+    return linear(F.silu(linear(x_TD, mlp.gate)) * linear(x_TD, mlp.up), mlp.down)
 
 
 # Rotary positions with YaRN's stretched frequencies, on interleaved pairs. Knows nothing of
@@ -103,16 +126,25 @@ def rotate(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
 # Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 
 
-def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
-    """W_UK into the query: [B, H, C]."""
+def heads_in(q_BHN: Tensor, kv_b: Matrix) -> Tensor:
+    """W_UK into the query: [B, H, C]. Rows of `kv_b` as in AttentionWeights."""
+    w_uk_HNC = _by_head(kv_b, q_BHN)[:, : q_BHN.shape[-1]]
     return torch.matmul(q_BHN.transpose(0, 1), w_uk_HNC).transpose(0, 1).contiguous()
 
 
-def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
-    """W_UV behind the sum: [B, H, W]."""
+def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
+    """W_UV behind the sum: [B, H, W]. Rows of `kv_b` as in AttentionWeights, the last W of a head's
+    are W_UV.
+    """
+    w_uv_HWC = _by_head(kv_b, o_BHC)[:, -num_values:]
     return (
         torch.matmul(o_BHC.transpose(0, 1), w_uv_HWC.transpose(1, 2)).transpose(0, 1).contiguous()
     )
+
+
+def _by_head(kv_b: Matrix, x_BHK: Tensor) -> Tensor:
+    """[H, N + W, C]"""
+    return kv_b.dense(x_BHK.dtype).view(x_BHK.shape[1], -1, kv_b.shape[1])
 
 
 # The MoE gate: sigmoid scores, groups, a correction bias that chooses but never weighs. Knows no
@@ -123,12 +155,12 @@ def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
 
 
 def gate(
-    x_TD: Tensor, router_ED: Tensor, bias_E: Tensor, config: ModelConfig
+    x_TD: Tensor, router: Matrix, bias_E: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
     """Return (ids [T, K] int64, weights [T, K] FP32) of the experts each token goes to, in no
     promised order.
     """
-    scores_TE = F.linear(x_TD.float(), router_ED.float()).sigmoid()
+    scores_TE = linear(x_TD.float(), router).sigmoid()
     biased_TE = scores_TE + bias_E
     if config.n_group > 1:
         biased_TGe = biased_TE.view(len(x_TD), config.n_group, -1)
@@ -150,16 +182,14 @@ def gate(
 # Shapes: T tokens, D hidden, K chosen, E experts, I expert width.
 
 
-def experts(
-    x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, weights_TK: Tensor
-) -> Tensor:
-    """Return y [T, D]: y[t] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]). Shapes as in
-    MoeWeights.
+def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return y [T, D]: y[t] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]). Raises
+    IndexError if an id's expert is not held.
     """
     y_TD = torch.zeros_like(x_TD)
     for expert in sorted(set(ids_TK.flatten().tolist())):
         token, choice = (ids_TK == expert).nonzero(as_tuple=True)
-        out = swiglu(x_TD[token], MlpWeights(gate_up_E[expert], down_E[expert]))
+        out = swiglu(x_TD[token], held[expert])
         y_TD.index_add_(0, token, out * weights_TK[token, choice, None].to(out.dtype))
     return y_TD
 
@@ -205,17 +235,17 @@ def mla_prefill(
     q_nope_THN: Tensor,
     q_rope_THR: Tensor,
     latents_SD: Tensor,
-    w_uk_HNC: Tensor,
-    w_uv_HWC: Tensor,
+    kv_b: Matrix,
     scale: float,
 ) -> Tensor:
     """Return o [T, H, W]. The T queries are the last T of the S positions; each sees itself and all
     before it.
     """
     num_new, num_seen = len(q_nope_THN), len(latents_SD)
-    c_SC, k_rope_SR = torch.split(latents_SD, [w_uk_HNC.shape[-1], q_rope_THR.shape[-1]], dim=-1)
-    k_nope_SHN = torch.einsum("sc,hnc->shn", c_SC, w_uk_HNC)
-    v_SHW = torch.einsum("sc,hwc->shw", c_SC, w_uv_HWC)
+    heads, num_keys = q_nope_THN.shape[1:]
+    c_SC, k_rope_SR = torch.split(latents_SD, [kv_b.shape[1], q_rope_THR.shape[-1]], dim=-1)
+    both_SHK = linear(c_SC, kv_b).view(num_seen, heads, -1)
+    k_nope_SHN, v_SHW = both_SHK[..., :num_keys], both_SHK[..., num_keys:]
     scores_HTS = torch.einsum("thn,shn->hts", q_nope_THN, k_nope_SHN)
     scores_HTS = scores_HTS + torch.einsum("thr,sr->hts", q_rope_THR, k_rope_SR)
     position_T = torch.arange(num_seen - num_new, num_seen, device=scores_HTS.device)

@@ -32,9 +32,9 @@ from hadal.core.messages import BLOCK_TOKENS, RankForm
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.plans import FormPlan
 from hadal.core.seams import Clock, Effect, Event
-from hadal.kernels.library import prepare
+from hadal.kernels.library import load, prepare
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
+from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
@@ -58,9 +58,9 @@ from hadal.runtime.wire import ZmqWire
 
 # The device of a rank's process: taken, checked, and told how exact to be.
 #
-# Weights, KV and activations are FP32 on every device so far: then a GPU gives the CPU's greedy
-# tokens. Ops on a GPU are plain torch; BF16 and FP8 come with fused kernels, whose memory
-# `--dry-run` plans where the checkpoint is FP8.
+# KV and activations are FP32 on every device so far, and on a GPU weights, too: then it gives the
+# CPU's greedy tokens. Ops on a GPU are plain torch; BF16 and FP8 come with fused kernels, whose
+# memory `--dry-run` plans where the checkpoint is FP8.
 
 
 _WARM_UP = 64
@@ -348,6 +348,16 @@ def make_group(
         raise ConfigError(f"transport {deployment.transport!r} cannot be had: {error}") from error
 
 
+def conversion(deployment: Deployment) -> Conversion:
+    """How weights are held: as they are stored where the kernels compute from that, else FP32."""
+    is_stored = deployment.device == "cpu" and load() is not None
+    return Conversion(
+        None if is_stored else torch.float32,
+        "cpu" if deployment.device == "cpu" else _ONLY,
+        is_rounding_inputs=deployment.compute == "fp8",
+    )
+
+
 def make_runner(
     deployment: Deployment,
     config: ModelConfig,
@@ -365,12 +375,13 @@ def make_runner(
     slot_to_expert_LS = placement.slot_to_expert_LRS[:, rank]
     folder = Path(deployment.model)
     prepare_kernels()
+    held = conversion(deployment)
     weights = load_weights(
-        folder, slot_to_expert_LS=slot_to_expert_LS, device=device, advance=Teller(READING)
+        folder, slot_to_expert_LS=slot_to_expert_LS, held=held, advance=Teller(READING)
     )
     comm = make_comm(deployment, config, role, group, device)
     model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
-    store = ExpertStore(folder, weights, slot_to_expert_LS)
+    store = ExpertStore(folder, weights, slot_to_expert_LS, held)
     log.info(
         "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s",
         time.monotonic() - started_s,
@@ -389,7 +400,9 @@ def make_lone_runner(
     """The whole model, of a unit of one rank. Raises ConfigError."""
     units, started_s = units_of(deployment, role), time.monotonic()
     prepare_kernels()
-    weights = load_weights(Path(deployment.model), device=device, advance=Teller(READING))
+    weights = load_weights(
+        Path(deployment.model), held=conversion(deployment), advance=Teller(READING)
+    )
     cache = KvCache(config, units.kv_blocks, pool.cache, device=device)
     model = DeepseekV3(weights, cache, lone_comm(deployment, config, role, device))
     log.info(

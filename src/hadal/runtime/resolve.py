@@ -86,6 +86,7 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
         repr(layout).encode(),
         dtype.encode(),
         deployment.dispatch_format.encode(),
+        deployment.compute.encode(),
         deployment.device.encode(),
     )
     _add(digest, os.environ.get(KERNELS, "").encode())

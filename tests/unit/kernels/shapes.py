@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from hadal.core.model_config import ModelConfig, parse_model_config
 from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
     AttentionWeights,
+    Experts,
     LayerWeights,
+    Matrix,
     MlpWeights,
     ModelWeights,
     MoeWeights,
 )
+from tests.stored import stored
 
 ODD: dict[str, Any] = {  # Nothing here is a multiple of a vector.
     "model_type": "deepseek_v3",
@@ -54,16 +58,19 @@ def randn(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
 
 
-def random_weights(c: ModelConfig, seed: int = 0) -> ModelWeights:
-    """A model of this shape with random weights."""
+def random_weights(c: ModelConfig, seed: int = 0, kind: str = "fp32") -> ModelWeights:
+    """A model of this shape with random weights, its matrices stored as `kind` (tests/stored)."""
     generator = torch.Generator().manual_seed(seed)
 
     def norm(dim: int) -> Tensor:
         return 1 + 0.1 * torch.randn(dim, generator=generator)
 
+    def matrix(*shape: int) -> Matrix:
+        return stored(randn(generator, *shape), kind)
+
     def mlp(width: int) -> MlpWeights:
         return MlpWeights(
-            randn(generator, 2 * width, c.hidden_size), randn(generator, c.hidden_size, width)
+            matrix(width, c.hidden_size), matrix(width, c.hidden_size), matrix(c.hidden_size, width)
         )
 
     def layer(index: int) -> LayerWeights:
@@ -75,20 +82,22 @@ def random_weights(c: ModelConfig, seed: int = 0) -> ModelWeights:
         )
         queries = heads * c.qk_head_dim
         attention = AttentionWeights(
-            qkv_a=randn(generator, (q_lora or queries) + c.latent_dim, dim),
+            q_a=matrix(q_lora, dim) if q_lora else None,
             q_a_norm_Q=norm(q_lora) if q_lora else None,
-            q_b=randn(generator, queries, q_lora) if q_lora else None,
+            q_b=matrix(queries, q_lora or dim),
+            kv_a=matrix(c.latent_dim, dim),
             kv_a_norm_C=norm(latent),
-            w_uk_HNC=randn(generator, heads, c.qk_nope_head_dim, latent),
-            w_uv_HWC=randn(generator, heads, c.v_head_dim, latent),
-            o=randn(generator, dim, heads * c.v_head_dim),
+            kv_b=replace(
+                matrix(heads * (c.qk_nope_head_dim + c.v_head_dim), latent),
+                is_rounding_inputs=False,
+            ),
+            o=matrix(dim, heads * c.v_head_dim),
         )
         experts, width = c.n_routed_experts, c.moe_intermediate_size
         moe = MoeWeights(
-            router_ED=randn(generator, experts, dim),
+            router=Matrix(randn(generator, experts, dim)),
             router_bias_E=0.05 * torch.randn(experts, generator=generator),
-            gate_up_E=randn(generator, experts, 2 * width, dim),
-            down_E=randn(generator, experts, dim, width),
+            experts=Experts(tuple(mlp(width) for _ in range(experts))),
             shared=mlp(c.n_shared_experts * width),
         )
         dense = None if c.is_moe(index) else mlp(c.intermediate_size)
@@ -98,10 +107,10 @@ def random_weights(c: ModelConfig, seed: int = 0) -> ModelWeights:
 
     return ModelWeights(
         config=c,
-        embed_VD=torch.randn(c.vocab_size, c.hidden_size, generator=generator),
+        embed=Matrix(torch.randn(c.vocab_size, c.hidden_size, generator=generator)),
         layers=tuple(layer(index) for index in range(c.num_hidden_layers)),
         norm_D=norm(c.hidden_size),
-        head_VD=randn(generator, c.vocab_size, c.hidden_size),
+        head=stored(randn(generator, c.vocab_size, c.hidden_size)),
         mtp=None,
         cos_sin=cos_sin_table(c),
     )

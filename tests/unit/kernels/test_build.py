@@ -14,6 +14,7 @@ import torch
 from hadal.commands.kernels import main as compile_now
 from hadal.kernels import build, library
 from hadal.kernels.ops import experts, linear
+from tests.stored import stored, stored_experts
 
 
 @pytest.fixture
@@ -27,11 +28,10 @@ def fresh_load(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
 
 def run_plain_ops() -> None:
     x, w = torch.randn(3, 8), torch.randn(5, 8)
-    assert torch.equal(linear(x, w), x @ w.T)
+    assert torch.equal(linear(x, stored(w)), x @ w.T)
     experts(
         x,
-        torch.randn(2, 12, 8),
-        torch.randn(2, 8, 6),
+        stored_experts(torch.randn(2, 12, 8), torch.randn(2, 8, 6)),
         torch.tensor([[0], [1], [1]]),
         torch.ones(3, 1),
     )

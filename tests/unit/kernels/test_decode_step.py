@@ -12,7 +12,8 @@ from torch import Tensor
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.decode_step import DecodeStep, available
 from hadal.reference.model import decode_step
-from hadal.reference.params import ModelWeights
+from hadal.reference.params import Matrix, ModelWeights
+from tests.stored import KINDS
 from tests.unit.kernels.shapes import odd_config, paged, random_weights
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -36,6 +37,7 @@ CHANGES: list[dict[str, Any]] = [
     },
     {"n_shared_experts": 2, "topk_group": 4, "rope_scaling": YARN, "first_k_dense_replace": 2},
     {"first_k_dense_replace": 0, "hidden_size": 1601, "num_hidden_layers": 1},
+    {"hidden_size": 640, "kv_lora_rank": 512, "moe_intermediate_size": 512, "v_head_dim": 200},
 ]
 
 
@@ -50,9 +52,10 @@ def inputs(config: ModelConfig, positions: list[int]) -> tuple[Tensor, Tensor, T
     return kv.cache_PLSD, tokens, torch.tensor(positions), kv.table_BM
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize("changes", CHANGES)
-def test_equals_the_twin(changes: dict[str, Any]) -> None:
-    weights = random_weights(odd_config(**changes))
+def test_equals_the_twin(changes: dict[str, Any], kind: str) -> None:
+    weights = random_weights(odd_config(**changes), kind=kind)
     cache, *rows = inputs(weights.config, POSITIONS)
     expected_cache = cache.clone()
     expected = decode_step(weights, expected_cache, *rows)
@@ -60,7 +63,7 @@ def test_equals_the_twin(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(step(*rows), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache, expected_cache, rtol=1e-4, atol=1e-4, equal_nan=True)
     torch.testing.assert_close(
-        step.hidden(len(POSITIONS)) @ weights.head_VD.T, expected, rtol=1e-4, atol=1e-4
+        step.hidden(len(POSITIONS)) @ weights.head.dense().T, expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -68,8 +71,12 @@ def small() -> ModelWeights:
     return random_weights(odd_config())
 
 
-def test_a_row_does_not_depend_on_the_others_nor_on_threads() -> None:
-    weights = small()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", [CHANGES[0], CHANGES[-1]])
+def test_a_row_does_not_depend_on_the_others_nor_on_threads(
+    changes: dict[str, Any], kind: str
+) -> None:
+    weights = random_weights(odd_config(**changes), kind=kind)
     cache, tokens, positions, table = inputs(weights.config, POSITIONS)
     whole = DecodeStep(weights, cache, 7, 1)(tokens, positions, table)
     whole_cache = cache.clone()
@@ -124,11 +131,11 @@ def test_weights_it_cannot_run_are_refused() -> None:
     weights = small()
     cache, *_ = inputs(weights.config, [3])
     assert available(weights)
-    half = dataclasses.replace(weights, embed_VD=weights.embed_VD.bfloat16())
+    half = dataclasses.replace(weights, embed=Matrix(weights.embed.values.half()))
     assert not available(half)
     with pytest.raises(ValueError, match="available"):
         DecodeStep(half, cache, 1)
-    with pytest.raises(ValueError, match="head_VD"):
-        DecodeStep(dataclasses.replace(weights, head_VD=weights.head_VD[:10]), cache, 1)
+    with pytest.raises(ValueError, match="head"):
+        DecodeStep(dataclasses.replace(weights, head=Matrix(weights.head.values[:10])), cache, 1)
     with pytest.raises(ValueError, match="cache_PLSD"):
         DecodeStep(weights, cache[..., :-1].contiguous(), 1)

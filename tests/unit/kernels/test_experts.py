@@ -6,6 +6,8 @@ from torch import Tensor
 
 from hadal.kernels.ops import experts
 from hadal.reference import ops as twin
+from hadal.reference.params import Experts
+from tests.stored import KINDS, stored_experts
 
 pytestmark = pytest.mark.usefixtures("built")
 SHAPES = [
@@ -15,34 +17,46 @@ SHAPES = [
     (64, 100, 24, 40, 8),
     (300, 48, 19, 6, 2),
     (3, 1700, 40, 5, 2),
+    (40, 512, 520, 6, 2),
 ]
 
 
-def case(t: int, d: int, i: int, e: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+Case = tuple[Tensor, Experts, Tensor, Tensor]
+
+
+def case(t: int, d: int, i: int, e: int, k: int, kind: str = "fp32") -> Case:
     made = torch.Generator().manual_seed(t + 1000 * d)
     ids = torch.stack([torch.randperm(e, generator=made)[:k] for _ in range(t)])
     gate_up, down = (
         torch.randn(e, 2 * i, d, generator=made) / d**0.5,
         torch.randn(e, d, i, generator=made) / i**0.5,
     )
-    return torch.randn(t, d, generator=made), gate_up, down, ids, torch.rand(t, k, generator=made)
+    held = stored_experts(gate_up, down, kind)
+    return torch.randn(t, d, generator=made), held, ids, torch.rand(t, k, generator=made)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_twin(shape: tuple[int, int, int, int, int]) -> None:
-    inputs = case(*shape)
-    torch.testing.assert_close(experts(*inputs), twin.experts(*inputs), rtol=2e-5, atol=2e-5)
+def test_equals_the_twin(shape: tuple[int, int, int, int, int], kind: str) -> None:
+    inputs = case(*shape, kind)
+    bound = 2e-5
+    if kind == KINDS[-1]:  # A last bit of the activation may round to the next code, 6 % off.
+        bound = 2e-2
+    torch.testing.assert_close(experts(*inputs), twin.experts(*inputs), rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_token_does_not_depend_on_the_others(shape: tuple[int, int, int, int, int]) -> None:
-    x, gate_up, down, ids, weights = case(*shape)
-    whole = experts(x, gate_up, down, ids, weights)
+def test_a_token_does_not_depend_on_the_others(
+    shape: tuple[int, int, int, int, int], kind: str
+) -> None:
+    x, held, ids, weights = case(*shape, kind)
+    whole = experts(x, held, ids, weights)
     for start, stop in [(index, index + 1) for index in range(min(len(x), 12))] + [
         (0, 2),
         (1, len(x)),
     ]:
-        part = experts(x[start:stop], gate_up, down, ids[start:stop], weights[start:stop])
+        part = experts(x[start:stop], held, ids[start:stop], weights[start:stop])
         assert torch.equal(part, whole[start:stop])
 
 
@@ -57,30 +71,36 @@ def test_threads_do_not_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_tokens_on_one_expert_and_none_at_all() -> None:
-    x, gate_up, down, _, weights = case(50, 20, 12, 5, 1)
+    x, held, _, weights = case(50, 20, 12, 5, 1)
     ids = torch.full((50, 1), 4)
-    torch.testing.assert_close(
-        experts(x, gate_up, down, ids, weights), twin.experts(x, gate_up, down, ids, weights)
-    )
-    assert experts(x[:0], gate_up, down, ids[:0], weights[:0]).shape == (0, 20)
+    torch.testing.assert_close(experts(x, held, ids, weights), twin.experts(x, held, ids, weights))
+    assert experts(x[:0], held, ids[:0], weights[:0]).shape == (0, 20)
 
 
 def test_large_activations_stay_finite() -> None:
-    x, gate_up, down, ids, weights = case(4, 20, 12, 5, 2)
-    y, expected = (
-        kernel(x * 1e4, gate_up, down, ids, weights) for kernel in (experts, twin.experts)
-    )
+    x, held, ids, weights = case(4, 20, 12, 5, 2)
+    y, expected = (kernel(x * 1e4, held, ids, weights) for kernel in (experts, twin.experts))
     assert y.isfinite().all()
     # Sums of terms as large as the largest result: where they cancel, their rounding is all there
     # is.
     torch.testing.assert_close(y, expected, rtol=0.0, atol=2e-6 * float(expected.abs().max()))
 
 
+def test_an_empty_slot_is_refused() -> None:
+    x, held, ids, weights = case(4, 20, 12, 5, 2)
+    ids.fill_(1)
+    without = Experts((*held.slots[:4], None))
+    assert torch.equal(experts(x, without, ids, weights), experts(x, held, ids, weights))
+    ids[3, 1] = 4
+    with pytest.raises(ValueError, match="replica"):
+        experts(x, without, ids, weights)
+
+
 def test_bad_input_is_refused() -> None:
-    x, gate_up, down, ids, weights = case(4, 20, 12, 5, 2)
+    x, held, ids, weights = case(4, 20, 12, 5, 2)
     with pytest.raises(ValueError, match="expert id"):
-        experts(x, gate_up, down, ids + 5, weights)
-    with pytest.raises(ValueError, match="gate_up_E"):
-        experts(x[:, :10].contiguous(), gate_up, down, ids, weights)
+        experts(x, held, ids + 5, weights)
+    with pytest.raises(ValueError, match="gate"):
+        experts(x[:, :10].contiguous(), held, ids, weights)
     with pytest.raises(ValueError, match="weights_TK"):
-        experts(x, gate_up, down, ids, weights[:2])
+        experts(x, held, ids, weights[:2])

@@ -9,6 +9,7 @@ from hadal.core.model_config import ModelConfig, parse_model_config
 from hadal.kernels.ops import gate, rms_norm
 from hadal.reference import ops as slow_gate
 from hadal.reference import ops as slow_norm
+from hadal.reference.params import Matrix
 
 FIELDS = {
     "model_type": "deepseek_v3",
@@ -48,8 +49,8 @@ def test_gate_equals_its_twin(config: ModelConfig, num_tokens: int) -> None:
     x_TD = torch.randn(num_tokens, config.hidden_size, generator=generator)
     router_ED = torch.randn(config.n_routed_experts, config.hidden_size, generator=generator) / 10
     bias_E = torch.randn(config.n_routed_experts, generator=generator) / 5
-    ids, weights = gate(x_TD, router_ED, bias_E, config)
-    slow_ids, slow_weights = slow_gate.gate(x_TD, router_ED, bias_E, config)
+    ids, weights = gate(x_TD, Matrix(router_ED), bias_E, config)
+    slow_ids, slow_weights = slow_gate.gate(x_TD, Matrix(router_ED), bias_E, config)
     order, slow_order = ids.argsort(-1), slow_ids.argsort(-1)
     assert torch.equal(ids.gather(-1, order), slow_ids.gather(-1, slow_order))
     torch.testing.assert_close(

@@ -4,14 +4,15 @@ import torch
 
 from hadal.kernels.ops import swiglu
 from hadal.reference import ops as slow
-from hadal.reference.params import MlpWeights
+from tests.stored import stored_mlp
 
 
 def test_equals_its_twin() -> None:
     generator = torch.Generator().manual_seed(5)
     for num_tokens, dim, width in ((1, 100, 36), (7, 64, 200), (130, 33, 17)):
-        weights = MlpWeights(
-            torch.randn(2 * width, dim, generator=generator) / dim**0.5,
+        weights = stored_mlp(
+            torch.randn(width, dim, generator=generator) / dim**0.5,
+            torch.randn(width, dim, generator=generator) / dim**0.5,
             torch.randn(dim, width, generator=generator) / width**0.5,
         )
         x_TD = torch.randn(num_tokens, dim, generator=generator)

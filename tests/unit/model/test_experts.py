@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from hadal.core.errors import CheckpointError, InvariantError
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
 from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
-from hadal.reference.params import ModelWeights
+from hadal.reference.params import MlpWeights, ModelWeights
 from tests.fresh import fresh
 from tests.unit.model.checkpoints import Peer
 
@@ -29,12 +28,17 @@ def check_slots(weights: ModelWeights, slot_to_expert_LS: np.ndarray, whole: Mod
     all_layers = [layer.moe for layer in whole.layers if layer.moe is not None]
     assert len(moe_layers) == len(slot_to_expert_LS)
     for moe, everything, slots in zip(moe_layers, all_layers, slot_to_expert_LS, strict=True):
-        assert moe.gate_up_E.shape[0] == moe.down_E.shape[0] == len(slots)
+        assert len(moe.experts) == len(slots)
         for slot, expert in enumerate(slots.tolist()):
-            if expert != EMPTY:
-                assert torch.equal(moe.gate_up_E[slot], everything.gate_up_E[expert])
-                assert torch.equal(moe.down_E[slot], everything.down_E[expert])
-        assert torch.equal(moe.router_ED, everything.router_ED)
+            if expert == EMPTY:
+                assert moe.experts.slots[slot] is None
+            else:
+                assert is_same(moe.experts[slot], everything.experts[expert])
+        assert torch.equal(moe.router.values, everything.router.values)
+
+
+def is_same(one: MlpWeights, other: MlpWeights) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parts, other.parts, strict=True))
 
 
 def rank_slots(placement: Placement, rank: int) -> np.ndarray:
@@ -127,7 +131,7 @@ def flip_of(slots: Sequence[int], stage_id: int, layer: int = 0) -> LayerFlip:
     return LayerFlip(layer, stage_id, np.array([[EMPTY] * len(slots), slots], np.int16).tobytes())
 
 
-def nobody(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+def nobody(layer: int, source: Source, into: MlpWeights) -> bool:
     return False
 
 
@@ -156,15 +160,15 @@ class Half:
         )
         return self.store.stage(plan, self.give)
 
-    def give(self, layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+    def give(self, layer: int, source: Source, into: MlpWeights) -> bool:
         """Expert 9 is nowhere, and what came of it is rubbish."""
         self.asked.append((layer, source.expert))
         moe = self.whole.layers[1 + layer].moe
         assert moe is not None
-        gate_up.copy_(moe.gate_up_E[source.expert])
-        down.copy_(moe.down_E[source.expert])
+        for part, held in zip(into.parts, moe.experts[source.expert].parts, strict=True):
+            part.copy_(held)
         if source.expert == 9:
-            gate_up.fill_(float("nan"))
+            into.up.values.fill_(float("nan"))
         return source.expert != 9
 
     def flip(self, slots: Sequence[int], stage_id: int, layer: int = 0) -> None:
@@ -180,12 +184,11 @@ class Half:
                 found = self.store.expert(layer, expert)
                 assert (found is not None) == (expert in slots)
                 if found is not None:
-                    assert torch.equal(found[0], moe.gate_up_E[expert])
-                    assert torch.equal(found[1], moe.down_E[expert])
+                    assert is_same(found, moe.experts[expert])
 
 
 def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
-    """Held experts are copied, others fetched, what no peer gives is read; until the flip the old
+    """Held experts stay, others fetched, what no peer gives is read; until the flip the old
     ones are in force.
     """
     half = Half(plain)
@@ -250,10 +253,10 @@ def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
     begun, may_go_on = threading.Event(), threading.Event()
     results: list[Staged] = []
 
-    def slow(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+    def slow(layer: int, source: Source, into: MlpWeights) -> bool:
         begun.set()
         assert may_go_on.wait(TIMEOUT_S)
-        return half.give(layer, source, gate_up, down)
+        return half.give(layer, source, into)
 
     assert half.stage(new, 1).error is None
     # The last expert is the slow one: nothing comes after it that could notice.
@@ -325,10 +328,7 @@ def test_experts_are_read_while_layers_flip(plain: Peer) -> None:
                 if found is None:
                     continue
                 num_found[0] += 1
-                if not (
-                    torch.equal(found[0], moe.gate_up_E[expert])
-                    and torch.equal(found[1], moe.down_E[expert])
-                ):
+                if not is_same(found, moe.experts[expert]):
                     wrong.append(expert)
 
     thread = threading.Thread(target=look, daemon=True)

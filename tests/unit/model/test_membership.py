@@ -41,6 +41,7 @@ from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
 from hadal.overlap.plan import Schedule
 from hadal.reference.model import generate
+from hadal.reference.params import MlpWeights
 from tests.fresh import fresh
 from tests.unit.comm.groups import member, run_threads
 from tests.unit.model.checkpoints import Peer
@@ -117,11 +118,11 @@ class Rank:
     ) -> Staged:
         """With what the other ranks hold; expert 0 and what the asked one has not is read."""
 
-        def fetch(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+        def fetch(layer: int, source: Source, into: MlpWeights) -> bool:
             found = ranks[source.port - 1].store.expert(layer, source.expert)
             if found is not None:
-                gate_up.copy_(found[0])
-                down.copy_(found[1])
+                for part, held in zip(into.parts, found.parts, strict=True):
+                    part.copy_(held)
             return found is not None
 
         # Some hold it, some do not, some have flipped already.

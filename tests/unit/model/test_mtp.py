@@ -19,7 +19,7 @@ from hadal.model.deepseek import DeepseekV3
 from hadal.model.mtp import MtpModule, acceptance
 from hadal.reference.model import forward, no_latents
 from hadal.reference.model import mtp as reference_mtp
-from hadal.reference.params import ModelWeights
+from hadal.reference.params import Matrix, ModelWeights
 from tests.unit.model.checkpoints import CONFIGS, Peer, save_random
 from tests.unit.model.test_deepseek import TOLERANCE, difference, random_tokens
 
@@ -107,9 +107,9 @@ def test_draft_in_chunks(mtp_peer: tuple[Any, Any, ModelWeights]) -> None:
 def test_acceptance(mtp_peer: tuple[Any, Any, ModelWeights]) -> None:
     main, _, weights = mtp_peer
     # A head that ignores most of the vocabulary makes some drafts right.
-    head = weights.head_VD.clone()
+    head = weights.head.values.clone()
     head[3:] = 0.0
-    weights = ModelWeights(**{**vars(weights), "head_VD": head})
+    weights = ModelWeights(**{**vars(weights), "head": Matrix(head)})
     tokens = random_tokens(Peer(Path(), main, weights), 90)
     logits, hidden = forward(weights, torch.tensor(tokens), no_latents(weights))
     drafts = reference_mtp(weights, hidden[:-1], torch.tensor(tokens[1:])).argmax(-1).tolist()

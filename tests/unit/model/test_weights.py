@@ -72,9 +72,9 @@ def test_fp8_equals_its_dequantised_self(tmp_path: Path) -> None:
     before = load_weights(fp8)
     save_file(write_fp8(fp8), dequantised / "model.safetensors", metadata={"format": "pt"})
     weights = load_weights(fp8)
-    assert (weights.layers[0].attention.o - before.layers[0].attention.o).abs().max() > 1e-4, (
-        "nothing was quantised"
-    )
+    assert (
+        weights.layers[0].attention.o.values - before.layers[0].attention.o.values
+    ).abs().max() > 1e-4, "nothing was quantised"
     peer = Peer(dequantised, type(random).from_pretrained(dequantised), weights)
     tokens = random_tokens(peer, NUM_TOKENS)
     expected = peer.logits(tokens)
@@ -96,38 +96,38 @@ def test_half_precision_is_read_exactly(own_folder: Path, dtype: torch.dtype) ->
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
     save_file(tensors, path)
     weights = load_weights(own_folder)
-    assert weights.embed_VD.dtype == torch.float32
-    assert torch.equal(weights.embed_VD, tensors["model.embed_tokens.weight"].float())
+    assert weights.embed.values.dtype == torch.float32
+    assert torch.equal(weights.embed.values, tensors["model.embed_tokens.weight"].float())
 
 
-def test_fusing(plain: Peer) -> None:
+def test_every_tensor_finds_its_place(plain: Peer) -> None:
     tensors, config = load_file(plain.folder / "model.safetensors"), plain.weights.config
     layer = plain.weights.layers[1]
     prefix = "model.layers.1."
     q_a, kv_a = (
         tensors[f"{prefix}self_attn.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")
     )
-    assert torch.equal(layer.attention.qkv_a, torch.cat((q_a, kv_a)))
-    kv_b = tensors[f"{prefix}self_attn.kv_b_proj.weight"].view(
-        config.num_attention_heads, -1, config.kv_lora_rank
-    )
-    assert torch.equal(layer.attention.w_uk_HNC, kv_b[:, : config.qk_nope_head_dim])
-    assert torch.equal(layer.attention.w_uv_HWC, kv_b[:, config.qk_nope_head_dim :])
+    assert torch.equal(layer.attention.q_a.values, q_a)
+    assert torch.equal(layer.attention.kv_a.values, kv_a)
+    assert torch.equal(layer.attention.kv_b.values, tensors[f"{prefix}self_attn.kv_b_proj.weight"])
     assert layer.moe is not None
     for expert in range(config.n_routed_experts):
         names = (
             f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")
         )
         gate, up, down = (tensors[name] for name in names)
-        assert torch.equal(layer.moe.gate_up_E[expert], torch.cat((gate, up)))
-        assert torch.equal(layer.moe.down_E[expert], down)
+        held = layer.moe.experts[expert]
+        assert torch.equal(held.gate.values, gate)
+        assert torch.equal(held.up.values, up)
+        assert torch.equal(held.down.values, down)
 
 
 def test_everything_is_contiguous(peer: Peer) -> None:
     for layer in peer.weights.layers:
         for part in (layer, layer.attention, layer.mlp, layer.moe):
             for name, tensor in vars(part).items() if part is not None else ():
-                assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), name
+                for held in getattr(tensor, "parts", (tensor,)):
+                    assert not isinstance(held, torch.Tensor) or held.is_contiguous(), name
 
 
 def test_other_tensors_are_never_touched(own_folder: Path) -> None:

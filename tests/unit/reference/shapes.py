@@ -11,7 +11,9 @@ from hadal.core.model_config import ModelConfig, parse_model_config
 from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
     AttentionWeights,
+    Experts,
     LayerWeights,
+    Matrix,
     MlpWeights,
     ModelWeights,
     MoeWeights,
@@ -57,24 +59,25 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
         return torch.rand(size, generator=generator) + 0.5
 
     def mlp(width: int) -> MlpWeights:
-        return MlpWeights(random(2 * width, c.hidden_size), random(c.hidden_size, width))
+        shapes = ((width, c.hidden_size), (width, c.hidden_size), (c.hidden_size, width))
+        return MlpWeights(*(Matrix(random(*shape)) for shape in shapes))
 
     def layer(index: int) -> LayerWeights:
         queries, width = c.num_attention_heads * c.qk_head_dim, c.moe_intermediate_size
+        both = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
         attention = AttentionWeights(
-            random((c.q_lora_rank or queries) + c.latent_dim, c.hidden_size),
+            Matrix(random(c.q_lora_rank, c.hidden_size)) if c.q_lora_rank else None,
             norm(c.q_lora_rank) if c.q_lora_rank else None,
-            random(queries, c.q_lora_rank) if c.q_lora_rank else None,
+            Matrix(random(queries, c.q_lora_rank or c.hidden_size)),
+            Matrix(random(c.latent_dim, c.hidden_size)),
             norm(c.kv_lora_rank),
-            random(c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank),
-            random(c.num_attention_heads, c.v_head_dim, c.kv_lora_rank),
-            random(c.hidden_size, c.num_attention_heads * c.v_head_dim),
+            Matrix(random(both, c.kv_lora_rank)),
+            Matrix(random(c.hidden_size, c.num_attention_heads * c.v_head_dim)),
         )
         moe = MoeWeights(
-            random(c.n_routed_experts, c.hidden_size),
+            Matrix(random(c.n_routed_experts, c.hidden_size)),
             random(c.n_routed_experts),
-            random(c.n_routed_experts, 2 * width, c.hidden_size),
-            random(c.n_routed_experts, c.hidden_size, width),
+            Experts(tuple(mlp(width) for _ in range(c.n_routed_experts))),
             mlp(c.n_shared_experts * width),
         )
         dense = mlp(c.intermediate_size)
@@ -89,10 +92,10 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
 
     return ModelWeights(
         c,
-        random(c.vocab_size, c.hidden_size),
+        Matrix(random(c.vocab_size, c.hidden_size)),
         tuple(layer(i) for i in range(c.num_hidden_layers)),
         norm(c.hidden_size),
-        random(c.vocab_size, c.hidden_size),
+        Matrix(random(c.vocab_size, c.hidden_size)),
         None,
         cos_sin_table(c),
     )

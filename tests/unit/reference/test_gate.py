@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hadal.reference.ops import gate
+from hadal.reference.params import Matrix
 from tests.unit.reference.shapes import make_config
 
 
@@ -33,7 +34,7 @@ def test_equations(n_group: int, topk_group: int, k: int, normed: bool) -> None:
     )
     torch.manual_seed(k)
     x, router, bias = torch.randn(50, 24), torch.randn(16, 24) * 0.3, torch.randn(16) * 0.5
-    ids, weights = gate(x, router, bias, config)
+    ids, weights = gate(x, Matrix(router), bias, config)
     assert (ids.shape, ids.dtype, weights.dtype) == ((50, k), torch.int64, torch.float32)
     for token in range(50):
         scores = [1 / (1 + math.exp(-v)) for v in (router @ x[token]).tolist()]
@@ -50,7 +51,7 @@ def test_bias_chooses_and_never_weighs() -> None:
     x, router = torch.randn(1, 24), torch.randn(16, 24)
     bias = torch.zeros(16)
     bias[[3, 11]] = 100.0
-    ids, weights = gate(x, router, bias, config)
+    ids, weights = gate(x, Matrix(router), bias, config)
     assert set(ids[0].tolist()) == {3, 11}
     scores = (router @ x[0]).sigmoid()
     assert torch.allclose(weights[0], 2.5 * scores[ids[0]] / scores[[3, 11]].sum())
@@ -62,5 +63,5 @@ def test_masked_groups_stay_out_when_every_kept_score_is_negative() -> None:
     x, router = torch.randn(9, 24), torch.randn(16, 24)
     bias = torch.full((16,), -50.0)
     bias[4:12] = -10.0
-    ids, _ = gate(x, router, bias, config)
+    ids, _ = gate(x, Matrix(router), bias, config)
     assert ((ids >= 4) & (ids < 12)).all()

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.ops import mla_decode, mla_prefill
+from hadal.reference.ops import heads_in, heads_out, mla_decode, mla_prefill
+from hadal.reference.params import Matrix
 
 HEADS, N, R, C, W, LAYERS, BLOCK = 3, 6, 4, 12, 5, 2, 64
 SCALE = 0.3
@@ -16,6 +17,10 @@ SCALE = 0.3
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+def kv_b_of(w_uk_HNC: torch.Tensor, w_uv_HWC: torch.Tensor) -> Matrix:
+    return Matrix(torch.cat((w_uk_HNC, w_uv_HWC), dim=1).flatten(0, 1))
 
 
 def test_multi_head_form_by_hand(generator: torch.Generator) -> None:
@@ -28,7 +33,7 @@ def test_multi_head_form_by_hand(generator: torch.Generator) -> None:
         torch.randn(HEADS, N, C, generator=generator),
         torch.randn(HEADS, W, C, generator=generator),
     )
-    out = mla_prefill(q_nope, q_rope, latents, w_uk, w_uv, SCALE)
+    out = mla_prefill(q_nope, q_rope, latents, kv_b_of(w_uk, w_uv), SCALE)
     for token in range(4):
         seen = latents[: 3 + token + 1]
         for head in range(HEADS):
@@ -50,16 +55,14 @@ def test_absorbed_equals_multi_head(generator: torch.Generator) -> None:
         torch.randn(4, HEADS, N, generator=generator),
         torch.randn(4, HEADS, R, generator=generator),
     )
-    expected = []
+    expected, kv_b = [], kv_b_of(w_uk, w_uv)
     for row, length in enumerate(lengths):
         latents = torch.randn(length, C + R, generator=generator)
         for position in range(length):
             cache[table[row, position // BLOCK], layer, position % BLOCK] = latents[position]
         expected.append(
-            mla_prefill(q_nope[row : row + 1], q_rope[row : row + 1], latents, w_uk, w_uv, SCALE)[0]
+            mla_prefill(q_nope[row : row + 1], q_rope[row : row + 1], latents, kv_b, SCALE)[0]
         )
-    q_latent = torch.einsum("bhn,hnc->bhc", q_nope, w_uk)
+    q_latent = heads_in(q_nope, kv_b)
     o_latent = mla_decode(q_latent, q_rope, cache, layer, table, torch.tensor(lengths), SCALE)
-    assert torch.allclose(
-        torch.einsum("bhc,hwc->bhw", o_latent, w_uv), torch.stack(expected), atol=1e-4
-    )
+    assert torch.allclose(heads_out(o_latent, kv_b, W), torch.stack(expected), atol=1e-4)

@@ -41,7 +41,7 @@ constexpr long kExpertScratchBytes =
 #pragma GCC visibility push(default)
 extern "C" {
 
-const char* hadal_isa() { return kIsa; }
+const char* hadal_isa() { return kHasTiles ? "amx" : kIsa; }
 
 void* hadal_team_new(int count) {
     try {
@@ -54,22 +54,22 @@ void* hadal_team_new(int count) {
 void hadal_team_free(void* team) { delete static_cast<Team*>(team); }
 
 // x [M, K], w [N, K], y [M, N].
-int hadal_linear(void* team_, const float* x, int M, int K, const float* w, int N, float* y) {
+int hadal_linear(void* team_, const float* x, int M, int K, const Matrix* w, int N, float* y) {
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     team.run([&](const Member& me) {
         int begin, end;
         me.share(N, 4, begin, end);
-        linear(x, K, M, w, K, begin, end, y, N);
+        linear(x, K, M, *w, begin, end, y, N);
     });
     return kOk;
 }
 
-// x [T, D], gate_up [E, 2I, D], down [E, D, I], ids [T, K], weights [T, K], y [T, D].
-int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_up, const float* down, int E, int I,
-                  const int64_t* ids, const float* weights, int K, float* y) {
+// x [T, D], w [E], of which some may be empty, ids [T, K], weights [T, K], y [T, D].
+int hadal_experts(void* team_, const float* x, int T, int D, const MlpMatrices* w, int E, int I, const int64_t* ids,
+                  const float* weights, int K, float* y) {
     for (long i = 0; i < long(T) * K; i++)
-        if (ids[i] < 0 || ids[i] >= E) return kBadExpert;
+        if (ids[i] < 0 || ids[i] >= E || !w[ids[i]].gate) return kBadExpert;
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     const int piece = int(std::max(64l, kExpertScratchBytes / (long(sizeof(float)) * 2 * K * I)));
@@ -93,7 +93,7 @@ int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_u
             Sorted& s = sorted[size_t(me.index)];
             s.num_jobs = 0;
             sort_pairs(expert_ids, n * K, E, s);
-            add_routed_jobs(s, gate_up, down, E, I, D, gate, up);
+            add_routed_jobs(s, w, E, I, gate, up);
             run_up_share(me, s.jobs, s.num_jobs, x + long(t0) * D, D, K, nullptr);
             int d0, d1;
             me.share(D, 4, d0, d1);
@@ -251,9 +251,10 @@ int hadal_route(const RouteShape* shape, const int64_t* ids, const int32_t* slot
     return is_good ? kOk : kBadExpert;
 }
 
-// q [B, H, N] with strides (ldq, ldh, 1), w [H, N, C], y [B, H, C]: y[b][h] = q[b][h] w[h].
-int hadal_heads_in(void* team_, const float* q, long ldq, long ldh, int B, int H, int N, const float* w, int C,
-                   float* y) {
+// q [B, H, N] with strides (ldq, ldh, 1), w: N rows of C from `first` on and every `apart` rows, one for each head,
+// y [B, H, C]: y[b][h] = q[b][h] w[h].
+int hadal_heads_in(void* team_, const float* q, long ldq, long ldh, int B, int H, int N, const Matrix* w, int first,
+                   int apart, int C, float* y) {
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     const int pieces = (B + kHeadRows - 1) / kHeadRows;
@@ -262,15 +263,16 @@ int hadal_heads_in(void* team_, const float* q, long ldq, long ldh, int B, int H
         me.share(H * pieces, 1, begin, end);
         for (int unit = begin; unit < end; unit++) {
             const long h = unit / pieces, b = long(unit % pieces) * kHeadRows;
-            outer<false>(q + b * ldq + h * ldh, ldq, int(std::min(B - b, long(kHeadRows))), N, w + h * N * C, C, 0, C,
-                         nullptr, y + (b * H + h) * C, long(H) * C);
+            outer(q + b * ldq + h * ldh, ldq, int(std::min(B - b, long(kHeadRows))), N, w->from(first + int(h) * apart),
+                  0, C, y + (b * H + h) * C, long(H) * C);
         }
     });
     return kOk;
 }
 
-// x [B, H, C], w [H, W, C], y [B, H, W]: y[b][h] = w[h] x[b][h].
-int hadal_heads_out(void* team_, const float* x, int B, int H, int C, const float* w, int width, float* y) {
+// x [B, H, C], w: `width` rows of C for each head, as above, y [B, H, W]: y[b][h] = w[h] x[b][h].
+int hadal_heads_out(void* team_, const float* x, int B, int H, int C, const Matrix* w, int first, int apart, int width,
+                    float* y) {
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     const int pieces = (B + kHeadRows - 1) / kHeadRows;
@@ -279,8 +281,8 @@ int hadal_heads_out(void* team_, const float* x, int B, int H, int C, const floa
         me.share(H * pieces, 1, begin, end);
         for (int unit = begin; unit < end; unit++) {
             const long h = unit / pieces, b = long(unit % pieces) * kHeadRows;
-            linear(x + (b * H + h) * C, long(H) * C, int(std::min(B - b, long(kHeadRows))), w + h * width * C, C, 0,
-                   width, y + (b * H + h) * width, long(H) * width);
+            linear(x + (b * H + h) * C, long(H) * C, int(std::min(B - b, long(kHeadRows))),
+                   w->from(first + int(h) * apart), 0, width, y + (b * H + h) * width, long(H) * width);
         }
     });
     return kOk;

@@ -13,9 +13,13 @@
 
 namespace hadal {
 
+struct MlpMatrices {  // filled by Python, field for field
+    Matrix gate, up;  // [I, D]
+    Matrix down;      // [D, I]
+};
+
 struct Job {
-    const float* gate_up;  // [2I, D]
-    const float* down;     // [D, I]
+    const MlpMatrices* w;
     int I;
     int num_tokens;
     const int* pairs;  // sorted routing: t * K + k per token of this job; null: all tokens 0..num_tokens, weight 1
@@ -41,14 +45,12 @@ inline void sort_pairs(const int* ids_TK, int num_pairs, int E, Sorted& s) {
 }
 
 // Appends a job for every expert that has tokens. gate/up: [T * K, I] for all of them.
-inline void add_routed_jobs(Sorted& s, const float* gate_up_E, const float* down_E, int E, int I, int D, float* gate,
-                            float* up) {
+inline void add_routed_jobs(Sorted& s, const MlpMatrices* w_E, int E, int I, float* gate, float* up) {
     for (int e = 0; e < E; e++) {
         const int begin = s.offset_E1[e], count = s.offset_E1[e + 1] - begin;
         if (count == 0) continue;
         s.jobs[s.num_jobs++] =
-            Job{gate_up_E + long(e) * 2 * I * D, down_E + long(e) * D * I, I, count, s.pair_TK + begin,
-                gate + long(begin) * I,          up + long(begin) * I};
+            Job{w_E + e, I, count, s.pair_TK + begin, gate + long(begin) * I, up + long(begin) * I};
     }
 }
 
@@ -61,20 +63,29 @@ struct JobTokens {
 };
 
 // Rows [i0, i1) of a job's gate and up, and the activation of that stripe. `after`: see gemm.
-inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1, const float* after) {
+inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1, const char* after) {
     const JobTokens row{x, D, job.pairs, K};
-    // Stripes of gate and up in turn, so that the activation finds both in cache.
-    const int stripe = max_int(32, kRowBlockBytes / int(sizeof(float)) / D / 16 * 16);
-    for (int a = i0; a < i1; a += stripe) {
-        const int b = min_int(i1, a + stripe);
-        const float* up = job.gate_up + long(job.I) * D;
-        gemm(row, job.num_tokens, job.gate_up, D, D, a, b, Store<false>{job.gate, job.I}, up + long(a) * D);
-        gemm(row, job.num_tokens, up, D, D, a, b, Store<false>{job.up, job.I},
-             b < i1 ? job.gate_up + long(b) * D : after);
+    const Matrix &gate = job.w->gate, &up = job.w->up;
+    const Store<false> to_gate{job.gate, job.I}, to_up{job.up, job.I};
+    const auto activate = [&](int a, int b) {
         for (int m = 0; m < job.num_tokens; m++) {
             float* g = job.gate + long(m) * job.I + a;
             silu_mul(g, job.up + long(m) * job.I + a, b - a, g);
         }
+    };
+#if defined(HADAL_AMX)
+    if (kHasTiles && gate.is_tiled && up.is_tiled) {
+        tile_gemm<2>(row, job.num_tokens, {&gate, &up}, i0, i1, {to_gate, to_up});
+        return activate(i0, i1);
+    }
+#endif
+    // Stripes of gate and up in turn, so that the activation finds both in cache.
+    const int stripe = max_int(32, kRowBlockBytes / int(sizeof(float)) / D / 16 * 16);
+    for (int a = i0; a < i1; a += stripe) {
+        const int b = min_int(i1, a + stripe);
+        gemm(row, job.num_tokens, gate, a, b, to_gate, up.row(a));
+        gemm(row, job.num_tokens, up, a, b, to_up, b < i1 ? gate.row(b) : after);
+        activate(a, b);
     }
 }
 
@@ -94,9 +105,9 @@ struct AddWeighted {
 
 // Columns [d0, d1) of y += this job.
 inline void run_down(const Job& job, int D, int K, const float* weights_TK, int d0, int d1, float* y,
-                     const float* after) {
-    gemm(RowAt{job.gate, job.I}, job.num_tokens, job.down, job.I, job.I, d0, d1,
-         AddWeighted{y, D, job.pairs, K, weights_TK}, after);
+                     const char* after) {
+    gemm(RowAt{job.gate, job.I}, job.num_tokens, job.w->down, d0, d1, AddWeighted{y, D, job.pairs, K, weights_TK},
+         after);
 }
 
 // A job's cost per unit of I, in tokens: reading a weight row from memory costs as much as multiplying it by about 8
@@ -106,7 +117,7 @@ HADAL_INLINE long job_cost(const Job& job) { return job.num_tokens + 8; }
 // The member's share of all jobs' I axes, equal in cost; borders on multiples of 16 so that activations are whole
 // vectors. `after`: what this member multiplies when the jobs are done.
 inline void run_up_share(const Member& me, const Job* jobs, int num_jobs, const float* x, int D, int K,
-                         const float* after) {
+                         const char* after) {
     long total = 0;
     for (int j = 0; j < num_jobs; j++) total += job_cost(jobs[j]) * jobs[j].I;
     const long from = total * me.index / me.count, to = total * (me.index + 1) / me.count;
@@ -121,25 +132,24 @@ inline void run_up_share(const Member& me, const Job* jobs, int num_jobs, const 
         };
         const int i0 = border(from), i1 = border(to);
         const bool is_last = j + 1 == num_jobs || to <= start + length;
-        if (i0 < i1) run_up(job, x, D, K, i0, i1, is_last ? after : jobs[j + 1].gate_up);
+        if (i0 < i1) run_up(job, x, D, K, i0, i1, is_last ? after : jobs[j + 1].w->gate.data);
         start += length;
     }
 }
 
 inline void run_down_share(const Member& me, const Job* jobs, int num_jobs, int D, int K, const float* weights_TK,
-                           float* y, const float* after) {
+                           float* y, const char* after) {
     int d0, d1;
     me.share(D, 4, d0, d1);
     for (int j = 0; j < num_jobs; j++)
-        run_down(jobs[j], D, K, weights_TK, d0, d1, y,
-                 j + 1 < num_jobs ? jobs[j + 1].down + long(d0) * jobs[j + 1].I : after);
+        run_down(jobs[j], D, K, weights_TK, d0, d1, y, j + 1 < num_jobs ? jobs[j + 1].w->down.row(d0) : after);
 }
 
 // The first row of this member's share of a weight: what to fetch ahead of a phase that multiplies it.
-inline const float* share_of(const Member& me, const float* w, int rows, int K) {
+inline const char* share_of(const Member& me, const Matrix& w, int rows) {
     int begin, end;
     me.share(rows, 4, begin, end);
-    return w + long(begin) * K;
+    return w.row(begin);
 }
 
 }  // namespace hadal

@@ -8,8 +8,12 @@
 // back, and MT only says how many tokens share the loads: the order of additions of one result is fixed by K alone
 // (lanes, then K blocks). So a token's result is bit-equal whatever the batch, the tile and the thread that computed
 // it.
+//
+// A weight that is not FP32 is widened block by block into a thread's own memory and multiplied from there by the same
+// code, so its products have the bits of the matrix dequantised to FP32. Where the processor has tile units, they
+// multiply it as it is (amx.h).
 #pragma once
-#include "simd.h"
+#include "amx.h"
 
 namespace hadal {
 
@@ -18,9 +22,7 @@ constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
 constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles (gemm)
 constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: rows are short, hardware streams restart
-
-HADAL_INLINE int min_int(int a, int b) { return a < b ? a : b; }
-HADAL_INLINE int max_int(int a, int b) { return a > b ? a : b; }
+constexpr int kWidenBytes = 16 << 10;        // of widened rows of W for a few tokens: in L1, beside the tokens
 
 // Keeps a value in a register: without it GCC folds a load into each FMA that uses it (28 loads a step, not 10), and
 // the load ports become the limit: 214 GFLOP/s became 257 on one Zen 5 core, 180 became 260 for 4 tokens.
@@ -233,9 +235,72 @@ struct Store {
     }
 };
 
-inline void linear(const float* x, long ldx, int M, const float* w, int K, int n0, int n1, float* y, long ldy,
-                   const float* after = nullptr) {
-    gemm(RowAt{x, ldx}, M, w, K, K, n0, n1, Store<false>{y, ldy}, after);
+// Tokens rounded to E4M3 and back, 1x128, for weights that ask for it.
+template <class Row>
+inline const float* round_rows(const Row& row, int M, int K) {
+    static thread_local OwnMemory memory;
+    float* rounded = memory.take<float>(size_t(M) * size_t(K) + 256);
+    uint8_t* codes = reinterpret_cast<uint8_t*>(rounded + size_t(M) * size_t(K));
+    for (int m = 0; m < M; m++)
+        for (int k = 0; k < K; k += kScaleGroup) {
+            const int n = min_int(kScaleGroup, K - k);
+            encode_fp8(row(m) + k, n, false, codes);
+            decode_fp8(codes, n, rounded + long(m) * K + k);
+        }
+    return rounded;
+}
+
+// The same through a thread's own memory. Blocks of W and of K are those of `gemm`, and so is every sum.
+template <class Row, class Emit>
+inline void widened_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit) {
+    static thread_local OwnMemory memory;
+    const int K = w.columns, depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
+    const int num_tiles = count_tiles(M), bytes = num_tiles == 1 ? kWidenBytes : kRowBlockBytes;
+    const int rows = max_int(4, bytes / int(sizeof(float)) / depth / 4 * 4);
+    float* block = memory.take<float>(size_t(rows) * size_t(depth));
+    const long row_bytes = long(K) * kWeightBytes[w.type];
+    for (int r0 = n0; r0 < n1; r0 += rows) {
+        const int r1 = min_int(n1, r0 + rows);
+        for (int k0 = 0; k0 < K; k0 += depth) {
+            const int kb = min_int(depth, K - k0);
+            for (int r = r0; r < r1; r++) {
+                prefetch_bytes(w.row(r) + kPrefetchBytes, row_bytes * kb / K);
+                widen_row(w, r, k0, kb, block + long(r - r0) * kb);
+            }
+            for (int tile = 0, m0 = 0; tile < num_tiles; tile++) {
+                const int mt = (M - m0) / (num_tiles - tile);
+                const auto emit_at = [&](int m, int n, const Quad& q, int count, bool) {
+                    emit(m, r0 + n, q, count, k0 == 0);
+                };
+                const auto part = [&](int m) { return row(m) + k0; };
+                any_token_tile(mt, 0, part, m0, block, kb, 0, kb, 0, r1 - r0, Ahead{}, emit_at);
+                m0 += mt;
+            }
+        }
+    }
+}
+
+// Rows [n0, n1) of W for M tokens, whatever W's type is.
+template <class Row, class Emit>
+inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit,
+                 const char* after = nullptr) {
+    if (M <= 0 || n1 <= n0) return;
+#if defined(HADAL_AMX)
+    if (kHasTiles && w.is_tiled) return tile_gemm<1>(row, M, {&w}, n0, n1, {emit});
+#endif
+    if (w.is_rounding_inputs) {
+        Matrix plain = w;
+        plain.is_rounding_inputs = 0;
+        return gemm(RowAt{round_rows(row, M, w.columns), w.columns}, M, plain, n0, n1, emit, after);
+    }
+    if (w.type != kWeightFp32) return widened_gemm(row, M, w, n0, n1, emit);
+    const float* at = reinterpret_cast<const float*>(w.data);
+    gemm(row, M, at, w.columns, w.columns, n0, n1, emit, reinterpret_cast<const float*>(after));
+}
+
+inline void linear(const float* x, long ldx, int M, const Matrix& w, int n0, int n1, float* y, long ldy,
+                   const char* after = nullptr) {
+    gemm(RowAt{x, ldx}, M, w, n0, n1, Store<false>{y, ldy}, after);
 }
 
 // y[m][c] = sum_n a[m][n] * b[n][c], columns [c0, c1): b is streamed once for up to kTokenTile rows of a. With ADD,
@@ -315,6 +380,23 @@ inline void outer(const float* a, long lda, int M, int N, const float* b, long l
                 break;
         }
         m0 += mt;
+    }
+}
+
+constexpr int kOuterColumns = 4 * W;  // of b that one tile of `outer` takes
+
+// y[m][c] = sum_n a[m][n] * w[n][c] over w's first N rows, columns [c0, c1).
+inline void outer(const float* a, long lda, int M, int N, const Matrix& w, int c0, int c1, float* y, long ldy) {
+    if (w.type == kWeightFp32) {
+        const float* at = reinterpret_cast<const float*>(w.data);
+        return outer<false>(a, lda, M, N, at, w.columns, c0, c1, nullptr, y, ldy);
+    }
+    static thread_local OwnMemory memory;
+    float* block = memory.take<float>(size_t(N) * kOuterColumns);
+    for (int c = c0; c < c1; c += kOuterColumns) {
+        const int n = min_int(kOuterColumns, c1 - c);
+        widen(w, 0, N, c, n, block, kOuterColumns);
+        outer<false>(a, lda, M, N, block, kOuterColumns, 0, n, nullptr, y + c, ldy);
     }
 }
 

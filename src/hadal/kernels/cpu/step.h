@@ -20,17 +20,18 @@ struct StepShape {  // filled by Python, field for field
 };
 
 struct LayerPointers {  // null where the layer has none
-    const float *attn_norm_D, *qkv_a, *q_a_norm_Q, *q_b, *kv_a_norm_C, *w_uk_HNC, *w_uv_HWC, *o, *ffn_norm_D;
-    const float *gate_up, *down;  // the dense MLP or the shared expert
-    const float *router_ED, *router_bias_E, *gate_up_E, *down_E;
+    const float *attn_norm_D, *q_a_norm_Q, *kv_a_norm_C, *ffn_norm_D, *router_ED, *router_bias_E;
+    const Matrix *q_a, *q_b, *kv_a, *kv_b, *o;  // without q-LoRA there is no q_a, and q_b takes the hidden state
+    const MlpMatrices *mlp;                     // the dense MLP or the shared expert
+    const MlpMatrices *mlp_E;                   // routed experts
 };
 
 struct StepPointers {
-    const float *embed_VD, *norm_D, *head_VD, *cos_sin;
+    const float *norm_D, *cos_sin;
+    const Matrix *embed_VD, *head_VD;
     float* cache;
 };
 
-constexpr int kChunk = 4 * W;            // columns of W_UK that one tile of `outer` takes
 constexpr long kShortBytes = 512 << 10;  // of latents per layer that every member may as well read
 
 class Step {
@@ -108,25 +109,30 @@ class Step {
 
     int qk() const { return s_.N + s_.R; }
     int latent() const { return s_.C + s_.R; }
-    int qkv_width() const { return (s_.Q ? s_.Q : s_.H * qk()) + latent(); }
+    int query_width() const { return s_.Q ? s_.Q : s_.H * qk(); }
+    int qkv_width() const { return query_width() + latent(); }
+    const Matrix& first_of(const LayerPointers& w) const { return s_.Q ? *w.q_a : *w.q_b; }
+    // Of W_UK and W_UV, which stand head by head.
+    Matrix key_rows(const LayerPointers& w, int h) const { return w.kv_b->from(h * (s_.N + s_.W)); }
+    Matrix value_rows(const LayerPointers& w, int h) const { return w.kv_b->from(h * (s_.N + s_.W) + s_.N); }
 
     void walk(const Member& me) {
         Own& own = own_[size_t(me.index)];
         int begin, end;
         me.share(B_, 1, begin, end);
         for (int b = begin; b < end; b++)
-            std::memcpy(hidden_ + long(b) * s_.D, at_.embed_VD + tokens_[b] * s_.D, size_t(s_.D) * sizeof(float));
+            widen_row(*at_.embed_VD, int(tokens_[b]), 0, s_.D, hidden_ + long(b) * s_.D);
         me.barrier();
         for (int i = 0; i < s_.num_layers; i++) {
             attend(me, own, layers_[size_t(i)], i);
-            const float* next = i + 1 < s_.num_layers ? share_of(me, layers_[size_t(i) + 1].qkv_a, qkv_width(), s_.D)
-                                                      : share_of(me, at_.head_VD, s_.vocab, s_.D);
+            const char* next = i + 1 < s_.num_layers ? share_of(me, first_of(layers_[size_t(i) + 1]), query_width())
+                                                     : share_of(me, *at_.head_VD, s_.vocab);
             feed_forward(me, own, layers_[size_t(i)], next);
         }
         const float* x = norm_all(me, own, hidden_, s_.D, at_.norm_D, s_.D, s_.eps);
         std::memcpy(normed_ + long(begin) * s_.D, x + long(begin) * s_.D,
                     size_t(end - begin) * size_t(s_.D) * sizeof(float));
-        multiply(me, x, s_.D, at_.head_VD, s_.D, s_.vocab, logits_, s_.vocab, nullptr);
+        multiply(me, x, s_.D, *at_.head_VD, s_.vocab, logits_, s_.vocab, nullptr);
     }
 
     // RMS norm of all rows. Few members repeat it in private (no barrier); many share it through member 0's memory.
@@ -141,17 +147,19 @@ class Step {
     }
 
     // This member's rows of y[b][n] = x[b] . w[n].
-    void multiply(const Member& me, const float* x, long ldx, const float* w, int K, int rows, float* y, long ldy,
-                  const float* after) {
+    void multiply(const Member& me, const float* x, long ldx, const Matrix& w, int rows, float* y, long ldy,
+                  const char* after) {
         int begin, end;
         me.share(rows, 4, begin, end);
-        linear(x, ldx, B_, w, K, begin, end, y, ldy, after);
+        linear(x, ldx, B_, w, begin, end, y, ldy, after);
     }
 
     void attend(const Member& me, Own& own, const LayerPointers& w, int layer) {
         const int width = qkv_width(), heads_qk = s_.H * qk();
         const float* x = norm_all(me, own, hidden_, s_.D, w.attn_norm_D, s_.D, s_.eps);
-        multiply(me, x, s_.D, w.qkv_a, s_.D, width, qkv_, width, s_.Q ? share_of(me, w.q_b, heads_qk, s_.Q) : nullptr);
+        multiply(me, x, s_.D, first_of(w), query_width(), qkv_, width, share_of(me, *w.kv_a, latent()));
+        multiply(me, x, s_.D, *w.kv_a, latent(), qkv_ + query_width(), width,
+                 s_.Q ? share_of(me, *w.q_b, heads_qk) : nullptr);
         if (me.index == 0) attention_.next.store(0, std::memory_order_relaxed);
         me.barrier();
 
@@ -165,15 +173,14 @@ class Step {
         if (s_.Q) {
             const float* c_q = norm_all(me, own, qkv_, width, w.q_a_norm_Q, s_.Q, s_.latent_eps);
             if (by_heads) {
-                linear(c_q, s_.Q, B_, w.q_b, s_.Q, h0 * qk(), h1 * qk(), q_, heads_qk,
-                       w.w_uk_HNC + long(h0) * s_.N * s_.C);
+                linear(c_q, s_.Q, B_, *w.q_b, h0 * qk(), h1 * qk(), q_, heads_qk, key_rows(w, h0).data);
             } else {
-                multiply(me, c_q, s_.Q, w.q_b, s_.Q, heads_qk, q_, heads_qk, w.w_uk_HNC);
+                multiply(me, c_q, s_.Q, *w.q_b, heads_qk, q_, heads_qk, w.kv_b->data);
                 me.barrier();
             }
             q = q_, ldq = heads_qk;
         }
-        const int chunks = (s_.C + kChunk - 1) / kChunk;
+        const int chunks = (s_.C + kOuterColumns - 1) / kOuterColumns;
         int begin = h0 * chunks, end = h1 * chunks;
         if (!by_heads) me.share(s_.H * chunks, 1, begin, end);
         absorb(w, q, ldq, begin, end);
@@ -191,13 +198,13 @@ class Step {
             }
             me.share(s_.H * s_.W, 4, begin, end);
         }
-        lift_values(w, begin, end, share_of(me, w.o, s_.D, s_.H * s_.W));
+        lift_values(w, begin, end, share_of(me, *w.o, s_.D));
         me.barrier();
 
         me.share(s_.D, 4, begin, end);
         const int K = s_.H * s_.W;
-        gemm(RowAt{value_, K}, B_, w.o, K, K, begin, end, Store<true>{hidden_, s_.D},
-             w.router_ED ? share_of(me, w.router_ED, s_.E, s_.D) : share_of(me, w.gate_up, s_.F, s_.D));
+        gemm(RowAt{value_, K}, B_, *w.o, begin, end, Store<true>{hidden_, s_.D},
+             w.router_ED ? reinterpret_cast<const char*>(w.router_ED) : share_of(me, w.mlp->gate, s_.F));
         me.barrier();
     }
 
@@ -218,14 +225,13 @@ class Step {
 
     // q_latent[b][h] = [W_UK(h)^T q_nope; rope(q_rope)], for units [begin, end): heads by chunks of columns.
     void absorb(const LayerPointers& w, const float* q, long ldq, int begin, int end) {
-        const int chunks = (s_.C + kChunk - 1) / kChunk;
+        const int chunks = (s_.C + kOuterColumns - 1) / kOuterColumns;
         const long ld = long(s_.H) * latent();
         for (int unit = begin; unit < end; unit++) {
-            const int h = unit / chunks, c0 = unit % chunks * kChunk;
+            const int h = unit / chunks, c0 = unit % chunks * kOuterColumns;
             const float* q_h = q + long(h) * qk();
-            const float* w_uk = w.w_uk_HNC + long(h) * s_.N * s_.C;
             float* out = q_latent_ + long(h) * latent();
-            outer<false>(q_h, ldq, B_, s_.N, w_uk, s_.C, c0, min_int(s_.C, c0 + kChunk), nullptr, out, ld);
+            outer(q_h, ldq, B_, s_.N, key_rows(w, h), c0, min_int(s_.C, c0 + kOuterColumns), out, ld);
             if (c0 == 0)
                 for (int b = 0; b < B_; b++)
                     rope(q_h + b * ldq + s_.N, at_.cos_sin + positions_[b] * s_.R, s_.R, out + b * ld + s_.C);
@@ -233,30 +239,34 @@ class Step {
     }
 
     // value[b][h] = W_UV(h) o_latent[b][h], rows [begin, end) of all heads' in one range.
-    void lift_values(const LayerPointers& w, int begin, int end, const float* after) {
+    void lift_values(const LayerPointers& w, int begin, int end, const char* after) {
         const long ldx = long(s_.H) * s_.C, ldy = long(s_.H) * s_.W;
         for (int at = begin; at < end;) {
             const int h = at / s_.W, row = at % s_.W, stop = min_int(s_.W, row + end - at);
             at += stop - row;
-            linear(o_latent_ + long(h) * s_.C, ldx, B_, w.w_uv_HWC + long(h) * s_.W * s_.C, s_.C, row, stop,
-                   value_ + long(h) * s_.W, ldy, at < end ? nullptr : after);
+            linear(o_latent_ + long(h) * s_.C, ldx, B_, value_rows(w, h), row, stop, value_ + long(h) * s_.W, ldy,
+                   at < end ? nullptr : after);
         }
     }
 
-    void feed_forward(const Member& me, Own& own, const LayerPointers& w, const float* next) {
+    void feed_forward(const Member& me, Own& own, const LayerPointers& w, const char* next) {
         const float* x = norm_all(me, own, hidden_, s_.D, w.ffn_norm_D, s_.D, s_.eps);
         const bool is_moe = w.router_ED != nullptr;
         Sorted& sorted = own.sorted;
-        sorted.jobs[0] = Job{w.gate_up, w.down, is_moe ? s_.S : s_.F, B_, nullptr, dense_gate_, dense_up_};
+        sorted.jobs[0] = Job{w.mlp, is_moe ? s_.S : s_.F, B_, nullptr, dense_gate_, dense_up_};
         sorted.num_jobs = 1;
-        if (is_moe) multiply(me, x, s_.D, w.router_ED, s_.D, s_.E, router_, s_.E, share_of(me, w.gate_up, s_.S, s_.D));
-        const float* down = share_of(me, w.down, s_.D, sorted.jobs[0].I);
+        if (is_moe) {
+            int e0, e1;
+            me.share(s_.E, 4, e0, e1);
+            gemm(RowAt{x, s_.D}, B_, w.router_ED, s_.D, s_.D, e0, e1, Store<false>{router_, s_.E});
+        }
+        const char* down = share_of(me, w.mlp->down, s_.D);
         run_up_share(me, sorted.jobs, 1, x, s_.D, s_.K, down);
         me.barrier();
         if (is_moe) {
             choose(me, own, w);
             sort_pairs(own.ids, B_ * s_.K, s_.E, sorted);
-            add_routed_jobs(sorted, w.gate_up_E, w.down_E, s_.E, s_.I, s_.D, gate_, up_);
+            add_routed_jobs(sorted, w.mlp_E, s_.E, s_.I, gate_, up_);
             run_up_share(me, sorted.jobs + 1, sorted.num_jobs - 1, x, s_.D, s_.K, down);
             me.barrier();
         }

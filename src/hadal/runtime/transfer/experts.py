@@ -2,7 +2,7 @@
 to whoever of the run asks (runtime/transfer/peers moves the frames).
 
     AskExpert  ->
-               <-  ExpertHead, bytes of gate_up, bytes of down; None where it is not held
+               <-  ExpertHead, the bytes of its tensors; None where it is not held
 
 The weights of (layer, expert) are constants of the model. Any holder's bytes are right, whatever
 formation it or the asker belongs to, so neither side knows formations, placements or plans. A
@@ -51,11 +51,18 @@ Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
 """(plan, fetch, rest) -> what came of it: model/experts.ExpertStore.stage."""
 
 
+class Weights(Protocol):
+    """An expert's weights: its tensors, in the order in which they are sent."""
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]: ...
+
+
 class WeightTransfer(Protocol):
     """What a stager needs of ExpertTransfer."""
 
     def fetch(
-        self, layer: int, source: Source, gate_up: Tensor, down: Tensor, rest: Callable[[], None]
+        self, layer: int, source: Source, into: Weights, rest: Callable[[], None]
     ) -> bool: ...
 
     def close(self, timeout_s: float) -> bool: ...
@@ -140,18 +147,16 @@ class Stager:
             if self._is_void(plan):
                 raise Overtaken(f"stage {plan.stage_id} of formation {plan.formation}")
 
-        def fetch(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
-            return self._transfer.fetch(layer, source, gate_up, down, rest)
+        def fetch(layer: int, source: Source, into: Weights) -> bool:
+            return self._transfer.fetch(layer, source, into, rest)
 
         return fetch, rest
 
 
-Held = Callable[[int, int], tuple[Tensor, Tensor] | None]
-"""(MoE layer, expert) -> its gate_up [2I, D] and down [D, I], None if it is not held here. From any
-thread.
-"""
+Held = Callable[[int, int], Weights | None]
+"""(MoE layer, expert) -> its weights, None if it is not held here. From any thread."""
 
-PURPOSE = "experts 3"
+PURPOSE = "experts 4"
 """Purpose of the key (core/handshake.key_of)."""
 PIECE_BYTES = 1 << 20
 """Sent or received between two looks at the clock."""
@@ -167,11 +172,10 @@ class AskExpert(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ExpertHead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The bytes of gate_up [2I, D] and down [D, I] follow, each in pieces of PIECE_BYTES."""
+    """The bytes of the expert's tensors follow, each in pieces of PIECE_BYTES."""
 
-    dtype: str
-    gate_up: tuple[int, int]
-    down: tuple[int, int]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    """Type and shape of each: values and scales of gate, up and down."""
     digest: int
     """XXH3 of the bytes."""
 
@@ -203,9 +207,9 @@ class ExpertServer:
         if found is None:
             channel.send_frame(None)
             return
-        parts = [_bytes_of(_on_host(tensor)) for tensor in found]
+        parts = [_bytes_of(_on_host(tensor)) for tensor in found.parts]
         digest = self._digest(ask, parts)
-        channel.send_frame(_head(*found, digest))
+        channel.send_frame(_head(found, digest))
         for part in parts:
             for piece in _pieces(part):
                 channel.send((piece,))
@@ -240,23 +244,19 @@ class ExpertClient:
         self,
         layer: int,
         source: Source,
-        gate_up: Tensor,
-        down: Tensor,
+        into: Weights,
         rest: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Fill gate_up [2I, D] and down [D, I] with the expert. False: it could not be had there,
-        and what the tensors hold is void. `rest` is called between pieces; what it raises is
-        raised.
+        """Fill `into` with the expert. False: it could not be had there, and what the tensors hold
+        is void. `rest` is called between pieces; what it raises is raised.
         """
         link = self._link(source.host, source.port) if source.port else None
         if link is None or link.is_shunned:
             return False
-        deadline_s = deadline_of(gate_up.nbytes + down.nbytes)
+        deadline_s = deadline_of(sum(part.nbytes for part in into.parts))
 
         def receive(channel: Channel) -> bool:
-            return _receive(
-                channel, AskExpert(layer, source.expert), gate_up, down, rest, deadline_s
-            )
+            return _receive(channel, AskExpert(layer, source.expert), into, rest, deadline_s)
 
         try:
             return link.ask(receive, deadline_s, tries=1)
@@ -287,8 +287,7 @@ class ExpertClient:
 def _receive(
     channel: Channel,
     ask: AskExpert,
-    gate_up: Tensor,
-    down: Tensor,
+    into: Weights,
     rest: Callable[[], None],
     deadline_s: float,
 ) -> bool:
@@ -296,10 +295,10 @@ def _receive(
     head = channel.receive_frame(_ANSWERS, deadline_s)
     if head is None:
         return False
-    if head != _head(gate_up, down, head.digest):
-        raise BadPeer(f"it holds {head}, not {_head(gate_up, down, head.digest)}")
+    if head != _head(into, head.digest):
+        raise BadPeer(f"it holds {head}, not {_head(into, head.digest)}")
     digest = xxhash.xxh3_64()
-    for tensor in (gate_up, down):
+    for tensor in into.parts:
         is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
         host = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
         for piece in _pieces(_bytes_of(host)):
@@ -333,10 +332,9 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
     return (view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES))
 
 
-def _head(gate_up: Tensor, down: Tensor, digest: int) -> ExpertHead:
-    dtype = str(gate_up.dtype).removeprefix("torch.")
-    (a, b), (c, d) = gate_up.shape, down.shape
-    return ExpertHead(dtype, (a, b), (c, d), digest)
+def _head(weights: Weights, digest: int) -> ExpertHead:
+    parts = ((str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in weights.parts)
+    return ExpertHead(tuple(parts), digest)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

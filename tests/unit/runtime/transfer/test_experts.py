@@ -18,10 +18,10 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source
+from hadal.reference.params import FP8, Matrix, MlpWeights
 from hadal.runtime.transfer import peers
 from hadal.runtime.transfer.experts import (
     PIECE_BYTES,
@@ -37,41 +37,42 @@ from tests.fresh import fresh
 
 HOST = "127.0.0.1"
 KEY = key_of(b"a run", PURPOSE)
-TINY = (64, 192, 32)
-"""2I, D, I"""
+TINY = (192, 32)
+"""D, I"""
 HANG_S = 20.0
 """Nothing here takes this long unless it hangs."""
-Pair = tuple[Tensor, Tensor]
 
 
 def expert_of(
-    seed: int, shape: tuple[int, int, int] = TINY, dtype: torch.dtype = torch.float32
-) -> Pair:
+    seed: int, shape: tuple[int, int] = TINY, dtype: torch.dtype = torch.float32
+) -> MlpWeights:
+    """Of random bits; FP8 with scales."""
     generator = torch.Generator().manual_seed(seed)
-    rows, dim, width = shape
+    dim, width = shape
     size = torch.empty((), dtype=dtype).element_size()
 
-    def part(*of: int) -> Tensor:
+    def part(*of: int) -> Matrix:
         bits = torch.randint(0, 256, (of[0], of[1] * size), dtype=torch.uint8, generator=generator)
-        return bits.view(dtype)
+        scales = torch.rand(2, 3, generator=generator) if dtype is FP8 else None
+        return Matrix(bits.view(dtype), scales)
 
-    return part(rows, dim), part(dim, width)
-
-
-def empty(pair: Pair) -> Pair:
-    return torch.zeros_like(pair[0]), torch.zeros_like(pair[1])
+    return MlpWeights(part(width, dim), part(width, dim), part(dim, width))
 
 
-def is_same(one: Pair, other: Pair) -> bool:
+def empty(held: MlpWeights) -> MlpWeights:
+    return held.empty_like()
+
+
+def is_same(one: MlpWeights, other: MlpWeights) -> bool:
     """Bit by bit: some are not numbers."""
     return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
-        for a, b in zip(one, other, strict=True)
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one.parts, other.parts, strict=True)
     )
 
 
 @contextmanager
-def serving(experts: dict[tuple[int, int], Pair], key: bytes = KEY) -> Iterator[ExpertServer]:
+def serving(experts: dict[tuple[int, int], MlpWeights], key: bytes = KEY) -> Iterator[ExpertServer]:
     server = ExpertServer(HOST, key, lambda layer, expert: experts.get((layer, expert)))
     try:
         yield server
@@ -84,8 +85,8 @@ def source(port: int, expert: int = 7) -> Source:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [TINY, (2, 3, 1), (1024, 771, 512)])
-def test_what_is_held_arrives_as_it_is(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [TINY, (3, 1), (771, 512)])
+def test_what_is_held_arrives_as_it_is(shape: tuple[int, int], dtype: torch.dtype) -> None:
     seed = fresh().randrange(2**31)
     print("seed", seed)
     held = expert_of(seed, shape, dtype)
@@ -93,19 +94,20 @@ def test_what_is_held_arrives_as_it_is(shape: tuple[int, int, int], dtype: torch
         client = ExpertClient(KEY)
         for _ in range(2):  # The second time the sum is known.
             got = empty(held)
-            assert client.fetch(3, source(server.port), *got)
+            assert client.fetch(3, source(server.port), got)
             assert is_same(got, held)
 
 
 def test_a_place_among_others_is_filled_and_nothing_beside_it() -> None:
     held = expert_of(1)
-    stacked = (torch.zeros(3, *held[0].shape), torch.zeros(3, *held[1].shape))
-    apart = (torch.zeros(held[0].shape[::-1]).T, torch.zeros(held[1].shape[::-1]).T)
+    stacked = [torch.zeros(3, *part.shape) for part in held.parts]
+    among = MlpWeights(*(Matrix(part[1]) for part in stacked))
+    apart = MlpWeights(*(Matrix(torch.zeros(part.shape[::-1]).T) for part in held.parts))
     with serving({(0, 7): held}) as server:
         client = ExpertClient(KEY)
-        assert client.fetch(0, source(server.port), stacked[0][1], stacked[1][1])
-        assert client.fetch(0, source(server.port), *apart)
-    assert is_same((stacked[0][1], stacked[1][1]), held)
+        assert client.fetch(0, source(server.port), among)
+        assert client.fetch(0, source(server.port), apart)
+    assert is_same(among, held)
     assert not any(part[slot].any() for part in stacked for slot in (0, 2))
     assert is_same(apart, held)
 
@@ -114,37 +116,41 @@ def test_what_is_not_held_is_said_and_nobody_is_blamed() -> None:
     held = expert_of(1)
     with serving({(0, 7): held}) as server:
         client, got = ExpertClient(KEY), empty(held)
-        assert not client.fetch(0, source(server.port, 8), *got)
-        assert not client.fetch(1, source(server.port, 7), *got)
-        assert client.fetch(0, source(server.port, 7), *got)
+        assert not client.fetch(0, source(server.port, 8), got)
+        assert not client.fetch(1, source(server.port, 7), got)
+        assert client.fetch(0, source(server.port, 7), got)
 
 
 def test_bytes_that_changed_are_refused() -> None:
     held = expert_of(1)
     with serving({(0, 7): held}) as server:
-        assert ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
-        held[1].view(torch.uint8)[5, 5] ^= 1  # One bit; what was sent before gives the sum.
-        assert not ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
+        assert ExpertClient(KEY).fetch(0, source(server.port), empty(held))
+        held.down.values.view(torch.uint8)[5, 5] ^= (
+            1  # One bit; what was sent before gives the sum.
+        )
+        assert not ExpertClient(KEY).fetch(0, source(server.port), empty(held))
 
 
 @pytest.mark.parametrize(
     "into",
-    [expert_of(1, (64, 96, 32)), expert_of(1, (32, 192, 64)), expert_of(1, dtype=torch.bfloat16)],
+    [expert_of(1, (96, 32)), expert_of(1, (192, 64)), expert_of(1, dtype=torch.bfloat16)],
 )
-def test_another_shape_or_type_is_refused(into: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_shape_or_type_is_refused(
+    into: MlpWeights, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving({(0, 7): expert_of(1)}) as server:
-        assert not ExpertClient(KEY).fetch(0, source(server.port), *into)
+        assert not ExpertClient(KEY).fetch(0, source(server.port), into)
     assert "it holds" in caplog.text
 
 
 def test_another_run_is_told_nothing() -> None:
     held = expert_of(1)
     with serving({(0, 7): held}, key_of(b"another run", PURPOSE)) as server:
-        assert not ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
+        assert not ExpertClient(KEY).fetch(0, source(server.port), empty(held))
 
 
 def test_without_a_port_there_is_nobody_to_ask(caplog: pytest.LogCaptureFixture) -> None:
-    assert not ExpertClient(KEY).fetch(0, Source(7), *empty(expert_of(1)))
+    assert not ExpertClient(KEY).fetch(0, Source(7), empty(expert_of(1)))
     assert not caplog.text
 
 
@@ -153,21 +159,21 @@ def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
     with serving({(0, 7): held}) as server:
         port = server.port
     client, got = ExpertClient(KEY), empty(held)
-    assert not client.fetch(0, source(port), *got), "nobody listens"
+    assert not client.fetch(0, source(port), got), "nobody listens"
     with socket.create_server((HOST, port)) as listener:
         listener.settimeout(0.2)
-        assert not client.fetch(0, source(port), *got)
+        assert not client.fetch(0, source(port), got)
         with pytest.raises(TimeoutError):
             listener.accept()
         with serving({(0, 7): held}) as server:
-            assert client.fetch(0, source(server.port), *got), "others are asked"
+            assert client.fetch(0, source(server.port), got), "others are asked"
         monkeypatch.setattr(
             peers.time,
             "monotonic",
             lambda: time.perf_counter() + 2 * peers.SHUN_S,
         )
         threading.Thread(target=lambda: listener.accept()[0].close()).start()
-        assert not client.fetch(0, source(port), *got), "asked again, in vain"
+        assert not client.fetch(0, source(port), got), "asked again, in vain"
 
 
 # ---- peers that are processes ----
@@ -175,12 +181,13 @@ _PEER = f"""
 import torch, sys, time
 torch.set_num_threads(1)
 from hadal.runtime.transfer.experts import ExpertServer
-held = torch.full((4096, 2048), 3.0), torch.full((2048, 2048), 4.0)
+from hadal.reference.params import Matrix, MlpWeights
+held = MlpWeights(*(Matrix(torch.full((2048, 2048), value)) for value in (3.0, 3.0, 4.0)))
 server = ExpertServer({HOST!r}, {KEY!r}, lambda layer, expert: held)
 print(server.port, flush=True)
 time.sleep(300)
 """
-BIG = (4096, 2048, 2048)
+BIG = (2048, 2048)
 """48 MiB: more than the kernel holds on the way."""
 
 
@@ -218,8 +225,8 @@ def peer(processes: list[Peer]) -> Peer:
     return processes[0]
 
 
-def big() -> Pair:
-    return torch.zeros(BIG[0], BIG[1]), torch.zeros(BIG[1], BIG[2])
+def big() -> MlpWeights:
+    return MlpWeights(*(Matrix(torch.zeros(BIG)) for _ in range(3)))
 
 
 def after(pieces: int, act: Callable[[], object]) -> Callable[[], None]:
@@ -241,28 +248,28 @@ def test_a_frozen_peer_costs_its_silence_once(peer: Peer, pieces: int) -> None:
     if not pieces:
         process.send_signal(signal.SIGSTOP)
     freeze = after(pieces, lambda: process.send_signal(signal.SIGSTOP))
-    assert not client.fetch(0, source(port), *got, freeze)
+    assert not client.fetch(0, source(port), got, freeze)
     process.send_signal(signal.SIGCONT)
-    assert not any(client.fetch(0, source(port, expert), *got) for expert in range(100)), (
+    assert not any(client.fetch(0, source(port, expert), got) for expert in range(100)), (
         "not asked again so soon"
     )
     assert time.monotonic() - begun_s < HANG_S
-    assert ExpertClient(KEY).fetch(0, source(port), *got)
+    assert ExpertClient(KEY).fetch(0, source(port), got)
 
 
 def test_a_peer_that_is_killed_in_the_middle_costs_nothing_but_the_expert(peer: Peer) -> None:
     got, client = big(), ExpertClient(KEY)
-    assert client.fetch(0, source(peer.port), *got)
-    assert (got[0] == 3.0).all()
-    assert (got[1] == 4.0).all()
+    assert client.fetch(0, source(peer.port), got)
+    assert (got.up.values == 3.0).all()
+    assert (got.down.values == 4.0).all()
     begun_s = time.monotonic()
-    assert not client.fetch(0, source(peer.port), *got, after(3, peer.process.kill))
-    assert not client.fetch(0, source(peer.port), *got)
+    assert not client.fetch(0, source(peer.port), got, after(3, peer.process.kill))
+    assert not client.fetch(0, source(peer.port), got)
     assert time.monotonic() - begun_s < HANG_S
 
 
 # ---- peers that are not ours ----
-SOUND = ExpertHead("float32", (64, 192), (192, 32), 1)
+SOUND = ExpertHead((("float32", (32, 192)), ("float32", (32, 192)), ("float32", (192, 32))), 1)
 
 
 def answering(talk: Callable[[socket.socket], None]) -> int:
@@ -325,7 +332,7 @@ def babble(connection: socket.socket) -> None:
 
 def claim_to_be_huge(connection: socket.socket) -> None:
     huge = (2**31, 2**31)
-    answer(connection, ExpertHead("float32", huge, huge, 0), bytes(4 << 20))
+    answer(connection, ExpertHead((("float32", huge),) * 3, 0), bytes(4 << 20))
 
 
 def trickle(connection: socket.socket) -> None:
@@ -359,7 +366,7 @@ def test_answers_that_are_none(
 ) -> None:
     monkeypatch.setattr(peers, "SILENCE_S", 0.2)
     begun_s = time.monotonic()
-    assert not ExpertClient(KEY).fetch(0, source(answering(talk)), *empty(expert_of(1)))
+    assert not ExpertClient(KEY).fetch(0, source(answering(talk)), empty(expert_of(1)))
     assert time.monotonic() - begun_s < 5.0
 
 
@@ -374,7 +381,7 @@ def test_a_server_outlives_whoever_babbles_or_says_nothing(monkeypatch: pytest.M
         ask(server.port).close()  # One that hangs up on a long answer.
         silent = [socket.create_connection(address, timeout=5) for _ in range(2 * MAX_UNPROVEN)]
         got, deadline_s = empty(held), time.monotonic() + HANG_S
-        while not ExpertClient(KEY).fetch(0, source(server.port), *got):
+        while not ExpertClient(KEY).fetch(0, source(server.port), got):
             assert time.monotonic() < deadline_s, "they take all the room, and for ever"
         assert is_same(got, held)
         for connection in silent:
@@ -386,14 +393,14 @@ def test_a_holder_that_fails_is_a_failed_fetch_and_no_more(
 ) -> None:
     held = expert_of(1)
 
-    def look(layer: int, expert: int) -> Pair:
+    def look(layer: int, expert: int) -> MlpWeights:
         if layer:
             raise IndexError("no such layer")
         return held
 
     server, got = ExpertServer(HOST, KEY, look), empty(held)
-    assert not ExpertClient(KEY).fetch(9, source(server.port), *got)
-    assert ExpertClient(KEY).fetch(0, source(server.port), *got)
+    assert not ExpertClient(KEY).fetch(9, source(server.port), got)
+    assert ExpertClient(KEY).fetch(0, source(server.port), got)
     assert server.close(5)
     assert "no such layer" in caplog.text
 
@@ -401,7 +408,7 @@ def test_a_holder_that_fails_is_a_failed_fetch_and_no_more(
 # ---- together ----
 def test_many_fetches_at_once() -> None:
     experts = {(0, number): expert_of(number) for number in range(32)}
-    experts |= {(1, number): expert_of(100 + number, (1024, 771, 512)) for number in range(4)}
+    experts |= {(1, number): expert_of(100 + number, (771, 512)) for number in range(4)}
     right: list[bool] = []
 
     def run(seed: int) -> None:
@@ -410,7 +417,7 @@ def test_many_fetches_at_once() -> None:
             held = experts[layer, number]
             got = empty(held)
             right.append(
-                client.fetch(layer, source(server.port, number), *got) and is_same(got, held)
+                client.fetch(layer, source(server.port, number), got) and is_same(got, held)
             )
 
     with serving(experts) as server:
@@ -423,8 +430,8 @@ def test_many_fetches_at_once() -> None:
 
 
 def test_whoever_fetches_may_break_it_off() -> None:
-    held = expert_of(1, (1024, 771, 512))
-    assert held[0].nbytes > 2 * PIECE_BYTES
+    held = expert_of(1, (771, 1024))
+    assert held.up.values.nbytes > 2 * PIECE_BYTES
 
     def stop() -> None:
         raise KeyError("enough")
@@ -432,13 +439,13 @@ def test_whoever_fetches_may_break_it_off() -> None:
     with serving({(0, 7): held}) as server:
         client = ExpertClient(KEY)
         with pytest.raises(KeyError, match="enough"):
-            client.fetch(0, source(server.port), *empty(held), stop)
-        assert client.fetch(0, source(server.port), *empty(held))
+            client.fetch(0, source(server.port), empty(held), stop)
+        assert client.fetch(0, source(server.port), empty(held))
 
 
 def test_a_closed_wire_has_no_thread_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SILENCE_S", 60.0)  # It does not wait for whoever does not read.
-    held = expert_of(1, (8192, 2048, 2))
+    held = expert_of(1, (2048, 4096))
     before = set(threading.enumerate())
     wire = ExpertTransfer(HOST, KEY, lambda layer, expert: held)
     with contextlib.closing(ask(wire.port)) as channel:

@@ -70,7 +70,7 @@ HEARD: msgspec.msgpack.Decoder[msgspec.Struct] = msgspec.msgpack.Decoder(
         ChunkHead(3, 1 << 20, (1 << 64) - 1),
         ChunksEnd("freed"),
         AskExpert(60, 255),
-        ExpertHead("float8_e4m3fn", (4096, 7168), (7168, 2048), 5),
+        ExpertHead((("float8_e4m3fn", (2048, 7168)), ("float32", (16, 56))) * 3, 5),
         AboutNixl(b"\0\xff", 1 << 47, 3),
         PullChunks((1, 2), (3, 4), (0,), GRANT),
         PullChunks((), (), (), Grant()),

@@ -19,9 +19,10 @@ from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.transfer.experts import MAX_WAITING, ExpertTransfer, Stager
 from hadal.runtime.worker import NICE
+from tests.stored import stored_mlp
 
 HOST = "127.0.0.1"
-HELD = torch.full((64, 192), 2.0), torch.full((192, 32), 3.0)
+HELD = stored_mlp(*torch.full((2, 32, 192), 2.0), torch.full((192, 32), 3.0))
 WAIT_S = 10.0
 
 
@@ -44,13 +45,13 @@ class Store:
         assert self.go.wait(WAIT_S)
         num_received = 0
         for source in plan.sources:
-            gate_up, down = torch.zeros(64, 192), torch.zeros(192, 32)
+            into = stored_mlp(*torch.zeros(2, 32, 192), torch.zeros(192, 32))
             try:
                 rest()
-                num_received += fetch(plan.layer, source, gate_up, down)
+                num_received += fetch(plan.layer, source, into)
             except Overtaken as over:
                 return Staged(plan.formation, plan.stage_id, plan.layer, str(over))
-            self.got.append(float(gate_up.sum() + down.sum()))
+            self.got.append(float(sum(part.sum() for part in into.parts)))
         return Staged(plan.formation, plan.stage_id, plan.layer, None, num_received)
 
 
@@ -107,7 +108,7 @@ def test_plans_are_staged_in_order_beside_everything_else(rank: Rank) -> None:
     rank.store.go.set()
     assert rank.take(4) == [Staged(1, stage_id, stage_id, None, 1) for stage_id in range(4)]
     assert rank.store.priorities == [min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19)] * 4
-    assert rank.store.got == [float(HELD[0].sum() + HELD[1].sum()), 0.0] * 4
+    assert rank.store.got == [float(sum(part.sum() for part in HELD.parts)), 0.0] * 4
 
 
 def test_a_new_generation_voids_what_waits_and_breaks_off_what_runs(rank: Rank) -> None:
