@@ -53,6 +53,7 @@ _ABI = {
     "hadal_unpack": ("p" * 11, ctypes.c_int),
     "hadal_heads_in": ("ppll" + "iiipiiip", ctypes.c_int),
     "hadal_heads_out": ("ppiiipiiip", ctypes.c_int),
+    "hadal_sample": ("pplii" + "pppippp" + "ipp", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
     "hadal_step_run": ("pppipppl" + "pp", ctypes.c_int),

@@ -4,6 +4,7 @@
 #include "codec.h"
 #include "message.h"
 #include "route.h"
+#include "sample.h"
 #include "step.h"
 
 using namespace hadal;
@@ -313,6 +314,33 @@ int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages,
     team.run([&](const Member& me) {
         unpack_share(me, *shape, messages, x, own_token_N, scratch + row * size_t(me.index), out);
     });
+    return kOk;
+}
+
+// See sample.h. The tokens of a bias are below V; counts and seen may be null where no slot has a penalty.
+int hadal_sample(void* team_, const float* logits, long stride, int B, int V, const int64_t* slots_B,
+                 const int64_t* indices_B, const SamplingSlot* slots_S, int S, const TokenValue* bias,
+                 const int32_t* counts_SV, const uint8_t* seen_SV, int N, SampledRow* rows_B, TokenValue* best_BN) {
+    for (int b = 0; b < B; b++)
+        if (slots_B[b] < 0 || slots_B[b] >= S) return kBadRow;
+    const SampleCall call{logits, stride, B, V, N, slots_B, indices_B, slots_S, bias, counts_SV, seen_SV, rows_B,
+                          best_BN};
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    std::vector<SampleScratch> scratch(B == 1 ? 1 : size_t(team.count()));
+    const auto carve = [&](Carver& c) {
+        for (SampleScratch& own : scratch) own.carve(c, V);
+    };
+    if (!lay_out(team, carve)) return kNoMemory;
+    const auto draw = [&](const Member& me) {
+        int begin, end;
+        me.share(B, 1, begin, end);
+        for (long b = begin; b < end; b++) rows_B[b].status = sample_row(call, b, scratch[size_t(me.index)]);
+    };
+    if (B == 1)
+        draw(Member{&team, 0, 1});  // nobody to wake
+    else
+        team.run(draw);
     return kOk;
 }
 

@@ -34,6 +34,21 @@ HADAL_INLINE V v_min(V a, V b) { return _mm512_min_ps(a, b); }
 // a * 2^n for integral n: one instruction here, exact down to denormals.
 HADAL_INLINE V v_scale2(V a, V n) { return _mm512_scalef_ps(a, n); }
 HADAL_INLINE V v_round(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+HADAL_INLINE uint32_t v_gt_bits(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+HADAL_INLINE uint32_t v_ge_bits(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+HADAL_INLINE V v_keep(V a, uint32_t bits) { return _mm512_maskz_mov_ps((__mmask16)bits, a); }
+HADAL_INLINE int v_compress(float* to, V a, uint32_t bits) {
+    _mm512_storeu_ps(to, _mm512_maskz_compress_ps((__mmask16)bits, a));
+    return __builtin_popcount(bits);
+}
+struct Sums {
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+    HADAL_INLINE void add(V a) {
+        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(a)));
+        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)));
+    }
+    double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(low, high)); }
+};
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -56,6 +71,31 @@ HADAL_INLINE V v_scale2(V a, V n) {  // n in [-126, 127]: built in the exponent 
            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 HADAL_INLINE V v_round(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+HADAL_INLINE uint32_t v_gt_bits(V a, V b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))); }
+HADAL_INLINE uint32_t v_ge_bits(V a, V b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ))); }
+HADAL_INLINE V v_keep(V a, uint32_t bits) {
+    const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(int(bits)), lanes);
+    return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lanes)));
+}
+HADAL_INLINE int v_compress(float* to, V a, uint32_t bits) {
+    float at[W];
+    _mm256_storeu_ps(at, a);
+    int n = 0;
+    for (; bits; bits &= bits - 1) to[n++] = at[__builtin_ctz(bits)];
+    return n;
+}
+struct Sums {
+    __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+    HADAL_INLINE void add(V a) {
+        low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(a)));
+        high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
+    }
+    double total() const {
+        const __m256d sum = _mm256_add_pd(low, high);
+        return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    }
+};
 
 #else
 
@@ -92,8 +132,47 @@ HADAL_INLINE V v_round(V a) {
     for (int i = 0; i < W; i++) a[i] = std::nearbyint(a[i]);
     return a;
 }
+HADAL_INLINE uint32_t v_gt_bits(V a, V b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < W; i++) bits |= uint32_t(a[i] > b[i]) << i;
+    return bits;
+}
+HADAL_INLINE uint32_t v_ge_bits(V a, V b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < W; i++) bits |= uint32_t(a[i] >= b[i]) << i;
+    return bits;
+}
+HADAL_INLINE V v_keep(V a, uint32_t bits) {
+    for (int i = 0; i < W; i++) a[i] = bits >> i & 1 ? a[i] : 0.0f;
+    return a;
+}
+HADAL_INLINE int v_compress(float* to, V a, uint32_t bits) {
+    int n = 0;
+    for (; bits; bits &= bits - 1) to[n++] = a[__builtin_ctz(bits)];
+    return n;
+}
+struct Sums {
+    double at[W] = {};
+    HADAL_INLINE void add(V a) {
+        for (int i = 0; i < W; i++) at[i] += double(a[i]);
+    }
+    double total() const { return ((at[0] + at[1]) + (at[2] + at[3])) + ((at[4] + at[5]) + (at[6] + at[7])); }
+};
 
 #endif
+
+// A set of lanes is a number with their bits set. v_gt_bits and v_ge_bits are the lanes where a is larger than b, or
+// equal; none where one of them is NaN. v_keep is a in the lanes of the set and 0 elsewhere; v_compress writes these
+// lanes side by side and returns how many they are, but may write W values. Sums adds in FP64, each lane by itself.
+HADAL_INLINE uint32_t v_bits(int n) { return n >= W ? (1u << W) - 1u : (1u << n) - 1u; }  // the first n lanes
+
+// Up to W values at p, the rest `fill`; for the end of a row.
+HADAL_INLINE V v_load_or(const float* p, int n, float fill) {
+    if (n >= W) return v_load(p);
+    float at[W];
+    for (int i = 0; i < W; i++) at[i] = i < n ? p[i] : fill;
+    return v_load(at);
+}
 
 // Up to W values at p, the rest zero; n may be larger than W.
 HADAL_INLINE V v_load_tail(const float* p, int n) { return n >= W ? v_load(p) : v_load_part(p, n); }

@@ -1,15 +1,22 @@
-"""The arithmetic of sampling against straightforward formulas."""
+"""What sampling means, against straightforward formulas."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.model import sampler
-from hadal.model.sampler import draw, nucleus, penalise_counts, penalise_repetition, pick, uniform
+from hadal.reference.sampling import SLOT, TOKEN_VALUE, SlotTable, adjust, kept, pick, uniform
+
+
+def slots_of(num_slots: int, **columns: object) -> np.ndarray:
+    """Greedy and without any wish, but for `columns`: values of a field, for all slots or each."""
+    slots_S = np.zeros(num_slots, SLOT)
+    defaults = {"top_p": 1.0, "repetition": 1.0, "num_logprobs": -1}
+    for name, values in (defaults | columns).items():
+        slots_S[name] = values
+    return slots_S
 
 
 def test_uniform_repeats_and_is_uniform() -> None:
@@ -54,7 +61,6 @@ def expected_kept(p: list[float], top_k: int, top_p: float, min_p: float) -> set
 @given(
     seed=st.integers(0, 2**31),
     vocabulary=st.integers(2, 40),
-    candidates=st.sampled_from([1, 3, 1024]),
     rows=st.lists(
         st.tuples(
             st.sampled_from([0, 1, 2, 5, 100]),
@@ -65,39 +71,27 @@ def expected_kept(p: list[float], top_k: int, top_p: float, min_p: float) -> set
         max_size=6,
     ),
 )
-def test_what_stays_and_what_is_drawn(
-    seed: int, vocabulary: int, candidates: int, rows: list[tuple[int, float, float]]
-) -> None:
-    """However few candidates are looked at first: the nucleus is the definition's, and a draw is
-    the whole row's.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    p = torch.randn(len(rows), vocabulary, generator=generator).mul(2).exp()
-    u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
-    top_p, min_p = top_p.double(), min_p.float()
+def test_what_stays(seed: int, vocabulary: int, rows: list[tuple[int, float, float]]) -> None:
+    logits = torch.randn(
+        len(rows), vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+    )
+    logits *= 2
+    top_k, top_p, min_p = zip(*rows, strict=True)
+    slot_B = slots_of(len(rows), temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    p = kept(logits, slot_B)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
     expected = torch.zeros_like(p)
     for row, (k, mass, least) in enumerate(rows):
-        stays = sorted(expected_kept(p[row].tolist(), k, mass, float(np.float32(least))))
-        expected[row, stays] = p[row, stays]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "_NUM_CANDIDATES", candidates)
-        ranked = (top_k > 0) | (top_p < 1)
-        if ranked.any():
-            ids, kept = nucleus(p[ranked], top_k[ranked], top_p[ranked], min_p[ranked])
-            assert torch.equal(torch.zeros_like(p[ranked]).scatter(1, ids, kept), expected[ranked])
-        drawn = draw(p, top_k.numpy(), top_p.numpy(), min_p.numpy(), u.numpy())
-        assert torch.equal(drawn, pick(expected, u))
+        stays = sorted(expected_kept(weights[row].tolist(), k, mass, float(np.float32(least))))
+        expected[row, stays] = weights[row, stays]
+    assert torch.equal(p, expected)
 
 
-@pytest.mark.parametrize("candidates", [1, 2, 3, 16])
-def test_ties_at_the_edge_all_stay(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_NUM_CANDIDATES", candidates)
-    p = torch.tensor([[0.1, 0.2, 0.2, 0.3, 0.2, 0.0]])
-    one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1)
-    for top_k, top_p in ((2, one), (0, 0.4 * one)):
-        ids, kept = nucleus(p, torch.tensor([top_k]), top_p, none)
-        assert sorted(ids[kept > 0].tolist()) == [1, 2, 3, 4]
+def test_ties_at_the_edge_all_stay() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.2, 0.3, 0.2, 0.0]]).log()
+    for top_k, top_p in ((2, 1.0), (0, 0.4)):
+        p = kept(logits, slots_of(1, temperature=1.0, top_k=top_k, top_p=top_p))
+        assert p[0].nonzero()[:, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_pick_inverts_the_distribution() -> None:
@@ -116,10 +110,17 @@ def test_pick_never_takes_what_has_no_probability() -> None:
 
 
 def test_penalties() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]]).expand(2, -1)
     seen = torch.tensor([[True, True, False, False], [False, False, False, True]])
-    ours = penalise_repetition(logits, seen, torch.tensor([2.0, 4.0]))
+    none = torch.zeros(2, 4, dtype=torch.int32)
+    slots_S, no_bias, both = (
+        slots_of(2, repetition=[2.0, 4.0]),
+        np.empty(0, TOKEN_VALUE),
+        np.arange(2),
+    )
+    ours = adjust(logits, both, SlotTable(slots_S, no_bias, none, seen))
     assert ours.tolist() == [[1.0, -4.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.125]]
-    counts = torch.tensor([[0, 1, 3, 0], [2, 0, 0, 0]])
-    ours = penalise_counts(logits, counts, torch.tensor([0.5, 0.0]), torch.tensor([0.25, 1.0]))
+    slots_S = slots_of(2, frequency=[0.5, 0.0], presence=[0.25, 1.0])
+    counts = torch.tensor([[0, 1, 3, 0], [2, 0, 0, 0]], dtype=torch.int32)
+    ours = adjust(logits, both, SlotTable(slots_S, no_bias, counts, counts > 0))
     assert ours.tolist() == [[2.0, -2.75, -0.75, 0.5], [1.0, -2.0, 1.0, 0.5]]

@@ -1,0 +1,339 @@
+// From a row of logits to its next token and log-probabilities. `hadal/reference/sampling.py` says what each field of a
+// slot means; this gives the same tokens without sorting a row.
+//
+// A row is walked by whole vectors: once for its best value, once for the sum of its probabilities. What top-k and
+// top-p leave is all values from a threshold on, and `find_edge` finds that threshold as quickselect does, among the
+// few values that can be it. The threshold is a logit, not a probability: whether two logits are equal depends on no
+// rounding of e^x. Sums are in FP64 and in an order that the row alone decides, so a draw depends on neither the other
+// rows nor the number of threads.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include "simd.h"
+#include "team.h"
+
+namespace hadal {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int kPiece = 256;        // values with a sum of their own: only one piece of a row is walked value by value
+constexpr int kGroupVectors = 32;  // values in a group; 4,096 make enough groups for top-k 50
+constexpr int kSeenAtOnce = 32;    // a text has few of all words: of most stretches as long as this it has none
+constexpr int kSorted = 64;        // as few as this are sorted, for the price of another round
+constexpr int kRounds = 64;        // twice what halving 2^31 values takes; after so many bad pivots a sort is better
+
+enum RowStatus { kDrawn = 0, kNotFinite = 1, kNothingLeft = 2 };
+
+// The layout is that of SLOT in reference/sampling.py.
+struct SamplingSlot {
+    double top_p;
+    uint64_t seed;
+    float temperature, min_p, presence, frequency, repetition;
+    int32_t top_k, num_logprobs, bias_begin, num_bias;
+
+    bool has_penalty() const { return presence != 0.0f || frequency != 0.0f || repetition != 1.0f; }
+};
+
+struct TokenValue {  // TOKEN_VALUE there
+    int32_t token;
+    float value;
+};
+
+struct SampledRow {  // ROW there
+    int64_t token;
+    float logprob;
+    int32_t status;
+};
+
+// B rows of V logits, `stride` apart; row b is drawn as slot slots_B[b] asks, at output index indices_B[b]. Bias and
+// history are indexed by slot. N: the most log-probabilities that a row wants.
+struct SampleCall {
+    const float* logits_BV;
+    long stride;
+    int B, V, N;
+    const int64_t *slots_B, *indices_B;
+    const SamplingSlot* slots_S;
+    const TokenValue* bias;
+    const int32_t* counts_SV;
+    const uint8_t* seen_SV;
+    SampledRow* rows_B;
+    TokenValue* best_BN;
+};
+
+struct SampleScratch {
+    float *adjusted, *values, *other, *groups;
+    double* sums;
+
+    void carve(Carver& c, int V) {
+        const size_t padded = size_t(V) + W;  // v_compress writes whole vectors
+        adjusted = c.take<float>(padded);
+        values = c.take<float>(padded);
+        other = c.take<float>(padded);
+        groups = c.take<float>(size_t(V) / kGroupVectors + W);
+        sums = c.take<double>(size_t(V) / kPiece + 1);
+    }
+};
+
+// A number in [0, 1) that depends on (seed, index) alone: splitmix64 at counter `index`, of the mixed seed.
+inline double uniform(uint64_t seed, uint64_t index) {
+    const auto mix = [](uint64_t z) {
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        return z ^ (z >> 31);
+    };
+    constexpr uint64_t kStep = 0x9E3779B97F4A7C15u;
+    return double(mix(mix(seed + kStep) + (index + 1) * kStep) >> 11) * 0x1p-53;
+}
+
+// Probabilities up to a factor (the best has 1), 0 for what does not stay. Nothing less likely than e^-87 stays: v_exp
+// takes all below for that, and -inf must be 0.
+struct Probabilities {
+    V best, inverse_temperature, threshold, min_p;
+    Probabilities(float best_, float temperature)
+        : best(v_set(best_)),
+          inverse_temperature(v_set(1.0f / temperature)),
+          threshold(v_set(best_ - 87.0f * temperature)),
+          min_p(v_zero()) {}
+    HADAL_INLINE V operator()(V logits) const {
+        const uint32_t stays = v_ge_bits(logits, threshold);
+        if (!stays) return v_zero();
+        const V p = v_exp((logits - best) * inverse_temperature);
+        return v_keep(p, stays & v_ge_bits(p, min_p));
+    }
+};
+
+// The largest value; NaN where one is NaN or +inf.
+inline float find_best(const float* x, int n) {
+    const V lowest = v_set(std::numeric_limits<float>::lowest());
+    V best[4], spoilt[4];
+    for (int j = 0; j < 4; j++) best[j] = v_set(-kInfinity), spoilt[j] = v_zero();
+    // v_max has its second argument where one is NaN: the best stays clean, and what is multiplied by 0 is not.
+    const auto look = [&](int j, V value) {
+        best[j] = v_max(value, best[j]);
+        spoilt[j] = v_fma(v_max(lowest, value), v_zero(), spoilt[j]);
+    };
+    int i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int j = 0; j < 4; j++) look(j, v_load(x + i + j * W));
+    for (; i < n; i += W) look(0, v_load_or(x + i, n - i, -kInfinity));
+    return v_max_lane(v_max(v_max(best[0], best[1]), v_max(best[2], best[3]))) +
+           v_sum((spoilt[0] + spoilt[1]) + (spoilt[2] + spoilt[3]));
+}
+
+inline int find_first(const float* x, int n, float least) {
+    for (int i = 0; i < n; i += W)
+        if (const uint32_t bits = v_ge_bits(v_load_or(x + i, n - i, -kInfinity), v_set(least)))
+            return i + __builtin_ctz(bits);
+    return 0;
+}
+
+inline double mass(const float* x, int n, const Probabilities& p) {
+    Sums sums;
+    for (int i = 0; i < n; i += W) sums.add(p(v_load_or(x + i, n - i, -kInfinity)));
+    return sums.total();
+}
+
+// The values from `floor` on, side by side at `to`; returns how many they are.
+inline int keep_from(const float* x, int n, float floor, float* to) {
+    int count = 0;
+    for (int i = 0; i < n; i += W) {
+        const V value = v_load_tail(x + i, n - i);
+        if (const uint32_t bits = v_ge_bits(value, v_set(floor)) & v_bits(n - i))
+            count += v_compress(to + count, value, bits);
+    }
+    return count;
+}
+
+// One of the n values, near the middle.
+inline float choose_pivot(const float* x, int n) {
+    float some[15];
+    for (int i = 0; i < 15; i++) some[i] = x[long(n) * i / 15];
+    std::nth_element(some, some + 7, some + 15);
+    return some[7];
+}
+
+// The largest value that weighs at least `wanted` together with all larger ones; the smallest if none does. The order
+// of the n values is lost; `other` has room for as many.
+template <class Weight>
+float find_edge(float* values, int n, float* other, double wanted, const Weight& weight) {
+    double larger = 0.0;  // what all values weigh that are larger than the n left
+    for (int round = 0; n > kSorted && round < kRounds; round++) {
+        const float pivot = choose_pivot(values, n);
+        Sums sums;
+        int num_above = 0, num_below = 0;
+        for (int i = 0; i < n; i += W) {
+            const V value = v_load_tail(values + i, n - i);
+            const uint32_t above = v_gt_bits(value, v_set(pivot)) & v_bits(n - i);
+            const uint32_t below = v_gt_bits(v_set(pivot), value) & v_bits(n - i);
+            if (above) sums.add(v_keep(weight(value), above));
+            num_above += v_compress(values + num_above, value, above);  // never beyond what was read
+            num_below += v_compress(other + num_below, value, below);
+        }
+        const double above_weight = larger + sums.total();
+        const double pivot_weight = above_weight + double(n - num_above - num_below) * double(weight(v_set(pivot))[0]);
+        if (num_above && above_weight >= wanted) {
+            n = num_above;
+        } else if (pivot_weight >= wanted || !num_below) {
+            return pivot;
+        } else {
+            larger = pivot_weight;
+            n = num_below;
+            std::swap(values, other);
+        }
+    }
+    std::sort(values, values + n, std::greater<float>());
+    for (int i = 0; i < n; i += W) {
+        const V weights = weight(v_load_tail(values + i, n - i));
+        for (int j = i; j < std::min(i + W, n); j++)
+            if ((larger += double(weights[j - i])) >= wanted) return values[j];
+    }
+    return values[n - 1];
+}
+
+// The k-th largest of n values, k <= n. It is not below the k-th largest of the groups' bests, as k groups have a value
+// from there on; so only the few values from there on are looked at.
+inline float find_kth(const float* x, int n, int k, const SampleScratch& at) {
+    const auto count = [](V) { return v_set(1.0f); };
+    int num_groups = 0;
+    for (int i = 0; i + kGroupVectors * W <= n; i += kGroupVectors * W, num_groups += W) {
+        V best = v_load(x + i);
+        for (int j = 1; j < kGroupVectors; j++) best = v_max(best, v_load(x + i + j * W));
+        v_store(at.groups + num_groups, best);
+    }
+    const float floor = num_groups < k ? -kInfinity : find_edge(at.groups, num_groups, at.other, k, count);
+    return find_edge(at.values, keep_from(x, n, floor, at.values), at.other, k, count);
+}
+
+// The least logit that top-k, then top-p of the rest, leave: those equal to it stay, too.
+inline float find_threshold(const SamplingSlot& slot, const float* x, int n, float best, const Probabilities& p,
+                            const SampleScratch& at) {
+    int count;
+    double total;
+    if (slot.top_k > 0) {
+        const int k = std::min(slot.top_k, n);
+        const float kth = find_kth(x, n, k, at);
+        if (slot.top_p >= 1.0) return kth;
+        count = keep_from(x, n, std::nextafter(kth, kInfinity), at.values);
+        std::fill(at.values + count, at.values + k, kth);  // of its equals as many as make k
+        count = k;
+        total = mass(at.values, count, p);
+    } else {
+        total = mass(x, n, p);
+        // All tokens less likely than this weigh less than what top-p leaves out; a little lower, for rounding.
+        const double least = std::log((1.0 - slot.top_p) * total / n) - 1e-3;
+        const float floor = float(double(best) + double(slot.temperature) * least);
+        count = keep_from(x, n, std::nextafter(floor, -kInfinity), at.values);
+    }
+    return find_edge(at.values, count, at.other, slot.top_p * total, p);
+}
+
+// Inverts the cumulative distribution at u. A token of probability 0 is never picked.
+inline int pick(const float* x, int n, const Probabilities& p, double u, double* sums) {
+    double total = 0.0;
+    for (int i = 0; i < n; i += kPiece) total += sums[i / kPiece] = mass(x + i, std::min(kPiece, n - i), p);
+    const double target = u * total;
+    // Rounding may put the target on the total itself: then the last that is not 0.
+    double before = 0.0, sum = 0.0;
+    int begin = 0;
+    for (int i = 0; i < n && sum <= target; i += kPiece) {
+        if (sums[i / kPiece] <= 0.0) continue;
+        begin = i;
+        before = sum;
+        sum += sums[i / kPiece];
+    }
+    int token = begin;
+    for (int i = begin; i < std::min(begin + kPiece, n); i += W) {
+        const V weights = p(v_load_or(x + i, n - i, -kInfinity));
+        for (int j = 0; j < W; j++) {
+            if (weights[j] <= 0.0f) continue;
+            token = i + j;
+            if ((before += double(weights[j])) > target) return token;
+        }
+    }
+    return token;
+}
+
+// The row's logits after its slot's bias and penalties, at.adjusted.
+inline void adjust(const SampleCall& call, const SamplingSlot& slot, long slot_index, const float* x, float* y) {
+    std::copy(x, x + call.V, y);
+    for (int i = slot.bias_begin; i < slot.bias_begin + slot.num_bias; i++) y[call.bias[i].token] += call.bias[i].value;
+    if (!slot.has_penalty()) return;
+    const int32_t* counts = call.counts_SV + slot_index * call.V;
+    const uint8_t* seen = call.seen_SV + slot_index * call.V;
+    const float repetition = slot.repetition;  // copies, because y may not point at them: the loop becomes vectors
+    const double frequency = slot.frequency, presence = slot.presence;
+    for (int first = 0; first < call.V; first += kSeenAtOnce) {
+        const int end = std::min(first + kSeenAtOnce, call.V);
+        if (!std::memchr(seen + first, 1, size_t(end - first))) continue;
+        for (int v = first; v < end; v++) {
+            const float repeated = y[v] > 0.0f ? y[v] / repetition : y[v] * repetition;
+            // In FP64 the product is exact, so a fused multiply-add changes nothing.
+            const double counted = double(repeated) - frequency * counts[v];
+            const double once = counts[v] > 0 ? presence : 0.0;
+            y[v] = seen[v] ? float(counted - once) : y[v];
+        }
+    }
+}
+
+// The n best tokens and their logits, best first, the lower id first among equals.
+inline void find_best_tokens(const float* x, int size, int n, const SampleScratch& at, TokenValue* best) {
+    const V last = v_set(find_kth(x, size, n, at));
+    int count = 0;
+    for (const bool is_tie : {false, true}) {
+        for (int i = 0; i < size && count < n; i += W) {
+            const V value = v_load_tail(x + i, size - i);
+            const uint32_t above = v_gt_bits(value, last);
+            uint32_t bits = (is_tie ? v_ge_bits(value, last) & ~above : above) & v_bits(size - i);
+            for (; bits && count < n; bits &= bits - 1) {
+                const int token = i + __builtin_ctz(bits);
+                best[count++] = {token, x[token]};
+            }
+        }
+        const auto is_better = [](const TokenValue& a, const TokenValue& b) {
+            return a.value > b.value || (a.value == b.value && a.token < b.token);
+        };
+        if (!is_tie) std::sort(best, best + count, is_better);
+    }
+}
+
+// Of the model's own distribution: before bias, penalties and temperature.
+inline void write_logprobs(const SampleCall& call, long row, const float* x, float best, int num_best,
+                           const SampleScratch& at) {
+    const double log_total = std::log(mass(x, call.V, Probabilities(best, 1.0f)));
+    const auto logprob = [&](float logit) { return float(double(logit) - double(best) - log_total); };
+    call.rows_B[row].logprob = logprob(x[call.rows_B[row].token]);
+    if (!num_best) return;
+    TokenValue* best_N = call.best_BN + row * call.N;
+    find_best_tokens(x, call.V, num_best, at, best_N);
+    for (int i = 0; i < num_best; i++) best_N[i].value = logprob(best_N[i].value);
+}
+
+inline RowStatus sample_row(const SampleCall& call, long row, const SampleScratch& at) {
+    const SamplingSlot& slot = call.slots_S[call.slots_B[row]];
+    const float* x = call.logits_BV + row * call.stride;
+    const float raw_best = find_best(x, call.V);
+    call.rows_B[row].token = 0;
+    if (!std::isfinite(raw_best)) return kNotFinite;
+    const float* y = x;
+    float best = raw_best;
+    if (slot.num_bias || slot.has_penalty()) {
+        adjust(call, slot, call.slots_B[row], x, at.adjusted);
+        y = at.adjusted;
+        best = find_best(y, call.V);
+        if (!std::isfinite(best)) return kNothingLeft;
+    }
+    if (slot.temperature > 0.0f) {
+        Probabilities p(best, slot.temperature);
+        if (slot.top_k > 0 || slot.top_p < 1.0)
+            p.threshold = v_max(p.threshold, v_set(find_threshold(slot, y, call.V, best, p, at)));
+        p.min_p = v_set(slot.min_p);
+        call.rows_B[row].token = pick(y, call.V, p, uniform(slot.seed, uint64_t(call.indices_B[row])), at.sums);
+    } else {
+        call.rows_B[row].token = find_first(y, call.V, best);
+    }
+    if (slot.num_logprobs >= 0) write_logprobs(call, row, x, raw_best, slot.num_logprobs, at);
+    return kDrawn;
+}
+
+}  // namespace hadal

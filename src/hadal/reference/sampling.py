@@ -1,0 +1,188 @@
+"""Drawing tokens, by the definition: bias, penalties, top-k, top-p, min-p, log-probabilities.
+
+Knows slots and no requests. `hadal.kernels.sampling` draws the same tokens; this runs where the
+kernels cannot. A row's draw depends on its logits, its slot's numbers and its output index alone.
+Ties are never broken by the order of a sort: a threshold keeps all tokens as likely as the last one
+kept.
+
+Shapes: B rows, S slots, V vocabulary, N best tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SLOT = np.dtype(
+    [
+        ("top_p", np.float64),
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("top_k", np.int32),
+        ("num_logprobs", np.int32),
+        ("bias_begin", np.int32),
+        ("num_bias", np.int32),
+    ],
+    align=True,
+)
+"""How one slot is drawn; kernels/cpu/sample.h has the same layout. temperature 0 is greedy, top_k 0
+keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 where none are wanted.
+"""
+
+TOKEN_VALUE = np.dtype([("token", np.int32), ("value", np.float32)])
+"""A token and a bias of its logit, where -inf forbids it; or a token and its log-probability."""
+ROW = np.dtype([("token", np.int64), ("logprob", np.float32), ("status", np.int32)])
+"""What a row draws. The token is 0 where the status is not DRAWN, the log-probability means
+something where the slot wants it.
+"""
+
+DRAWN, NOT_FINITE, NOTHING_LEFT = range(3)
+"""What became of a row: it has a token; its logits hold a NaN or +inf, or nothing but -inf; its
+slot's own numbers make that of them.
+"""
+
+
+@dataclass
+class SlotTable:
+    """The numbers of all slots."""
+
+    slots_S: np.ndarray
+    """Of SLOT."""
+    bias: np.ndarray
+    """Of TOKEN_VALUE, the slots' parts side by side; each token is below V."""
+    counts_SV: Tensor | None = None
+    """int32: how often a token is in the output. None where no slot has a penalty."""
+    seen_SV: Tensor | None = None
+    """bool: whether it is in prompt or output."""
+
+
+def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1) that depend on (seed, index) alone: splitmix64 (Steele, Lea, Flood 2014) at
+    counter `index`.
+
+    Both uint64; the result is float64 with 53 random bits.
+    """
+    # The seed is mixed first: neighbouring seeds would otherwise be the same stream, shifted.
+    with np.errstate(over="ignore"):
+        z = _mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + (indices + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        bits: np.ndarray = _mix(z) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+def sample(
+    logits_BV: Tensor, slots_B: np.ndarray, indices_B: np.ndarray, table: SlotTable
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw row b as slot `slots_B[b]` asks, at output index `indices_B[b]` (both int64).
+
+    Several rows may be of one slot. The logits may be of any float type and are not changed.
+    Returns (rows [B] of ROW, best [B, N] of TOKEN_VALUE): of a row's likeliest tokens as many mean
+    something as its slot wants, the lower id first among equals. N is the most that one wants.
+    """
+    logits_BV, slot_B = logits_BV.float(), table.slots_S[slots_B]
+    adjusted_BV = adjust(logits_BV, slots_B, table)
+    best_B, tokens_B = adjusted_BV.max(-1)
+    is_random_B = slot_B["temperature"] > 0
+    if is_random_B.any():
+        u_B = uniform(slot_B["seed"], indices_B.astype(np.uint64))
+        rows = _on(logits_BV, np.flatnonzero(is_random_B))
+        p_BV = kept(adjusted_BV[rows], slot_B[is_random_B])
+        tokens_B[rows] = pick(p_BV, _on(p_BV, u_B[is_random_B]))
+    is_finite_B, is_left_B = logits_BV.amax(-1).isfinite(), best_B.isfinite()
+    status_B = torch.where(is_left_B, DRAWN, NOTHING_LEFT).where(is_finite_B, NOT_FINITE)
+    tokens_B = tokens_B.where(status_B == DRAWN, 0)
+    num_best = int(slot_B["num_logprobs"].max(initial=-1))
+    rows_B, best_BN = (
+        np.zeros(len(slots_B), ROW),
+        np.empty((len(slots_B), max(num_best, 0)), TOKEN_VALUE),
+    )
+    rows_B["token"], rows_B["status"] = tokens_B.cpu(), status_B.cpu()
+    if num_best >= 0:
+        # Of the model's own distribution: before bias, penalties and temperature.
+        logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float64)
+        rows_B["logprob"] = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0].cpu()
+        # A stable sort, because it leaves equals in order.
+        ids_BN = logits_BV.argsort(dim=-1, descending=True, stable=True)[:, :num_best]
+        best_BN["token"], best_BN["value"] = ids_BN.cpu(), logprobs_BV.gather(-1, ids_BN).cpu()
+    return rows_B, best_BN
+
+
+def adjust(logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable) -> Tensor:
+    """Return a copy after bias and penalties, in this order, as vLLM and transformers do it.
+
+    Repetition makes tokens of prompt and output less likely: it divides positive logits and
+    multiplies negative ones (CTRL, 2019). Frequency is subtracted for each time that a token is in
+    the output, presence once (as OpenAI does); in FP64, where their products are exact.
+    """
+    slot_B, logits_BV = table.slots_S[slots_B], logits_BV.clone()
+    for row in np.flatnonzero(slot_B["num_bias"]):
+        begin = slot_B["bias_begin"][row]
+        bias = table.bias[begin : begin + slot_B["num_bias"][row]]
+        logits_BV[row].index_add_(0, *(_on(logits_BV, bias[name]) for name in ("token", "value")))
+    penalised = np.flatnonzero(
+        (slot_B["repetition"] != 1) | (slot_B["frequency"] != 0) | (slot_B["presence"] != 0)
+    )
+    if not len(penalised):
+        return logits_BV
+    assert table.counts_SV is not None
+    assert table.seen_SV is not None
+    rows, slots = _on(logits_BV, penalised), _on(logits_BV, slots_B[penalised])
+    repetition, frequency, presence = (
+        _on(logits_BV, slot_B[name][penalised])[:, None]
+        for name in ("repetition", "frequency", "presence")
+    )
+    x, counts = logits_BV[rows], table.counts_SV[slots]
+    x = torch.where(table.seen_SV[slots], torch.where(x > 0, x / repetition, x * repetition), x)
+    logits_BV[rows] = (x - frequency.double() * counts - presence.double() * (counts > 0)).float()
+    return logits_BV
+
+
+def kept(logits_BV: Tensor, slot_B: np.ndarray) -> Tensor:
+    """Return probabilities up to a factor per row, the best 1; 0 for what top-k, then top-p of the
+    rest, then min-p leave out.
+    """
+    temperature, top_k, top_p, min_p = (
+        _on(logits_BV, slot_B[name])[:, None] for name in ("temperature", "top_k", "top_p", "min_p")
+    )
+    p_BV = ((logits_BV - logits_BV.amax(-1, keepdim=True)) * (1 / temperature)).exp()
+    sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
+    vocabulary = logits_BV.shape[-1]
+    top_k = top_k.where(top_k > 0, vocabulary)
+    is_within_BV = torch.arange(vocabulary, device=logits_BV.device) < top_k
+    ranked_BV = p_BV.gather(-1, order_BV).where(is_within_BV, 0.0).double()
+    sums_BV = ranked_BV.cumsum(-1)
+    # A token is in the nucleus if those before it do not reach the wanted mass; the first always is.
+    is_inside_BV = (sums_BV - ranked_BV < top_p * sums_BV[:, -1:]) | (top_p >= 1)
+    last_B1 = (is_within_BV & is_inside_BV).sum(-1, keepdim=True).clamp(min=1) - 1
+    return p_BV.where((logits_BV >= sorted_BV.gather(-1, last_B1)) & (p_BV >= min_p), 0.0)
+
+
+def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Invert the cumulative distribution at `uniform_B`: tokens [B]. A token of probability 0 is
+    never picked.
+    """
+    sums_BV = p_BV.cumsum(-1, dtype=torch.float64)
+    target_B1 = (uniform_B * sums_BV[:, -1])[:, None]
+    index_B = torch.searchsorted(sums_BV, target_B1, right=True)[:, 0]
+    # Rounding may put the target on the total itself: then the last token of positive probability.
+    last_B = torch.searchsorted(sums_BV, sums_BV[:, -1:].contiguous())[:, 0]
+    return torch.minimum(index_B, last_B)
+
+
+def _on(like: Tensor, values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
