@@ -23,7 +23,7 @@ from hadal.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Member:
+class FamilyMember:
     """A member of the family: what config.json does not say of it."""
 
     name: str
@@ -35,12 +35,14 @@ class Member:
 
 FAMILY = {
     # V3, V3-0324, R1, R1-0528, V3.1 and Terminus; Moonlight-16B-A3B and GigaChat3, too.
-    "deepseek_v3": Member("DeepSeek-V3", "DeepseekV3ForCausalLM"),
-    "kimi_k2": Member("Kimi-K2", "DeepseekV3ForCausalLM"),
+    "deepseek_v3": FamilyMember("DeepSeek-V3", "DeepseekV3ForCausalLM"),
+    "kimi_k2": FamilyMember("Kimi-K2", "DeepseekV3ForCausalLM"),
     # Its MTP layer has a dense network (SGLang's models/joyai_llm_flash_nextn.py).
-    "joyai_llm_flash": Member("JoyAI-LLM-Flash", "DeepseekV3ForCausalLM", {"mtp_is_moe": False}),
+    "joyai_llm_flash": FamilyMember(
+        "JoyAI-LLM-Flash", "DeepseekV3ForCausalLM", {"mtp_is_moe": False}
+    ),
     # Without mlp_layer_types its first layer is dense (transformers' Glm4MoeLiteConfig).
-    "glm4_moe_lite": Member(
+    "glm4_moe_lite": FamilyMember(
         "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}
     ),
 }
@@ -261,7 +263,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     return config
 
 
-def _member(fields: Mapping[str, Any], source: str) -> Member:
+def _member(fields: Mapping[str, Any], source: str) -> FamilyMember:
     """Which model it is, by `model_type` and `architectures`. Raises CheckpointError that names
     what is not served.
     """
