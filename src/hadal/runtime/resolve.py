@@ -161,6 +161,7 @@ _SHIPPED = (_PACKAGE / "models" / "hadal-tiny").resolve()
 src/.
 """
 _CONFIGS = (_PACKAGE / "configs").resolve()
+_TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -284,9 +285,10 @@ def resolve(deployment: Deployment) -> Resolved:
     if deployment.handover == "nixl":
         require_nixl()
     precision = checkpoint_precision(folder)
-    if not (folder / "tokenizer.json").is_file():
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise CheckpointError(
-            f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts."
+            f"{folder / _TOKENIZERS[0]}: not found, nor {_TOKENIZERS[1]}; the gateway needs one of"
+            " them to read prompts."
         )
     make_cache_folder(deployment.cache.folder)
     available = available_bytes()
