@@ -30,9 +30,9 @@ SIDE = 16
 """Rows and columns of a block that has one scale."""
 
 
-def write_checkpoint(folder: Path, name: str, seed: int = 0) -> Any:
+def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> Any:
     """Write the small model as its makers do: transformers' weights, config.json with the fields of
-    their file. Return transformers' model.
+    their file, but for the changes. Return transformers' model.
     """
     from transformers import (
         DeepseekV3Config,
@@ -44,7 +44,7 @@ def write_checkpoint(folder: Path, name: str, seed: int = 0) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    config = small(name)
+    config = {**small(name), **changes}
     is_glm = config["model_type"] == "glm4_moe_lite"
     # The others' own code is not in transformers; with DeepSeek-V3's model_type it is the same.
     theirs = {key: value for key, value in config.items() if key != "quantization_config"}
