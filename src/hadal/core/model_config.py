@@ -271,7 +271,7 @@ def _member(fields: Mapping[str, Any], source: str) -> FamilyMember:
     for model_type, (architecture, name, why) in _OTHERS.items():
         if kind == model_type or classes == [architecture]:
             _refuse(source, name, why)
-    if "index_topk" in fields:  # Files of V3.2 go round with the model_type of V3.
+    if fields.get("index_topk") is not None:  # Files of V3.2 go round with the model_type of V3.
         _refuse(source, "DeepSeek-V3.2 or GLM-5", _DSA)
     member = FAMILY.get(kind) if isinstance(kind, str) else None
     if member is None:
