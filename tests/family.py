@@ -1,11 +1,13 @@
 """The config.json of each model that is served, as far as it says something of the model; and a
 small model of the same fields.
 
-Sources: the released files, as far as public repositories quote them. DeepSeek-V3's is in
-configs/. Kimi-K2's: vLLM and ik_llama.cpp (theta 5e4, beta_fast 1), Moonlight's: llama.cpp's
-metadata, GLM-4.7-Flash's: vLLM's tests and transformers' defaults, JoyAI-LLM-Flash's: SGLang's.
-GigaChat3's dimensions stand in no file that could be read; they are those that give its published
-numbers of parameters.
+No model's folder could be read, so each field is as public repositories quote it. DeepSeek-V3's file
+is in configs/. Kimi-K2: ik_llama.cpp's metadata of it, a report of its config (beta_fast is 1).
+Moonlight: llama.cpp's metadata, reports of its config; its scaling factor from memory.
+GLM-4.7-Flash: vLLM's tests, transformers' defaults; its ids of begin and end from memory.
+JoyAI-LLM-Flash: SGLang's for attention and widths; its experts, theta and context from memory.
+GigaChat3: layers and experts from a report, the rest from memory. All give the numbers of
+parameters that their makers publish (tests/unit/commands/test_model.py).
 """
 
 from __future__ import annotations
