@@ -17,6 +17,8 @@ from typer.completion import completion_init, get_completion_script  # type: ign
 
 from hadal import __version__
 from hadal.commands.examples import examples
+from hadal.commands.model import EPILOG as MODEL_EPILOG
+from hadal.commands.model import model
 from hadal.commands.replay import EPILOG as REPLAY_EPILOG
 from hadal.commands.replay import replay
 from hadal.commands.step import EPILOG as STEP_EPILOG
@@ -481,6 +483,9 @@ def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> 
     typer.echo(
         get_completion_script(prog_name="hadal", complete_var=COMPLETE_VARIABLE, shell=shell.value)
     )
+
+
+app.command(epilog=MODEL_EPILOG)(model)
 
 
 app.command(epilog=STEP_EPILOG)(step)

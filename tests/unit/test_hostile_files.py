@@ -33,6 +33,7 @@ from hadal.core.model_config import read_model_config
 from hadal.gateway import chat
 from hadal.gateway.service import read_served_model
 from hadal.gateway.template import TemplateProcess
+from hadal.gateway.vocabulary import read_vocabulary
 from hadal.model.checkpoint import Checkpoint
 from hadal.runtime.memory import checkpoint_precision
 from hadal.sim.day.study import Study
@@ -40,6 +41,7 @@ from hadal.sim.plan.traffic import EXAMPLE
 from tests.fresh import fresh
 from tests.hostile import HUGE, mutated, mutated_toml
 from tests.unit.gateway.model_folder import write_model_folder
+from tests.unit.gateway.test_tiktoken import write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_S = 20.0
@@ -132,6 +134,20 @@ def test_tokenizers(
         data = mutated(fields, rng)
         path.write_bytes(data)
         check(lambda: read_served_model(folder, "m"), data)
+
+
+def test_a_vocabulary_of_tiktoken(rng: Random, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    path, config_path = folder / "tiktoken.model", folder / "tokenizer_config.json"
+    sound, config = path.read_bytes(), json.loads(config_path.read_text())
+    for number in range(60):
+        data = bytearray(sound)
+        if number % 2:
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(9)] = rng.choice((b"", b"\xff", b"\n", b"A", b" 9" * 9))
+        path.write_bytes(data)
+        config_path.write_bytes(json.dumps(config).encode() if number % 2 else mutated(config, rng))
+        check(lambda: read_vocabulary(folder), config_path.read_bytes() + data)
 
 
 def test_indices_and_tensors(rng: Random, tmp_path: Path) -> None:

@@ -1,23 +1,98 @@
-"""A DeepSeek-V3 model's shape, read from a Hugging Face `config.json` and checked field by field.
+"""The shape of a model of DeepSeek-V3's architecture, read from a Hugging Face `config.json` and
+checked field by field.
 
 Knows nothing of tensors. Every name is the checkpoint's own, so that a reader can put the two side
 by side. Source of the fields: DeepSeek-V3 technical report (arXiv 2412.19437), section 2 and 4.2,
-and the released config.json.
+and the released config.json. Several makers released models of this architecture, some under a
+`model_type` of their own; `FAMILY` names them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 from msgspec import Meta
 
-from hadal.core.documents import MAX_CONFIG_BYTES, converted, read_json, shown
+from hadal.core.documents import MAX_CONFIG_BYTES, converted, is_file, read_json, shown
 from hadal.core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class FamilyMember:
+    """A member of the family: what config.json does not say of it."""
+
+    name: str
+    architecture: str
+    """The class that `architectures` names."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields that its file leaves out, because its own code has them."""
+
+
+FAMILY = {
+    # V3, V3-0324, R1, R1-0528, V3.1 and Terminus; Moonlight-16B-A3B and GigaChat3, too.
+    "deepseek_v3": FamilyMember("DeepSeek-V3", "DeepseekV3ForCausalLM"),
+    "kimi_k2": FamilyMember("Kimi-K2", "DeepseekV3ForCausalLM"),
+    # Its MTP layer has a dense network (SGLang's models/joyai_llm_flash_nextn.py).
+    "joyai_llm_flash": FamilyMember(
+        "JoyAI-LLM-Flash", "DeepseekV3ForCausalLM", {"mtp_is_moe": False}
+    ),
+    # Without mlp_layer_types its first layer is dense (transformers' Glm4MoeLiteConfig).
+    "glm4_moe_lite": FamilyMember(
+        "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}
+    ),
+}
+"""The models that are served, by `model_type`."""
+
+_DSA = "its sparse attention (DSA) is not built yet"
+_OTHERS: dict[str, tuple[str, str, str]] = {
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepSeek-V2", "its gate is another (softmax)"),
+    # When DSA is built, this row moves to FAMILY and its index_* fields to ModelConfig.
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepSeek-V3.2", _DSA),
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        "DeepSeek-V4",
+        "it is another architecture (compressed attention, hyper-connections, FP4 experts)",
+    ),
+    "deepseek_v41": ("DeepseekV41ForCausalLM", "DeepSeek-V4.1", "it is another architecture"),
+    "kimi_k25": (
+        "KimiK25ForConditionalGeneration",
+        "Kimi-K2.5 or K2.6",
+        "it wraps Kimi-K2 in a model of images, and its experts are INT4",
+    ),
+    "kimi_k3": (
+        "KimiK3ForConditionalGeneration",
+        "Kimi-K3",
+        "it is another architecture (linear attention)",
+    ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        "Kimi-Linear",
+        "it is another architecture (linear attention)",
+    ),
+    "kimi_vl": ("KimiVLForConditionalGeneration", "Kimi-VL", "it is a model of images"),
+    "glm4_moe": ("Glm4MoeForCausalLM", "GLM-4.5 to 4.7", "its attention has no latents"),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GLM-5", _DSA),
+}
+"""Models that are taken for one of the family, by `model_type`: class, name, why not."""
+
+_QUANTISATIONS = {
+    "auto-round": "AutoRound, 4-bit integers",
+    "awq": "AWQ, 4-bit integers",
+    "bitsandbytes": "bitsandbytes, 4 or 8 bits",
+    "compressed-tensors": "compressed-tensors, such as the INT4 of Kimi-K2-Thinking",
+    "fbgemm_fp8": "FP8 with a scale per row",
+    "gptq": "GPTQ, 4-bit integers",
+    "modelopt": "NVIDIA's ModelOpt, such as NVFP4",
+    "modelopt_fp4": "NVIDIA's ModelOpt, NVFP4",
+    "mxfp4": "MXFP4",
+    "quark": "AMD's Quark, such as MXFP4",
+}
+_READABLE = "plain weights and 'fp8' with a scale per block can be read"
 
 # What the architecture fixes. A file that says otherwise is another model, and serving it would
 # give wrong tokens.
@@ -29,6 +104,7 @@ _FIXED: dict[str, Any] = {
     "moe_layer_freq": 1,
     "tie_word_embeddings": False,
     "rope_interleave": True,
+    "partial_rotary_factor": 1.0,
 }
 
 # What a field may be at most is 10 to 100 times DeepSeek-V3's: beyond it a file is damaged or means
@@ -61,6 +137,8 @@ class RopeScaling:
 class ModelConfig:
     """The shape of one model. `q_lora_rank` None: queries are projected at once."""
 
+    model_type: str = "deepseek_v3"
+    """Which of FAMILY it is."""
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 22)]
     hidden_size: Width
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1 << 10)]
@@ -85,6 +163,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: Tokens = 4096
     num_nextn_predict_layers: Layers = 0
+    mtp_is_moe: bool = True
+    """Whether an MTP layer, which stands behind the last layer, has experts."""
     bos_token_id: TokenId = 0
     eos_token_ids: tuple[TokenId, ...] = (1,)
     weight_block_size: tuple[int, int] | None = None
@@ -117,6 +197,8 @@ class ModelConfig:
         return scale
 
     def is_moe(self, layer_index: int) -> bool:
+        if layer_index >= self.num_hidden_layers:
+            return self.mtp_is_moe
         return layer_index >= self.first_k_dense_replace
 
 
@@ -127,23 +209,28 @@ def read_model_config(folder: Path) -> ModelConfig:
     fields = read_json(
         path, "model configuration", MAX_CONFIG_BYTES, error=CheckpointError, hint=hint
     )
+    beside = folder / "hf_quant_config.json"
+    if "quantization_config" not in fields and is_file(beside):
+        raise CheckpointError(
+            f"{beside}: the weights are quantised by {_QUANTISATIONS['modelopt']}; {_READABLE}."
+        )
     return parse_model_config(fields, str(path))
 
 
 class _Quantization(msgspec.Struct):
     quant_method: Annotated[str, Meta(pattern=r"^(fp8)\Z")]
     weight_block_size: tuple[_Block, _Block]
+    scale_fmt: Annotated[str, Meta(pattern=r"^(ue8m0)\Z")] | None = None
+    """ue8m0 (V3.1): every scale is a power of two. It is read as the number it is."""
 
 
 class _Ends(msgspec.Struct):
-    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1)] = 1
+    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1)] | None = 1
 
 
 def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     """Check a config's fields; `source` names the file in errors."""
-    if fields.get("model_type") != "deepseek_v3":
-        kind = shown(fields.get("model_type"))
-        raise CheckpointError(f"{source}: model_type is {kind}; only 'deepseek_v3' is served.")
+    member = _member(fields, source)
     for name, value in _FIXED.items():
         if name in fields and (fields[name] != value or type(fields[name]) is not type(value)):
             raise CheckpointError(
@@ -152,15 +239,21 @@ def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     ends = converted(fields, _Ends, source, error=CheckpointError).eos_token_id
     # Where the file has a field in another form than we do.
     values: dict[str, Any] = {
+        **member.facts,
         **fields,
         "rope_scaling": _rope_scaling(fields, source),
-        "eos_token_ids": (ends,) if isinstance(ends, int) else ends,
+        "eos_token_ids": (ends,) if isinstance(ends, int) else ends or (),
         "weight_block_size": None,
     }
+    if values.get("bos_token_id") is None:
+        values.pop("bos_token_id", None)  # GLM begins a text with two tokens of its template.
+    if fields.get("mlp_layer_types") is not None:
+        values["first_k_dense_replace"] = _num_dense_layers(fields, source)
     nested = fields.get("rope_parameters")
     if "rope_theta" not in fields and isinstance(nested, Mapping) and "rope_theta" in nested:
         values["rope_theta"] = nested["rope_theta"]  # Where transformers 5 writes it.
     if (found := fields.get("quantization_config")) is not None:
+        _check_quantisation(found, source)
         quantization = converted(
             found, _Quantization, source, "quantization_config", error=CheckpointError
         )
@@ -170,11 +263,66 @@ def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     return config
 
 
+def _member(fields: Mapping[str, Any], source: str) -> FamilyMember:
+    """Which model it is, by `model_type` and `architectures`. Raises CheckpointError that names
+    what is not served.
+    """
+    kind, classes = fields.get("model_type"), fields.get("architectures")
+    for model_type, (architecture, name, why) in _OTHERS.items():
+        if kind == model_type or classes == [architecture]:
+            _refuse(source, name, why)
+    if fields.get("index_topk") is not None:  # Files of V3.2 go round with the model_type of V3.
+        _refuse(source, "DeepSeek-V3.2 or GLM-5", _DSA)
+    member = FAMILY.get(kind) if isinstance(kind, str) else None
+    if member is None:
+        known = ", ".join(map(repr, FAMILY))
+        raise CheckpointError(f"{source}: model_type is {shown(kind)}; served are {known}.")
+    if classes is not None and classes != [member.architecture]:
+        raise CheckpointError(
+            f"{source}: architectures is {shown(classes)}; with model_type {kind!r} it must be"
+            f" [{member.architecture!r}]."
+        )
+    return member
+
+
+def _refuse(source: str, name: str, why: str) -> NoReturn:
+    raise CheckpointError(f"{source}: this is {name}, which is not served: {why}.")
+
+
+def _check_quantisation(found: Any, source: str) -> None:
+    """Raise CheckpointError that names a method which is known and cannot be read."""
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    if isinstance(method, str) and method in _QUANTISATIONS:
+        raise CheckpointError(
+            f"{source}: quantization_config.quant_method is {method!r}"
+            f" ({_QUANTISATIONS[method]}); {_READABLE}."
+        )
+
+
+def _num_dense_layers(fields: Mapping[str, Any], source: str) -> int:
+    """first_k_dense_replace as GLM's `mlp_layer_types` says it: "dense" layers, then "sparse"
+    ones.
+    """
+    kinds, num_layers = fields["mlp_layer_types"], fields.get("num_hidden_layers")
+    if isinstance(kinds, list) and len(kinds) == num_layers:
+        num_dense = kinds.count("dense")
+        if kinds == ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+            return num_dense
+    raise CheckpointError(
+        f"{source}: mlp_layer_types is {shown(kinds)}; 'dense' for the first layers and 'sparse'"
+        f" for all others is needed, one for each of {shown(num_layers)} layers."
+    )
+
+
 def _rope_scaling(fields: Mapping[str, Any], source: str) -> Any:
     # transformers 5 writes `rope_parameters`, older files `rope_scaling`; both hold the same keys.
     raw = fields.get("rope_scaling") or fields.get("rope_parameters")
     if not isinstance(raw, Mapping):
         return raw
+    if (part := raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(
+            f"{source}: partial_rotary_factor is {shown(part)}; this architecture needs 1.0."
+        )
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in ("default", "yarn"):
         raise CheckpointError(

@@ -26,7 +26,9 @@ THINK_CLOSE = "</think>"
 _SHIELDS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
 """Noncharacters first, then private use: one that no message contains is taken."""
 _CHARS_PER_MESSAGE = 4096
-"""What a template may add to each message; more is a template that runs away."""
+"""What a template may add to each message, besides its own text once; more is a template that runs
+away.
+"""
 _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"}
 
 
@@ -55,6 +57,7 @@ class ChatFormat:
         self._bos = bos
         self._eos = eos
         self._template = TemplateProcess(template, source)
+        self._own_chars = len(template)
         starts = {
             content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content
         }
@@ -164,7 +167,7 @@ class ChatFormat:
             "eos_token": self._eos,
             "tools": None,
         }
-        return self._template.render(messages, {**values, **own}, max_chars)
+        return self._template.render(messages, {**values, **own}, max_chars + self._own_chars)
 
     def _encode(self, text: str, shield: str) -> list[int]:
         ids: list[int] = []

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 MAX_LEGACY_LOGPROBS = 5
 INT64_MAX = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 4
 """Highest priority of a request, and its negative the lowest; policy/admission says what a level is
@@ -317,8 +318,9 @@ class CommonFields:
     min_tokens: int
     temperature: float | None
     top_p: float | None
+    top_k: int | None
     sampling: Sampling
-    """Everything but temperature, top_p and seed, which have defaults of their own."""
+    """Everything but temperature, top_p, top_k and seed, which have defaults of their own."""
     seed: int | None
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -411,16 +413,25 @@ def parse_completion(body: bytes) -> CompletionAsk:
     )
 
 
-def with_defaults(
-    ask: CommonFields, temperature: float, top_p: float, seed: int, index: int
-) -> Sampling:
-    """The sampling of choice `index`: the model's defaults where the client gave none, and a seed
-    of its own.
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """How a model wants to be sampled where a client does not say otherwise."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: of all tokens."""
+
+
+def with_defaults(ask: CommonFields, own: SamplingDefaults, seed: int, index: int) -> Sampling:
+    """The sampling of choice `index`: the model's own where the client gave none, and a seed for
+    itself.
     """
     return msgspec.structs.replace(
         ask.sampling,
-        temperature=temperature if ask.temperature is None else ask.temperature,
-        top_p=top_p if ask.top_p is None else ask.top_p,
+        temperature=own.temperature if ask.temperature is None else ask.temperature,
+        top_p=own.top_p if ask.top_p is None else ask.top_p,
+        top_k=own.top_k if ask.top_k is None else ask.top_k,
         seed=(seed + index) & INT64_MAX,
     )
 
@@ -453,8 +464,8 @@ def _ask(
         min_tokens=min_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=None if request.top_k is None else max(0, min(request.top_k, MAX_TOP_K)),
         sampling=Sampling(
-            top_k=max(0, min(request.top_k or 0, 2**31 - 1)),
             min_p=request.min_p or 0.0,
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,

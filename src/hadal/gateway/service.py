@@ -32,8 +32,10 @@ from hadal.gateway.chat import (
 )
 from hadal.gateway.errors import ApiError
 from hadal.gateway.openai import (
+    MAX_TOP_K,
     PUBLIC,
     CommonFields,
+    SamplingDefaults,
     check_ids,
     check_num_ids,
     parse_chat,
@@ -61,37 +63,52 @@ class ServedModel:
     vocab_size: int
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    temperature: float
-    top_p: float
+    sampling: SamplingDefaults
 
 
 def read_served_model(folder: Path, name: str) -> ServedModel:
     """Read tokenizer, template and defaults of a model folder. Raises CheckpointError."""
     config = read_model_config(folder)
     vocabulary = read_vocabulary(folder)
-    path = folder / "generation_config.json"
-    defaults = read_json(path) if path.exists() else {}
-    eos = defaults.get("eos_token_id", list(config.eos_token_ids))
-    eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    if not all(type(i) is int and 0 <= i <= MAX_ID for i in eos_ids):
-        raise CheckpointError(
-            f"{path}: eos_token_id is {shown(eos)}; a token id or a list of them is needed."
-        )
+    eos_ids, sampling = _read_defaults(folder / "generation_config.json")
     return ServedModel(
         name=name,
         vocabulary=vocabulary,
         chat=read_chat_format(folder, vocabulary),
         context_tokens=config.max_position_embeddings,
         vocab_size=config.vocab_size,
+        # Makers add to one of the files what ends a turn of a chat, beside what ends a text.
         eos_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos_ids))),
         bos_id=read_bos_id(folder, vocabulary),
+        sampling=sampling,
+    )
+
+
+def _read_defaults(path: Path) -> tuple[tuple[int, ...], SamplingDefaults]:
+    """What a generation_config.json says: ids that end a reply, and how to sample. The file may be
+    missing, and null is as good as nothing. Raises CheckpointError.
+    """
+    fields = read_json(path) if path.exists() else {}
+    eos = fields.get("eos_token_id")
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(i) is int and 0 <= i <= MAX_ID for i in eos_ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id is {shown(eos)}; a token id or a list of them is needed."
+        )
+    samples = fields.get("do_sample")
+    if not isinstance(samples, bool | None):
+        raise CheckpointError(f"{path}: do_sample is {shown(samples)}; true or false is needed.")
+    top_k = fields.get("top_k")
+    if top_k is not None and (type(top_k) is not int or not -1 <= top_k <= MAX_TOP_K):
+        raise CheckpointError(
+            f"{path}: top_k is {shown(top_k)}; a whole number is needed, 0 for all tokens."
+        )
+    temperature = _default(fields, "temperature", path, 2.0)
+    return eos_ids, SamplingDefaults(
         # `do_sample` false says that the model is meant to be greedy, whatever else the file holds.
-        temperature=(
-            0.0
-            if defaults.get("do_sample") is False
-            else _default(defaults, "temperature", path, 2.0)
-        ),
-        top_p=_default(defaults, "top_p", path, 1.0),
+        temperature=0.0 if samples is False else temperature,
+        top_p=_default(fields, "top_p", path, 1.0),
+        top_k=max(0, top_k or 0),
     )
 
 
@@ -311,7 +328,7 @@ class Service:
             max_tokens=max_tokens,
             stop_ids=tuple(dict.fromkeys((*eos_ids, *ask.stop_token_ids))),
             min_tokens=min(ask.min_tokens, max_tokens),
-            sampling=with_defaults(ask, self.model.temperature, self.model.top_p, seed, index),
+            sampling=with_defaults(ask, self.model.sampling, seed, index),
             attempt=0,
             priority=ask.priority,
             salt=(

@@ -15,6 +15,7 @@ Knows no tokens and no HTTP.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -280,6 +281,7 @@ def _parsed(text: str) -> jinja2.Template:
         autoescape=False,
     )
     environment.globals["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = _to_json
     return environment.from_string(text)
 
 
@@ -301,3 +303,20 @@ def _rendered(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As models' templates expect it (transformers): Jinja's own writes < and > as escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -1,4 +1,4 @@
-"""A tokenizer.json as the gateway uses it: text to ids, and each id to the bytes it stands for.
+"""A model's tokenizer as the gateway uses it: text to ids, and each id to the bytes it stands for.
 
 Text may hold *control tokens*, the tokenizer's added tokens ("<|User|>", "</think>", end of
 sentence). The caller says where they count (`encode_controlled`) and where they are ordinary text
@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from hadal.core import documents
 from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError
+from hadal.gateway import tiktoken
+from hadal.gateway.tiktoken import byte_of_char
 
 _MARK = re.compile(r"<.+>|\[.+\]")
 """How added tokens look that steer and are not flagged as special: "<think>", "<｜User｜>",
@@ -115,13 +117,20 @@ class Vocabulary:
         return pieces
 
     def decode(self, ids: tuple[int, ...] | list[int]) -> str:
-        """The text of some ids, control tokens included."""
-        return b"".join(self.token_bytes[i] for i in ids).decode("utf-8", "replace")
+        """The text of some ids, control tokens included. An id that no token has stands for
+        nothing.
+        """
+        known = (self.token_bytes[i] for i in ids if i < len(self.token_bytes))
+        return b"".join(known).decode("utf-8", "replace")
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """Read `folder/tokenizer.json`. Raises CheckpointError."""
-    path = folder / "tokenizer.json"
+    """Read `folder/tokenizer.json`, or `tiktoken.model` where there is none. Raises
+    CheckpointError.
+    """
+    path, other = folder / "tokenizer.json", folder / tiktoken.FILE
+    if other.exists() and not path.exists():
+        return Vocabulary(tiktoken.tokenizer_fields(folder), str(other))
     return Vocabulary(read_json(path), str(path))
 
 
@@ -180,27 +189,16 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_ID
 
 
-def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2): printable bytes stand for themselves, the others for
-    U+0100 and on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
-
-
 def _byte_table(vocab: dict[str, int], added: list[dict[str, Any]]) -> list[bytes]:
     """Index is id. Ids that no token has, as padding of the vocabulary leaves them, stand for
     nothing.
     """
-    byte_of_char = _byte_of_char()
+    char_to_byte = byte_of_char()
     size = 1 + max([*vocab.values(), *(token["id"] for token in added)])
     table = [b""] * size
     for token, i in vocab.items():
-        if all(char in byte_of_char for char in token):
-            table[i] = bytes(byte_of_char[char] for char in token)
+        if all(char in char_to_byte for char in token):
+            table[i] = bytes(char_to_byte[char] for char in token)
         else:
             table[i] = token.encode()
     for entry in added:

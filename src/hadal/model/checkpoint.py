@@ -142,9 +142,9 @@ class Checkpoint:
                 f"{scale_path}: {scale_name} has shape {list(scale_inv.shape)}; {list(wanted)} is"
                 " needed."
             )
-        if scale_inv.dtype not in _PLAIN:
+        if scale_inv.dtype not in (*_PLAIN, torch.float8_e8m0fnu):
             raise CheckpointError(
-                f"{scale_path}: {scale_name} is {_dtype(scale_inv)}; FP32 is needed."
+                f"{scale_path}: {scale_name} is {_dtype(scale_inv)}; FP32 or E8M0 is needed."
             )
         if not bool(torch.isfinite(scale_inv.float()).all()):
             raise CheckpointError(f"{scale_path}: {scale_name} holds values that are not finite.")

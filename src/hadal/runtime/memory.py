@@ -22,7 +22,6 @@ import msgspec
 from hadal.comm.layout import MessageLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
-from hadal.core.documents import parse_json
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
@@ -129,7 +128,7 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
     ranks, or if a rank does not fit in `device_memory_gb`.
     """
     precision = precision_of(deployment.device, config)
-    block_bytes = config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * precision.kv
+    block_bytes = BLOCK_TOKENS * kv_bytes_per_token(config, precision)
     context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
     ranks, warnings = [], []
     for kind in ROLES:
@@ -231,6 +230,20 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     )
 
 
+def kv_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
+    """What all layers cache of one token."""
+    return config.num_hidden_layers * config.latent_dim * precision.kv
+
+
+def tokens_with_room(plan: MemoryPlan, memory_bytes: int) -> int:
+    """Tokens that each rank's pool could hold if the plan's weights and buffers lay in so much
+    memory and its pools shared the rest equally; 0 where the rest is none.
+    """
+    rest_bytes = memory_bytes - (plan.total_bytes - plan.kv_bytes)
+    num_blocks = rest_bytes // (sum(plan.num_ranks) * plan.block_bytes)
+    return max(0, num_blocks - NUM_SCRATCH_BLOCKS) * BLOCK_TOKENS
+
+
 def num_moe_layers(config: ModelConfig) -> int:
     return sum(config.is_moe(index) for index in range(config.num_hidden_layers))
 
@@ -256,14 +269,57 @@ def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
     return matrices, others, num_moe * c.n_routed_experts * (dim + 1), expert
 
 
+@dataclass(frozen=True)
+class StoredWeights:
+    """A checkpoint's weights as its files hold them, by their headers alone."""
+
+    num_files: int
+    dtype_to_bytes: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.dtype_to_bytes.values())
+
+    @property
+    def precision(self) -> str:
+        """The dtype most bytes are in."""
+        return max(self.dtype_to_bytes, key=self.dtype_to_bytes.__getitem__, default="empty")
+
+
+def stored_weights(folder: Path) -> StoredWeights | None:
+    """Sum up the headers of all *.safetensors; None where there are none. Raises CheckpointError
+    naming the file.
+    """
+    paths = _weight_files(folder)
+    num_bytes: Counter[str] = Counter()
+    for path in paths:
+        num_bytes += _header_bytes(path)
+    return StoredWeights(len(paths), dict(num_bytes)) if paths else None
+
+
 def checkpoint_precision(folder: Path) -> str:
     """The dtype most of the checkpoint's first file is in, by its header. Raises CheckpointError
     naming the file.
     """
-    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    if not files:
+    paths = _weight_files(folder)
+    if not paths:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
-    path = files[0]
+    return StoredWeights(1, dict(_header_bytes(paths[0]))).precision
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+
+
+class _TensorEntry(msgspec.Struct):
+    """What a header says of a tensor; of `__metadata__` it has nothing."""
+
+    dtype: str = ""
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _header_bytes(path: Path) -> Counter[str]:
+    """Bytes of a file's tensors by dtype. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -271,27 +327,23 @@ def checkpoint_precision(folder: Path) -> str:
                 raise CheckpointError(
                     f"{path}: damaged or cut off; its header claims {length} bytes."
                 )
-            header = parse_json(file.read(length), str(path), error=CheckpointError)
-        num_bytes: Counter[str] = Counter()
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                num_bytes[str(entry["dtype"])] += end - begin
-    except CheckpointError:
-        raise
+            header = msgspec.json.decode(file.read(length), type=dict[str, _TensorEntry])
     except (
         OSError,
         struct.error,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
+        UnicodeDecodeError,
         RecursionError,
+        msgspec.MsgspecError,
     ) as error:
         raise CheckpointError(
             f"{path}: damaged or cut off, not a whole safetensors file ({error})."
         ) from error
-    return num_bytes.most_common(1)[0][0] if num_bytes else "empty"
+    num_bytes: Counter[str] = Counter()
+    for entry in header.values():
+        begin, end = entry.data_offsets
+        if entry.dtype:
+            num_bytes[entry.dtype] += end - begin
+    return num_bytes
 
 
 def _blocks(units: UnitsConfig, block_bytes: int, context_blocks: int) -> int:
@@ -331,11 +383,7 @@ def _rank_memory(
         fixed_bytes=int(matrices * precision.matrix) + others * precision.other + 4 * gates,
         expert_bytes=int(replicas * expert * precision.matrix),
         kv_blocks=kv_blocks,
-        kv_bytes=kv_blocks
-        * config.num_hidden_layers
-        * BLOCK_TOKENS
-        * config.latent_dim
-        * precision.kv,
+        kv_bytes=kv_blocks * BLOCK_TOKENS * kv_bytes_per_token(config, precision),
         comm_bytes=_comm_bytes(kind, deployment, config),
         staged_bytes=int(slots * expert * precision.matrix) if moves_experts(units) else 0,
     )

@@ -162,6 +162,8 @@ _SHIPPED = (_PACKAGE / "models" / "hadal-tiny").resolve()
 src/.
 """
 _CONFIGS = (_PACKAGE / "configs").resolve()
+TOKENIZERS = ("tokenizer.json", "tiktoken.model")
+"""A model's folder has one of them, or both; the gateway reads the first that is there."""
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -285,9 +287,10 @@ def resolve(deployment: Deployment) -> Resolved:
     if deployment.handover == "nixl":
         require_nixl()
     precision = checkpoint_precision(folder)
-    if not (folder / "tokenizer.json").is_file():
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         raise CheckpointError(
-            f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts."
+            f"{folder / TOKENIZERS[0]}: not found, nor {TOKENIZERS[1]}; the gateway needs one of"
+            " them to read prompts."
         )
     make_cache_folder(deployment.cache.folder)
     available = available_bytes()
@@ -332,6 +335,11 @@ def deployment_file(asked: Path) -> Path:
     return (
         shipped if asked.name == str(asked) and not asked.exists() and shipped.is_file() else asked
     )
+
+
+def shipped_deployments() -> list[Path]:
+    """The deployment files that ship with Hadal."""
+    return sorted(_CONFIGS.glob("*.toml"))
 
 
 def num_cores() -> int:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import CheckpointError
-from hadal.core.model_config import RopeScaling, parse_model_config
+from hadal.core.model_config import FAMILY, RopeScaling, parse_model_config, read_model_config
+from tests.family import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[3]
 V3: dict[str, Any] = json.loads((ROOT / "configs" / "deepseek_v3" / "config.json").read_text())
@@ -41,7 +42,18 @@ def test_what_a_file_does_not_say() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; only 'deepseek_v3' is served"),
+        ({"model_type": "llama"}, "model_type is 'llama'; served are 'deepseek_v3', 'kimi_k2',"),
+        ({"model_type": ["kimi_k2"]}, "model_type is ['kimi_k2']; served are"),
+        (
+            {"architectures": ["DeepseekV3ForSequenceClassification"]},
+            "architectures is ['DeepseekV3ForSequenceClassification']; with model_type"
+            " 'deepseek_v3' it must be ['DeepseekV3ForCausalLM']",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this architecture"),
+        (
+            {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5; this architecture needs 1.0",
+        ),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; this architecture needs"),
         ({"attention_bias": 0}, "attention_bias is 0; this architecture needs False"),
         ({"hidden_size": "7168"}, "hidden_size is '7168'; expected `int`, got `str`"),
@@ -54,15 +66,19 @@ def test_what_a_file_does_not_say() -> None:
         ({"q_lora_rank": 0}, "q_lora_rank is 0; expected `int` >= 1"),
         ({"eos_token_id": []}, "eos_token_id is []; expected `array` of length >= 1"),
         ({"eos_token_id": [1, -1]}, "eos_token_id[1] is -1; expected `int` >= 0"),
-        ({"eos_token_id": "x"}, "eos_token_id is 'x'; expected `int | array`"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; expected `int | array | null`"),
         ({"rope_scaling": 3}, "rope_scaling is 3; expected `object | null`"),
         ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_scaling.type is 'linear'; only"),
         ({"rope_scaling": {**YARN, "factor": 0}}, "rope_scaling.factor is 0; expected `float` >="),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: object missing required field"),
         ({"quantization_config": 3}, "quantization_config is 3; expected `object`"),
         (
-            {"quantization_config": {**FP8, "quant_method": "awq"}},
-            "quantization_config.quant_method is 'awq'; known are 'fp8'",
+            {"quantization_config": {**FP8, "quant_method": "own"}},
+            "quantization_config.quant_method is 'own'; known are 'fp8'",
+        ),
+        (
+            {"quantization_config": {**FP8, "scale_fmt": "e5m2"}},
+            "quantization_config.scale_fmt is 'e5m2'; known are 'ue8m0'",
         ),
         (
             {"quantization_config": {**FP8, "weight_block_size": [128]}},
@@ -88,3 +104,88 @@ def test_a_field_that_is_missing_is_named() -> None:
     fields = {name: value for name, value in V3.items() if name != "kv_lora_rank"}
     with pytest.raises(CheckpointError, match="f: object missing required field `kv_lora_rank`"):
         parse_model_config(fields, "f")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model_of_the_family_is_read(name: str) -> None:
+    fields = CONFIGS[name]
+    config = parse_model_config(fields, "f")
+    assert FAMILY[config.model_type].architecture == fields["architectures"][0]
+    for field in ("n_routed_experts", "n_shared_experts", "q_lora_rank", "rms_norm_eps"):
+        assert getattr(config, field) == fields[field]
+    assert config.first_k_dense_replace == fields.get("first_k_dense_replace", 1)
+    assert config.weight_block_size == ((128, 128) if "quantization_config" in fields else None)
+
+
+def test_what_only_one_of_the_family_has() -> None:
+    glm = parse_model_config(CONFIGS["GLM-4.7-Flash"], "f")
+    assert (glm.qk_nope_head_dim, glm.v_head_dim) == (192, 256)
+    assert glm.eos_token_ids == (154820, 154827, 154829)
+    assert glm.is_moe(47), "its MTP layer"
+    joyai = parse_model_config(CONFIGS["JoyAI-LLM-Flash"], "f")
+    assert joyai.is_moe(39)
+    assert not joyai.is_moe(40), "its MTP layer"
+    kimi = parse_model_config(CONFIGS["Kimi-K2"], "f")
+    assert (kimi.n_routed_experts, kimi.n_group) == (384, 1)
+    assert parse_model_config({**V3, "eos_token_id": None}, "f").eos_token_ids == ()
+
+
+def test_layers_of_glm_are_dense_first_and_then_sparse() -> None:
+    glm = CONFIGS["GLM-4.7-Flash"]
+    two = {**glm, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45}
+    assert parse_model_config(two, "f").first_k_dense_replace == 2
+    older = {name: value for name, value in glm.items() if name != "mlp_layer_types"}
+    assert parse_model_config(older, "f").first_k_dense_replace == 1
+    for kinds in (["sparse"] * 46 + ["dense"], ["dense"] * 46, "dense", ["dense"] + ["moe"] * 46):
+        with pytest.raises(
+            CheckpointError, match=r"f: mlp_layer_types is .* for each of 47 layers"
+        ):
+            parse_model_config({**glm, "mlp_layer_types": kinds}, "f")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "deepseek_v2"}, "DeepSeek-V2, which is not served: its gate is another"),
+        ({"model_type": "deepseek_v32"}, "DeepSeek-V3.2, which is not served: its sparse"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepSeek-V3.2, which is not served"),
+        ({"index_topk": 2048}, "DeepSeek-V3.2 or GLM-5, which is not served: its sparse attention"),
+        ({"model_type": "deepseek_v4"}, "DeepSeek-V4, which is not served: it is another archi"),
+        ({"model_type": "kimi_k25", "text_config": {}}, "Kimi-K2.5 or K2.6, which is not served"),
+        ({"model_type": "kimi_k3"}, "Kimi-K3, which is not served: it is another architecture"),
+        ({"model_type": "glm4_moe"}, "GLM-4.5 to 4.7, which is not served: its attention has no"),
+        ({"model_type": "glm_moe_dsa"}, "GLM-5, which is not served: its sparse attention"),
+    ],
+)
+def test_what_looks_like_the_family_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        parse_model_config({**V3, **changes}, "f")
+    assert str(error.value).startswith(f"f: this is {words}")
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("awq", "AWQ, 4-bit integers"),
+        ("gptq", "GPTQ, 4-bit integers"),
+        ("compressed-tensors", "such as the INT4 of Kimi-K2-Thinking"),
+        ("modelopt", "such as NVFP4"),
+        ("quark", "such as MXFP4"),
+    ],
+)
+def test_another_quantisation_is_refused_by_name(method: str, words: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        parse_model_config({**V3, "quantization_config": {"quant_method": method}}, "f")
+    said = str(error.value)
+    assert said.startswith(f"f: quantization_config.quant_method is {method!r} (")
+    assert words in said
+    assert said.endswith("plain weights and 'fp8' with a scale per block can be read.")
+
+
+def test_a_quantisation_that_another_file_tells_of(tmp_path: Path) -> None:
+    plain = {name: value for name, value in V3.items() if name != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert read_model_config(tmp_path).weight_block_size is None
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: .* NVFP4; plain weights"):
+        read_model_config(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 
 from hadal.core.errors import RequestError
 from hadal.gateway.openai import (
+    SamplingDefaults,
     Turn,
     check_ids,
     check_num_ids,
@@ -271,7 +272,7 @@ def test_sampling() -> None:
     ask = chat(
         temperature=0, top_k=-1, logit_bias={"5": 2.5}, logprobs=True, seed=-1, stop=["a", "a", "b"]
     ).ask
-    sampling = with_defaults(ask, temperature=0.6, top_p=0.95, seed=-1, index=1)
+    sampling = with_defaults(ask, SamplingDefaults(0.6, 0.95, 20), seed=-1, index=1)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_logprobs) == (
         0,
         0.95,
@@ -279,7 +280,17 @@ def test_sampling() -> None:
         0,
     )
     assert (sampling.logit_bias, sampling.seed, ask.stops) == (((5, 2.5),), 0, ("a", "b"))
-    assert with_defaults(ask, 1, 1, seed=-1, index=0).seed == 2**63 - 1
+    assert with_defaults(ask, SamplingDefaults(), seed=-1, index=0).seed == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "top_k"), [({}, 20), ({"top_k": None}, 20), ({"top_k": 5}, 5), ({"top_k": 0}, 0)]
+)
+def test_the_models_own_top_k_holds_where_none_is_asked_for(
+    fields: dict[str, Any], top_k: int
+) -> None:
+    own = SamplingDefaults(top_k=20)
+    assert with_defaults(chat(**fields).ask, own, seed=0, index=0).top_k == top_k
 
 
 def test_max_tokens() -> None:

@@ -15,6 +15,7 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway import chat
 from hadal.gateway.auth import PRIORITY, Tenant, salt_of, salt_within
+from hadal.gateway.openai import SamplingDefaults
 from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
 from hadal.gateway.template import TemplateProcess
 from hadal.kv.names import extend, root_of
@@ -55,11 +56,16 @@ def names_of(model: ServedModel, fields: dict[str, Any], tenant: Tenant = TENANT
         ("generation_config.json", {"temperature": "hot"}, "temperature is 'hot'"),
         ("generation_config.json", {"top_p": 2}, "top_p is 2"),
         ("generation_config.json", {"eos_token_id": ["x"]}, "eos_token_id"),
+        ("generation_config.json", {"eos_token_id": True}, "eos_token_id is True; a token id"),
+        ("generation_config.json", {"top_k": 2.5}, "top_k is 2.5; a whole number"),
+        ("generation_config.json", {"top_k": -5}, "top_k is -5"),
+        ("generation_config.json", {"do_sample": "no"}, "do_sample is 'no'; true or false"),
+        ("generation_config.json", ["temperature"], "must hold one JSON object"),
         ("tokenizer_config.json", {}, "chat_template is missing"),
         ("config.json", {"model_type": "other"}, "model_type is 'other'"),
     ],
 )
-def test_damaged_folders(tmp_path: Path, name: str, content: dict[str, Any], error: str) -> None:
+def test_damaged_folders(tmp_path: Path, name: str, content: Any, error: str) -> None:
     write_model_folder(tmp_path)
     (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=error) as caught:
@@ -71,9 +77,8 @@ def test_folder_without_generation_config(tmp_path: Path) -> None:
     write_model_folder(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     model = read_served_model(tmp_path, "m")
-    assert (model.temperature, model.top_p, model.eos_ids, model.context_tokens) == (
-        1.0,
-        1.0,
+    assert (model.sampling, model.eos_ids, model.context_tokens) == (
+        SamplingDefaults(1.0, 1.0, 0),
         (1,),
         CONTEXT,
     )
@@ -84,7 +89,35 @@ def test_greedy_model(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"do_sample": False, "temperature": 0.6})
     )
-    assert read_served_model(tmp_path, "m").temperature == 0
+    assert read_served_model(tmp_path, "m").sampling.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "sampling", "eos_ids"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, SamplingDefaults(0.6, 0.95, 20), (1,)),
+        ({"temperature": None, "top_k": None, "eos_token_id": None}, SamplingDefaults(), (1,)),
+        ({"top_k": -1}, SamplingDefaults(), (1,)),
+        # As GLM's file has them: what ends a text, and what opens another's turn.
+        ({"eos_token_id": [1, 20, 29]}, SamplingDefaults(), (1, 20, 29)),
+        ({"eos_token_id": 86}, SamplingDefaults(), (1, 86)),
+    ],
+)
+def test_what_the_generation_config_says_holds_where_a_request_does_not(
+    tmp_path: Path, content: dict[str, Any], sampling: SamplingDefaults, eos_ids: tuple[int, ...]
+) -> None:
+    write_model_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    model = read_served_model(tmp_path, "small")
+    assert (model.sampling, model.eos_ids) == (sampling, eos_ids)
+    plain = work_of(model, {}).choices[0].generation
+    assert plain.stop_ids == eos_ids
+    assert plain.sampling.temperature == sampling.temperature
+    assert (plain.sampling.top_p, plain.sampling.top_k) == (sampling.top_p, sampling.top_k)
+    asked = {"temperature": 1.5, "top_p": 0.5, "top_k": 3, "ignore_eos": True}
+    own = work_of(model, asked).choices[0].generation
+    assert (own.sampling.temperature, own.sampling.top_p, own.sampling.top_k) == (1.5, 0.5, 3)
+    assert own.stop_ids == ()
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,20 @@ import torch
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, parse_model_config, read_model_config
 from hadal.model.cache import block_bytes
 from hadal.model.checkpoint import load_weights
 from hadal.runtime.memory import (
+    Precision,
     RankMemory,
     checkpoint_precision,
     count_parameters,
+    kv_bytes_per_token,
     num_moe_layers,
     plan_memory,
+    stored_weights,
+    tokens_with_room,
     with_blocks,
 )
 from hadal.runtime.resolve import model_folder
@@ -208,3 +213,31 @@ def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
         plan_memory(deployment(**fitting, kv_memory_mb=60_000), v3)
     with pytest.raises(ConfigError, match=r"weights alone do not fit: raise prefill\.ranks"):
         plan_memory(deployment(ranks=4), v3)
+
+
+def test_stored_weights_are_the_sum_of_all_headers(tmp_path: Path) -> None:
+    assert stored_weights(tmp_path) is None
+    for number, dtype in enumerate(("F8_E4M3", "BF16", "BF16")):
+        entry = {"dtype": dtype, "shape": [10], "data_offsets": [0, 10 + number]}
+        write(tmp_path / f"{number}.safetensors", {"__metadata__": {"a": "b"}, "x": entry})
+    stored = stored_weights(tmp_path)
+    assert stored is not None
+    assert (stored.num_files, stored.dtype_to_bytes) == (3, {"F8_E4M3": 10, "BF16": 23})
+    assert (stored.num_bytes, stored.precision) == (33, "BF16")
+    total = sum(path.stat().st_size for path in model_folder("").glob("*.safetensors"))
+    shipped = stored_weights(model_folder(""))
+    assert shipped is not None
+    assert total * 0.9 < shipped.num_bytes < total, "headers are the rest"
+
+
+def test_what_weights_leave_is_shared_by_the_pools(v3: ModelConfig) -> None:
+    deployment = Deployment(
+        device="cpu", prefill=UnitsConfig(kv_blocks=9), decode=UnitsConfig(units=2, kv_blocks=5)
+    )
+    plan = plan_memory(deployment, v3)
+    assert plan.block_bytes == BLOCK_TOKENS * kv_bytes_per_token(v3, Precision())
+    beside = plan.total_bytes - plan.kv_bytes
+    assert tokens_with_room(plan, beside + 3 * 11 * plan.block_bytes) == 10 * BLOCK_TOKENS
+    assert tokens_with_room(plan, beside + 3 * 11 * plan.block_bytes - 1) == 9 * BLOCK_TOKENS
+    assert tokens_with_room(plan, beside) == 0
+    assert tokens_with_room(plan, 0) == 0

@@ -1,0 +1,176 @@
+"""A `tiktoken.model` as a tokenizer.json: how Kimi-K2 and Moonlight write their vocabulary.
+
+A line of the file is a token's bytes in base64 and its rank, which is its id. tiktoken joins, of
+all neighbours in a word whose bytes together are a token, those of the lowest rank; so a merge for
+every way in which a token is two others, in the order of ranks, gives the same tokens. (Of these
+ways only one is ever met: when two neighbours are joined to a token, all joins of lower rank within
+its bytes have been made.) A word that is a token is taken whole, as `ignore_merges` has it.
+
+The file knows neither where a text is cut into words nor the tokens that steer a chat. The pattern
+stands in the code that comes with the model and is repeated here; the others stand in
+tokenizer_config.json.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hadal.core.documents import read_json, read_text, shown
+from hadal.core.errors import CheckpointError
+
+FILE = "tiktoken.model"
+_PATTERNS = {
+    # tokenization_kimi.py (Kimi-K2) and tokenization_moonshot.py (Moonlight), the same in both:
+    # Han characters by themselves, words without them, numbers of up to three digits, signs, space.
+    "TikTokenTokenizer": "|".join(
+        (
+            r"[\p{Han}]+",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+            r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+            r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    )
+}
+"""Where a text is cut into words, by `tokenizer_class`."""
+_MAX_ID_DIGITS = 9
+
+
+def byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2): printable bytes stand for themselves, the others for
+    U+0100 and on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+def tokenizer_fields(folder: Path) -> dict[str, Any]:
+    """The content of a tokenizer.json with the same tokens. Raises CheckpointError that names the
+    file. About 1.5 s for Kimi's 163,584 tokens.
+    """
+    config_path = folder / "tokenizer_config.json"
+    config = read_json(
+        config_path, "tokenizer", error=CheckpointError, hint="The model's folder is not complete."
+    )
+    kind = config.get("tokenizer_class")
+    pattern = _PATTERNS.get(kind) if isinstance(kind, str) else None
+    if pattern is None:
+        raise CheckpointError(
+            f"{config_path}: tokenizer_class is {shown(kind)}; how it cuts a text is not known. With"
+            f" a {FILE}, {', '.join(map(repr, _PATTERNS))} can be read."
+        )
+    tokens = _read_tokens(folder / FILE)
+    char_of_byte = {byte: char for char, byte in byte_of_char().items()}
+    vocab = {token.decode("latin-1").translate(char_of_byte): i for i, token in enumerate(tokens)}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": list(_added_tokens(config, config_path, len(tokens))),
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": pattern},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": True,
+                    "use_regex": False,
+                },
+            ],
+        },
+        "post_processor": None,
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": list(_merges(vocab)),
+            "ignore_merges": True,
+        },
+    }
+
+
+def _read_tokens(path: Path) -> list[bytes]:
+    """The bytes of every token; index is rank."""
+    text = read_text(path, "vocabulary", error=CheckpointError)
+    tokens: list[bytes] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        encoded, _, rank = line.partition(" ")
+        try:
+            token = binascii.a2b_base64(encoded, strict_mode=True)
+        except ValueError:  # Also of text that is not ASCII.
+            token = b""
+        if not token or rank.strip() != str(len(tokens)):
+            raise CheckpointError(
+                f"{path}: line {number} is {shown(line)}; a token in base64, a space and the rank"
+                f" {len(tokens)} are needed."
+            )
+        tokens.append(token)
+    known = set(tokens)
+    if len(known) < len(tokens):
+        raise CheckpointError(f"{path}: a token stands there twice.")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in known]:
+        raise CheckpointError(
+            f"{path}: there is no token for byte {missing[0]}; the file is damaged or cut off."
+        )
+    return tokens
+
+
+def _merges(vocab: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """Every way in which a token is two others; `vocab` is in the order of ranks."""
+    for token in vocab:
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocab and right in vocab:
+                yield left, right
+
+
+def _added_tokens(config: dict[str, Any], path: Path, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """The tokens that steer a chat, behind the vocabulary's. Ids without a name stay unused."""
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict):
+        raise CheckpointError(
+            f"{path}: added_tokens_decoder is {shown(added)}; an object is needed."
+        )
+    for key, token in added.items():
+        content = token.get("content") if isinstance(token, dict) else None
+        # As text first: a number of five thousand digits is none to Python.
+        is_id = key.isascii() and key.isdecimal() and len(key) < _MAX_ID_DIGITS
+        if not isinstance(content, str) or not content or not is_id or int(key) < num_tokens:
+            raise CheckpointError(
+                f"{path}: added_tokens_decoder[{shown(key)}] is {shown(token)}; content, a text, and"
+                f" an id from {num_tokens} on are needed, behind the tokens of {FILE}."
+            )
+        yield {
+            "id": int(key),
+            "content": content,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": token.get("special") is not False,
+        }

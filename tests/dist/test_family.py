@@ -1,0 +1,60 @@
+"""A small Kimi-K2, served: its config.json, FP8 weights, tiktoken.model, chat template and
+generation config, from the folder to the text of a reply.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import tiktoken
+
+from hadal.model.checkpoint import load_weights
+from hadal.reference.model import generate
+from tests.dist.serving import StartServer
+from tests.unit.gateway.test_family_chats import TEMPLATES
+from tests.unit.gateway.test_tiktoken import PATTERN, some_tokens, write_folder
+from tests.unit.model.test_family import quantise, write_checkpoint
+
+ASKED = "2 + 2? 世界 🙂"
+NAMES = ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+
+
+def test_a_small_kimi_is_served(tmp_path: Path, start_server: StartServer) -> None:
+    tokens = some_tokens()
+    named = {content: len(tokens) + 2 + i for i, content in enumerate(NAMES)}
+    write_folder(tmp_path)
+    config = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "added_tokens_decoder": {str(i): {"content": text} for text, i in named.items()},
+        "chat_template": TEMPLATES["Kimi-K2"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    end = named["<|im_end|>"]
+    write_checkpoint(tmp_path, "Kimi-K2", vocab_size=len(tokens) + 20, eos_token_id=len(tokens))
+    quantise(tmp_path, pow2=False)
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": end, "do_sample": False})
+    )
+    server = start_server("--model", str(tmp_path), "--model-name", "kimi")
+    asked = {
+        "model": "kimi",
+        "messages": [{"role": "user", "content": ASKED}],
+        "max_tokens": 40,
+        "return_token_ids": True,
+    }
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).json()
+    prompt = tiktoken.Encoding(
+        "kimi",
+        pat_str=PATTERN,
+        mergeable_ranks={token: i for i, token in enumerate(tokens)},
+        special_tokens=named,
+    ).encode(
+        "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>"
+        f"<|im_user|>user<|im_middle|>{ASKED}<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        allowed_special="all",
+    )
+    assert reply["usage"]["prompt_tokens"] == len(prompt)
+    expected = generate(load_weights(tmp_path), prompt, 40, {end, len(tokens)})
+    assert reply["choices"][0]["token_ids"] == expected

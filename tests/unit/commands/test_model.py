@@ -1,0 +1,137 @@
+"""`hadal model`: what a folder holds, in rows for people and in JSON, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hadal.cli import app
+from tests.family import CONFIGS, ROOT
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["model", *arguments], env={"HADAL_MODEL": ""})
+
+
+def write(folder: Path, config: dict[str, Any], **dtype_to_bytes: int) -> Path:
+    """config.json, and a file of weights that is a header and nothing else."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for dtype, num_bytes in dtype_to_bytes.items():
+        header[dtype] = {
+            "dtype": dtype,
+            "shape": [num_bytes],
+            "data_offsets": [end, end + num_bytes],
+        }
+        end += num_bytes
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return folder
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_model_that_ships() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert "DeepSeek-V3 (deepseek_v3, DeepseekV3ForCausalLM)" in result.stdout
+    assert "15.8 million, 2.1 million of them for a token" in result.stdout
+    assert "F8_E4M3" in result.stdout
+    assert "laptop          serves it with" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("DeepSeek-V3", 671, 37),
+        ("Kimi-K2", 1026, 32),
+        ("Moonlight-16B-A3B", 16, 3),
+        ("JoyAI-LLM-Flash", 49, 3),
+        ("GLM-4.7-Flash", 30, 4),
+        ("GigaChat3-10B-A1.8B", 11, 2),
+    ],
+)
+def test_parameters_are_those_that_the_makers_give(
+    name: str, billions: int, active: int, tmp_path: Path
+) -> None:
+    """As their names and model cards say, up to what is counted as a parameter."""
+    values = found(str(write(tmp_path, CONFIGS[name])))
+    assert round(values["num_parameters"] / 1e9) == billions
+    assert abs(values["num_parameters_active"] / 1e9 - active) < 1
+    assert values["architecture"] == CONFIGS[name]["architectures"][0]
+
+
+def test_what_fits(tmp_path: Path) -> None:
+    """Moonlight as it is stored: 32 GB in BF16; held in FP32 by two units, 128 GB."""
+    folder = write(tmp_path, CONFIGS["Moonlight-16B-A3B"], BF16=31_920_000_000, F32=3_000_000)
+    small = found(str(folder), "--memory-gb", "40")
+    assert small["stored_bytes"] == {"BF16": 31_920_000_000, "F32": 3_000_000}
+    assert small["kv_bytes_per_token"] == 27 * 576 * 4
+    assert small["kv_tokens_as_stored"] == (40_000_000_000 - 31_923_000_000) // (27 * 576 * 4)
+    laptop = next(fit for fit in small["deployments"] if fit["deployment"] == "laptop")
+    assert "are needed" in laptop["reason"]
+    assert laptop["kv_tokens"] == 0
+    large = found(str(folder), "--memory-gb", "200")
+    laptop = next(fit for fit in large["deployments"] if fit["deployment"] == "laptop")
+    assert not laptop["reason"]
+    free_bytes = 200e9 - 2 * 4 * large["num_parameters"]
+    assert laptop["kv_tokens"] == pytest.approx(free_bytes / 2 / (27 * 576 * 4), rel=1e-3)
+    text = run(str(folder), "--memory-gb", "20").stdout
+    assert "as stored       the weights alone take 31.9 GB" in text
+    assert "31.9 GB in 1 file: 31.9 GB BF16\n" in text
+
+
+def test_a_config_alone_is_enough() -> None:
+    text = run(str(ROOT / "configs" / "deepseek_v3")).stdout
+    assert "weights         none here" in text
+    assert "tokenizer       none here" in text
+    assert "v3_ep32_ep144" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "deepseek_v4"}, "this is DeepSeek-V4, which is not served"),
+        ({"hidden_size": "x"}, "hidden_size is 'x'"),
+    ],
+)
+def test_a_model_that_is_not_served(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    result = run(str(write(tmp_path, {**CONFIGS["DeepSeek-V3"], **change})))
+    assert result.exit_code == 2
+    assert result.output.startswith(f"hadal model: {tmp_path}/config.json: {words}")
+    assert result.output.count("\n") == 1
+
+
+def test_other_mistakes_are_one_line(tmp_path: Path) -> None:
+    result = run(str(tmp_path / "nowhere"))
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert "no such folder" in result.output
+    damaged = write(tmp_path / "damaged", CONFIGS["DeepSeek-V3"]) / "model.safetensors"
+    damaged.write_bytes(b"123")
+    result = run(str(damaged.parent))
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert f"{damaged}: damaged or cut off" in result.output
+    assert run(str(tmp_path), "--memory-gb", "nan").exit_code == 2
+
+
+def test_it_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom hadal.cli import app\n"
+        "try: app(['model'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'zmq', 'uvicorn', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

@@ -1,0 +1,213 @@
+"""Every model of the family, small and random, against transformers: with the fields of its own
+config.json, in its own class or, where that is remote code, in DeepSeek-V3's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.model_config import read_model_config
+from hadal.core.plans import Chunk
+from hadal.model.cache import KvCache
+from hadal.model.checkpoint import load_weights
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.mtp import MtpModule
+from hadal.reference.model import forward, mtp, no_latents
+from hadal.reference.params import ModelWeights
+from tests.family import CONFIGS, small
+from tests.unit.model.test_deepseek import TOLERANCE, difference
+
+NUM_TOKENS = 100
+BLOCKS = (3, 1)
+SIDE = 16
+"""Rows and columns of a block that has one scale."""
+
+
+def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> Any:
+    """Write the small model as its makers do: transformers' weights, config.json with the fields of
+    their file, but for the changes. Return transformers' model.
+    """
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+    )
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = {**small(name), **changes}
+    is_glm = config["model_type"] == "glm4_moe_lite"
+    # The others' own code is not in transformers; with DeepSeek-V3's model_type it is the same.
+    theirs = {key: value for key, value in config.items() if key != "quantization_config"}
+    theirs |= {
+        "model_type": "glm4_moe_lite" if is_glm else "deepseek_v3",
+        "num_nextn_predict_layers": 0,
+        "initializer_range": 0.15,
+    }
+    torch.manual_seed(seed)
+    model: Any = (
+        Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**theirs))
+        if is_glm
+        else DeepseekV3ForCausalLM(DeepseekV3Config(**theirs))
+    )
+    for key, parameter in model.named_parameters():
+        if "norm" in key:
+            parameter.data.uniform_(0.5, 1.5)
+    for key, buffer in model.named_buffers():
+        if "e_score_correction_bias" in key:
+            buffer.normal_(0.0, 0.2)
+    model.eval().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def quantise(folder: Path, *, pow2: bool, as_e8m0: bool = False) -> None:
+    """Make block-scaled FP8 of every matrix but the gate, embedding and head. `pow2`: scales are
+    powers of two (ue8m0); `as_e8m0`: and are stored as such.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in list(tensors.items()):
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = tensor.shape
+        padded = torch.zeros(-(-rows // SIDE) * SIDE, -(-columns // SIDE) * SIDE)
+        padded[:rows, :columns] = tensor
+        blocks = padded.view(len(padded) // SIDE, SIDE, -1, SIDE)
+        scales = blocks.abs().amax((1, 3)).clamp(min=1e-9) / 448.0
+        if pow2:
+            scales = torch.exp2(torch.ceil(torch.log2(scales)))
+        codes = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
+        tensors[name] = codes.to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = scales.to(torch.float8_e8m0fnu) if as_e8m0 else scales
+    save_file(tensors, path)
+
+
+def dequantise(folder: Path, into: Path) -> None:
+    """Write the same checkpoint with plain weights, by the definition: code times scale."""
+    tensors = load_file(folder / "model.safetensors")
+    plain = {}
+    for name, tensor in tensors.items():
+        scales = tensors.get(f"{name}_scale_inv")
+        if name.endswith("_scale_inv"):
+            continue
+        if scales is not None:
+            spread = scales.float().repeat_interleave(SIDE, 0).repeat_interleave(SIDE, 1)
+            tensor = tensor.float() * spread[: tensor.shape[0], : tensor.shape[1]]
+        plain[name] = tensor
+    save_file(plain, into / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (into / "config.json").write_text(json.dumps(config))
+
+
+def tokens_of(weights: ModelWeights) -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, weights.config.vocab_size, (NUM_TOKENS,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def logits_of(weights: ModelWeights, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of every token [T, V], by the reference and by the engine (prefill, then decode)."""
+    reference, _ = forward(weights, torch.tensor(tokens), no_latents(weights))
+    model = DeepseekV3(weights, KvCache(weights.config, 6))
+    first = NUM_TOKENS - 10
+    hidden = model.hidden(
+        [Chunk("r", tuple(tokens[:first]), 0, BLOCKS[: -(-first // BLOCK_TOKENS)], None, 0)]
+    )
+    rows = [model.head(hidden)]
+    for position in range(first, NUM_TOKENS):
+        rows.append(
+            model.decode(
+                torch.tensor([tokens[position]]),
+                torch.tensor([position]),
+                torch.tensor([BLOCKS], dtype=torch.int32),
+            ).clone()
+        )
+    return reference, torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "DeepSeek-V3.1"])
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_weights(tmp_path)
+    tokens = tokens_of(weights)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    for ours in logits_of(weights, tokens):
+        assert difference(ours, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("DeepSeek-V3", {"pow2": False}),
+        ("DeepSeek-V3.1", {"pow2": True}),
+        ("DeepSeek-V3.1", {"pow2": True, "as_e8m0": True}),
+        ("Kimi-K2", {"pow2": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_fp8_is_its_dequantised_self(name: str, options: dict[str, bool], tmp_path: Path) -> None:
+    coded, plain = tmp_path / "coded", tmp_path / "plain"
+    theirs = write_checkpoint(coded, name)
+    plain.mkdir()
+    quantise(coded, **options)
+    dequantise(coded, plain)
+    assert read_model_config(coded).weight_block_size == (SIDE, SIDE)
+    weights, expected = load_weights(coded), load_weights(plain)
+    assert torch.equal(weights.layers[-1].attention.o, expected.layers[-1].attention.o)
+    tokens = tokens_of(weights)
+    # transformers computes with the same dequantised weights, so its logits bind both.
+    reloaded = type(theirs).from_pretrained(plain, config=theirs.config).eval()
+    with torch.inference_mode():
+        their_logits = reloaded(torch.tensor([tokens])).logits[0]
+    for ours in logits_of(weights, tokens):
+        assert difference(ours, their_logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "is_moe"),
+    [("GLM-4.7-Flash", True), ("GigaChat3-10B-A1.8B", True), ("JoyAI-LLM-Flash", False)],
+)
+def test_the_mtp_layer_is_as_the_model_has_it(name: str, is_moe: bool, tmp_path: Path) -> None:
+    """The checkpoint's MTP layer stands behind the last one; here its block is a copy of a layer of
+    the model, of the first one where it is dense.
+    """
+    write_checkpoint(tmp_path, name)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    config = read_model_config(tmp_path)
+    last, dim = config.num_hidden_layers, config.hidden_size
+    source = f"model.layers.{last - 1 if is_moe else 0}."
+    generator = torch.Generator().manual_seed(2)
+    for key in [key for key in tensors if key.startswith(source)]:
+        tensors[key.replace(source, f"model.layers.{last}.")] = tensors[key].clone()
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.layers.{last}.{norm}.weight"] = 0.5 + torch.rand(dim, generator=generator)
+    tensors[f"model.layers.{last}.eh_proj.weight"] = 0.1 * torch.randn(
+        dim, 2 * dim, generator=generator
+    )
+    for copy in ("embed_tokens", "shared_head.head"):  # Files have them; nothing reads them.
+        tensors[f"model.layers.{last}.{copy}.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    weights = load_weights(tmp_path, with_mtp=True)
+    assert weights.mtp is not None
+    assert (weights.mtp.layer.moe is not None) == is_moe
+    tokens = tokens_of(weights)
+    _, hidden = forward(weights, torch.tensor(tokens[:-1]), no_latents(weights))
+    expected = mtp(weights, hidden, torch.tensor(tokens[1:]))
+    chunk = Chunk("d", tuple(tokens[1:]), 0, (2, 1), None, 0)
+    assert difference(MtpModule(weights, 4).draft([chunk], hidden), expected) <= TOLERANCE
