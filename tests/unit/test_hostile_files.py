@@ -164,7 +164,7 @@ def test_indices_and_tensors(rng: Random, tmp_path: Path) -> None:
         with Checkpoint(tmp_path, (128, 128)) as checkpoint:
             checkpoint.check_layers(1)
             for name in names:
-                checkpoint.read(name, torch.empty(4, 4))
+                checkpoint.matrix(name, (4, 4))
 
     for number in range(80):
         data = mutated(index, rng) if number % 2 else json.dumps(index).encode()

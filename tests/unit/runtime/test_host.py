@@ -268,21 +268,21 @@ def test_a_generation_is_formed_by_the_runner_and_its_outcome_handled(world: Wor
 
 
 def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> None:
-    held = torch.full((4, 3), 2.0), torch.full((3, 2), 3.0)
+    held = stored_mlp(*torch.full((2, 2, 3), 2.0), torch.full((3, 2), 3.0))
     begun, go, voided = threading.Event(), threading.Event(), threading.Event()
 
     def stage(plan: StagePlan, fetch: Fetch, rest: Callable[[], None]) -> Staged:
         if plan.stage_id == 1:
             begun.set()
             assert go.wait(5)
-        got = torch.zeros(4, 3), torch.zeros(3, 2)
+        got = held.empty_like()
         try:
             rest()
-            num_received = sum(fetch(plan.layer, source, *got) for source in plan.sources)
+            num_received = sum(fetch(plan.layer, source, got) for source in plan.sources)
         except Overtaken as over:
             voided.set()
             return Staged(plan.formation, plan.stage_id, plan.layer, str(over))
-        assert all(torch.equal(a, b) for a, b in zip(got, held, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got.parts, held.parts, strict=True))
         return Staged(plan.formation, plan.stage_id, plan.layer, None, num_received)
 
     def answer(now_s: float, event: Event) -> list[Effect]:
