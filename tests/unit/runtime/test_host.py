@@ -433,6 +433,7 @@ from hadal.runtime.process.process import LiveClock
 from hadal.runtime.host import UnitHost
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
+from tests.stored import stored_mlp
 
 class Stuck:
     def execute(self, plan):
