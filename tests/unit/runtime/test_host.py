@@ -47,6 +47,7 @@ from hadal.runtime.process.process import EXIT_STUCK, LiveClock
 from hadal.runtime.transfer.experts import ExpertTransfer, Stager
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 from hadal.runtime.wire import ZmqWire
+from tests.stored import stored_mlp
 
 RUN = f"testhost{os.getpid()}"
 SHAPE = (20, 4, 64, 1024)
@@ -433,7 +434,6 @@ from hadal.runtime.process.process import LiveClock
 from hadal.runtime.host import UnitHost
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
-from tests.stored import stored_mlp
 
 class Stuck:
     def execute(self, plan):
