@@ -35,7 +35,7 @@ from hadal.gateway.service import read_served_model
 from hadal.gateway.template import TemplateProcess
 from hadal.gateway.vocabulary import read_vocabulary
 from hadal.model.checkpoint import Checkpoint
-from hadal.runtime.memory import checkpoint_precision
+from hadal.runtime.memory import stored_weights
 from hadal.sim.day.study import Study
 from hadal.sim.plan.traffic import EXAMPLE
 from tests.fresh import fresh
@@ -160,7 +160,7 @@ def test_indices_and_tensors(rng: Random, tmp_path: Path) -> None:
     index = {"metadata": {"total_size": 192}, "weight_map": dict.fromkeys(names, shard)}
 
     def read_all() -> None:
-        checkpoint_precision(tmp_path)
+        stored_weights(tmp_path)
         with Checkpoint(tmp_path, (128, 128)) as checkpoint:
             checkpoint.check_layers(1)
             for name in names:

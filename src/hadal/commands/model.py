@@ -27,7 +27,7 @@ EPILOG = examples(
     ("hadal model configs/deepseek_v3", "a config.json is enough; weights are then not looked at"),
     ("hadal model FOLDER --memory-gb 512", "what would fit in another machine"),
     after=(
-        "Weights on a CPU are held in FP32, by each unit for itself. More of a deployment says"
+        "Weights on a CPU stay as they are stored, once for all ranks of a host. More of a deployment says"
         " `hadal serve --config FILE --model FOLDER --dry-run`."
     ),
 )

@@ -35,9 +35,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of a value by what it is. FP32 unless fused kernels are there: exact, and on CPUs BF16
-    is slower.
-    """
+    """Bytes of a value by what it is."""
 
     matrix: float = 4.0
     """Projections and experts."""
@@ -46,15 +44,20 @@ class Precision:
     kv: int = 4
 
 
-def precision_of(device: str, config: ModelConfig) -> Precision:
-    """What values are held in. On GPUs, an FP8 checkpoint is planned for fused kernels: matrices
-    stay FP8 (with an FP32 scale a block), the rest is BF16. All else is FP32, as it is served; see
-    `ranks_in_fp32`.
+def precision_of(device: str, config: ModelConfig, stored: str) -> Precision:
+    """What values are held in; `stored`: the dtype of most of the checkpoint, empty where it was
+    not looked at (then FP8 as config.json says, else BF16, as the family is released).
+
+    On CPUs weights stay as they are stored: FP8 matrices with an FP32 scale a block, beside BF16.
+    On GPUs, an FP8 checkpoint is planned for fused kernels: the same, and KV in BF16. All else is
+    FP32, as it is served; see `ranks_in_fp32`.
     """
-    if device != "cuda" or config.weight_block_size is None:
-        return Precision()
-    rows, columns = config.weight_block_size
-    return Precision(1.0 + 4.0 / (rows * columns), 2, 2)
+    kind = stored or ("F8_E4M3" if config.weight_block_size is not None else "BF16")
+    is_fp8 = kind == "F8_E4M3" and config.weight_block_size is not None
+    if is_fp8:
+        rows, columns = config.weight_block_size or (1, 1)
+        return Precision(1.0 + 4.0 / (rows * columns), 2, 2 if device == "cuda" else 4)
+    return Precision(2.0, 2) if device == "cpu" and kind == "BF16" else Precision()
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,16 @@ class MemoryPlan:
     num_ranks: tuple[int, int]
     """Ranks of all prefill units together, and of all decode units together."""
     warnings: tuple[str, ...]
+    mapped_bytes: int | None = None
+    """The model's weights once: on CPUs all ranks of a host map the same files. None: every rank
+    has its own.
+    """
 
     @property
     def weight_bytes(self) -> int:
+        """Of all ranks together."""
+        if self.mapped_bytes is not None:
+            return self.mapped_bytes
         return (
             self.num_ranks[0] * self.prefill.weight_bytes
             + self.num_ranks[1] * self.decode.weight_bytes
@@ -115,19 +125,21 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.num_ranks[0] * self.prefill.total_bytes
-            + self.num_ranks[1] * self.decode.total_bytes
+        own = (
+            num * (rank.total_bytes - rank.weight_bytes)
+            for num, rank in zip(self.num_ranks, (self.prefill, self.decode), strict=True)
         )
+        return self.weight_bytes + sum(own)
 
 
-def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
-    """Choose the blocks of each pool. `deployment.device` is not "auto" any more.
+def plan_memory(deployment: Deployment, config: ModelConfig, stored: str = "") -> MemoryPlan:
+    """Choose the blocks of each pool. `deployment.device` is not "auto" any more; `stored`: see
+    `precision_of`.
 
     Raises ConfigError if a pool could not hold a single token's block, if experts do not divide by
     ranks, or if a rank does not fit in `device_memory_gb`.
     """
-    precision = precision_of(deployment.device, config)
+    precision = precision_of(deployment.device, config, stored)
     block_bytes = BLOCK_TOKENS * kv_bytes_per_token(config, precision)
     context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
     ranks, warnings = [], []
@@ -158,7 +170,15 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
             deployment.num_units_max(DECODE) * deployment.decode.ranks,
         ),
         warnings=tuple(warnings),
+        mapped_bytes=_model_bytes(config, precision) if deployment.device == "cpu" else None,
     )
+
+
+def _model_bytes(config: ModelConfig, precision: Precision) -> int:
+    """All weights of the main model."""
+    matrices, others, gates, expert = _parameters(config)
+    in_matrices = matrices + num_moe_layers(config) * config.n_routed_experts * expert
+    return int(in_matrices * precision.matrix) + others * precision.other + 4 * gates
 
 
 def ranks_in_fp32(
@@ -295,16 +315,6 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     for path in paths:
         num_bytes += _header_bytes(path)
     return StoredWeights(len(paths), dict(num_bytes)) if paths else None
-
-
-def checkpoint_precision(folder: Path) -> str:
-    """The dtype most of the checkpoint's first file is in, by its header. Raises CheckpointError
-    naming the file.
-    """
-    paths = _weight_files(folder)
-    if not paths:
-        raise CheckpointError(f"{folder}: no *.safetensors file in it.")
-    return StoredWeights(1, dict(_header_bytes(paths[0]))).precision
 
 
 def _weight_files(folder: Path) -> list[Path]:

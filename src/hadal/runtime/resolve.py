@@ -31,11 +31,11 @@ from hadal.runtime.memory import (
     MemoryPlan,
     absolute_folder,
     cache_warnings,
-    checkpoint_precision,
     gb,
     make_cache_folder,
     plan_memory,
     ranks_in_fp32,
+    stored_weights,
     with_blocks,
 )
 from hadal.runtime.topology import device_index, place_units, why_not_here
@@ -165,6 +165,7 @@ _CONFIGS = (_PACKAGE / "configs").resolve()
 TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 """A model's folder has one of them, or both; the gateway reads the first that is there."""
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_MEMORY_MAX = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -220,11 +221,15 @@ def plan(deployment: Deployment) -> Resolved:
         ),
         ledger=_ledger(deployment.ledger),
     )
-    memory = plan_memory(deployment, config)
+    stored = stored_weights(folder)
+    precision = stored.precision if stored is not None else ""
+    # Without kernels everything is converted, for torch computes in FP32.
+    held = "F32" if os.environ.get(KERNELS) == "plain" else precision
+    memory = plan_memory(deployment, config, held)
     memory = dataclasses.replace(
         memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory))
     )
-    return Resolved(with_blocks(deployment, memory), config, memory, "")
+    return Resolved(with_blocks(deployment, memory), config, memory, precision)
 
 
 def _ledger(ledger: LedgerConfig) -> LedgerConfig:
@@ -286,7 +291,10 @@ def resolve(deployment: Deployment) -> Resolved:
         raise ConfigError(reasons[0])
     if deployment.handover == "nixl":
         require_nixl()
-    precision = checkpoint_precision(folder)
+    if not resolved.precision:
+        raise CheckpointError(f"{folder}: no *.safetensors file in it.")
+    if deployment.device == "cpu":
+        _check_host_memory(memory)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise CheckpointError(
             f"{folder / TOKENIZERS[0]}: not found, nor {TOKENIZERS[1]}; the gateway needs one of"
@@ -301,7 +309,7 @@ def resolve(deployment: Deployment) -> Resolved:
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
     fingerprint = fingerprint_of(deployment, resolved.config, POOL_DTYPE)
-    return Resolved(deployment, resolved.config, memory, precision, fingerprint)
+    return Resolved(deployment, resolved.config, memory, resolved.precision, fingerprint)
 
 
 def model_folder(model: str) -> Path:
@@ -354,14 +362,53 @@ def num_cores() -> int:
         return cores
 
 
+def _check_host_memory(memory: MemoryPlan) -> None:
+    """Raise ConfigError where weights, KV and buffers are more than this machine's memory."""
+    there = memory_bytes()
+    if there is None or memory.total_bytes <= there:
+        return
+    beside = memory.total_bytes - memory.weight_bytes
+    parts = f"weights {gb(memory.weight_bytes)}, KV {gb(memory.kv_bytes)}"
+    if beside > memory.kv_bytes:
+        parts += f", buffers {gb(beside - memory.kv_bytes)}"
+    if memory.total_bytes - memory.kv_bytes < there:
+        remedy = (
+            "Lower prefill.kv_memory_mb and decode.kv_memory_mb (below a whole context: kv_blocks)."
+        )
+    else:
+        remedy = (
+            "The weights alone do not fit: take a checkpoint in FP8, a smaller model, or a machine"
+            f" with {gb(memory.total_bytes)}."
+        )
+    raise ConfigError(
+        f"{gb(memory.total_bytes)} are needed ({parts}), and this machine has {gb(there)}. {remedy}"
+    )
+
+
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping (proc(5), meminfo); None where that is not known."""
+    """Memory that can be had without swapping; None where that is not known."""
+    return _meminfo("MemAvailable")
+
+
+def memory_bytes() -> int | None:
+    """All memory of this machine, or as much as the process's control group may use; None where
+    that is not known.
+    """
+    there = _meminfo("MemTotal")
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(_MEMORY_MAX.read_text(encoding="ascii"))
+        there = limit if there is None else min(there, limit)
+    return there
+
+
+def _meminfo(name: str) -> int | None:
+    """A line of proc(5)'s meminfo, in bytes."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
     for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
 

@@ -20,7 +20,6 @@ from hadal.model.checkpoint import load_weights
 from hadal.runtime.memory import (
     Precision,
     RankMemory,
-    checkpoint_precision,
     count_parameters,
     kv_bytes_per_token,
     num_moe_layers,
@@ -130,7 +129,9 @@ def test_the_precision_is_that_of_most_bytes(tmp_path: Path) -> None:
             "small": {"dtype": "F32", "shape": [4], "data_offsets": [100, 116]},
         },
     )
-    assert checkpoint_precision(tmp_path) == "F8_E4M3"
+    found = stored_weights(tmp_path)
+    assert found is not None
+    assert found.precision == "F8_E4M3"
 
 
 @pytest.mark.parametrize(
@@ -146,12 +147,7 @@ def test_the_precision_is_that_of_most_bytes(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        checkpoint_precision(tmp_path)
-
-
-def test_no_weights_at_all(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="safetensors"):
-        checkpoint_precision(tmp_path)
+        stored_weights(tmp_path)
 
 
 def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
@@ -163,10 +159,15 @@ def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
     assert split.decode.num_slots == 72
     assert split.decode.fixed_bytes == whole.decode.fixed_bytes
     assert split.decode.expert_bytes == whole.decode.expert_bytes * 72 // 256
-    assert whole.decode.weight_bytes == 4 * whole.num_parameters
+    assert whole.weight_bytes == whole.decode.weight_bytes == split.weight_bytes, "mapped once"
+    assert 1.0 < whole.weight_bytes / whole.num_parameters < 2.0
+    in_fp32 = plan_memory(Deployment(device="cpu"), config, "F32")
+    assert in_fp32.weight_bytes == in_fp32.decode.weight_bytes == 4 * whole.num_parameters
     assert whole.decode.comm_bytes == 0 < split.decode.comm_bytes
     assert split.kv_bytes == split.prefill.kv_bytes + 4 * split.decode.kv_bytes
-    assert split.total_bytes == split.prefill.total_bytes + 4 * split.decode.total_bytes
+    own = 4 * (split.decode.total_bytes - split.decode.weight_bytes)
+    own += split.prefill.total_bytes - split.prefill.weight_bytes
+    assert split.total_bytes == split.weight_bytes + own
 
 
 def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
