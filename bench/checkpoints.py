@@ -89,6 +89,136 @@ def mid_model() -> Path:
     return folder
 
 
+_ALIKE: dict[str, Any] = {
+    **MID,
+    "torch_dtype": "bfloat16",
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "max_position_embeddings": 8192,
+}
+BIG: dict[str, dict[str, Any]] = {
+    "moonlight": {
+        **_ALIKE,
+        "vocab_size": 163840,
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 2.446,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "gigachat": {
+        **_ALIKE,
+        "vocab_size": 128256,
+        "hidden_size": 1536,
+        "num_hidden_layers": 26,
+        "intermediate_size": 8960,
+        "moe_intermediate_size": 1280,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "v_head_dim": 192,
+    },
+}
+"""The shapes of Moonlight-16B-A3B and, as far as they are known, of GigaChat3-10B-A1.8B: 16 and
+11 B parameters.
+"""
+_FP8_FIELDS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_POOL_VALUES = 1 << 26
+"""Random values of which every matrix is a piece, at an offset of its own: to draw all of them
+would take longer than to write them.
+"""
+
+
+def big_model(name: str, kind: str, folder: Path) -> Path:
+    """Write a checkpoint of this shape, `kind` "fp8", "bf16", or "hollow": BF16 whose files are
+    holes, to be weighed and never read. A minute, 11 to 32 GB.
+    """
+    config = {**BIG[name], "big_kind": kind}
+    if kind == "fp8":
+        config["quantization_config"] = _FP8_FIELDS
+    if _is_made(folder, config):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(2412_19437)
+    pool = torch.randn(_POOL_VALUES, generator=generator)
+    codes = (pool * 80.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+    halves, weight_map, shard = pool.bfloat16(), {}, {}
+    names = list(tensor_shapes(config))
+    for index, (tensor_name, shape) in enumerate(names):
+        shard |= _big_tensors(tensor_name, shape, kind, codes, halves, generator)
+        if index + 1 == len(names) or sum(x.nbytes for x in shard.values()) > 1 << 30:
+            file = f"model-{len(set(weight_map.values())):05}.safetensors"
+            if kind == "hollow":
+                _save_hollow(shard, folder / file)
+            else:
+                save_file(shard, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, file)
+            shard = {}
+    index_text = json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
+    _write_tokenizer(folder, MID["vocab_size"])
+    _write_config(folder, config)
+    return folder
+
+
+def _big_tensors(
+    name: str,
+    shape: tuple[int, ...],
+    kind: str,
+    codes: torch.Tensor,
+    halves: torch.Tensor,
+    generator: torch.Generator,
+) -> dict[str, torch.Tensor]:
+    if len(shape) == 1:
+        return {name: _random(name, shape, generator)}
+    count = shape[0] * shape[1]
+    is_fp8 = kind == "fp8" and not any(part in name for part in ("embed", "lm_head", "mlp.gate.w"))
+    pool = codes if is_fp8 else halves
+    first = int(torch.randint(0, 1 << 20, (), generator=generator))
+    if count + first > len(pool):
+        repeats = -(-(count + first) // len(pool))
+        pool = pool.view(torch.uint8 if is_fp8 else torch.int16).repeat(repeats).view(pool.dtype)
+    values = pool[first : first + count].view(shape)
+    if is_fp8:
+        blocks = -(-shape[0] // 128), -(-shape[1] // 128)
+        return {
+            name: values.clone(),
+            f"{name}_scale_inv": torch.full(blocks, WEIGHT_STD / 80.0),
+        }
+    std = EMBEDDING_STD if "embed" in name else HEAD_STD if "lm_head" in name else WEIGHT_STD
+    return {name: values * std}
+
+
+def _save_hollow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """The header, and a hole of the right size."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        dtype = "BF16" if tensor.dtype == torch.bfloat16 else "F32"
+        span = [at, at + tensor.nbytes]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": span}
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+
+
 def shipped_model_fp32() -> Path | None:
     """Return an FP32 copy of hadal-tiny for engines that do not read block-scaled FP8; None if
     there is none yet.
@@ -144,9 +274,7 @@ def dequantised(path: Path, block: int = 128) -> Iterator[tuple[str, torch.Tenso
 
 
 def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the released checkpoint's tensor names and shapes for this config (with q-LoRA, without
-    MTP).
-    """
+    """Yield the released checkpoint's tensor names and shapes for this config, without MTP."""
     c = config
     dim, heads = c["hidden_size"], c["num_attention_heads"]
     yield "model.embed_tokens.weight", (c["vocab_size"], dim)
@@ -154,12 +282,13 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         prefix = f"model.layers.{layer}."
         attention = f"{prefix}self_attn."
         yield f"{prefix}input_layernorm.weight", (dim,)
-        yield f"{attention}q_a_proj.weight", (c["q_lora_rank"], dim)
-        yield f"{attention}q_a_layernorm.weight", (c["q_lora_rank"],)
-        yield (
-            f"{attention}q_b_proj.weight",
-            (heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"]),
-        )
+        rank, queries = c["q_lora_rank"], heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        if rank:
+            yield f"{attention}q_a_proj.weight", (rank, dim)
+            yield f"{attention}q_a_layernorm.weight", (rank,)
+            yield f"{attention}q_b_proj.weight", (queries, rank)
+        else:
+            yield f"{attention}q_proj.weight", (queries, dim)
         yield (
             f"{attention}kv_a_proj_with_mqa.weight",
             (c["kv_lora_rank"] + c["qk_rope_head_dim"], dim),

@@ -75,7 +75,10 @@ def _gemm_flops_per_s(rounds: int) -> float:
     rates = []
     for size in (512, 1024, 2048):
         a, b = torch.randn(size, size), torch.randn(size, size)
-        multipliers: list[Callable[[], object]] = [partial(torch.mm, a, b), partial(linear, a, b)]
+        multipliers: list[Callable[[], object]] = [
+            partial(torch.mm, a, b),
+            partial(linear, a, Matrix(b)),
+        ]
         rates += [2 * size**3 / _best_seconds(multiply, rounds) for multiply in multipliers]
     return max(rates)
 

@@ -784,6 +784,10 @@ def _secret(path: Path | None) -> bytes:
 def _how(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
+    if -code == signal.SIGBUS:
+        return (
+            "killed by SIGBUS: a file that it had mapped became shorter; the model's, it is likely"
+        )
     try:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:

@@ -44,6 +44,7 @@ from hadal.roles.recording import MadeRank, MadeSoleLeader
 from hadal.runtime.devices import take_gpu
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
 from hadal.runtime.memory import max_step_tokens, mode_of
+from hadal.runtime.model_files import check_model, watch_model
 from hadal.runtime.process.logs import READING, Teller
 from hadal.runtime.process.process import LiveClock, Run
 from hadal.runtime.recorder import recorded
@@ -219,6 +220,8 @@ def make_host(
     name = unit if rank is None else rank_name(unit, rank)
     device = open_device(deployment, unit, rank or 0)
     config = read_model_config(Path(deployment.model))
+    watch_model(Path(deployment.model))
+    check_model(run, config)
     shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
     process = RankProcess(run, unit, role, name, folder, epoch, device, config, pool, LiveClock())

@@ -1,0 +1,171 @@
+"""Whether a real checkpoint fits: generated ones of Moonlight's and GigaChat3's shapes, served as they
+are stored.
+
+    python -m bench.resident [--model moonlight|gigachat] [--folder FOLDER] [--keep]
+
+Prints seconds from the command to the first token, resident memory of all processes together
+beside the file and its KV, tokens/s of prefill and decode beside the bound that reading the weights
+once sets; and how soon the same model in BF16, where it cannot fit, is refused. Needs 17 GB of disk
+and 20 GB of memory; the files are removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.checkpoints import BIG, MODELS, big_model
+from bench.machine import describe, measure_limits
+from bench.server import Running, launched, request
+
+TIMEOUT_S = 300.0
+NUM_DECODED = 12
+PROMPTS = (128, 512)
+BATCHES = (1, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=sorted(BIG), default="moonlight")
+    parser.add_argument("--folder", type=Path, default=MODELS / "big")
+    parser.add_argument("--keep", action="store_true", help="leave the files for the next run")
+    asked = parser.parse_args()
+    console = Console(highlight=False)
+    console.print(describe())
+    try:
+        _refused(console, big_model(asked.model, "hollow", asked.folder / "hollow"))
+        console.print("writing the checkpoint ...")
+        folder = big_model(asked.model, "fp8", asked.folder / f"{asked.model}-fp8")
+        _served(console, folder)
+    finally:
+        if not asked.keep:
+            shutil.rmtree(asked.folder, ignore_errors=True)
+
+
+def _refused(console: Console, folder: Path) -> None:
+    begun_s = time.monotonic()
+    command = [sys.executable, "-m", "hadal.cli", "serve", "--model", str(folder), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    said = (done.stderr or done.stdout).strip().splitlines()
+    console.print(
+        f"BF16: exit code {done.returncode} after {time.monotonic() - begun_s:.2f} s:"
+        f" {said[-1] if said else 'nothing said'}"
+    )
+
+
+def _served(console: Console, folder: Path) -> None:
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    for path in folder.glob("*.safetensors"):  # Into the page cache.
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+    with launched(environment={"HADAL_MODEL": str(folder)}) as running:
+        first_s = _first_token_s(running, folder.name)
+        console.print(f"FP8, {num_bytes / 1e9:.1f} GB: first token after {first_s:.1f} s")
+        for batch in BATCHES:
+            _decode(console, running, folder.name, batch)
+        for num_tokens in PROMPTS:
+            _prefill(console, running, folder.name, num_tokens)
+        resident, shared = _resident_bytes(running)
+        kv_bytes = _kv_bytes(running)
+        console.print(
+            f"resident {resident / 1e9:.2f} GB (proportional set size of all processes), {shared / 1e9:.2f}"
+            f" of it shared with others; file and KV {(num_bytes + kv_bytes) / 1e9:.2f} GB:"
+            f" {resident / (num_bytes + kv_bytes):.3f}x"
+        )
+    limits = measure_limits(2)
+    console.print(f"this machine reads {limits.read_bytes_per_s / 1e9:.1f} GB/s")
+
+
+def _body(model: str, num_prompt: int, num_tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": [5 + (index * 7919) % 8000 for index in range(num_prompt)],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def _first_token_s(running: Running, model: str) -> float:
+    while time.monotonic() < running.started_s + TIMEOUT_S:
+        try:
+            status, _ = request(running.address, "POST", "/v1/completions", _body(model, 8, 1))
+        except (OSError, RuntimeError):
+            status = 0
+        if status == 200:
+            return time.monotonic() - running.started_s
+        if running.process.poll() is not None:
+            break
+        time.sleep(0.02)
+    raise RuntimeError(f"no answer:\n{running.log.read_text(errors='replace')[-2000:]}")
+
+
+def _seconds(running: Running, bodies: list[dict[str, Any]]) -> float:
+    """Until all of them, asked together, are answered."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    begun_s = time.monotonic()
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        for status, answer in threads.map(
+            lambda body: request(running.address, "POST", "/v1/completions", body), bodies
+        ):
+            if status != 200:
+                raise RuntimeError(f"{status}: {answer!r}")
+    return time.monotonic() - begun_s
+
+
+def _decode(console: Console, running: Running, model: str, batch: int) -> None:
+    """The difference of two lengths, so that prefill does not count."""
+    short, long = (
+        _seconds(running, [_body(model, 8 + i, 2 + more) for i in range(batch)])
+        for more in (0, NUM_DECODED)
+    )
+    rate = batch * NUM_DECODED / (long - short)
+    console.print(f"decode, batch {batch}: {rate:.1f} tokens/s, {rate / batch:.2f} steps/s")
+
+
+def _prefill(console: Console, running: Running, model: str, num_tokens: int) -> None:
+    body = _body(model, num_tokens, 1)
+    body["prompt"][0] = 9 + num_tokens  # Nothing of it is in the cache.
+    console.print(f"prefill of {num_tokens}: {num_tokens / _seconds(running, [body]):.0f} tokens/s")
+
+
+def _resident_bytes(running: Running) -> tuple[int, int]:
+    """(proportional set size, bytes that several processes map) of the server's processes."""
+    pss = shared = 0
+    for pid in _descendants(running.process.pid):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        kb = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
+        pss += kb["Pss"] * 1024
+        shared += (kb["Shared_Clean"] + kb["Shared_Dirty"]) * 1024
+    return pss, shared
+
+
+def _descendants(pid: int) -> list[int]:
+    """The process and all that it started, and those that they started."""
+    parent_of = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # It ended meanwhile.
+            parent_of[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parent_of.items() if parent == one]
+    return found
+
+
+def _kv_bytes(running: Running) -> int:
+    return sum(path.stat().st_size for path in Path("/dev/shm").glob("*hadal*"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The model's files change under a server that has mapped them: cut off, written over by another
+model's, put back. A unit ends with a clear word, nothing wrong is ever answered, and it works again
+when the files are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hadal.runtime.resolve import model_folder
+from tests.dist.conftest import StartServer
+from tests.dist.serving import Server, wait_until
+from tests.dist.test_rank_processes import complete
+
+NUM_TOKENS = 24
+NOTICED_S = 15.0
+BACK_S = 60.0
+"""A unit that cannot start rests 15 s before it is tried again."""
+SHARD = "model-00002-of-00003.safetensors"
+SMALL = {"prefill": {"kv_blocks": 65}, "decode": {"kv_blocks": 65}}
+
+
+@pytest.fixture
+def served(start_server: StartServer, tmp_path: Path) -> tuple[Server, Path]:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(""), folder)
+    return start_server(model=str(folder), **SMALL), folder
+
+
+def answer_is(server: Server, expected: str) -> bool:
+    body = {
+        "model": server.model,
+        "prompt": "What is 12 + 30?",
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    try:
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
+    except httpx.HTTPError:
+        return False
+    if reply.status_code != 200:
+        return False
+    assert reply.json()["choices"][0]["text"] == expected, "answered with other weights"
+    return True
+
+
+@pytest.mark.timeout(300)
+def test_a_file_that_shrinks_ends_the_units_until_it_is_whole(served: tuple[Server, Path]) -> None:
+    server, folder = served
+    expected, whole = complete(server, NUM_TOKENS), (folder / SHARD).read_bytes()
+    os.truncate(folder / SHARD, len(whole) // 3)
+    wait_until(
+        lambda: "changed while it was in use" in server.log() or "SIGBUS" in server.log(),
+        NOTICED_S,
+        "a unit ends with a word about the file",
+    )
+    wait_until(lambda: "cannot start" in server.log(), BACK_S, "it cannot start")
+    assert server.process.poll() is None, "the server stays"
+    (folder / SHARD).write_bytes(whole)
+    wait_until(lambda: answer_is(server, expected), BACK_S, "it works again")
+
+
+@pytest.mark.timeout(300)
+def test_another_models_weights_are_refused(served: tuple[Server, Path]) -> None:
+    """Put in their place by a rename, as a download does: those that are mapped stay as they are."""
+    server, folder = served
+    expected = complete(server, NUM_TOKENS)
+    whole = (folder / SHARD).read_bytes()
+    other = bytearray(whole)
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:begin])
+    at = next(e["data_offsets"][0] for e in header.values() if e.get("dtype") == "F8_E4M3")
+    other[begin + at] ^= 0x10
+    (folder / "new").write_bytes(other)
+    (folder / "new").rename(folder / SHARD)
+    wait_until(
+        lambda: "are not those that this server was started with" in server.log(),
+        BACK_S,
+        "the other weights are refused",
+    )
+    answer_is(server, expected)
+    (folder / "new").write_bytes(whole)
+    (folder / "new").rename(folder / SHARD)
+    wait_until(lambda: answer_is(server, expected), BACK_S, "it works again")
