@@ -7,19 +7,18 @@ It leaves with 0 where there is nothing to be done about their absence (no compi
 
 from __future__ import annotations
 
-import os
 import sys
 
-from hadal.kernels.build import BuildError, TimedOut, build
+from hadal.kernels.build import KERNELS, PLAIN, BuildError, TimedOut, build, instruction_set
 from hadal.progress import Bar
 
 
 def main() -> int:
     """Returns the exit code."""
-    if os.environ.get("HADAL_KERNELS") == "plain":
-        print("kernels: none are compiled, for HADAL_KERNELS is plain")
-        return 0
     try:
+        if instruction_set() == PLAIN:
+            print(f"kernels: none are compiled, for {KERNELS} is {PLAIN}")
+            return 0
         with Bar("kernels") as bar:
             library = build(lambda elapsed_s: bar.update("compiling them for this machine, once"))
     except TimedOut as error:

@@ -26,7 +26,6 @@ MAIN_SOURCE = "api.cpp"
 FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-shared",
     "-fPIC",
     "-pthread",
@@ -40,6 +39,20 @@ FLAGS = (
     # assumes that there is no infinity or NaN (softmax's first maximum is -inf, and a NaN must
     # reach the caller, not vanish).
 )
+KERNELS = "HADAL_KERNELS"
+"""Environment variable: which instruction set to compute with, or "plain" for torch alone."""
+PLAIN = "plain"
+BEST = "best"
+INSTRUCTION_SETS = {
+    BEST: ("-march=native",),
+    "amx": ("-march=native",),
+    "avx512": ("-march=native", "-mno-amx-tile"),
+    "avx2": ("-march=native", "-mno-avx512f"),
+    "generic": (),
+}
+"""What the compiler is told for each. A library holds one set, and no results but its own: what a
+token is must not depend on which path a product took.
+"""
 COMPILE_TIMEOUT_S = 3600
 """The compiler needs half a minute of a core; a machine that gives it a hundredth of one is busy,
 not broken.
@@ -61,9 +74,18 @@ class TimedOut(BuildError):
     """The compiler did not get done; it may another time."""
 
 
+def instruction_set() -> str:
+    """The one that is asked for: PLAIN, BEST or a name. Raises BuildError for a word that is none."""
+    asked = os.environ.get(KERNELS) or BEST
+    if asked != PLAIN and asked not in INSTRUCTION_SETS:
+        known = ", ".join((PLAIN, *INSTRUCTION_SETS))
+        raise BuildError(f"{KERNELS} is {asked!r}; it may be one of {known}.")
+    return asked
+
+
 def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
     """Return the compiled library, compiling it if it is not in the cache. Raises BuildError."""
-    compiler = _compiler()
+    compiler = [*_compiler(), *INSTRUCTION_SETS[instruction_set()]]
     try:
         sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
         key = _key(compiler, sources)

@@ -1,6 +1,7 @@
 """The compiled kernels as Python sees them: loading, thread teams, checks, errors.
 
-Knows the C ABI of cpu/api.cpp and nothing of models. Where there is no library (no compiler,
+Knows the C ABI of cpu/api.cpp and nothing of models. The best instruction set that the processor has
+is taken, or what `HADAL_KERNELS` names. Where there is no library (no compiler,
 `HADAL_KERNELS=plain`), the reason is logged once and every op runs its plain torch twin. Calls
 release the GIL. A team's threads do not survive a fork: processes that use the kernels must be
 spawned.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.kernels.build import BuildError, OnElapsed, build
+from hadal.kernels.build import PLAIN, BuildError, OnElapsed, build, instruction_set
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 _log = logging.getLogger(__name__)
@@ -81,10 +82,10 @@ class _Tell:
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
     """Return the library, or None where the plain path is asked for or nothing can be built."""
-    if os.environ.get("HADAL_KERNELS") == "plain":
-        _log.info("HADAL_KERNELS=plain: every op runs in plain torch")
-        return None
     try:
+        if instruction_set() == PLAIN:
+            _log.info("HADAL_KERNELS=plain: every op runs in plain torch")
+            return None
         path = build(_Tell())
         library = ctypes.CDLL(str(path))
     except (BuildError, OSError) as error:
@@ -108,7 +109,7 @@ def prepare(on_elapsed: OnElapsed) -> None:
 
 
 def isa() -> str:
-    """What the kernels were compiled for: avx512, avx2, generic, or plain where there are none."""
+    """What the kernels compute with: amx, avx512, avx2, generic, or plain where there are none."""
     library = load()
     return library.hadal_isa().decode() if library is not None else "plain"
 

@@ -24,6 +24,7 @@ from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.kernels.build import KERNELS, PLAIN
 from hadal.kv.names import VERSION
 from hadal.runtime.devices import gpus
 from hadal.runtime.ledger.store import ledger_url
@@ -54,10 +55,6 @@ from hadal.stats.prices import micro_usd, price_list
 
 
 FINGERPRINT_BYTES = 16
-KERNELS = "HADAL_KERNELS"
-"""Environment variable: plain torch and the compiled kernels round differently
-(kernels/library).
-"""
 WHOLE_BYTES = 16 * 1024 * 1024
 NUM_SAMPLES = 64
 """Samples that are taken of a larger file, at least: over all of it where it has fewer tensors."""
@@ -89,6 +86,7 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
         deployment.compute.encode(),
         deployment.device.encode(),
     )
+    # Plain torch and each instruction set round differently.
     _add(digest, os.environ.get(KERNELS, "").encode())
     folder = Path(deployment.model)
     try:
@@ -224,7 +222,7 @@ def plan(deployment: Deployment) -> Resolved:
     stored = stored_weights(folder)
     precision = stored.precision if stored is not None else ""
     # Without kernels everything is converted, for torch computes in FP32.
-    held = "F32" if os.environ.get(KERNELS) == "plain" else precision
+    held = "F32" if os.environ.get(KERNELS) == PLAIN else precision
     memory = plan_memory(deployment, config, held)
     memory = dataclasses.replace(
         memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory))
