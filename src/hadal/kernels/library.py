@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import threading
 import weakref
 from typing import Any
