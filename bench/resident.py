@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rich.console import Console
 from bench.checkpoints import BIG, MODELS, big_model
 from bench.machine import describe, measure_limits
 from bench.server import Running, launched, request
+from bench.startup import wait_for
 
 TIMEOUT_S = 300.0
 NUM_DECODED = 12
@@ -97,23 +99,17 @@ def _body(model: str, num_prompt: int, num_tokens: int) -> dict[str, Any]:
 
 
 def _first_token_s(running: Running, model: str) -> float:
-    while time.monotonic() < running.started_s + TIMEOUT_S:
-        try:
-            status, _ = request(running.address, "POST", "/v1/completions", _body(model, 8, 1))
-        except (OSError, RuntimeError):
-            status = 0
-        if status == 200:
-            return time.monotonic() - running.started_s
-        if running.process.poll() is not None:
-            break
-        time.sleep(0.02)
-    raise RuntimeError(f"no answer:\n{running.log.read_text(errors='replace')[-2000:]}")
+    body = _body(model, 8, 1)
+
+    def is_answered() -> bool:
+        return request(running.address, "POST", "/v1/completions", body)[0] == 200
+
+    wait_for(is_answered, running, "a first token")
+    return time.monotonic() - running.started_s
 
 
 def _seconds(running: Running, bodies: list[dict[str, Any]]) -> float:
     """Until all of them, asked together, are answered."""
-    from concurrent.futures import ThreadPoolExecutor
-
     begun_s = time.monotonic()
     with ThreadPoolExecutor(len(bodies)) as threads:
         for status, answer in threads.map(
