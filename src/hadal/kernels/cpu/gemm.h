@@ -22,6 +22,7 @@ constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
 constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles (gemm)
 constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: rows are short, hardware streams restart
+constexpr int kStoredAhead = 1 << 10;        // bytes: how far ahead of its use a row is fetched that is widened on the way
 constexpr int kWidenBytes = 16 << 10;        // of widened rows of W for a few tokens: in L1, beside the tokens
 
 // Keeps a value in a register: without it GCC folds a load into each FMA that uses it (28 loads a step, not 10), and
@@ -250,6 +251,76 @@ inline const float* round_rows(const Row& row, int M, int K) {
     return rounded;
 }
 
+// As dot_tile for few tokens, widening in registers: FP8 or BF16 rows [n, n + NR) of W, K of them from k0 on. The order of
+// additions is that of dot_tile, and so are the bits.
+template <int MT, int NR, bool IS_FP8>
+HADAL_INLINE void stored_tile(const float* const* x, const Matrix& w, int n, int k0, int K, Quad* out) {
+    V acc[MT][NR], lifted[NR];
+    const char* row[NR];
+#pragma GCC unroll 4
+    for (int r = 0; r < NR; r++) {
+        row[r] = w.row(n + r);
+        lifted[r] = v_zero();
+#pragma GCC unroll 2
+        for (int m = 0; m < MT; m++) acc[m][r] = v_zero();
+    }
+    const auto step = [&](int k, int count) {
+        V xv[MT];
+#pragma GCC unroll 2
+        for (int m = 0; m < MT; m++) xv[m] = v_load_tail(x[m] + k - k0, count);
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; r++) {
+            V wv;
+            if (count < W) {
+                float wide[W] = {};
+                widen_row(w, n + r, k, count, wide);
+                wv = v_load(wide);
+            } else if (IS_FP8) {
+                wv = v_of_fp8(reinterpret_cast<const uint8_t*>(row[r]) + k) * lifted[r];
+            } else {
+                wv = v_of_bf16(reinterpret_cast<const uint16_t*>(row[r]) + k);
+            }
+#pragma GCC unroll 2
+            for (int m = 0; m < MT; m++) acc[m][r] = v_fma(xv[m], wv, acc[m][r]);
+        }
+    };
+    for (int k = k0, end = k0 + K; k < end;) {
+        const int stop = IS_FP8 ? min_int(end, (k / w.block_columns + 1) * w.block_columns) : end;
+        if (IS_FP8)
+            for (int r = 0; r < NR; r++) lifted[r] = v_set(w.scale(n + r, k) * kFp8Lift);
+        for (; k + W <= stop; k += W) {
+            if (k % 64 == 0)
+                for (int r = 0; r < NR; r++) __builtin_prefetch(row[r] + long(k) * kWeightBytes[w.type] + kStoredAhead, 0, 2);
+            step(k, W);
+        }
+        if (k < stop) step(k, stop - k), k = stop;
+    }
+    for (int m = 0; m < MT; m++)
+        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][NR > 1] : v_zero(), NR > 2 ? acc[m][NR > 2 ? 2 : 0] : v_zero(),
+                        NR > 3 ? acc[m][NR > 3 ? 3 : 0] : v_zero());
+}
+
+// M <= 2 tokens against rows [n0, n1).
+template <int MT, bool IS_FP8, class Row, class Emit>
+inline void stored_gemm(const Row& row, const Matrix& w, int n0, int n1, const Emit& emit) {
+    const int K = w.columns, depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
+    Quad out[MT];
+    for (int k0 = 0; k0 < K; k0 += depth) {
+        const int kb = min_int(depth, K - k0);
+        const float* x[MT];
+        for (int m = 0; m < MT; m++) x[m] = row(m) + k0;
+        int n = n0;
+        for (; n + 4 <= n1; n += 4) {
+            stored_tile<MT, 4, IS_FP8>(x, w, n, k0, kb, out);
+            for (int m = 0; m < MT; m++) emit(m, n, out[m], 4, k0 == 0);
+        }
+        for (; n < n1; n++) {
+            stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, out);
+            for (int m = 0; m < MT; m++) emit(m, n, out[m], 1, k0 == 0);
+        }
+    }
+}
+
 // The same through a thread's own memory. Blocks of W and of K are those of `gemm`, and so is every sum.
 template <class Row, class Emit>
 inline void widened_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit) {
@@ -293,6 +364,10 @@ inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const E
         plain.is_rounding_inputs = 0;
         return gemm(RowAt{round_rows(row, M, w.columns), w.columns}, M, plain, n0, n1, emit, after);
     }
+    if (w.type == kWeightFp8 && M == 1) return stored_gemm<1, true>(row, w, n0, n1, emit);
+    if (w.type == kWeightFp8 && M == 2) return stored_gemm<2, true>(row, w, n0, n1, emit);
+    if (w.type == kWeightBf16 && M == 1) return stored_gemm<1, false>(row, w, n0, n1, emit);
+    if (w.type == kWeightBf16 && M == 2) return stored_gemm<2, false>(row, w, n0, n1, emit);
     if (w.type != kWeightFp32) return widened_gemm(row, M, w, n0, n1, emit);
     const float* at = reinterpret_cast<const float*>(w.data);
     gemm(row, M, at, w.columns, w.columns, n0, n1, emit, reinterpret_cast<const float*>(after));
