@@ -20,7 +20,7 @@ from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
 from hadal.kernels.library import isa
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
+from hadal.model.checkpoint import AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 
@@ -35,18 +35,25 @@ class HadalSubject:
     leader sends.
     """
 
-    def __init__(self, folder: str, threads: int, sampling: Sampling = GREEDY) -> None:
+    def __init__(
+        self,
+        folder: str,
+        threads: int,
+        sampling: Sampling = GREEDY,
+        held: Conversion = AS_STORED,
+    ) -> None:
         torch.set_num_threads(threads)
         self._config = read_model_config(Path(folder))
         self._max_tokens = min(MAX_TOKENS, self._config.max_position_embeddings)
         self._blocks_each = -(-self._max_tokens // BLOCK_TOKENS)
         num_blocks = 1 + MAX_BATCH * self._blocks_each  # Block 0 is scratch.
-        weights = load_weights(Path(folder))
+        weights = load_weights(Path(folder), held=held)
         self.runner = ModelRunner(DeepseekV3(weights, KvCache(self._config, num_blocks)), MAX_BATCH)
         self._step_ids = count()
         self._sampling = sampling
         self._seed = 0
-        self.note = f"FP32, {isa()} kernels, chunks of {CHUNK_TOKENS}"
+        kind = "as stored" if held.dtype is None else "FP32"
+        self.note = f"weights {kind}, {isa()} kernels, chunks of {CHUNK_TOKENS}"
 
     def prefill(self, num_tokens: int) -> float:
         """One prompt, chunk after chunk, to its first token."""

@@ -35,7 +35,14 @@ from hadal.model.cache import KvCache
 from hadal.model.execute import Recorder, execute
 from hadal.overlap.plan import DISPATCH_START, parse
 from hadal.reference.ops import cos_sin_table
-from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, MoeWeights
+from hadal.reference.params import (
+    AttentionWeights,
+    Experts,
+    LayerWeights,
+    Matrix,
+    MlpWeights,
+    MoeWeights,
+)
 
 PROMPT_TOKENS = 2 * BLOCK_TOKENS
 VOCAB_SIZE = 512
@@ -214,31 +221,27 @@ def _layer(config: ModelConfig, index: int, experts: list[int]) -> LayerWeights:
     generator = torch.Generator().manual_seed(index)
     c, dim = config, config.hidden_size
 
-    def draw(*shape: int) -> Tensor:
-        weights: Tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        return weights
+    def draw(*shape: int) -> Matrix:
+        return Matrix(torch.randn(shape, generator=generator) * shape[-1] ** -0.5)
+
+    def mlp(width: int) -> MlpWeights:
+        return MlpWeights(draw(width, dim), draw(width, dim), draw(dim, width))
 
     heads = c.num_attention_heads
     attention = AttentionWeights(
-        qkv_a=draw(heads * c.qk_head_dim + c.latent_dim, dim),
+        q_a=None,
         q_a_norm_Q=None,
-        q_b=None,
+        q_b=draw(heads * c.qk_head_dim, dim),
+        kv_a=draw(c.latent_dim, dim),
         kv_a_norm_C=torch.ones(c.kv_lora_rank),
-        w_uk_HNC=draw(heads, c.qk_nope_head_dim, c.kv_lora_rank),
-        w_uv_HWC=draw(heads, c.v_head_dim, c.kv_lora_rank),
+        kv_b=draw(heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
         o=draw(dim, heads * c.v_head_dim),
     )
     width = c.moe_intermediate_size
-    router_ED = draw(c.n_routed_experts, dim)
-    shared = MlpWeights(draw(2 * width, dim), draw(dim, width))
-    gate_up_E, down_E = (
-        draw(c.n_routed_experts, 2 * width, dim),
-        draw(c.n_routed_experts, dim, width),
-    )
-    bias_E = torch.zeros(c.n_routed_experts)
-    moe = MoeWeights(
-        router_ED, bias_E, gate_up_E[experts].contiguous(), down_E[experts].contiguous(), shared
-    )
+    router, shared = draw(c.n_routed_experts, dim), mlp(width)
+    everywhere = [mlp(width) for _ in range(c.n_routed_experts)]
+    held = Experts(tuple(everywhere[expert] for expert in experts))
+    moe = MoeWeights(router, torch.zeros(c.n_routed_experts), held, shared)
     return LayerWeights(torch.ones(dim), attention, torch.ones(dim), None, moe)
 
 

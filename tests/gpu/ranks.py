@@ -14,7 +14,7 @@ from hadal.comm.torch_group import TorchGroup
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, Member
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
+from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.overlap.plan import SCHEDULES, Schedule
 from hadal.runtime.resolve import model_folder
@@ -91,7 +91,7 @@ def _model(group: TorchGroup, device: str, dispatch_format: str, mode: str) -> D
     weights = load_weights(
         model_folder(""),
         slot_to_expert_LS=placement.slot_to_expert_LRS[:, group.rank],
-        device=device,
+        held=Conversion(torch.float32, device),
     )
     comm = ExpertComm(
         group,

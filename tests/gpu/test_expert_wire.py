@@ -9,6 +9,7 @@ import torch
 
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source
+from hadal.reference.params import Matrix, MlpWeights
 from hadal.runtime.transfer.experts import ExpertClient, ExpertServer
 
 pytestmark = [
@@ -24,23 +25,21 @@ def test_what_was_queued_before_is_sent_and_what_arrived_is_there_for_whatever_c
     dtype: torch.dtype,
 ) -> None:
     key, busy = key_of(b"a run", "experts"), torch.randn(4096, 4096, device="cuda")
-    held = (
-        torch.zeros(1024, 2048, device="cuda").to(dtype),
-        torch.zeros(2048, 512, device="cuda").to(dtype),
-    )
+    shapes = (512, 2048), (512, 2048), (2048, 512)
+    held = MlpWeights(*(Matrix(torch.zeros(shape, device="cuda").to(dtype)) for shape in shapes))
     server = ExpertServer("127.0.0.1", key, lambda layer, expert: held)
     client = ExpertClient(key)
     try:
         for value in (1.0, 2.0, 4.0):
             key_layer = int(value)  # A sum is kept for each expert, and these weights change.
-            got = torch.empty_like(held[0]), torch.empty_like(held[1])
+            got = held.empty_like()
             for _ in range(10):
                 busy = busy @ busy / 64.0
-            for part in held:
+            for part in held.parts:
                 part.copy_(
                     torch.full(part.shape, value, device="cuda")
                 )  # Queued behind the products.
-            assert client.fetch(key_layer, Source(7, "127.0.0.1", server.port), *got)
-            assert all(bool((part.float() == value).all()) for part in got)
+            assert client.fetch(key_layer, Source(7, "127.0.0.1", server.port), got)
+            assert all(bool((part.float() == value).all()) for part in got.parts)
     finally:
         assert server.close(5)

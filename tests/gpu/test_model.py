@@ -15,7 +15,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
+from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.overlap.plan import SCHEDULES, SEQUENTIAL, Schedule
 from hadal.reference.model import forward, no_latents
@@ -47,7 +47,7 @@ def full_fp32() -> Iterator[None]:
 
 
 def make_model(device: str, dispatch_format: str | None) -> DeepseekV3:
-    weights = load_weights(model_folder(""), device=device)
+    weights = load_weights(model_folder(""), held=Conversion(torch.float32, device))
     config = weights.config
     comm = None
     if dispatch_format is not None:
