@@ -158,7 +158,9 @@ def big_model(name: str, kind: str, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(2412_19437)
     pool = torch.randn(_POOL_VALUES, generator=generator)
     codes = (pool * 80.0).clamp(-448, 448).to(torch.float8_e4m3fn)
-    halves, weight_map, shard = pool.bfloat16(), {}, {}
+    halves = pool.bfloat16()
+    weight_map: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
     names = list(tensor_shapes(config))
     for index, (tensor_name, shape) in enumerate(names):
         shard |= _big_tensors(tensor_name, shape, kind, codes, halves, generator)
