@@ -115,21 +115,25 @@ def logprobs_of(server: Server, case: Case) -> list[float]:
     return found
 
 
+ROUNDINGS = [{"dispatch_format": "fp8"}, {"compute": "fp8"}]
+if FULL:
+    ROUNDINGS += [{"dispatch_format": "fp8_pow2"}, {"dispatch_format": "fp8", "compute": "fp8"}]
 FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dispatch_format", ["fp8", "fp8_pow2"] if FULL else ["fp8"])
-def test_fp8_dispatch_gives_the_same_tokens_at_every_width(
-    start_server: StartServer, cases: list[Case], dispatch_format: str
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=lambda fields: "-".join(fields.values()))
+def test_what_is_rounded_gives_the_same_tokens_at_every_width(
+    start_server: StartServer, cases: list[Case], rounding: dict[str, str]
 ) -> None:
+    """Tokens on their way to experts, or everything that FP8 matrices multiply."""
     widths, logprobs = [], []
     for prefill_ranks, decode_ranks in FP8_WIDTHS:
         server = start_server(
             prefill=units(prefill_ranks),
             decode=units(decode_ranks),
-            dispatch_format=dispatch_format,
             chunk_tokens=128,
+            **rounding,
         )
         widths.append(asyncio.run(complete_all(server.url, server.model, cases)))
         logprobs.append(logprobs_of(server, cases[0]))
@@ -137,12 +141,10 @@ def test_fp8_dispatch_gives_the_same_tokens_at_every_width(
     # Tokens hardly tell that anything was rounded; their probabilities do.
     assert all(of_width == logprobs[0] for of_width in logprobs[1:])
     exact = start_server(prefill=units(1), decode=units(1))
-    assert logprobs_of(exact, cases[0]) != logprobs[0], (
-        "nothing was rounded on the way to the experts"
-    )
+    assert logprobs_of(exact, cases[0]) != logprobs[0], "nothing was rounded"
     narrow = [Case(case.prompt, output) for case, output in zip(cases, widths[0], strict=True)]
     for outputs in widths[1:]:
         assert differences(narrow, outputs) == []
     same = sum(case.output == output for case, output in zip(cases, widths[0], strict=True))
-    print(f"{dispatch_format}: {same} of {len(cases)} answers equal those with FP32 dispatch")
-    assert same > len(cases) // 2, "rounding in dispatch changed most answers: the codec is suspect"
+    print(f"{rounding}: {same} of {len(cases)} answers equal those in FP32")
+    assert same > len(cases) // 2, "rounding changed most answers: the codec is suspect"

@@ -420,10 +420,11 @@ def make_lone_runner(
 def lone_comm(
     deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu"
 ) -> ExpertComm | None:
-    """What rounds tokens on their way to experts as ranks' messages would, so that the dispatch
-    format alone decides what comes out, not the number of ranks. None where nothing is rounded.
+    """What takes tokens to experts as ranks' messages would, op by op, so that what is rounded
+    decides what comes out, not the number of ranks: the fused step adds in another order, and a
+    last bit may round to another code. None where nothing is rounded.
     """
-    if deployment.dispatch_format == "fp32":
+    if deployment.dispatch_format == "fp32" and deployment.compute == "fp32":
         return None
     comm = make_comm(deployment, config, role, None, device)
     comm.install(first_placement(deployment, config, role))
