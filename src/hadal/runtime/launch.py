@@ -331,6 +331,7 @@ class Supervisor:
             options.log_level,
             options.log_format,
             resolved.fingerprint,
+            resolved.model_digest,
             _secret(options.secret_file),
         )
         write_run(folder, run)
@@ -524,9 +525,12 @@ class Supervisor:
             if why is not None and (self._has_served or self._can_spare(child)):
                 rest_s = child.put_off(now_s)
                 log.error(
-                    "%s (%s): the others go on without it; it is started again in %.0f s",
+                    "%s (%s): %s; it is started again in %.0f s",
                     why,
                     reason,
+                    "the others go on without it"
+                    if self._can_serve()
+                    else "nothing is served until it is back",
                     rest_s,
                     extra=about(child.name),
                 )

@@ -338,6 +338,12 @@ def _header_bytes(path: Path) -> Counter[str]:
                     f"{path}: damaged or cut off; its header claims {length} bytes."
                 )
             header = msgspec.json.decode(file.read(length), type=dict[str, _TensorEntry])
+            end = 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0)
+            size = os.fstat(file.fileno()).st_size
+            if size != end:
+                raise CheckpointError(
+                    f"{path}: damaged or cut off; its tensors end at byte {end}, the file at {size}."
+                )
     except (
         OSError,
         struct.error,

@@ -17,10 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hadal.core.errors import CheckpointError
-from hadal.core.model_config import ModelConfig
 from hadal.runtime.process.process import EXIT_CONFIG, Run
-from hadal.runtime.resolve import fingerprint_of
-from hadal.runtime.transfer.pool import POOL_DTYPE
+from hadal.runtime.resolve import digest_of_model
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +29,11 @@ _State = dict[str, tuple[int, int, int]]
 """File name -> size, time of its last change, inode."""
 
 
-def check_model(run: Run, config: ModelConfig) -> None:
+def check_model(run: Run) -> None:
     """Raise CheckpointError where the model's files hold something else than when the server was
-    started: another process may compute with what they were. Nothing is checked where the cache is
-    off, and with it the fingerprint.
+    started: another process may compute with what they were.
     """
-    if run.fingerprint and fingerprint_of(run.deployment, config, POOL_DTYPE) != run.fingerprint:
+    if run.model_digest and digest_of_model(Path(run.deployment.model)) != run.model_digest:
         raise CheckpointError(
             f"{run.deployment.model}: the model's files are not those that this server was started"
             " with. Put those back, or start the server again."

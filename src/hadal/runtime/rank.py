@@ -221,7 +221,7 @@ def make_host(
     device = open_device(deployment, unit, rank or 0)
     config = read_model_config(Path(deployment.model))
     watch_model(Path(deployment.model))
-    check_model(run, config)
+    check_model(run)
     shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
     process = RankProcess(run, unit, role, name, folder, epoch, device, config, pool, LiveClock())

@@ -68,11 +68,10 @@ _HEADER_MAX_BYTES = 100_000_000
 """The format's own limit (safetensors)."""
 
 
-def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> str:
-    """Hex digits; empty where the cache is off and nobody asks. `dtype`: of the pools.
-
-    Raises CheckpointError if a file of the model cannot be read.
-    """
+def fingerprint_of(
+    deployment: Deployment, config: ModelConfig, dtype: str, model_digest: str
+) -> str:
+    """Hex digits; empty where the cache is off and nobody asks. `dtype`: of the pools."""
     if not deployment.cache.is_on:
         return ""
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
@@ -85,10 +84,16 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
         deployment.dispatch_format.encode(),
         deployment.compute.encode(),
         deployment.device.encode(),
+        model_digest.encode(),
     )
     # Plain torch and each instruction set round differently.
     _add(digest, os.environ.get(KERNELS, "").encode())
-    folder = Path(deployment.model)
+    return digest.hexdigest()
+
+
+def digest_of_model(folder: Path) -> str:
+    """Hex digits of config.json and the weights. Raises CheckpointError if a file cannot be read."""
+    digest = blake2b(digest_size=FINGERPRINT_BYTES)
     try:
         _add(digest, (folder / "config.json").read_bytes())
         files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
@@ -179,6 +184,8 @@ class Resolved:
     """What KV depends on besides its text; empty where the cache is off, or only config.json was
     read.
     """
+    model_digest: str = ""
+    """Of config.json and the weights; empty where only config.json was read."""
 
 
 def plan(deployment: Deployment) -> Resolved:
@@ -285,14 +292,14 @@ def resolve(deployment: Deployment) -> Resolved:
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
     folder = Path(deployment.model)
-    if reasons := why_not_run(resolved):
-        raise ConfigError(reasons[0])
-    if deployment.handover == "nixl":
-        require_nixl()
     if not resolved.precision:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
     if deployment.device == "cpu":
         _check_host_memory(memory)
+    if reasons := why_not_run(resolved):
+        raise ConfigError(reasons[0])
+    if deployment.handover == "nixl":
+        require_nixl()
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise CheckpointError(
             f"{folder / TOKENIZERS[0]}: not found, nor {TOKENIZERS[1]}; the gateway needs one of"
@@ -306,8 +313,11 @@ def resolve(deployment: Deployment) -> Resolved:
             " free: processes may be killed for want of memory."
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
-    fingerprint = fingerprint_of(deployment, resolved.config, POOL_DTYPE)
-    return Resolved(deployment, resolved.config, memory, resolved.precision, fingerprint)
+    model_digest = digest_of_model(folder)
+    fingerprint = fingerprint_of(deployment, resolved.config, POOL_DTYPE, model_digest)
+    return Resolved(
+        deployment, resolved.config, memory, resolved.precision, fingerprint, model_digest
+    )
 
 
 def model_folder(model: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ def run(*arguments: str) -> Result:
 
 
 def write(folder: Path, config: dict[str, Any], **dtype_to_bytes: int) -> Path:
-    """config.json, and a file of weights that is a header and nothing else."""
+    """config.json, and a file of weights that is a header and a hole."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -35,6 +36,7 @@ def write(folder: Path, config: dict[str, Any], **dtype_to_bytes: int) -> Path:
         end += num_bytes
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(folder / "model.safetensors", 8 + len(text) + end)
     return folder
 
 

@@ -13,7 +13,7 @@ from hadal.core.config import CacheConfig, Deployment
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import read_model_config
 from hadal.runtime import resolve as module
-from hadal.runtime.resolve import fingerprint_of
+from hadal.runtime.resolve import digest_of_model, fingerprint_of
 
 SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
 NUM_TENSORS = 40
@@ -46,7 +46,8 @@ def model(folder: Path, *, seed: int = 1, scale: float = 1.0) -> Path:
 
 def of(folder: Path, dtype: str = "float32", **fields: object) -> str:
     deployment = msgspec.structs.replace(Deployment(model=str(folder), device="cpu"), **fields)  # type: ignore[arg-type]
-    return fingerprint_of(deployment, read_model_config(folder), dtype)
+    digest = digest_of_model(folder)
+    return fingerprint_of(deployment, read_model_config(folder), dtype, digest)
 
 
 @pytest.fixture(params=["whole", "sampled"])
@@ -136,10 +137,9 @@ def test_a_large_file_costs_a_few_reads(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(reads) < 1 << 20
 
 
-def test_off_means_no_reading(tmp_path: Path) -> None:
+def test_without_a_cache_there_is_none_and_without_a_model_no_digest(tmp_path: Path) -> None:
     folder = model(tmp_path / "a")
-    config = read_model_config(folder)
-    gone = Deployment(model=str(tmp_path / "gone"), device="cpu", cache=CacheConfig(memory="off"))
-    assert fingerprint_of(gone, config, "float32") == ""
+    off = Deployment(model=str(folder), device="cpu", cache=CacheConfig(memory="off"))
+    assert fingerprint_of(off, read_model_config(folder), "float32", "a digest") == ""
     with pytest.raises(CheckpointError, match="gone"):
-        fingerprint_of(msgspec.structs.replace(gone, cache=CacheConfig()), config, "float32")
+        digest_of_model(tmp_path / "gone")

@@ -4,6 +4,7 @@ mistakes named.
 
 import dataclasses
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,11 @@ def test_a_pool_of_only_the_scratch_block_is_refused() -> None:
 
 
 def write(path: Path, header: dict[str, Any]) -> None:
+    """A file of this header and, for its tensors, a hole."""
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
+    ends = [entry["data_offsets"][1] for entry in header.values() if "data_offsets" in entry]
+    os.truncate(path, 8 + len(text) + max(ends, default=0))
 
 
 def test_the_precision_is_that_of_most_bytes(tmp_path: Path) -> None:
@@ -142,6 +146,7 @@ def test_the_precision_is_that_of_most_bytes(tmp_path: Path) -> None:
         struct.pack("<Q", 2**60),
         struct.pack("<Q", 4) + b"nope",
         struct.pack("<Q", 9) + b'{"a": [1]}',
+        struct.pack("<Q", 49) + b'{"a": {"dtype": "F32", "data_offsets": [0, 900]}}' + bytes(899),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:

@@ -97,6 +97,8 @@ class Run:
     log_format: str = TEXT
     fingerprint: str = ""
     """What KV depends on besides its text (runtime/resolve); empty where the cache is off."""
+    model_digest: str = ""
+    """Of config.json and the weights that the server was started with (runtime/resolve)."""
     secret: bytes = field(default=b"", repr=False)
     """What its processes prove themselves by (core/handshake). It stands in `run.json` alone: in no
     name, argument, environment, log or recording.

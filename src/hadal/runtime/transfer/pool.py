@@ -286,8 +286,8 @@ def no_room(size: int) -> str:
     free_mb = found.f_bavail * found.f_frsize >> 20
     return (
         f"/dev/shm has {free_mb} MiB free; the KV needs {size >> 20} MiB more. Give the container"
-        " more (--shm-size), or lower kv_memory_mb under [prefill] and [decode] in the deployment"
-        " file."
+        " more (--shm-size), or lower kv_memory_mb (below a whole context: kv_blocks) under [prefill]"
+        " and [decode] in the deployment file."
     )
 
 
