@@ -130,6 +130,7 @@ class Call:
             min_tokens=versions[0].min_tokens,
             temperature=None,
             top_p=None,
+            top_k=None,
             sampling=Sampling(),
             seed=None,
             stops=stops,

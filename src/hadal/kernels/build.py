@@ -85,10 +85,10 @@ def instruction_set() -> str:
 
 def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
     """Return the compiled library, compiling it if it is not in the cache. Raises BuildError."""
-    compiler = [*_compiler(), *INSTRUCTION_SETS[instruction_set()]]
+    compiler, flags = _compiler(), (*FLAGS, *INSTRUCTION_SETS[instruction_set()])
     try:
         sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
-        key = _key(compiler, sources)
+        key = _key(compiler, flags, sources)
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         library = folder / f"kernels-{key}.so"
@@ -99,7 +99,7 @@ def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
             folder / f"kernels-{key}.lock", lambda: on_elapsed(time.monotonic() - start_s)
         ):
             if not library.exists():  # Another process may have built it while this one waited.
-                _compile(compiler, library, on_elapsed)
+                _compile([*compiler, *flags], library, on_elapsed)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(
             f"no kernels: {error}. HADAL_CACHE_DIR may name another folder to build in."
@@ -128,12 +128,12 @@ def _compiler() -> list[str]:
     )
 
 
-def _key(compiler: list[str], sources: list[Path]) -> str:
+def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> str:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, timeout=_VERSION_TIMEOUT_S, check=False
     )
     texts = [path.name.encode() + b"\0" + path.read_bytes() for path in sources]
-    parts = [*texts, " ".join((*compiler, *FLAGS)).encode(), version.stdout, _cpu_features()]
+    parts = [*texts, " ".join((*compiler, *flags)).encode(), version.stdout, _cpu_features()]
     return hashlib.sha256(b"\0\0".join(parts)).hexdigest()[:20]
 
 
@@ -163,11 +163,11 @@ def _only_one(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], library: Path, on_elapsed: OnElapsed) -> None:
+def _compile(compile_command: list[str], library: Path, on_elapsed: OnElapsed) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=library.parent)
     os.close(handle)
     try:
-        command = [*compiler, *FLAGS, str(SOURCES / MAIN_SOURCE), "-o", name]
+        command = [*compile_command, str(SOURCES / MAIN_SOURCE), "-o", name]
         code, said = _run(command, on_elapsed)
         if code != 0:
             raise BuildError(f"{shlex.join(command)} failed: {said.strip()[-800:]}")
