@@ -179,11 +179,11 @@ def test_the_key_names_what_decides_the_library(
 ) -> None:
     source = tmp_path / "a.cpp"
     source.write_text("1")
-    keys = {build._key(["echo"], [source])}
+    keys = {build._key(["echo"], build.FLAGS, [source])}
     source.write_text("2")
-    keys.add(build._key(["echo"], [source]))
+    keys.add(build._key(["echo"], build.FLAGS, [source]))
     monkeypatch.setattr(build, "FLAGS", ("-O0",))
-    keys.add(build._key(["echo"], [source]))
+    keys.add(build._key(["echo"], build.FLAGS, [source]))
     monkeypatch.setattr(build, "_cpu_features", lambda: b"another machine")
-    keys.add(build._key(["echo"], [source]))
+    keys.add(build._key(["echo"], build.FLAGS, [source]))
     assert len(keys) == 4
