@@ -250,10 +250,10 @@ def _ledger(ledger: LedgerConfig) -> LedgerConfig:
 def why_not_run(resolved: Resolved) -> list[str]:
     """Why this host cannot run a sound plan, one sentence each; empty if it can."""
     deployment, memory = resolved.deployment, resolved.memory
-    found = gpus() if deployment.device == "cuda" else ()
-    reasons = why_not_here(deployment, num_cores(), len(found))
+    reasons = _why_not_here(deployment)
     if reasons:
         return reasons
+    found = gpus() if deployment.device == "cuda" else ()
     kv_bytes = memory.kv_bytes
     if deployment.device == "cuda":
         prefill, decode = ranks_in_fp32(deployment, resolved.config)
@@ -265,6 +265,12 @@ def why_not_run(resolved: Resolved) -> list[str]:
     if kv_bytes > shm.f_bavail * shm.f_frsize:
         reasons.append(no_room(kv_bytes))
     return reasons
+
+
+def _why_not_here(deployment: Deployment) -> list[str]:
+    """What this host lacks of nodes, cores and GPUs."""
+    num_gpus = len(gpus()) if deployment.device == "cuda" else 0
+    return why_not_here(deployment, num_cores(), num_gpus)
 
 
 def _gpus_too_small(
@@ -292,6 +298,8 @@ def resolve(deployment: Deployment) -> Resolved:
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
     folder = Path(deployment.model)
+    if reasons := _why_not_here(deployment):
+        raise ConfigError(reasons[0])
     if not resolved.precision:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
     if deployment.device == "cpu":
