@@ -97,7 +97,7 @@ def _fits(folder: Path, memory_bytes: int | None, *, is_here: bool) -> Iterator[
     """
     from hadal.core.config import read_deployment
     from hadal.core.errors import ConfigError
-    from hadal.runtime.memory import gb, tokens_with_room
+    from hadal.runtime.memory import tokens_with_room, why_not_fit
     from hadal.runtime.resolve import plan, shipped_deployments, why_not_run
 
     for file in shipped_deployments():
@@ -111,11 +111,8 @@ def _fits(folder: Path, memory_bytes: int | None, *, is_here: bool) -> Iterator[
         reasons = why_not_run(resolved) if is_here or not is_on_cpu else []
         if is_on_cpu and memory_bytes is not None:
             kv_tokens = tokens_with_room(memory, memory_bytes)
-            if memory.total_bytes > memory_bytes:
-                reasons = [
-                    f"{gb(memory.total_bytes)} are needed, {gb(memory.weight_bytes)} of them for"
-                    f" weights, and there are {gb(memory_bytes)}."
-                ]
+            if too_big := why_not_fit(memory, memory_bytes):
+                reasons = [too_big]
         yield Fit(file.stem, memory.total_bytes, kv_tokens, reasons[0] if reasons else "")
 
 

@@ -83,6 +83,13 @@ def instruction_set() -> str:
     return asked
 
 
+def check_asked(found: str) -> None:
+    """Raise BuildError where an instruction set was named and this one is had instead."""
+    asked = instruction_set()
+    if asked not in (BEST, found):
+        raise BuildError(f"{KERNELS} is {asked!r}, and this processor gives {found}.")
+
+
 def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
     """Return the compiled library, compiling it if it is not in the cache. Raises BuildError."""
     compiler, flags = _compiler(), (*FLAGS, *INSTRUCTION_SETS[instruction_set()])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.kernels.build import PLAIN, BuildError, OnElapsed, build, instruction_set
+from hadal.kernels.build import PLAIN, BuildError, OnElapsed, build, check_asked, instruction_set
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 _log = logging.getLogger(__name__)
@@ -85,18 +85,22 @@ def load() -> ctypes.CDLL | None:
         if instruction_set() == PLAIN:
             _log.info("HADAL_KERNELS=plain: every op runs in plain torch")
             return None
-        path = build(_Tell())
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(build(_Tell())))
+        _declare(library)
+        check_asked(library.hadal_isa().decode())
     except (BuildError, OSError) as error:
         _log.warning(
             "there are no CPU kernels, and every op runs in plain torch, slower: %s", error
         )
         return None
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
     for name, (arguments, result) in _ABI.items():
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in arguments]
         function.restype = result
-    return library
 
 
 def prepare(on_elapsed: OnElapsed) -> None:
@@ -185,7 +189,9 @@ def address(weight: Matrix | MlpWeights | Experts) -> int:
 
 
 def _describe(weight: Matrix | MlpWeights | Experts) -> Any:
-    """The structure that C reads; None where the kernels do not take the weight."""
+    """The structure that C reads; None where the kernels do not take the weight. Raises ValueError
+    where shapes of one network, or of experts, do not match.
+    """
     try:
         return _described[weight]
     except KeyError:
@@ -197,14 +203,18 @@ def _structure_of(weight: Matrix | MlpWeights | Experts) -> Any:
     if isinstance(weight, Matrix):
         return _matrix_of(weight)
     if isinstance(weight, MlpWeights):
+        check_shape("up", weight.up, weight.gate.shape)
+        check_shape("down", weight.down, weight.gate.shape[::-1])
         parts = [_matrix_of(matrix) for matrix in (weight.gate, weight.up, weight.down)]
         return None if None in parts else _Mlp(*parts)
+    for mlp in filter(None, weight.slots):
+        check_shape("an expert's gate", mlp.gate, weight.shape)
     mlps = [_Mlp() if mlp is None else _structure_of(mlp) for mlp in weight.slots]
     return None if None in mlps else (_Mlp * len(mlps))(*mlps)
 
 
 def _matrix_of(matrix: Matrix) -> _Matrix | None:
-    values, scales = matrix.parts if matrix.scales is not None else (matrix.values, None)
+    values, scales = matrix.values, matrix.scales
     code = _TYPE_CODES.get(values.dtype)
     if code is None or any(x.device.type != "cpu" or not x.is_contiguous() for x in matrix.parts):
         return None

@@ -224,11 +224,9 @@ def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> 
     if lib is None or not library.fits(x_TD, weights_TK) or not library.takes(held):
         return twin.experts(x_TD, held, ids_TK, weights_TK)
     num_tokens, dim = x_TD.shape
-    width = next((mlp.gate.shape[0] for mlp in held.slots if mlp is not None), 1)
-    top_k = ids_TK.shape[-1]
-    for mlp in held.slots[:1]:
-        if mlp is not None:
-            library.check_shape("an expert's gate", mlp.gate, (width, dim))
+    top_k, (width, held_dim) = ids_TK.shape[-1], held.shape
+    if width and held_dim != dim:
+        raise ValueError(f"tokens have {dim} values, and an expert's gate takes {held_dim}.")
     library.check_shape("ids_TK", ids_TK, (num_tokens, top_k))
     library.check_shape("weights_TK", weights_TK, (num_tokens, top_k))
     ids_TK = library.as_int(ids_TK, torch.int64)
@@ -241,7 +239,7 @@ def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> 
             dim,
             library.address(held),
             len(held),
-            width,
+            max(width, 1),
             ids_TK.data_ptr(),
             weights_TK.data_ptr(),
             top_k,

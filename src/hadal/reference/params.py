@@ -65,9 +65,10 @@ class Matrix:
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """Rows [T, K] of the ids, FP32 where they are codes or on a CPU, else as they are stored."""
-        if self.scales is not None:
-            return self.dense()[ids_T]
         found_TK = self.values[ids_T]
+        if self.scales is not None:
+            block = 1, self.block[1]
+            return Matrix(found_TK, self.scales[ids_T // self.block[0]], block).dense()
         return found_TK.float() if found_TK.device.type == "cpu" else found_TK
 
 
@@ -124,6 +125,11 @@ class Experts:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(I, D) of the experts that are held; (0, 0) where none is."""
+        return next((mlp.gate.shape for mlp in self.slots if mlp is not None), (0, 0))
 
     def __getitem__(self, index: int) -> MlpWeights:
         """Raises IndexError if there is no such expert, or its slot is empty."""

@@ -255,6 +255,29 @@ def kv_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
     return config.num_hidden_layers * config.latent_dim * precision.kv
 
 
+def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
+    """What is too much for a host of this memory, and what would make it fit; empty where it fits."""
+    if plan.total_bytes <= there_bytes:
+        return ""
+    beside = plan.total_bytes - plan.weight_bytes
+    parts = f"weights {gb(plan.weight_bytes)}, KV {gb(plan.kv_bytes)}"
+    if beside > plan.kv_bytes:
+        parts += f", buffers {gb(beside - plan.kv_bytes)}"
+    if plan.total_bytes - plan.kv_bytes < there_bytes:
+        remedy = (
+            "Lower prefill.kv_memory_mb and decode.kv_memory_mb (below a whole context: kv_blocks)."
+        )
+    else:
+        remedy = (
+            "The weights alone do not fit: take a checkpoint in FP8, a smaller model, or a machine"
+            f" with {gb(plan.total_bytes)}."
+        )
+    return (
+        f"{gb(plan.total_bytes)} are needed ({parts}), and there are {gb(there_bytes)} of memory."
+        f" {remedy}"
+    )
+
+
 def tokens_with_room(plan: MemoryPlan, memory_bytes: int) -> int:
     """Tokens that each rank's pool could hold if the plan's weights and buffers lay in so much
     memory and its pools shared the rest equally; 0 where the rest is none.

@@ -24,7 +24,7 @@ from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
-from hadal.kernels.build import KERNELS, PLAIN
+from hadal.kernels.build import KERNELS, PLAIN, BuildError, instruction_set
 from hadal.kv.names import VERSION
 from hadal.runtime.devices import gpus
 from hadal.runtime.ledger.store import ledger_url
@@ -37,6 +37,7 @@ from hadal.runtime.memory import (
     plan_memory,
     ranks_in_fp32,
     stored_weights,
+    why_not_fit,
     with_blocks,
 )
 from hadal.runtime.topology import device_index, place_units, why_not_here
@@ -228,9 +229,12 @@ def plan(deployment: Deployment) -> Resolved:
     )
     stored = stored_weights(folder)
     precision = stored.precision if stored is not None else ""
+    try:
+        is_plain = instruction_set() == PLAIN
+    except BuildError as error:
+        raise ConfigError(str(error)) from None
     # Without kernels everything is converted, for torch computes in FP32.
-    held = "F32" if os.environ.get(KERNELS) == PLAIN else precision
-    memory = plan_memory(deployment, config, held)
+    memory = plan_memory(deployment, config, "F32" if is_plain else precision)
     memory = dataclasses.replace(
         memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory))
     )
@@ -302,8 +306,9 @@ def resolve(deployment: Deployment) -> Resolved:
         raise ConfigError(reasons[0])
     if not resolved.precision:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
-    if deployment.device == "cpu":
-        _check_host_memory(memory)
+    there_bytes = memory_bytes() if deployment.device == "cpu" else None
+    if there_bytes is not None and (reason := why_not_fit(memory, there_bytes)):
+        raise ConfigError(reason)
     if reasons := why_not_run(resolved):
         raise ConfigError(reasons[0])
     if deployment.handover == "nixl":
@@ -376,29 +381,6 @@ def num_cores() -> int:
         return max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # No such file, or "max".
         return cores
-
-
-def _check_host_memory(memory: MemoryPlan) -> None:
-    """Raise ConfigError where weights, KV and buffers are more than this machine's memory."""
-    there = memory_bytes()
-    if there is None or memory.total_bytes <= there:
-        return
-    beside = memory.total_bytes - memory.weight_bytes
-    parts = f"weights {gb(memory.weight_bytes)}, KV {gb(memory.kv_bytes)}"
-    if beside > memory.kv_bytes:
-        parts += f", buffers {gb(beside - memory.kv_bytes)}"
-    if memory.total_bytes - memory.kv_bytes < there:
-        remedy = (
-            "Lower prefill.kv_memory_mb and decode.kv_memory_mb (below a whole context: kv_blocks)."
-        )
-    else:
-        remedy = (
-            "The weights alone do not fit: take a checkpoint in FP8, a smaller model, or a machine"
-            f" with {gb(memory.total_bytes)}."
-        )
-    raise ConfigError(
-        f"{gb(memory.total_bytes)} are needed ({parts}), and this machine has {gb(there)}. {remedy}"
-    )
 
 
 def available_bytes() -> int | None:

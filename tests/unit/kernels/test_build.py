@@ -46,6 +46,17 @@ def test_the_plain_path_can_be_forced(
     assert fresh_load.text.count("plain torch") == 1
 
 
+def test_an_instruction_set_that_the_processor_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HADAL_KERNELS", "avx512")
+    build.check_asked("avx512")
+    with pytest.raises(build.BuildError, match="'avx512', and this processor gives avx2"):
+        build.check_asked("avx2")
+    monkeypatch.delenv("HADAL_KERNELS")
+    build.check_asked("avx2")
+
+
 def test_no_compiler_is_logged_once_and_the_plain_path_runs(
     fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

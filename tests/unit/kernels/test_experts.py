@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hadal.kernels.ops import experts
 from hadal.reference import ops as twin
-from hadal.reference.params import Experts
+from hadal.reference.params import Experts, MlpWeights
 from tests.stored import KINDS, stored_experts
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -94,6 +94,19 @@ def test_an_empty_slot_is_refused() -> None:
     ids[3, 1] = 4
     with pytest.raises(ValueError, match="replica"):
         experts(x, without, ids, weights)
+
+
+def test_experts_of_other_shapes_are_refused_wherever_they_stand() -> None:
+    x, held, ids, weights = case(4, 20, 12, 5, 2)
+    _, wide, _, _ = case(4, 24, 12, 5, 2)
+    with pytest.raises(ValueError, match="20 values, and an expert's gate takes 24"):
+        experts(x, Experts((None, *wide.slots[1:])), ids.clamp(min=1), weights)
+    with pytest.raises(ValueError, match="gate has shape"):
+        experts(x, Experts((*held.slots[:4], wide.slots[4])), ids, weights)
+    one = held.slots[0]
+    assert one is not None
+    with pytest.raises(ValueError, match="down has shape"):
+        experts(x, Experts((MlpWeights(one.gate, one.up, one.up),)), ids * 0, weights)
 
 
 def test_bad_input_is_refused() -> None:

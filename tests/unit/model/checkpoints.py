@@ -122,12 +122,16 @@ def save_random(folder: Path, changes: dict[str, Any], seed: int) -> Any:
     transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**_BASE, **changes})).eval()
-    # Norms of 1 and a bias of 0 would hide mistakes.
+    shake(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def shake(model: Any) -> None:
+    """Draw norms and biases: norms of 1 and a bias of 0 would hide mistakes."""
     for key, parameter in model.named_parameters():
         if "norm" in key:
             parameter.data.uniform_(0.5, 1.5)
     for key, buffer in model.named_buffers():
         if "e_score_correction_bias" in key:
             buffer.normal_(0.0, 0.2)
-    model.save_pretrained(folder)
-    return model

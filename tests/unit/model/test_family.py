@@ -22,6 +22,7 @@ from hadal.model.mtp import MtpModule
 from hadal.reference.model import forward, mtp, no_latents
 from hadal.reference.params import ModelWeights
 from tests.family import CONFIGS, small
+from tests.unit.model.checkpoints import shake
 from tests.unit.model.test_deepseek import TOLERANCE, difference
 
 NUM_TOKENS = 100
@@ -59,12 +60,7 @@ def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> 
         if is_glm
         else DeepseekV3ForCausalLM(DeepseekV3Config(**theirs))
     )
-    for key, parameter in model.named_parameters():
-        if "norm" in key:
-            parameter.data.uniform_(0.5, 1.5)
-    for key, buffer in model.named_buffers():
-        if "e_score_correction_bias" in key:
-            buffer.normal_(0.0, 0.2)
+    shake(model)
     model.eval().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return model

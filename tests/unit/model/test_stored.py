@@ -22,7 +22,7 @@ from hadal.model.deepseek import DeepseekV3
 from hadal.reference.model import forward, no_latents
 from hadal.reference.params import FP8, Matrix, ModelWeights
 from hadal.runtime.resolve import model_folder
-from tests.stored import KINDS
+from tests.stored import KINDS, stored
 from tests.unit.kernels.shapes import odd_config, random_weights
 
 NUM_TOKENS = 150
@@ -169,7 +169,7 @@ def test_pages_are_in_memory_once_for_all_processes() -> None:
     print(
         f"{num_bytes / 1e6:.1f} MB of weights, proportional set size of three processes {pss / 1e6:.1f} MB"
     )
-    assert pss < 1.2 * num_bytes
+    assert 0.9 * num_bytes < pss < 1.2 * num_bytes, "copied, or not shared"
 
 
 def parts(weights: ModelWeights) -> list[Tensor]:
@@ -187,6 +187,13 @@ def mapped_pss(pid: int, folder: Path) -> int:
         elif is_ours and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_of_the_whole(kind: str) -> None:
+    matrix = stored(torch.randn(300, 200, generator=torch.Generator().manual_seed(2)), kind)
+    ids = torch.tensor([299, 0, 127, 128, 128])
+    assert torch.equal(matrix.rows(ids), matrix.dense()[ids])
 
 
 def test_blocks_that_no_kernel_takes_are_converted() -> None:

@@ -122,6 +122,24 @@ def test_too_little_shared_memory_says_what_to_do() -> None:
         resolve(Deployment(prefill=UnitsConfig(kv_memory_mb=1 << 30)))
 
 
+@pytest.mark.parametrize(
+    ("there_bytes", "remedy"),
+    [(100_000_000, r"Lower prefill\.kv_memory_mb"), (10_000_000, "weights alone do not fit")],
+)
+def test_more_than_the_machine_has_is_refused_with_what_would_fit(
+    there_bytes: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve_module, "memory_bytes", lambda: there_bytes)
+    with pytest.raises(ConfigError, match=rf"weights .* MB, KV .*{remedy}"):
+        resolve(Deployment())
+
+
+def test_an_instruction_set_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAL_KERNELS", "AVX2")
+    with pytest.raises(ConfigError, match="'AVX2'; it may be one of plain, best, amx"):
+        resolve(Deployment())
+
+
 def test_too_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "available_bytes", lambda: 1 << 20)
     assert "want of memory" in resolve(Deployment()).memory.warnings[-1]

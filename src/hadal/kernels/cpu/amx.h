@@ -124,12 +124,13 @@ struct Panel {
     int num_tokens, num_parts, num_steps;  // steps of 32 along K
     uint16_t* values;
     float* scales;  // [blocks of 128 along K, num_tokens rounded up to 16]: of rounded tokens
+    int padded() const { return (num_tokens + 15) / 16 * 16; }
     int tile_columns(int m) const { return min_int(16, num_tokens - m); }
     // A tile that is not full is packed as narrow as it is: a single token takes a sixteenth of the memory. Its lines
     // are read 16 tokens wide all the same; what stands behind a line makes columns that nobody looks at.
     long tile_size(int columns) const { return long(num_steps) * num_parts * 16 * columns * 2; }
     uint16_t* tile(int m) const { return values + m / 16 * tile_size(16); }
-    float* scales_of(int block) const { return scales + long(block) * ((num_tokens + 15) / 16 * 16); }
+    float* scales_of(int block) const { return scales + long(block) * padded(); }
 };
 
 // 32 of K, from k on, of `columns` tokens.
@@ -312,12 +313,9 @@ struct Pending {
 // c: two times [64, 16].
 inline void multiply_panel(Widener& widener, const Matrix& w, int n, int rows, const Panel& panel, float* c,
                            float* total) {
-    const int K = w.columns, padded = (panel.num_tokens + 15) / 16 * 16;
-    const int num_tiles = (rows + kTileRows - 1) / kTileRows;
-    const int scales_across = w.scales ? (K + w.block_columns - 1) / w.block_columns : 0;
+    const int K = w.columns, padded = panel.padded(), num_tiles = (rows + kTileRows - 1) / kTileRows;
     const float* scales[kRowsHigh];
-    for (int r = 0; w.scales && r < rows; r++)
-        scales[r] = w.scales + long((w.first_row + n + r) / w.block_rows) * scales_across;
+    for (int r = 0; w.scales && r < rows; r++) scales[r] = w.scales_of(n + r);
     float scale[2][kRowsHigh];
     Pending pending{};
     int run = 0;
@@ -376,7 +374,7 @@ inline void tile_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0
     _tile_loadconfig(&kTileConfig);
     for (int m0 = 0; m0 < M; m0 += most) {
         Panel panel{min_int(most, M - m0), num_parts, num_steps, nullptr, nullptr};
-        const int padded = (panel.num_tokens + 15) / 16 * 16;
+        const int padded = panel.padded();
         const size_t values = size_t(padded) * size_t(token_values) + 32;  // a line read past the last token's
         panel.values = packed_memory.take<uint16_t>(values + (is_rounded ? size_t(2 * num_blocks * padded) : 0));
         if (is_rounded) {

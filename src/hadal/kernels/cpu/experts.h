@@ -74,7 +74,7 @@ inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1,
         }
     };
 #if defined(HADAL_AMX)
-    if (kHasTiles && gate.is_tiled && up.is_tiled) {
+    if (kHasTiles && gate.is_tiled && up.is_tiled && gate.is_rounding_inputs == up.is_rounding_inputs) {
         tile_gemm<2>(row, job.num_tokens, {&gate, &up}, i0, i1, {to_gate, to_up});
         return activate(i0, i1);
     }

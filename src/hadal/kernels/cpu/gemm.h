@@ -257,9 +257,11 @@ template <int MT, int NR, bool IS_FP8>
 HADAL_INLINE void stored_tile(const float* const* x, const Matrix& w, int n, int k0, int K, Quad* out) {
     V acc[MT][NR], lifted[NR];
     const char* row[NR];
+    const float* scale_at[NR];
 #pragma GCC unroll 4
     for (int r = 0; r < NR; r++) {
         row[r] = w.row(n + r);
+        scale_at[r] = IS_FP8 ? w.scales_of(n + r) + k0 / w.block_columns : nullptr;
         lifted[r] = v_zero();
 #pragma GCC unroll 2
         for (int m = 0; m < MT; m++) acc[m][r] = v_zero();
@@ -284,10 +286,11 @@ HADAL_INLINE void stored_tile(const float* const* x, const Matrix& w, int n, int
             for (int m = 0; m < MT; m++) acc[m][r] = v_fma(xv[m], wv, acc[m][r]);
         }
     };
+    // A piece of K begins where a block of columns does: kDepthBlock is whole blocks, or all of K is one piece.
     for (int k = k0, end = k0 + K; k < end;) {
-        const int stop = IS_FP8 ? min_int(end, (k / w.block_columns + 1) * w.block_columns) : end;
+        const int stop = IS_FP8 ? min_int(end, k + w.block_columns - k % w.block_columns) : end;
         if (IS_FP8)
-            for (int r = 0; r < NR; r++) lifted[r] = v_set(w.scale(n + r, k) * kFp8Lift);
+            for (int r = 0; r < NR; r++) lifted[r] = v_set(*scale_at[r]++ * kFp8Lift);
         for (; k + W <= stop; k += W) {
             if (k % 64 == 0)
                 for (int r = 0; r < NR; r++) __builtin_prefetch(row[r] + long(k) * kWeightBytes[w.type] + kStoredAhead, 0, 2);

@@ -31,9 +31,10 @@ struct Matrix {  // filled by Python, field for field
         rest.first_row += n;
         return rest;
     }
-    float scale(int n, int k) const {
+    // Row n's scales, one per block of columns. Divides: to be asked once for a row, not for each of its blocks.
+    const float* scales_of(int n) const {
         const int across = (columns + block_columns - 1) / block_columns;
-        return scales[long((first_row + n) / block_rows) * across + k / block_columns];
+        return scales + long((first_row + n) / block_rows) * across;
     }
 };
 
@@ -84,10 +85,11 @@ inline void widen_row(const Matrix& w, int row, int k, int n, float* to) {
         for (; i < n; i++) to[i] = float_of(uint32_t(at[i]) << 16);
     } else {
         const uint8_t* at = reinterpret_cast<const uint8_t*>(from);
-        for (int i = 0; i < n;) {
-            const float scale = w.scale(row, k + i);
+        const float* scale_at = w.scales_of(row) + k / w.block_columns;
+        for (int i = 0, end = w.block_columns - k % w.block_columns; i < n; end += w.block_columns) {
+            const float scale = *scale_at++;
             const V lifted = v_set(scale * kFp8Lift);
-            const int end = min_int(n, i + w.block_columns - (k + i) % w.block_columns);
+            end = min_int(n, end);
             for (; i + W <= end; i += W) v_store(to + i, v_of_fp8(at + i) * lifted);
             for (; i < end; i++) to[i] = e4m3_value(at[i]) * scale;
         }
