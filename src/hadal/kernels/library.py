@@ -144,7 +144,7 @@ def fits(*tensors: Tensor) -> bool:
 
 
 # A weight as C reads it (cpu/weight.h, Matrix; cpu/experts.h, MlpMatrices): addresses and what lies
-# there, made when it is first multiplied and kept as long as the weight.
+# there, made when it is first asked for and kept as long as the weight.
 
 
 class _Matrix(ctypes.Structure):
@@ -154,8 +154,6 @@ class _Matrix(ctypes.Structure):
             "type",
             "columns",
             "first_row",
-            "block_rows",
-            "block_columns",
             "is_tiled",
             "is_rounding_inputs",
         )
@@ -167,8 +165,10 @@ class _Mlp(ctypes.Structure):
 
 
 _TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
-_SCALE_COLUMNS = 128
-"""Sums over so many columns have one scale (cpu/amx.h): blocks must be whole multiples of them."""
+SCALE_BLOCK = (128, 128)
+"""Rows and columns that share a scale, in every released checkpoint (cpu/weight.h): what has other
+blocks is multiplied by the twin.
+"""
 TILED_COLUMNS = 512
 """Tile units multiply matrices of so many columns and more: a smaller one is multiplied sooner than
 its tokens are packed. The shape decides and not the batch, which may not change a bit.
@@ -180,15 +180,15 @@ _described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
 
 def takes(*weights: Matrix | MlpWeights | Experts | None) -> bool:
     """Whether the kernels can multiply all these weights as they are."""
-    return all(_describe(weight) is not None for weight in weights if weight is not None)
+    return all(describe(weight) is not None for weight in weights if weight is not None)
 
 
 def address(weight: Matrix | MlpWeights | Experts) -> int:
     """Where C finds the weight, which the kernels take."""
-    return ctypes.addressof(_describe(weight))
+    return ctypes.addressof(describe(weight))
 
 
-def _describe(weight: Matrix | MlpWeights | Experts) -> Any:
+def describe(weight: Matrix | MlpWeights | Experts) -> Any:
     """The structure that C reads; None where the kernels do not take the weight. Raises ValueError
     where shapes of one network, or of experts, do not match.
     """
@@ -209,7 +209,8 @@ def _structure_of(weight: Matrix | MlpWeights | Experts) -> Any:
         return None if None in parts else _Mlp(*parts)
     for mlp in filter(None, weight.slots):
         check_shape("an expert's gate", mlp.gate, weight.shape)
-    mlps = [_Mlp() if mlp is None else _structure_of(mlp) for mlp in weight.slots]
+    # Each expert's own is kept: of a layer whose experts change, only the new ones are described.
+    mlps = [_Mlp() if mlp is None else describe(mlp) for mlp in weight.slots]
     return None if None in mlps else (_Mlp * len(mlps))(*mlps)
 
 
@@ -218,8 +219,7 @@ def _matrix_of(matrix: Matrix) -> _Matrix | None:
     code = _TYPE_CODES.get(values.dtype)
     if code is None or any(x.device.type != "cpu" or not x.is_contiguous() for x in matrix.parts):
         return None
-    rows, columns = matrix.block
-    if scales is not None and (columns % _SCALE_COLUMNS or scales.dtype is not torch.float32):
+    if scales is not None and (matrix.block != SCALE_BLOCK or scales.dtype is not torch.float32):
         return None
     return _Matrix(
         values.data_ptr(),
@@ -227,8 +227,6 @@ def _matrix_of(matrix: Matrix) -> _Matrix | None:
         code,
         matrix.shape[1],
         0,
-        rows,
-        columns,
         code != 0 and matrix.shape[1] >= TILED_COLUMNS,
         matrix.is_rounding_inputs,
     )

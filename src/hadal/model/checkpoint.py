@@ -23,7 +23,7 @@ from hadal.core.documents import cut, read_json, shown
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.placement import EMPTY
-from hadal.core.plans import SCALE_GROUP
+from hadal.kernels.library import SCALE_BLOCK
 from hadal.reference.codec import num_scales
 from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
@@ -254,8 +254,9 @@ class Conversion:
     def __call__(self, stored: Matrix) -> Matrix:
         dtype = self.dtype
         is_fp8 = stored.scales is not None
-        if dtype is None and is_fp8 and stored.block[1] % SCALE_GROUP:
-            dtype = torch.float32  # Blocks that no checkpoint of the family has, and no kernel.
+        if dtype is None and is_fp8 and stored.block != SCALE_BLOCK:
+            # No kernel takes it, and the twin would convert it in every step.
+            dtype = torch.float32
         if dtype is not None:
             # A copy in any case: what is converted does not hang on the file.
             stored = Matrix(stored.dense(dtype).to(self.device, copy=stored.values.dtype == dtype))

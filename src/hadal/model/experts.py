@@ -38,6 +38,7 @@ from hadal.core.errors import HadalError, InvariantError
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import EMPTY, Placement, flip_arrays
 from hadal.core.plans import Formed, FormPlan, LayerFlip, Source, Staged, StagePlan
+from hadal.kernels.library import describe
 from hadal.model.checkpoint import AS_FP32, Checkpoint, Conversion, read_expert
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference.params import Experts, MlpWeights, ModelWeights
@@ -68,6 +69,9 @@ class _HeldLayer:
         if len(slots) != len(experts):
             raise ValueError(f"{len(slots)} slots for the weights of {len(experts)} experts.")
         filled = {expert: slot for slot, expert in enumerate(slots) if expert != EMPTY}
+        # Kernels are told of them here, where no step waits: that takes 4 ms for 256 experts, of
+        # which the first step would make a price.
+        describe(experts)
         return cls(slots, experts, filled)
 
     def weights(self, expert: int) -> MlpWeights | None:

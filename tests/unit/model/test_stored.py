@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -137,9 +138,12 @@ def test_matrices_are_pages_of_the_files() -> None:
     assert library.load() is None or DeepseekV3(weights, KvCache(weights.config, 2)).has_fused_step
 
 
-def test_pages_are_in_memory_once_for_all_processes() -> None:
-    """Two children touch every page after this process did: each has its share of them alone."""
-    folder = model_folder("")
+def test_pages_are_in_memory_once_for_all_processes(tmp_path: Path) -> None:
+    """Two children touch every page after this process did: each has its share of them alone. Of
+    files that no other test's server maps.
+    """
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(""), folder)
     weights = load_weights(folder, held=AS_STORED)
     touched = sum(int(part.view(torch.uint8).sum(dtype=torch.int64)) for part in parts(weights))
     assert touched
@@ -200,6 +204,8 @@ def test_blocks_that_no_kernel_takes_are_converted() -> None:
     codes = torch.ones(8, 96).to(FP8)
     converted = Conversion()(Matrix(codes, torch.full((1, 2), 0.5), (128, 64)))
     assert torch.equal(converted.values, torch.full((8, 96), 0.5))
+    tall = Conversion()(Matrix(codes, torch.full((1, 1), 0.5), (64, 128)))
+    assert tall.values.dtype is torch.float32
     kept = Matrix(codes, torch.full((1, 1), 0.5))
     assert Conversion()(kept).values is codes
     assert Conversion(is_rounding_inputs=True)(kept).is_rounding_inputs

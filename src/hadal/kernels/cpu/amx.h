@@ -35,7 +35,7 @@ inline const bool kHasTiles = ask_for_tiles();
 constexpr int kTileRows = 16, kTileDepth = 32;
 constexpr int kTilesHigh = 4;                          // C tiles that share a B
 constexpr int kRowsHigh = kTilesHigh * kTileRows;
-constexpr int kScaleDepth = 128;                       // of K, before the scale
+constexpr int kScaleDepth = kScaleBlock;               // of K, before the scale
 constexpr int kTileValues = kTileRows * kTileDepth;    // of a BF16 tile, 1 KiB
 constexpr int kAhead = 2 * kScaleDepth;                // of K: how far ahead of its use W is fetched
 constexpr int kMostParts = 3;                          // BF16s that make an FP32
@@ -322,7 +322,7 @@ inline void multiply_panel(Widener& widener, const Matrix& w, int n, int rows, c
     for (int k = 0, chunk = 0; k < K; k += kScaleDepth, chunk ^= 1) {
         const int steps = (min_int(kScaleDepth, K - k) + kTileDepth - 1) / kTileDepth;
         const uint16_t* a = widener.finish();
-        const int scale_index = w.scales ? k / w.block_columns : 0;
+        const int scale_index = k / kScaleBlock;
         for (int r = 0; r < rows; r++) scale[chunk][r] = w.scales ? scales[r][scale_index] * kFp8Lift : 1.0f;
         const float* token_scale = panel.scales ? panel.scales_of(k / kScaleDepth) : nullptr;
         const int share = (kRowsHigh * 16 + steps * padded - 1) / (steps * padded);  // of the next chunk's rows

@@ -261,7 +261,7 @@ HADAL_INLINE void stored_tile(const float* const* x, const Matrix& w, int n, int
 #pragma GCC unroll 4
     for (int r = 0; r < NR; r++) {
         row[r] = w.row(n + r);
-        scale_at[r] = IS_FP8 ? w.scales_of(n + r) + k0 / w.block_columns : nullptr;
+        scale_at[r] = IS_FP8 ? w.scales_of(n + r) + k0 / kScaleBlock : nullptr;
         lifted[r] = v_zero();
 #pragma GCC unroll 2
         for (int m = 0; m < MT; m++) acc[m][r] = v_zero();
@@ -288,7 +288,7 @@ HADAL_INLINE void stored_tile(const float* const* x, const Matrix& w, int n, int
     };
     // A piece of K begins where a block of columns does: kDepthBlock is whole blocks, or all of K is one piece.
     for (int k = k0, end = k0 + K; k < end;) {
-        const int stop = IS_FP8 ? min_int(end, k + w.block_columns - k % w.block_columns) : end;
+        const int stop = IS_FP8 ? min_int(end, k + kScaleBlock - k % kScaleBlock) : end;
         if (IS_FP8)
             for (int r = 0; r < NR; r++) lifted[r] = v_set(*scale_at[r]++ * kFp8Lift);
         for (; k + W <= stop; k += W) {

@@ -12,14 +12,14 @@ HADAL_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
 enum WeightType { kWeightFp32 = 0, kWeightBf16 = 1, kWeightFp8 = 2 };
 constexpr int kWeightBytes[] = {4, 2, 1};  // of one value, by type
+constexpr int kScaleBlock = 128;           // rows, and columns, that share a scale: as DeepSeek-V3 is released
 
 struct Matrix {  // filled by Python, field for field
     const char* data;     // rows of `columns` values, without gaps
-    const float* scales;  // [blocks of rows, blocks of columns]; FP8 alone
+    const float* scales;  // [blocks of 128 rows, blocks of 128 columns]; FP8 alone
     int32_t type;
     int32_t columns;
-    int32_t first_row;  // of this view, in the matrix whose blocks the scales count
-    int32_t block_rows, block_columns;
+    int32_t first_row;           // of this view, in the matrix whose blocks the scales count
     int32_t is_tiled;            // whether the tile units multiply it, where there are any (amx.h); not FP32
     int32_t is_rounding_inputs;  // what it is multiplied by is rounded to E4M3, too: 1x128, as for dispatch
 
@@ -31,10 +31,9 @@ struct Matrix {  // filled by Python, field for field
         rest.first_row += n;
         return rest;
     }
-    // Row n's scales, one per block of columns. Divides: to be asked once for a row, not for each of its blocks.
+    // Row n's scales, one per block of columns.
     const float* scales_of(int n) const {
-        const int across = (columns + block_columns - 1) / block_columns;
-        return scales + long((first_row + n) / block_rows) * across;
+        return scales + long((first_row + n) / kScaleBlock) * ((columns + kScaleBlock - 1) / kScaleBlock);
     }
 };
 
@@ -85,8 +84,8 @@ inline void widen_row(const Matrix& w, int row, int k, int n, float* to) {
         for (; i < n; i++) to[i] = float_of(uint32_t(at[i]) << 16);
     } else {
         const uint8_t* at = reinterpret_cast<const uint8_t*>(from);
-        const float* scale_at = w.scales_of(row) + k / w.block_columns;
-        for (int i = 0, end = w.block_columns - k % w.block_columns; i < n; end += w.block_columns) {
+        const float* scale_at = w.scales_of(row) + k / kScaleBlock;
+        for (int i = 0, end = kScaleBlock - k % kScaleBlock; i < n; end += kScaleBlock) {
             const float scale = *scale_at++;
             const V lifted = v_set(scale * kFp8Lift);
             end = min_int(n, end);
