@@ -134,7 +134,9 @@ class ZmqWire:
         loop.add_reader(descriptor, _resolve, readable)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(readable, timeout_s)
+                # Not wait_for: a cancellation that comes with a message is lost in it.
+                async with asyncio.timeout(timeout_s):
+                    await readable
         finally:
             loop.remove_reader(descriptor)
         return self._drain()

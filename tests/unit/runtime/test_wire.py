@@ -4,6 +4,7 @@ never a crash.
 
 import asyncio
 import os
+import select
 import tempfile
 import threading
 import time
@@ -201,5 +202,26 @@ def test_the_same_in_an_event_loop(folder: Path) -> None:
         return got
 
     assert asyncio.run(receive()) == [Cancel(str(i), i) for i in range(count)]
+    a.close()
+    b.close()
+
+
+def test_a_wait_is_cancelled_though_a_message_comes_at_that_moment(folder: Path) -> None:
+    """Else a gateway that ends goes on for as long as its supervisor lets it."""
+    a, b = ZmqWire("a", folder), ZmqWire("b", folder)
+
+    async def cancelled() -> bool:
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(b.receive_async(5.0))
+        await asyncio.sleep(0)
+        a.send("b", Cancel("r", 0))
+        descriptor = b._pull.FD
+        assert select.select([descriptor], [], [], 5.0)[0]
+        # Between the descriptor's turn of the loop and that of the task it wakes.
+        loop.call_soon(loop.call_soon, task.cancel)
+        await asyncio.wait({task}, timeout=2.0)
+        return task.cancelled()
+
+    assert asyncio.run(cancelled())
     a.close()
     b.close()
