@@ -2,9 +2,8 @@
 
     python -m tests.suite [OPTIONS OF PYTEST]
 
-    pure         what needs nothing but a processor, on all cores, at the lowest priority,
-                 beside the others:
-    undisturbed  what serves, and whose claim is about times: one test after the other
+    pure         what needs nothing but a processor, on all cores, at the lowest priority  ┐ together
+    undisturbed  what serves, and whose claim is about times: one test after the other     ┘
     serving      all else that serves or waits, on all cores
 
 A test whose claim is about times (who notices whom within a second, who waits for whom) or that takes
@@ -70,7 +69,7 @@ class Part:
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     is_beside: bool = False
-    """It runs beside the parts after it, at the lowest priority; what it prints is shown last."""
+    """It runs beside the next part, at the lowest priority; what it prints is shown at its end."""
 
 
 def parts(asked: list[str]) -> list[Part]:
@@ -155,9 +154,9 @@ def main() -> int:
                 beside = running
                 continue
             codes.append(running.code())
-        # What the other parts left of the cores was enough for it, or it has them to itself now.
-        if beside is not None:
-            codes.append(beside.code())
+            if beside is not None:
+                codes.append(beside.code())
+                beside = None
     return max(codes)
 
 
