@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from bench.machine import Limits, describe, measure_limits
+from hadal.core.model_config import SCALE_BLOCK
 from hadal.kernels import library
 from hadal.kernels.ops import experts, linear, mla_decode
 from hadal.reference import ops as experts_twin
 from hadal.reference import ops as mla_twin
+from hadal.reference.codec import E4M3_MAX, num_scales
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 SECONDS = 0.5
@@ -52,51 +54,67 @@ def show(
     )
 
 
+def as_stored(w_NK: torch.Tensor) -> dict[str, Matrix]:
+    """The matrix in each form that a checkpoint may have."""
+    rows, columns = w_NK.shape
+    scale = float(w_NK.abs().max()) / E4M3_MAX
+    return {
+        "FP32": Matrix(w_NK),
+        "BF16": Matrix(w_NK.bfloat16()),
+        "FP8": Matrix(
+            (w_NK / scale).to(FP8), torch.full(num_scales((rows, columns), SCALE_BLOCK), scale)
+        ),
+    }
+
+
 def bench_linear(limits: Limits) -> None:
     """256 MiB of weights, more than any cache, then 4 MiB, which stay in it."""
     for rows, k in ((65536, 1024), (2048, 512)):
         w_NK = torch.randn(rows, k)
-        codes = (w_NK * (448 / w_NK.abs().max())).to(FP8)
-        scales = torch.full((-(-rows // 128), -(-k // 128)), float(w_NK.abs().max()) / 448)
-        as_stored = {
-            "FP32": Matrix(w_NK),
-            "BF16": Matrix(w_NK.bfloat16()),
-            "FP8": Matrix(codes, scales),
-        }
+        kind_to_matrix = as_stored(w_NK)
         for m in (1, 2, 4, 8, 16, 32, 64, 512):
             if rows * m > 1 << 23:
                 continue
             x_MK = torch.randn(m, k)
             plain = best(lambda: F.linear(x_MK, w_NK))
-            for kind, w in as_stored.items():
+            for kind, w in kind_to_matrix.items():
                 ours, num_bytes = best(lambda: linear(x_MK, w)), sum(x.nbytes for x in w.parts)
                 name = f"linear {kind} {m} x {k} x {rows}"
                 show(name, ours, plain, num_bytes, 2 * m * rows * k, limits)
 
 
 def bench_experts(limits: Limits) -> None:
-    """Random routing; bytes are those of the experts that were hit."""
+    """Random routing; bytes are those of the experts that were hit. And what it takes to tell the
+    kernels of a layer's experts.
+    """
     for name, (dim, width, num_experts, top_k) in EXPERT_SHAPES.items():
-        held = Experts(
-            tuple(
-                MlpWeights(
-                    *(
-                        Matrix(torch.randn(*shape))
-                        for shape in ((width, dim),) * 2 + ((dim, width),)
-                    )
-                )
-                for _ in range(num_experts)
+        shapes = ((width, dim), (width, dim), (dim, width))
+        all_stored = [
+            [as_stored(torch.randn(*shape)) for shape in shapes] for _ in range(num_experts)
+        ]
+        kind_to_held = {
+            kind: Experts(
+                tuple(MlpWeights(*(matrix[kind] for matrix in stored)) for stored in all_stored)
             )
-        )
+            for kind in all_stored[0][0]
+        }
+        for kind, held in kind_to_held.items():
+            start_s = time.perf_counter()
+            library.describe(held)
+            took_s = time.perf_counter() - start_s
+            print(f"experts {kind} {name}, all {num_experts} described{took_s * 1e6:16.0f} us")
         for num_tokens in (1, 8, 32, 128, 512, 2048):
             x_TD, weights_TK = torch.randn(num_tokens, dim), torch.rand(num_tokens, top_k)
             ids_TK = torch.rand(num_tokens, num_experts).topk(top_k).indices
-            inputs = (x_TD, held, ids_TK, weights_TK)
-            ours = best(lambda: experts(*inputs))
-            plain = best(lambda: experts_twin.experts(*inputs))
-            num_bytes = 4 * len(ids_TK.unique()) * 3 * dim * width
-            flops = 6 * num_tokens * top_k * dim * width
-            show(f"experts {name}, {num_tokens} tokens", ours, plain, num_bytes, flops, limits)
+            flops, hit = 6 * num_tokens * top_k * dim * width, ids_TK.unique().tolist()
+            plain = best(
+                lambda: experts_twin.experts(x_TD, kind_to_held["FP32"], ids_TK, weights_TK)
+            )
+            for kind, held in kind_to_held.items():
+                ours = best(lambda: experts(x_TD, held, ids_TK, weights_TK))
+                num_bytes = sum(part.nbytes for expert in hit for part in held[expert].parts)
+                title = f"experts {kind} {name}, {num_tokens} tokens"
+                show(title, ours, plain, num_bytes, flops, limits)
 
 
 def bench_mla_decode(limits: Limits) -> None:

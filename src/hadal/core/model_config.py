@@ -118,6 +118,10 @@ Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 22)]
 Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
 _Block = Annotated[int, Meta(ge=1, le=1 << 16)]
+SCALE_BLOCK = (128, 128)
+"""Rows and columns of a matrix that share a scale in every checkpoint DeepSeek released (arXiv
+2412.19437, 3.3.2). Kernels take no others: a matrix with other blocks is held in FP32.
+"""
 Mscale = Annotated[float, Meta(ge=0, le=1e3)]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hadal.core.model_config import SCALE_BLOCK
 from hadal.kernels.build import PLAIN, BuildError, OnElapsed, build, check_asked, instruction_set
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
@@ -165,10 +166,6 @@ class _Mlp(ctypes.Structure):
 
 
 _TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
-SCALE_BLOCK = (128, 128)
-"""Rows and columns that share a scale, in every released checkpoint (cpu/weight.h): what has other
-blocks is multiplied by the twin.
-"""
 TILED_COLUMNS = 512
 """Tile units multiply matrices of so many columns and more: a smaller one is multiplied sooner than
 its tokens are packed. The shape decides and not the batch, which may not change a bit.
@@ -195,8 +192,8 @@ def describe(weight: Matrix | MlpWeights | Experts) -> Any:
     try:
         return _described[weight]
     except KeyError:
-        found = _described[weight] = _structure_of(weight)
-        return found
+        # The first one stays where two threads make it: its address may be in use.
+        return _described.setdefault(weight, _structure_of(weight))
 
 
 def _structure_of(weight: Matrix | MlpWeights | Experts) -> Any:

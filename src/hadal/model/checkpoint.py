@@ -21,9 +21,8 @@ from torch import Tensor
 
 from hadal.core.documents import cut, read_json, shown
 from hadal.core.errors import CheckpointError
-from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.core.model_config import SCALE_BLOCK, ModelConfig, read_model_config
 from hadal.core.placement import EMPTY
-from hadal.kernels.library import SCALE_BLOCK
 from hadal.reference.codec import num_scales
 from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (

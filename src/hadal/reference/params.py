@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hadal.core.model_config import ModelConfig
+from hadal.core.model_config import SCALE_BLOCK, ModelConfig
 from hadal.reference.codec import dequantise
 
 LATENT_NORM_EPS = 1e-6
@@ -34,7 +34,7 @@ class Matrix:
     values: Tensor
     scales: Tensor | None = None
     """[blocks of rows, blocks of columns], FP32; of E4M3 alone."""
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = SCALE_BLOCK
     """Rows and columns that share a scale."""
     is_rounding_inputs: bool = False
     """What it multiplies is rounded to E4M3, too, with a scale per 128 values: DeepSeek-V3's own

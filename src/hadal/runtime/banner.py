@@ -121,11 +121,11 @@ def _nodes(unit: UnitNodes) -> str:
 def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
     deployment, config = resolved.deployment, resolved.config
     units = units_of(deployment, role)
-    if deployment.device == "cpu":
+    if resolved.memory.mapped_bytes is not None:
         stored = _PRECISIONS.get(resolved.precision, resolved.precision)
         precision = f"mapped as stored{', ' + stored if stored else ''}; ranks of a host share them"
     else:
-        is_fp8 = config.weight_block_size is not None
+        is_fp8 = deployment.device == "cuda" and config.weight_block_size is not None
         precision = "FP8 matrices, the rest BF16" if is_fp8 else "FP32"
     yield (
         "weights",

@@ -24,7 +24,7 @@ from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.model_config import ModelConfig
+from hadal.core.model_config import SCALE_BLOCK, ModelConfig
 from hadal.roles.leaders import moves_experts
 
 NUM_SCRATCH_BLOCKS = 1
@@ -48,9 +48,9 @@ def precision_of(device: str, config: ModelConfig, stored: str) -> Precision:
     """What values are held in; `stored`: the dtype of most of the checkpoint, empty where it was
     not looked at (then FP8 as config.json says, else BF16, as the family is released).
 
-    On CPUs weights stay as they are stored: FP8 matrices with an FP32 scale a block, beside BF16.
-    On GPUs, an FP8 checkpoint is planned for fused kernels: the same, and KV in BF16. All else is
-    FP32, as it is served; see `ranks_in_fp32`.
+    On CPUs weights stay as they are stored where kernels compute from that: FP8 matrices with an
+    FP32 scale a block, beside BF16. On GPUs, an FP8 checkpoint is planned for fused kernels: the
+    same, and KV in BF16. All else is FP32, as it is served; see `ranks_in_fp32`.
     """
     kind = stored or ("F8_E4M3" if config.weight_block_size is not None else "BF16")
     is_fp8 = kind == "F8_E4M3" and config.weight_block_size is not None
@@ -104,8 +104,8 @@ class MemoryPlan:
     """Ranks of all prefill units together, and of all decode units together."""
     warnings: tuple[str, ...]
     mapped_bytes: int | None = None
-    """The model's weights once: on CPUs all ranks of a host map the same files. None: every rank
-    has its own.
+    """The model's weights once, where all ranks of a host map the same files. None: every rank has
+    its own.
     """
 
     @property
@@ -132,14 +132,22 @@ class MemoryPlan:
         return self.weight_bytes + sum(own)
 
 
-def plan_memory(deployment: Deployment, config: ModelConfig, stored: str = "") -> MemoryPlan:
+def plan_memory(
+    deployment: Deployment, config: ModelConfig, stored: str = "", *, is_plain: bool = False
+) -> MemoryPlan:
     """Choose the blocks of each pool. `deployment.device` is not "auto" any more; `stored`: see
-    `precision_of`.
+    `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32.
 
     Raises ConfigError if a pool could not hold a single token's block, if experts do not divide by
     ranks, or if a rank does not fit in `device_memory_gb`.
     """
-    precision = precision_of(deployment.device, config, stored)
+    is_converted = is_plain or config.weight_block_size not in (None, SCALE_BLOCK)
+    is_mapped = deployment.device == "cpu" and not is_converted
+    precision = (
+        precision_of(deployment.device, config, stored)
+        if is_mapped or deployment.device == "cuda"
+        else Precision()
+    )
     block_bytes = BLOCK_TOKENS * kv_bytes_per_token(config, precision)
     context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
     ranks, warnings = [], []
@@ -170,7 +178,7 @@ def plan_memory(deployment: Deployment, config: ModelConfig, stored: str = "") -
             deployment.num_units_max(DECODE) * deployment.decode.ranks,
         ),
         warnings=tuple(warnings),
-        mapped_bytes=_model_bytes(config, precision) if deployment.device == "cpu" else None,
+        mapped_bytes=_model_bytes(config, precision) if is_mapped else None,
     )
 
 

@@ -233,8 +233,7 @@ def plan(deployment: Deployment) -> Resolved:
         is_plain = instruction_set() == PLAIN
     except BuildError as error:
         raise ConfigError(str(error)) from None
-    # Without kernels everything is converted, for torch computes in FP32.
-    memory = plan_memory(deployment, config, "F32" if is_plain else precision)
+    memory = plan_memory(deployment, config, precision, is_plain=is_plain)
     memory = dataclasses.replace(
         memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory))
     )

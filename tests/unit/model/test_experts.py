@@ -16,9 +16,10 @@ import torch
 from hadal.core.errors import CheckpointError, InvariantError
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
+from hadal.kernels import library
 from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
-from hadal.reference.params import MlpWeights, ModelWeights
+from hadal.reference.params import Experts, Matrix, MlpWeights, ModelWeights
 from tests.fresh import fresh
 from tests.unit.model.checkpoints import Peer
 
@@ -206,6 +207,34 @@ def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
     again = half.weights
     half.flip(new, 99)
     assert half.weights is again, "the same slots need no stage: a new split alone"
+
+
+def test_no_step_describes_experts(plain: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels find them described: after the start, and after a flip, whose stage did that for what
+    is new alone.
+    """
+    half = Half(plain)
+
+    def experts() -> list[Experts]:
+        return [layer.moe.experts for layer in half.weights.layers if layer.moe is not None]
+
+    made: list[object] = []
+    structure_of = library._structure_of
+
+    def spy(weight: Matrix | MlpWeights | Experts) -> object:
+        made.append(weight)
+        return structure_of(weight)
+
+    monkeypatch.setattr(library, "_structure_of", spy)
+    assert library.takes(*experts())
+    assert made == []
+    new = [7, 11, 9, EMPTY, 2, 12, 13, 3]
+    assert half.stage(new, 1).error is None
+    assert sum(isinstance(weight, MlpWeights) for weight in made) == 4, "11, 9, 12 and 13"
+    made.clear()
+    half.flip(new, 1)
+    assert library.takes(*experts())
+    assert made == []
 
 
 def test_a_flip_without_its_stage_is_refused(plain: Peer) -> None:

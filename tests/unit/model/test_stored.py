@@ -20,6 +20,7 @@ from hadal.kernels import library
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.reference.codec import num_scales
 from hadal.reference.model import forward, no_latents
 from hadal.reference.params import FP8, Matrix, ModelWeights
 from hadal.runtime.resolve import model_folder
@@ -202,10 +203,11 @@ def test_rows_are_those_of_the_whole(kind: str) -> None:
 
 def test_blocks_that_no_kernel_takes_are_converted() -> None:
     codes = torch.ones(8, 96).to(FP8)
-    converted = Conversion()(Matrix(codes, torch.full((1, 2), 0.5), (128, 64)))
-    assert torch.equal(converted.values, torch.full((8, 96), 0.5))
-    tall = Conversion()(Matrix(codes, torch.full((1, 1), 0.5), (64, 128)))
-    assert tall.values.dtype is torch.float32
+    for block in ((128, 64), (64, 128), (4, 128), (128, 256)):
+        scales = torch.full(num_scales((8, 96), block), 0.5)
+        odd = Matrix(codes, scales, block)
+        assert not library.takes(odd)
+        assert torch.equal(Conversion()(odd).values, torch.full((8, 96), 0.5))
     kept = Matrix(codes, torch.full((1, 1), 0.5))
     assert Conversion()(kept).values is codes
     assert Conversion(is_rounding_inputs=True)(kept).is_rounding_inputs

@@ -168,6 +168,12 @@ def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
     assert 1.0 < whole.weight_bytes / whole.num_parameters < 2.0
     in_fp32 = plan_memory(Deployment(device="cpu"), config, "F32")
     assert in_fp32.weight_bytes == in_fp32.decode.weight_bytes == 4 * whole.num_parameters
+    odd = dataclasses.replace(config, weight_block_size=(64, 128))
+    for converted in (
+        plan_memory(Deployment(device="cpu"), config, is_plain=True),
+        plan_memory(Deployment(device="cpu"), odd, "F8_E4M3"),
+    ):
+        assert converted.weight_bytes == 2 * 4 * whole.num_parameters, "each rank's own, in FP32"
     assert whole.decode.comm_bytes == 0 < split.decode.comm_bytes
     assert split.kv_bytes == split.prefill.kv_bytes + 4 * split.decode.kv_bytes
     own = 4 * (split.decode.total_bytes - split.decode.weight_bytes)

@@ -35,9 +35,8 @@ inline const bool kHasTiles = ask_for_tiles();
 constexpr int kTileRows = 16, kTileDepth = 32;
 constexpr int kTilesHigh = 4;                          // C tiles that share a B
 constexpr int kRowsHigh = kTilesHigh * kTileRows;
-constexpr int kScaleDepth = kScaleBlock;               // of K, before the scale
 constexpr int kTileValues = kTileRows * kTileDepth;    // of a BF16 tile, 1 KiB
-constexpr int kAhead = 2 * kScaleDepth;                // of K: how far ahead of its use W is fetched
+constexpr int kAhead = 2 * kScaleBlock;                // of K: how far ahead of its use W is fetched
 constexpr int kMostParts = 3;                          // BF16s that make an FP32
 constexpr long kPanelBytes = 1 << 20;                  // of packed tokens, which stay in L2 while W goes by
 constexpr int kMostPanelTokens = 256;
@@ -178,18 +177,18 @@ inline void pack(const Row& row, int m0, int K, const Panel& panel) {
 // The same of rounded tokens: E4M3 codes are BF16s.
 template <class Row>
 inline void pack_rounded(const Row& row, int m0, int K, const Panel& panel) {
-    alignas(64) float codes[16][kScaleDepth];
-    uint8_t encoded[kScaleDepth + sizeof(float)];
+    alignas(64) float codes[16][kScaleBlock];
+    uint8_t encoded[kScaleBlock + sizeof(float)];
     for (int m = 0; m < panel.num_tokens; m += 16) {
         const int columns = panel.tile_columns(m);
         uint16_t* to = panel.tile(m);
-        for (int k = 0; k < K; k += kScaleDepth) {
-            const int n = min_int(kScaleDepth, K - k);
+        for (int k = 0; k < K; k += kScaleBlock) {
+            const int n = min_int(kScaleBlock, K - k);
             for (int i = 0; i < columns; i++) {
                 encode_fp8(row(m0 + m + i) + k, n, false, encoded);
-                std::memcpy(panel.scales_of(k / kScaleDepth) + m + i, encoded + padded_codes(n), sizeof(float));
+                std::memcpy(panel.scales_of(k / kScaleBlock) + m + i, encoded + padded_codes(n), sizeof(float));
                 for (int j = 0; j < n; j++) codes[i][j] = e4m3_value(encoded[j]);
-                for (int j = n; j < kScaleDepth; j++) codes[i][j] = 0.0f;
+                for (int j = n; j < kScaleBlock; j++) codes[i][j] = 0.0f;
             }
             for (int at = 0; at < n; at += kTileDepth, to += 16 * columns * 2)
                 pack_step(
@@ -213,12 +212,12 @@ struct Widener {
     void widen(int num_rows) {
         if (matrix == num_matrices) return;
         const Matrix& w = *matrices[matrix];
-        const int value_bytes = kWeightBytes[w.type], depth = min_int(kScaleDepth, w.columns - k);
+        const int value_bytes = kWeightBytes[w.type], depth = min_int(kScaleBlock, w.columns - k);
         const int end = min_int(row + num_rows, min_int(kRowsHigh, n1 - n)), ahead = k + kAhead - w.columns;
         for (; row < end; row++) {
             const char* from = w.row(n + row) + long(k) * value_bytes;
             prefetch_bytes(ahead < 0 ? from + kAhead * value_bytes : w.row(n + row + kRowsHigh) + ahead * value_bytes,
-                           long(kScaleDepth) * value_bytes);
+                           long(kScaleBlock) * value_bytes);
             uint16_t* to = buffers[filling] + row / kTileRows * kTileValues + row % kTileRows * kTileDepth;
             widen_tile_row(w, from, depth, to, kTilesHigh * kTileValues);
         }
@@ -228,7 +227,7 @@ struct Widener {
     const uint16_t* finish() {
         widen(kRowsHigh);
         const uint16_t* whole = buffers[filling];
-        filling ^= 1, row = 0, k += kScaleDepth;
+        filling ^= 1, row = 0, k += kScaleBlock;
         if (k >= matrices[matrix]->columns) k = 0, n += kRowsHigh;
         if (n >= n1) n = n0, matrix++;
         return whole;
@@ -319,12 +318,11 @@ inline void multiply_panel(Widener& widener, const Matrix& w, int n, int rows, c
     float scale[2][kRowsHigh];
     Pending pending{};
     int run = 0;
-    for (int k = 0, chunk = 0; k < K; k += kScaleDepth, chunk ^= 1) {
-        const int steps = (min_int(kScaleDepth, K - k) + kTileDepth - 1) / kTileDepth;
+    for (int k = 0, chunk = 0; k < K; k += kScaleBlock, chunk ^= 1) {
+        const int steps = (min_int(kScaleBlock, K - k) + kTileDepth - 1) / kTileDepth;
         const uint16_t* a = widener.finish();
-        const int scale_index = k / kScaleBlock;
-        for (int r = 0; r < rows; r++) scale[chunk][r] = w.scales ? scales[r][scale_index] * kFp8Lift : 1.0f;
-        const float* token_scale = panel.scales ? panel.scales_of(k / kScaleDepth) : nullptr;
+        for (int r = 0; r < rows; r++) scale[chunk][r] = w.scales ? scales[r][k / kScaleBlock] * kFp8Lift : 1.0f;
+        const float* token_scale = panel.scales ? panel.scales_of(k / kScaleBlock) : nullptr;
         const int share = (kRowsHigh * 16 + steps * padded - 1) / (steps * padded);  // of the next chunk's rows
         const int sums_share = (kRowsHigh + steps - 1) / steps;
         for (int m = 0; m < panel.num_tokens; m += 16, run ^= 1) {
@@ -368,7 +366,7 @@ inline void tile_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0
     static thread_local OwnMemory packed_memory, work_memory;
     const int K = w[0]->columns, num_steps = (K + kTileDepth - 1) / kTileDepth;
     const bool is_rounded = w[0]->is_rounding_inputs;
-    const int num_parts = is_rounded ? 1 : kMostParts, num_blocks = (K + kScaleDepth - 1) / kScaleDepth;
+    const int num_parts = is_rounded ? 1 : kMostParts, num_blocks = (K + kScaleBlock - 1) / kScaleBlock;
     const long token_values = long(num_steps) * kTileDepth * num_parts;
     const int most = max_int(16, min_int(kMostPanelTokens, int(kPanelBytes / (2 * token_values)) / 16 * 16));
     _tile_loadconfig(&kTileConfig);
@@ -383,7 +381,7 @@ inline void tile_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0
         } else {
             pack(row, m0, K, panel);
         }
-        constexpr int chunk_values = kRowsHigh * kScaleDepth;
+        constexpr int chunk_values = kRowsHigh * kScaleBlock;
         float* total = work_memory.take<float>(size_t(kRowsHigh) * size_t(padded + 32) + chunk_values);
         float* c = total + kRowsHigh * padded;
         uint16_t* chunks = reinterpret_cast<uint16_t*>(c + kRowsHigh * 32);

@@ -12,7 +12,7 @@ HADAL_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
 enum WeightType { kWeightFp32 = 0, kWeightBf16 = 1, kWeightFp8 = 2 };
 constexpr int kWeightBytes[] = {4, 2, 1};  // of one value, by type
-constexpr int kScaleBlock = 128;           // rows, and columns, that share a scale: as DeepSeek-V3 is released
+constexpr int kScaleBlock = 128;           // rows, and columns, that share a scale (core/model_config, SCALE_BLOCK)
 
 struct Matrix {  // filled by Python, field for field
     const char* data;     // rows of `columns` values, without gaps
