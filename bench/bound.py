@@ -2,8 +2,9 @@
 over the GEMM rate.
 
 Counts what the algorithm needs, not what an engine does: an expert's weights are read once if any
-token of the step wants it, attention in decode is MLA's absorbed form over the latent cache. FP32
-throughout. Formulas: arXiv 2412.19437, section 2.1.
+token of the step wants it, attention in decode is MLA's absorbed form over the latent cache.
+Activations and products are FP32, weights what they are stored as. Formulas: arXiv 2412.19437,
+section 2.1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from bench.machine import Limits
 from hadal.core.model_config import ModelConfig
 
-WEIGHT_BYTES = 4
+FP32_BYTES = 4
+HEAD_BYTES = 2
+"""The head of a checkpoint in FP8 is BF16."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ class Cost:
         return max(self.num_bytes / limits.read_bytes_per_s, self.flops / limits.gemm_flops_per_s)
 
 
-def prefill_cost(config: ModelConfig, num_tokens: int) -> Cost:
+def prefill_cost(config: ModelConfig, num_tokens: int, weight_bytes: int = FP32_BYTES) -> Cost:
     """A whole prompt: every token through every layer, keys and values expanded once, one row of
-    logits.
+    logits. `weight_bytes`: of one weight.
     """
     heads = config.num_attention_heads
     scores = (
@@ -39,13 +42,16 @@ def prefill_cost(config: ModelConfig, num_tokens: int) -> Cost:
     layers = range(config.num_hidden_layers)
     per_layer = [2 * (num_tokens * _active_weights(config, layer) + scores) for layer in layers]
     head = config.vocab_size * config.hidden_size
-    return Cost(
-        WEIGHT_BYTES * (_weights_touched(config, num_tokens) + head), sum(per_layer) + 2 * head
-    )
+    num_bytes = weight_bytes * _weights_touched(config, num_tokens)
+    return Cost(num_bytes + max(weight_bytes, HEAD_BYTES) * head, sum(per_layer) + 2 * head)
 
 
-def decode_cost(config: ModelConfig, batch: int, context: int) -> Cost:
-    """One token for each of `batch` requests that have `context` tokens in the cache."""
+def decode_cost(
+    config: ModelConfig, batch: int, context: int, weight_bytes: int = FP32_BYTES
+) -> Cost:
+    """One token for each of `batch` requests that have `context` tokens in the cache, which is
+    FP32.
+    """
     latents = batch * context * config.latent_dim * config.num_hidden_layers
     # Absorbed: a head's scores are over the latent and the rotated key, its output is a mix of
     # latents.
@@ -55,7 +61,8 @@ def decode_cost(config: ModelConfig, batch: int, context: int) -> Cost:
     head = config.vocab_size * config.hidden_size
     active = sum(_active_weights(config, layer) for layer in range(config.num_hidden_layers))
     flops = 2 * (batch * (active + head) + attention * config.num_hidden_layers)
-    return Cost(WEIGHT_BYTES * (_weights_touched(config, batch) + head + latents), flops)
+    num_bytes = weight_bytes * _weights_touched(config, batch) + FP32_BYTES * latents
+    return Cost(num_bytes + max(weight_bytes, HEAD_BYTES) * head, flops)
 
 
 def experts_touched(config: ModelConfig, num_tokens: int) -> float:

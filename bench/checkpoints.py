@@ -102,7 +102,19 @@ _ALIKE: dict[str, Any] = {
     "n_routed_experts": 64,
     "max_position_embeddings": 8192,
 }
-BIG: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
+    "mid": MID,
+    "large": {
+        **MID,
+        "hidden_size": 1024,
+        "num_hidden_layers": 20,
+        "intermediate_size": 2816,
+        "moe_intermediate_size": 384,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 384,
+        "kv_lora_rank": 256,
+    },
     "moonlight": {
         **_ALIKE,
         "vocab_size": 163840,
@@ -129,8 +141,8 @@ BIG: dict[str, dict[str, Any]] = {
         "v_head_dim": 192,
     },
 }
-"""The shapes of Moonlight-16B-A3B and, as far as they are known, of GigaChat3-10B-A1.8B: 16 and
-11 B parameters.
+"""The middle one; one of 1.5 B parameters, its parts as large to each other; and the shapes of
+Moonlight-16B-A3B and, as far as they are known, of GigaChat3-10B-A1.8B: 16 and 11 B.
 """
 _FP8_FIELDS = {
     "quant_method": "fp8",
@@ -144,11 +156,11 @@ would take longer than to write them.
 """
 
 
-def big_model(name: str, kind: str, folder: Path) -> Path:
+def stored_model(name: str, kind: str, folder: Path) -> Path:
     """Write a checkpoint of this shape, `kind` "fp8", "bf16", or "hollow": BF16 whose files are
-    holes, to be weighed and never read. A minute, 11 to 32 GB.
+    holes, to be weighed and never read. A minute and 32 GB for the largest.
     """
-    config = {**BIG[name], "big_kind": kind}
+    config = {**SHAPES[name], "torch_dtype": "bfloat16", "stored_as": kind}
     if kind == "fp8":
         config["quantization_config"] = _FP8_FIELDS
     if _is_made(folder, config):
@@ -163,7 +175,7 @@ def big_model(name: str, kind: str, folder: Path) -> Path:
     shard: dict[str, torch.Tensor] = {}
     names = list(tensor_shapes(config))
     for index, (tensor_name, shape) in enumerate(names):
-        shard |= _big_tensors(tensor_name, shape, kind, codes, halves, generator)
+        shard |= _stored_tensors(tensor_name, shape, kind, codes, halves, generator)
         if index + 1 == len(names) or sum(x.nbytes for x in shard.values()) > 1 << 30:
             file = f"model-{len(set(weight_map.values())):05}.safetensors"
             if kind == "hollow":
@@ -172,14 +184,14 @@ def big_model(name: str, kind: str, folder: Path) -> Path:
                 save_file(shard, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, file)
             shard = {}
-    index_text = json.dumps({"weight_map": weight_map})
+    index_text = json.dumps({"metadata": {}, "weight_map": weight_map})  # transformers wants both.
     (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
     _write_tokenizer(folder, MID["vocab_size"])
     _write_config(folder, config)
     return folder
 
 
-def _big_tensors(
+def _stored_tensors(
     name: str,
     shape: tuple[int, ...],
     kind: str,

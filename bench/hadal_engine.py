@@ -1,7 +1,7 @@
 """Hadal as a Subject: the Runner of a rank under the plans its leaders make, sampling included,
 without the server.
 
-python -m bench.hadal_engine MODEL_FOLDER THREADS
+python -m bench.hadal_engine MODEL_FOLDER THREADS [fp32]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
 from hadal.kernels.library import isa
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import AS_STORED, Conversion, load_weights
+from hadal.model.checkpoint import AS_FP32, AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 
@@ -111,4 +111,5 @@ class HadalSubject:
 
 
 if __name__ == "__main__":
-    answer(lambda: HadalSubject(sys.argv[1], int(sys.argv[2])))
+    held = AS_FP32 if sys.argv[3:] == ["fp32"] else AS_STORED
+    answer(lambda: HadalSubject(sys.argv[1], int(sys.argv[2]), held=held))

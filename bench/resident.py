@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.checkpoints import BIG, MODELS, big_model
+from bench.checkpoints import MODELS, stored_model
 from bench.machine import describe, measure_limits
 from bench.server import Running, launched, request
 from bench.startup import wait_for
@@ -37,16 +37,16 @@ BATCHES = (1, 8)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=sorted(BIG), default="moonlight")
+    parser.add_argument("--model", choices=("moonlight", "gigachat"), default="moonlight")
     parser.add_argument("--folder", type=Path, default=MODELS / "big")
     parser.add_argument("--keep", action="store_true", help="leave the files for the next run")
     asked = parser.parse_args()
     console = Console(highlight=False)
     console.print(describe())
     try:
-        _refused(console, big_model(asked.model, "hollow", asked.folder / "hollow"))
+        _refused(console, stored_model(asked.model, "hollow", asked.folder / "hollow"))
         console.print("writing the checkpoint ...")
-        folder = big_model(asked.model, "fp8", asked.folder / f"{asked.model}-fp8")
+        folder = stored_model(asked.model, "fp8", asked.folder / f"{asked.model}-fp8")
         _served(console, folder)
     finally:
         if not asked.keep:

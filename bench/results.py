@@ -37,11 +37,14 @@ class Point:
         num_tokens = self.size if self.kind == "prefill" else CONTEXT + self.steps
         return num_tokens + 1 < config.max_position_embeddings
 
-    def bound(self, config: ModelConfig, limits: Limits) -> float:
-        """Tokens per second that no engine can exceed on this machine."""
+    def bound(self, config: ModelConfig, limits: Limits, weight_bytes: int) -> float:
+        """Tokens per second that no engine with FP32 products can exceed on this machine."""
         if self.kind == "prefill":
-            return self.size / prefill_cost(config, self.size).seconds(limits)
-        return self.size / decode_cost(config, self.size, CONTEXT + self.steps // 2).seconds(limits)
+            cost = prefill_cost(config, self.size, weight_bytes)
+        else:
+            context = CONTEXT + self.steps // 2
+            cost = decode_cost(config, self.size, context, weight_bytes)
+        return self.size / cost.seconds(limits)
 
 
 POINTS = (
@@ -79,6 +82,8 @@ class ModelResult:
     model: str
     config: ModelConfig
     points: tuple[Point, ...]
+    weight_bytes: int
+    """Of one weight as Hadal holds it."""
     notes: dict[str, str] = field(default_factory=dict)
     """Engine -> how it ran, or why it did not."""
     series: dict[tuple[str, Point], Series] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Turn a Hugging Face folder into a GGUF file with llama.cpp's own converter, told to take our
 tokenizers.
 
-    LLAMA_ENV/bin/python bench/peers/convert_gguf.py LLAMA_CPP_SOURCE MODEL_FOLDER OUT.gguf
+    LLAMA_ENV/bin/python bench/peers/convert_gguf.py LLAMA_CPP_SOURCE MODEL_FOLDER OUT.gguf f32|bf16|q8_0
 
 The converter knows tokenizers by a hash of their output and refuses the rest. Which pre-tokenizer
 is written matters to text, not to speed nor to token ids, so every byte-level BPE is declared to be
@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 def main() -> None:
-    source, folder, out = Path(sys.argv[1]).resolve(), sys.argv[2], sys.argv[3]
+    source, (folder, out, kind) = Path(sys.argv[1]).resolve(), sys.argv[2:]
     sys.path[:0] = [str(source), str(source / "gguf-py")]
-    sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", "f32", "--outfile", out]
+    sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", kind, "--outfile", out]
     base = __import__(
         "conversion.base", fromlist=["TextModel"]
     )  # Part of the source named above, in no environment.

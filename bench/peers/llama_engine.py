@@ -1,5 +1,5 @@
-"""llama.cpp as a Subject: its own llama-batched-bench at FP32, weights and KV, one run per
-measurement.
+"""llama.cpp as a Subject: its own llama-batched-bench, one run per measurement. KV is FP32 where the
+weights are, and F16 (its default) with smaller ones.
 
     python -m bench.peers.llama_engine MODEL.gguf THREADS
 
@@ -32,7 +32,9 @@ class LlamaSubject:
         self._threads = threads
         if not self._gguf.exists():
             raise FileNotFoundError(f"{gguf}: convert the model first")
-        self.note = "batched-bench, F32 weights and KV"
+        kind = self._gguf.stem.rsplit("-", 1)[1]
+        self._kv = "f32" if kind == "f32" else "f16"
+        self.note = f"batched-bench, {kind} weights, {self._kv} KV"
 
     def prefill(self, num_tokens: int) -> float:
         return self._run(1, num_tokens, 1)["t_pp"]
@@ -55,9 +57,9 @@ class LlamaSubject:
             "-ub",
             "512",
             "-ctk",
-            "f32",
+            self._kv,
             "-ctv",
-            "f32",
+            self._kv,
             "-npp",
             str(context),
             "-ntg",

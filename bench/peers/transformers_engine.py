@@ -1,7 +1,7 @@
 """transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, the loop
 `generate` runs.
 
-    python -m bench.peers.transformers_engine MODEL_FOLDER THREADS [compiled]
+    python -m bench.peers.transformers_engine MODEL_FOLDER THREADS [compiled|bf16]
 
 Of its choices grouped-GEMM experts and SDPA attention are the fastest on a CPU, at every batch but
 1. There torch.compile over a static cache with gathered experts is faster (they do not compile
@@ -24,10 +24,10 @@ from bench.subject import answer, prompts
 class TransformersSubject:
     """Eager, with a cache that grows."""
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, dtype: torch.dtype = torch.float32) -> None:
         torch.set_num_threads(threads)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
+            folder, dtype=dtype, local_files_only=True
         )
         self._model.eval()
         self._model.set_experts_implementation("grouped_mm")
@@ -103,5 +103,9 @@ class CompiledSubject(TransformersSubject):
 
 
 if __name__ == "__main__":
-    kind = CompiledSubject if sys.argv[3:] == ["compiled"] else TransformersSubject
-    answer(lambda: kind(sys.argv[1], int(sys.argv[2])))
+    path, count, asked = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    if asked == ["compiled"]:
+        answer(lambda: CompiledSubject(path, count))
+    else:
+        dtype = torch.bfloat16 if asked == ["bf16"] else torch.float32
+        answer(lambda: TransformersSubject(path, count, dtype))

@@ -1,7 +1,7 @@
 """vLLM's CPU build as a Subject: its own engine loop, stepped from here so that prefill and decode
 are timed apart.
 
-    VLLM_ENV/bin/python -m bench.peers.vllm_engine MODEL_FOLDER THREADS
+    VLLM_ENV/bin/python -m bench.peers.vllm_engine MODEL_FOLDER THREADS [float32|bfloat16] [compiled]
 
 Runs in its own environment (see setup.py beside this file) and imports nothing of Hadal.
 """
@@ -32,14 +32,14 @@ class VllmSubject:
     start).
     """
 
-    def __init__(self, folder: str, threads: int, *, compiled: bool) -> None:
+    def __init__(self, folder: str, threads: int, dtype: str, *, compiled: bool) -> None:
         os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(threads))
         from vllm import LLM, SamplingParams  # After the environment: it is read at import.
 
         self._params: Any = SamplingParams
         self._llm: Any = LLM(
             folder,
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=not compiled,
             skip_tokenizer_init=True,
             max_model_len=4096,
@@ -50,7 +50,7 @@ class VllmSubject:
         )
         self._vocab_size = int(self._llm.llm_engine.model_config.get_vocab_size())
         self._seed = 0
-        self.note = "compiled" if compiled else "eager"
+        self.note = f"{dtype}, {'compiled' if compiled else 'eager'}"
 
     def prefill(self, num_tokens: int) -> float:
         self._add(1, num_tokens, max_tokens=1)
@@ -90,6 +90,6 @@ class VllmSubject:
 if __name__ == "__main__":
     answer(
         lambda: VllmSubject(
-            sys.argv[1], int(sys.argv[2]), compiled=len(sys.argv) > 3 and sys.argv[3] == "compiled"
+            sys.argv[1], int(sys.argv[2]), sys.argv[3], compiled=sys.argv[4:] == ["compiled"]
         )
     )

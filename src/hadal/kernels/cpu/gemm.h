@@ -22,7 +22,8 @@ constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
 constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles (gemm)
 constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: rows are short, hardware streams restart
-constexpr int kStoredAhead = 1 << 10;        // bytes: how far ahead of its use a row is fetched that is widened on the way
+// Tiles of tokens up to which each widens a row of W anew, by its type. More share what was widened once, in memory.
+constexpr int kStoredTiles[] = {0, W == 16 ? 1 << 20 : 8, W == 16 ? 3 : 1};
 constexpr int kWidenBytes = 16 << 10;        // of widened rows of W for a few tokens: in L1, beside the tokens
 
 // Keeps a value in a register: without it GCC folds a load into each FMA that uses it (28 loads a step, not 10), and
@@ -251,75 +252,113 @@ inline const float* round_rows(const Row& row, int M, int K) {
     return rounded;
 }
 
-// As dot_tile for few tokens, widening in registers: FP8 or BF16 rows [n, n + NR) of W, K of them from k0 on. The order of
-// additions is that of dot_tile, and so are the bits.
+// As dot_tile, widening in registers: FP8 or BF16 rows [n, n + NR) of W, K of them from k0 on. The order of additions is
+// that of dot_tile, and so are the bits.
 template <int MT, int NR, bool IS_FP8>
-HADAL_INLINE void stored_tile(const float* const* x, const Matrix& w, int n, int k0, int K, Quad* out) {
-    V acc[MT][NR], lifted[NR];
+HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, int k0, int K, Quad* out) {
+    constexpr int value_bytes = IS_FP8 ? 1 : 2;
+    V acc[MT][NR], scale[NR];
+    const float *x[MT], *scale_at[NR];
     const char* row[NR];
-    const float* scale_at[NR];
 #pragma GCC unroll 4
     for (int r = 0; r < NR; r++) {
-        row[r] = w.row(n + r);
+        row[r] = w.row(n + r) + long(k0) * value_bytes;
         scale_at[r] = IS_FP8 ? w.scales_of(n + r) + k0 / kScaleBlock : nullptr;
-        lifted[r] = v_zero();
-#pragma GCC unroll 2
+        scale[r] = v_zero();
+#pragma GCC unroll 8
         for (int m = 0; m < MT; m++) acc[m][r] = v_zero();
     }
-    const auto step = [&](int k, int count) {
-        V xv[MT];
-#pragma GCC unroll 2
-        for (int m = 0; m < MT; m++) xv[m] = v_load_tail(x[m] + k - k0, count);
-#pragma GCC unroll 4
-        for (int r = 0; r < NR; r++) {
-            V wv;
-            if (count < W) {
-                float wide[W] = {};
-                widen_row(w, n + r, k, count, wide);
-                wv = v_load(wide);
-            } else if (IS_FP8) {
-                wv = v_of_fp8(reinterpret_cast<const uint8_t*>(row[r]) + k) * lifted[r];
-            } else {
-                wv = v_of_bf16(reinterpret_cast<const uint16_t*>(row[r]) + k);
-            }
-#pragma GCC unroll 2
-            for (int m = 0; m < MT; m++) acc[m][r] = v_fma(xv[m], wv, acc[m][r]);
-        }
+#pragma GCC unroll 8
+    for (int m = 0; m < MT; m++) x[m] = x_at[m];
+    const auto multiply = [&](const V(&xv)[MT], int r, V wv) {
+        if (MT > 1) HADAL_PIN(wv);
+#pragma GCC unroll 8
+        for (int m = 0; m < MT; m++) acc[m][r] = v_fma(xv[m], wv, acc[m][r]);
     };
+    V xv[MT];
     // A piece of K begins where a block of columns does: kDepthBlock is whole blocks, or all of K is one piece.
-    for (int k = k0, end = k0 + K; k < end;) {
-        const int stop = IS_FP8 ? min_int(end, k + kScaleBlock - k % kScaleBlock) : end;
+    int k = 0;
+    while (k < K) {
+        const int stop = IS_FP8 ? min_int(K, k + kScaleBlock) : K;
         if (IS_FP8)
-            for (int r = 0; r < NR; r++) lifted[r] = v_set(*scale_at[r]++ * kFp8Lift);
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; r++) scale[r] = v_set(*scale_at[r]++ * kFp8Lift);
         for (; k + W <= stop; k += W) {
-            if (k % 64 == 0)
-                for (int r = 0; r < NR; r++) __builtin_prefetch(row[r] + long(k) * kWeightBytes[w.type] + kStoredAhead, 0, 2);
-            step(k, W);
+            if (k % (64 / value_bytes) == 0)
+#pragma GCC unroll 4
+                for (int r = 0; r < NR; r++) __builtin_prefetch(row[r] + k * value_bytes + kPrefetchBytes, 0, 2);
+#pragma GCC unroll 8
+            for (int m = 0; m < MT; m++) {
+                xv[m] = v_load(x[m] + k);
+                HADAL_PIN(xv[m]);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; r++) {
+                const char* at = row[r] + k * value_bytes;
+                multiply(xv, r, IS_FP8 ? v_of_fp8(reinterpret_cast<const uint8_t*>(at)) * scale[r]
+                                       : v_of_bf16(reinterpret_cast<const uint16_t*>(at)));
+            }
         }
-        if (k < stop) step(k, stop - k), k = stop;
+        if (k < stop) {
+            for (int m = 0; m < MT; m++) xv[m] = v_load_part(x[m] + k, stop - k);
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; r++) {
+                float wide[W] = {};
+                widen_row(w, n + r, k0 + k, stop - k, wide);
+                multiply(xv, r, v_load(wide));
+            }
+            k = stop;
+        }
     }
+    constexpr int r1 = NR > 1 ? 1 : 0, r2 = NR > 2 ? 2 : 0, r3 = NR > 3 ? 3 : 0;
+#pragma GCC unroll 8
     for (int m = 0; m < MT; m++)
-        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][NR > 1] : v_zero(), NR > 2 ? acc[m][NR > 2 ? 2 : 0] : v_zero(),
-                        NR > 3 ? acc[m][NR > 3 ? 3 : 0] : v_zero());
+        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][r1] : v_zero(), NR > 2 ? acc[m][r2] : v_zero(),
+                        NR > 3 ? acc[m][r3] : v_zero());
 }
 
-// M <= 2 tokens against rows [n0, n1).
+// MT tokens against rows [n0, n1).
 template <int MT, bool IS_FP8, class Row, class Emit>
-inline void stored_gemm(const Row& row, const Matrix& w, int n0, int n1, const Emit& emit) {
-    const int K = w.columns, depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
+inline void stored_rows(const Row& row, int m0, const Matrix& w, int k0, int kb, int n0, int n1, const Emit& emit) {
     Quad out[MT];
+    const float* x[MT];
+    for (int m = 0; m < MT; m++) x[m] = row(m0 + m) + k0;
+    int n = n0;
+    for (; n + 4 <= n1; n += 4) {
+        stored_tile<MT, 4, IS_FP8>(x, w, n, k0, kb, out);
+        for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], 4, k0 == 0);
+    }
+    for (; n < n1; n++) {
+        stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, out);
+        for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], 1, k0 == 0);
+    }
+}
+
+// Rows of W go by in blocks that stay in cache over all token tiles.
+template <bool IS_FP8, class Row, class Emit>
+inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit) {
+    const int K = w.columns, depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
+    const int num_tiles = (M + kTokenTile - 1) / kTokenTile, block_bytes = M <= 64 ? kRowBlockBytes : 4 * kRowBlockBytes;
+    const int rows = num_tiles == 1 ? n1 - n0 : max_int(4, block_bytes / (IS_FP8 ? 1 : 2) / depth / 4 * 4);
     for (int k0 = 0; k0 < K; k0 += depth) {
         const int kb = min_int(depth, K - k0);
-        const float* x[MT];
-        for (int m = 0; m < MT; m++) x[m] = row(m) + k0;
-        int n = n0;
-        for (; n + 4 <= n1; n += 4) {
-            stored_tile<MT, 4, IS_FP8>(x, w, n, k0, kb, out);
-            for (int m = 0; m < MT; m++) emit(m, n, out[m], 4, k0 == 0);
-        }
-        for (; n < n1; n++) {
-            stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, out);
-            for (int m = 0; m < MT; m++) emit(m, n, out[m], 1, k0 == 0);
+        for (int r0 = n0; r0 < n1; r0 += rows) {
+            const int r1 = min_int(n1, r0 + rows);
+            for (int tile = 0, m0 = 0; tile < num_tiles; tile++) {
+                const int mt = (M - m0) / (num_tiles - tile);
+                switch (mt) {
+                    case 1: stored_rows<1, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
+                    case 2: stored_rows<2, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
+                    case 3: stored_rows<3, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
+                    default:
+                        if constexpr (kTokenTile == 6) switch (mt) {
+                            case 4: stored_rows<4, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
+                            case 5: stored_rows<5, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
+                            default: stored_rows<6, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit);
+                        }
+                }
+                m0 += mt;
+            }
         }
     }
 }
@@ -367,11 +406,11 @@ inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const E
         plain.is_rounding_inputs = 0;
         return gemm(RowAt{round_rows(row, M, w.columns), w.columns}, M, plain, n0, n1, emit, after);
     }
-    if (w.type == kWeightFp8 && M == 1) return stored_gemm<1, true>(row, w, n0, n1, emit);
-    if (w.type == kWeightFp8 && M == 2) return stored_gemm<2, true>(row, w, n0, n1, emit);
-    if (w.type == kWeightBf16 && M == 1) return stored_gemm<1, false>(row, w, n0, n1, emit);
-    if (w.type == kWeightBf16 && M == 2) return stored_gemm<2, false>(row, w, n0, n1, emit);
-    if (w.type != kWeightFp32) return widened_gemm(row, M, w, n0, n1, emit);
+    if (w.type != kWeightFp32) {
+        if ((M + kTokenTile - 1) / kTokenTile > kStoredTiles[w.type]) return widened_gemm(row, M, w, n0, n1, emit);
+        if (w.type == kWeightFp8) return stored_gemm<true>(row, M, w, n0, n1, emit);
+        return stored_gemm<false>(row, M, w, n0, n1, emit);
+    }
     const float* at = reinterpret_cast<const float*>(w.data);
     gemm(row, M, at, w.columns, w.columns, n0, n1, emit, reinterpret_cast<const float*>(after));
 }
