@@ -253,13 +253,15 @@ inline const float* round_rows(const Row& row, int M, int K) {
 }
 
 // As dot_tile, widening in registers: FP8 or BF16 rows [n, n + NR) of W, K of them from k0 on. The order of additions is
-// that of dot_tile, and so are the bits.
+// that of dot_tile, and so are the bits. `fetch`: where as many rows begin that are needed next.
 template <int MT, int NR, bool IS_FP8>
-HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, int k0, int K, Quad* out) {
+HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, int k0, int K, const char* fetch,
+                              Quad* out) {
     constexpr int value_bytes = IS_FP8 ? 1 : 2;
     V acc[MT][NR], scale[NR];
     const float *x[MT], *scale_at[NR];
     const char* row[NR];
+    const long row_bytes = long(w.columns) * value_bytes;
 #pragma GCC unroll 4
     for (int r = 0; r < NR; r++) {
         row[r] = w.row(n + r) + long(k0) * value_bytes;
@@ -286,7 +288,7 @@ HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, 
         for (; k + W <= stop; k += W) {
             if (k % (64 / value_bytes) == 0)
 #pragma GCC unroll 4
-                for (int r = 0; r < NR; r++) __builtin_prefetch(row[r] + k * value_bytes + kPrefetchBytes, 0, 2);
+                for (int r = 0; r < NR; r++) __builtin_prefetch(fetch + r * row_bytes + k * value_bytes, 0, 2);
 #pragma GCC unroll 8
             for (int m = 0; m < MT; m++) {
                 xv[m] = v_load(x[m] + k);
@@ -317,29 +319,40 @@ HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, 
                         NR > 3 ? acc[m][r3] : v_zero());
 }
 
-// MT tokens against rows [n0, n1).
+// MT tokens against rows [n0, n1). Rows `ahead` further on are fetched meanwhile: of W up to `end`, then of `after`.
+struct StoredAhead {
+    int rows, end;
+    const char* after;
+    const char* operator()(const Matrix& w, int n, int k0) const {
+        const char* from = n + rows < end || !after ? w.row(n + rows) : after + (w.row(n + rows) - w.row(end));
+        return from + long(k0) * kWeightBytes[w.type];
+    }
+};
+
 template <int MT, bool IS_FP8, class Row, class Emit>
-inline void stored_rows(const Row& row, int m0, const Matrix& w, int k0, int kb, int n0, int n1, const Emit& emit) {
+inline void stored_rows(const Row& row, int m0, const Matrix& w, int k0, int kb, int n0, int n1,
+                        const StoredAhead& ahead, const Emit& emit) {
     Quad out[MT];
     const float* x[MT];
     for (int m = 0; m < MT; m++) x[m] = row(m0 + m) + k0;
     int n = n0;
     for (; n + 4 <= n1; n += 4) {
-        stored_tile<MT, 4, IS_FP8>(x, w, n, k0, kb, out);
+        stored_tile<MT, 4, IS_FP8>(x, w, n, k0, kb, ahead(w, n, k0), out);
         for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], 4, k0 == 0);
     }
     for (; n < n1; n++) {
-        stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, out);
+        stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, ahead(w, n, k0), out);
         for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], 1, k0 == 0);
     }
 }
 
 // Rows of W go by in blocks that stay in cache over all token tiles.
 template <bool IS_FP8, class Row, class Emit>
-inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit) {
+inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit, const char* after) {
     const int K = w.columns, depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
     const int num_tiles = (M + kTokenTile - 1) / kTokenTile, block_bytes = M <= 64 ? kRowBlockBytes : 4 * kRowBlockBytes;
     const int rows = num_tiles == 1 ? n1 - n0 : max_int(4, block_bytes / (IS_FP8 ? 1 : 2) / depth / 4 * 4);
+    const StoredAhead ahead{max_int(4, kPrefetchBytes / (depth * kWeightBytes[w.type]) / 4 * 4), n1, after};
     for (int k0 = 0; k0 < K; k0 += depth) {
         const int kb = min_int(depth, K - k0);
         for (int r0 = n0; r0 < n1; r0 += rows) {
@@ -347,14 +360,14 @@ inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, 
             for (int tile = 0, m0 = 0; tile < num_tiles; tile++) {
                 const int mt = (M - m0) / (num_tiles - tile);
                 switch (mt) {
-                    case 1: stored_rows<1, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
-                    case 2: stored_rows<2, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
-                    case 3: stored_rows<3, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
+                    case 1: stored_rows<1, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                    case 2: stored_rows<2, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                    case 3: stored_rows<3, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
                     default:
                         if constexpr (kTokenTile == 6) switch (mt) {
-                            case 4: stored_rows<4, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
-                            case 5: stored_rows<5, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit); break;
-                            default: stored_rows<6, IS_FP8>(row, m0, w, k0, kb, r0, r1, emit);
+                            case 4: stored_rows<4, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                            case 5: stored_rows<5, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                            default: stored_rows<6, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit);
                         }
                 }
                 m0 += mt;
@@ -408,8 +421,8 @@ inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const E
     }
     if (w.type != kWeightFp32) {
         if ((M + kTokenTile - 1) / kTokenTile > kStoredTiles[w.type]) return widened_gemm(row, M, w, n0, n1, emit);
-        if (w.type == kWeightFp8) return stored_gemm<true>(row, M, w, n0, n1, emit);
-        return stored_gemm<false>(row, M, w, n0, n1, emit);
+        if (w.type == kWeightFp8) return stored_gemm<true>(row, M, w, n0, n1, emit, after);
+        return stored_gemm<false>(row, M, w, n0, n1, emit, after);
     }
     const float* at = reinterpret_cast<const float*>(w.data);
     gemm(row, M, at, w.columns, w.columns, n0, n1, emit, reinterpret_cast<const float*>(after));
