@@ -39,6 +39,10 @@ struct Selection {
         next.store(0, std::memory_order_relaxed);
     }
 
+    const float* keys_at(int b, int position, int layer) const {
+        return attention->block_at(b, position, layer) + key_at;
+    }
+
     // Scores of the planned rows.
     size_t num_keys() const { return rows.size() * size_t(longest); }
     static size_t scratch_floats(int J) { return size_t(J + 1) * kBlock; }
@@ -59,8 +63,9 @@ struct Selection {
         float* sums = dots + long(J) * kBlock;
         for (int p = begin; p < end; p += kBlock) {
             const int n = min_int(kBlock, end - p);
-            gemm(RowAt{q, X}, J, attention->block_at(b, p, layer) + key_at, attention->width, X, 0, n,
-                 Store<false>{dots, kBlock});
+            // Keys lie apart, which hardware does not foresee: the next ones are fetched meanwhile.
+            const float* after = p + kBlock < lengths[b] ? keys_at(b, p + kBlock, layer) : nullptr;
+            gemm(RowAt{q, X}, J, keys_at(b, p, layer), attention->width, X, 0, n, Store<false>{dots, kBlock}, after);
             for (int i = 0; i < n; i += W) {
                 V sum = v_zero();
                 for (int j = 0; j < J; j++)
