@@ -50,7 +50,7 @@ def block_sizes() -> dict[str, int]:
     tiny = read_model_config(SHIPPED)
     mid = MID["num_hidden_layers"], MID["kv_lora_rank"] + MID["qk_rope_head_dim"]
     return {
-        "hadal-tiny": tiny.num_hidden_layers * BLOCK_TOKENS * tiny.latent_dim * 4,
+        "hadal-tiny": tiny.num_hidden_layers * BLOCK_TOKENS * tiny.entry_dim * 4,
         "mid": mid[0] * BLOCK_TOKENS * mid[1] * 4,
         "V3 in bf16": 61 * BLOCK_TOKENS * 576 * 2,
     }

@@ -78,7 +78,7 @@ class Blocks:
 def all_blocks() -> tuple[Blocks, ...]:
     tiny = read_model_config(SHIPPED)
     return (
-        Blocks("hadal-tiny", tiny.num_hidden_layers, tiny.latent_dim, "float32"),
+        Blocks("hadal-tiny", tiny.num_hidden_layers, tiny.entry_dim, "float32"),
         Blocks(
             "mid",
             MID["num_hidden_layers"],

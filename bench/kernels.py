@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from bench.machine import Limits, describe, measure_limits
 from hadal.core.model_config import SCALE_BLOCK
 from hadal.kernels import library
-from hadal.kernels.ops import experts, linear, mla_decode
+from hadal.kernels.ops import experts, linear, mla_decode, select_positions
 from hadal.reference import ops as experts_twin
 from hadal.reference import ops as mla_twin
 from hadal.reference.codec import E4M3_MAX, num_scales
@@ -139,6 +139,31 @@ def bench_mla_decode(limits: Limits) -> None:
             )
 
 
+def bench_sparse_attention(limits: Limits) -> None:
+    """DeepSeek-V3.2's shapes: the indexer over a whole context, and attention to what it selects."""
+    heads, c, r, index_heads, width, num_selected = 128, 512, 64, 64, 128, 2048
+    for length in (4096, 32768):
+        num_blocks = length // 64
+        cache_PLSD = torch.randn(num_blocks, 1, 64, c + r + width)
+        seen = cache_PLSD, 0, torch.randperm(num_blocks)[None].int(), torch.tensor([length])
+        q_1JX, weights_1J = torch.randn(1, index_heads, width), torch.randn(1, index_heads)
+        ours = best(lambda: select_positions(q_1JX, weights_1J, *seen, num_selected))
+        plain = best(lambda: mla_twin.select_positions(q_1JX, weights_1J, *seen, num_selected))
+        num_bytes, flops = 4 * length * width, 2 * length * index_heads * width
+        name = f"select {num_selected} of {length}"
+        show(name, ours, plain, num_bytes, flops, limits)
+        selected_1K = select_positions(q_1JX, weights_1J, *seen, num_selected)
+        q = torch.randn(1, heads, c), torch.randn(1, heads, r)
+        ours = best(lambda: mla_decode(*q, *seen, 0.1, selected_1K))
+        plain = best(lambda: mla_twin.mla_decode(*q, *seen, 0.1, selected_1K))
+        num_bytes, flops = 4 * num_selected * (c + r), 2 * heads * num_selected * (2 * c + r)
+        show(f"mla {heads} heads, those of {length}", ours, plain, num_bytes, flops, limits)
+        ours = best(lambda: mla_decode(*q, *seen, 0.1))
+        plain = best(lambda: mla_twin.mla_decode(*q, *seen, 0.1))
+        num_bytes, flops = 4 * length * (c + r), 2 * heads * length * (2 * c + r)
+        show(f"mla {heads} heads, all of {length}", ours, plain, num_bytes, flops, limits)
+
+
 def main() -> None:
     """Print everything for the number of threads asked for (torch's own if none)."""
     if len(sys.argv) > 1:
@@ -154,6 +179,7 @@ def main() -> None:
     bench_linear(limits)
     bench_experts(limits)
     bench_mla_decode(limits)
+    bench_sparse_attention(limits)
 
 
 if __name__ == "__main__":

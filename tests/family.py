@@ -3,6 +3,7 @@ small model of the same fields.
 
 No model's folder could be read, so each field is as public repositories quote it. DeepSeek-V3's file
 is in configs/. Kimi-K2: ik_llama.cpp's metadata of it, a report of its config (beta_fast is 1).
+DeepSeek-V3.2: transformers' defaults and DeepSeek's own code for what it has beyond V3.1.
 Moonlight: llama.cpp's metadata, reports of its config; its scaling factor from memory.
 GLM-4.7-Flash: vLLM's tests, transformers' defaults; its ids of begin and end from memory.
 JoyAI-LLM-Flash: SGLang's for attention and widths; its experts, theta and context from memory.
@@ -43,6 +44,15 @@ _ALIKE: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": _V3,
     "DeepSeek-V3.1": {**_V3, "quantization_config": {**_FP8, "scale_fmt": "ue8m0"}},
+    "DeepSeek-V3.2": {
+        **_V3,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "quantization_config": {**_FP8, "scale_fmt": "ue8m0"},
+    },
     "Kimi-K2": {
         **_ALIKE,
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -185,6 +195,11 @@ _DIVISORS = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    # Of few heads all may be silent at many positions: scores of 0, of which torch.topk, which
+    # transformers asks, takes any.
+    "index_n_heads": 4,
+    "index_head_dim": 5,
+    "index_topk": 128,
 }
 
 
@@ -192,7 +207,7 @@ def small(name: str) -> dict[str, Any]:
     """The model's config with small dimensions, in the same proportions; all else is its own."""
     config = dict(CONFIGS[name])
     for field, divisor in _DIVISORS.items():
-        if config[field] is not None:
+        if config.get(field) is not None:
             config[field] = max(config[field] // divisor, 8)
     num_heads = 4 if config["num_attention_heads"] % 5 else 5
     config |= {

@@ -145,6 +145,7 @@ async def complete_all(
     cases: list[Case],
     *,
     concurrency: int = 32,
+    max_tokens: int = MAX_TOKENS,
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Greedy tokens of every case through HTTP, `concurrency` in flight; `while_running` runs
@@ -160,7 +161,7 @@ async def complete_all(
                 "model": model,
                 "prompt": list(case.prompt),
                 "temperature": 0,
-                "max_tokens": MAX_TOKENS,
+                "max_tokens": max_tokens,
                 "return_token_ids": True,
             }
             async with gate:

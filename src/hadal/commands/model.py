@@ -157,6 +157,14 @@ def _model_rows(
             f" {config.n_shared_experts} shared; groups: {config.n_group}"
         ),
     )
+    if config.index_topk is not None:
+        yield (
+            "indexer",
+            (
+                f"{config.index_n_heads} heads of width {config.index_head_dim}: a token attends to"
+                f" {config.index_topk} positions at most"
+            ),
+        )
     total, active = count_parameters(config)
     yield "parameters", f"{_count(total)}, {_count(active)} of them for a token (without MTP)"
     if stored is None:

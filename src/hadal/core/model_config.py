@@ -36,6 +36,8 @@ class FamilyMember:
 FAMILY = {
     # V3, V3-0324, R1, R1-0528, V3.1 and Terminus; Moonlight-16B-A3B and GigaChat3, too.
     "deepseek_v3": FamilyMember("DeepSeek-V3", "DeepseekV3ForCausalLM"),
+    # V3.2-Exp, V3.2 and Speciale.
+    "deepseek_v32": FamilyMember("DeepSeek-V3.2", "DeepseekV32ForCausalLM"),
     "kimi_k2": FamilyMember("Kimi-K2", "DeepseekV3ForCausalLM"),
     # Its MTP layer has a dense network (SGLang's models/joyai_llm_flash_nextn.py).
     "joyai_llm_flash": FamilyMember(
@@ -48,11 +50,8 @@ FAMILY = {
 }
 """The models that are served, by `model_type`."""
 
-_DSA = "its sparse attention (DSA) is not built yet"
 _OTHERS: dict[str, tuple[str, str, str]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepSeek-V2", "its gate is another (softmax)"),
-    # When DSA is built, this row moves to FAMILY and its index_* fields to ModelConfig.
-    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepSeek-V3.2", _DSA),
     "deepseek_v4": (
         "DeepseekV4ForCausalLM",
         "DeepSeek-V4",
@@ -76,7 +75,11 @@ _OTHERS: dict[str, tuple[str, str, str]] = {
     ),
     "kimi_vl": ("KimiVLForConditionalGeneration", "Kimi-VL", "it is a model of images"),
     "glm4_moe": ("Glm4MoeForCausalLM", "GLM-4.5 to 4.7", "its attention has no latents"),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GLM-5", _DSA),
+    "glm_moe_dsa": (
+        "GlmMoeDsaForCausalLM",
+        "GLM-5",
+        "its indexer is another (it rotates interleaved pairs, and layers may share a selection)",
+    ),
 }
 """Models that are taken for one of the family, by `model_type`: class, name, why not."""
 
@@ -162,6 +165,13 @@ class ModelConfig:
     qk_nope_head_dim: HeadWidth
     qk_rope_head_dim: HeadWidth
     v_head_dim: HeadWidth
+    index_n_heads: Annotated[int, Meta(ge=1, le=1 << 12)] | None = None
+    """Heads of the indexer, which chooses the positions that a token attends to (DeepSeek-V3.2);
+    None, like the next two: there is none, and a token attends to all.
+    """
+    index_head_dim: HeadWidth | None = None
+    index_topk: Tokens | None = None
+    """Positions that a token attends to at most."""
     rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
     rope_theta: Annotated[float, Meta(ge=1, le=1e12)] = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -180,10 +190,17 @@ class ModelConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Values cached per token and layer: the normed latent, then the rotated key (576 for
-        V3).
+        """Values per token and layer that attention reads: the normed latent, then the rotated key
+        (576 for V3).
         """
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """Values cached per token and layer: what attention reads, then the indexer's key where
+        there is one (704 for V3.2).
+        """
+        return self.latent_dim + (self.index_head_dim or 0)
 
     @property
     def softmax_scale(self) -> float:
@@ -234,6 +251,7 @@ class _Ends(msgspec.Struct):
 
 def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     """Check a config's fields; `source` names the file in errors."""
+    fields = _as_v32(fields)
     member = _member(fields, source)
     for name, value in _FIXED.items():
         if name in fields and (fields[name] != value or type(fields[name]) is not type(value)):
@@ -267,6 +285,22 @@ def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     return config
 
 
+def _as_v32(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with V3.2's own model_type. Files of it go round with that of V3, for loaders that
+    know no other: index_topk tells them apart. Served as V3, they would give wrong tokens beyond so
+    many positions; and where they are not V3.2, the indexer's tensors are missing.
+    """
+    names = {name: FAMILY[name].architecture for name in ("deepseek_v3", "deepseek_v32")}
+    is_v32 = fields.get("model_type") == "deepseek_v3" and fields.get("index_topk") is not None
+    if not is_v32 or fields.get("architectures") not in (
+        None,
+        *([name] for name in names.values()),
+    ):
+        return fields
+    named = {"model_type": "deepseek_v32", "architectures": [names["deepseek_v32"]]}
+    return {**fields, **named}
+
+
 def _member(fields: Mapping[str, Any], source: str) -> FamilyMember:
     """Which model it is, by `model_type` and `architectures`. Raises CheckpointError that names
     what is not served.
@@ -275,8 +309,6 @@ def _member(fields: Mapping[str, Any], source: str) -> FamilyMember:
     for model_type, (architecture, name, why) in _OTHERS.items():
         if kind == model_type or classes == [architecture]:
             _refuse(source, name, why)
-    if fields.get("index_topk") is not None:  # Files of V3.2 go round with the model_type of V3.
-        _refuse(source, "DeepSeek-V3.2 or GLM-5", _DSA)
     member = FAMILY.get(kind) if isinstance(kind, str) else None
     if member is None:
         known = ", ".join(map(repr, FAMILY))
@@ -357,4 +389,29 @@ def _check(config: ModelConfig, source: str) -> None:
     if config.n_routed_experts // config.n_group < 2 and config.n_group > 1:
         raise CheckpointError(
             f"{source}: a group needs two experts; its score is the sum of its two best."
+        )
+    _check_indexer(config, source)
+
+
+def _check_indexer(config: ModelConfig, source: str) -> None:
+    """Raise CheckpointError for an indexer that cannot be, or that is not known."""
+    names = ("index_n_heads", "index_head_dim", "index_topk")
+    missing = [name for name in names if getattr(config, name) is None]
+    if config.model_type != "deepseek_v32":
+        if there := [name for name in names if name not in missing]:
+            raise CheckpointError(
+                f"{source}: {there[0]} is {getattr(config, there[0])}; with model_type"
+                f" {config.model_type!r} no indexer is known."
+            )
+        return
+    if missing:
+        raise CheckpointError(f"{source}: {missing[0]} is missing; DeepSeek-V3.2 has an indexer.")
+    if config.q_lora_rank is None:
+        raise CheckpointError(
+            f"{source}: q_lora_rank is None; the indexer's queries are made of the query latent."
+        )
+    if (config.index_head_dim or 0) < config.qk_rope_head_dim:
+        raise CheckpointError(
+            f"{source}: index_head_dim {config.index_head_dim} is less than qk_rope_head_dim"
+            f" {config.qk_rope_head_dim}, which of it is rotated."
         )

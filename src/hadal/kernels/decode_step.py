@@ -3,7 +3,7 @@ allocates nothing.
 
 Knows a model's weights and a rank's cache; knows nothing of requests. Weights are used where they
 lie, none is copied. Rows of a batch may be several consecutive positions of one sequence: every
-row's latent is cached before any row attends. Shapes: B rows, V vocabulary, D hidden, P blocks, L
+row's entry is cached before any row attends. Shapes: B rows, V vocabulary, D hidden, P blocks, L
 layers, S = 64 block tokens, M blocks of a row. Twin: `hadal.reference.model`.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from hadal.kernels import library
 from hadal.kernels.ops import BLOCK_TOKENS
 from hadal.reference.params import (
+    INDEX_NORM_EPS,
     LATENT_NORM_EPS,
     Experts,
     LayerWeights,
@@ -36,6 +37,9 @@ _INTS = (
     "R",
     "C",
     "W",
+    "J",
+    "X",
+    "index_topk",
     "F",
     "S",
     "E",
@@ -49,7 +53,7 @@ _INTS = (
     "num_blocks",
     "cache_layers",
 )
-_FLOATS = ("eps", "latent_eps", "routed_scale", "softmax_scale")
+_FLOATS = ("eps", "latent_eps", "index_eps", "routed_scale", "softmax_scale")
 
 
 class _Shape(ctypes.Structure):
@@ -91,7 +95,7 @@ class DecodeStep:
         config = weights.config
         num_blocks, cache_layers = cache_PLSD.shape[:2]
         library.check_shape(
-            "cache_PLSD", cache_PLSD, (num_blocks, cache_layers, BLOCK_TOKENS, config.latent_dim)
+            "cache_PLSD", cache_PLSD, (num_blocks, cache_layers, BLOCK_TOKENS, config.entry_dim)
         )
         if not library.fits(cache_PLSD) or cache_layers < len(weights.layers):
             raise ValueError(
@@ -138,7 +142,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def __call__(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
-        """Write each token's latents at its position, return the logits [B, V] for the next.
+        """Write each token's entries at its position, return the logits [B, V] for the next.
 
         The result is a view of a buffer that the next call overwrites. Raises ValueError if a
         shape, token, position or block is out of range; nothing has been written then.
@@ -187,14 +191,16 @@ def _vectors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
     """Norms and the gate, all FP32."""
     a, moe = layer.attention, layer.moe
     gate = (None, None) if moe is None else (moe.router.values, moe.router_bias_E)
-    return (layer.attn_norm_D, a.q_a_norm_Q, a.kv_a_norm_C, layer.ffn_norm_D, *gate)
+    keys = (None, None) if (x := a.indexer) is None else (x.k_norm_X, x.k_norm_bias_X)
+    return (layer.attn_norm_D, a.q_a_norm_Q, a.kv_a_norm_C, *keys, layer.ffn_norm_D, *gate)
 
 
 def _matrices(layer: LayerWeights) -> tuple[Matrix | MlpWeights | Experts | None, ...]:
     a, moe = layer.attention, layer.moe
     mlp = layer.mlp if moe is None else moe.shared
     assert mlp is not None, "a layer has a dense network or experts"
-    return (a.q_a, a.q_b, a.kv_a, a.kv_b, a.o, mlp, None if moe is None else moe.experts)
+    index = (None, None, None) if (x := a.indexer) is None else (x.q_b, x.k, x.head_weights)
+    return (a.q_a, a.q_b, a.kv_a, a.kv_b, a.o, *index, mlp, None if moe is None else moe.experts)
 
 
 def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
@@ -209,6 +215,9 @@ def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
         R=c.qk_rope_head_dim,
         C=c.kv_lora_rank,
         W=c.v_head_dim,
+        J=c.index_n_heads or 0,
+        X=c.index_head_dim or 0,
+        index_topk=c.index_topk or 0,
         F=c.intermediate_size,
         S=c.n_shared_experts * c.moe_intermediate_size,
         E=c.n_routed_experts,
@@ -223,6 +232,7 @@ def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
         cache_layers=cache_PLSD.shape[1],
         eps=c.rms_norm_eps,
         latent_eps=LATENT_NORM_EPS,
+        index_eps=INDEX_NORM_EPS,
         routed_scale=c.routed_scaling_factor,
         softmax_scale=c.softmax_scale,
     )
@@ -250,6 +260,17 @@ def _check_weights(weights: ModelWeights) -> None:
             (a.kv_b, (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)),
             (a.o, (dim, heads * c.v_head_dim)),
         ]
+        if (c.index_n_heads is None) != (a.indexer is None):
+            raise ValueError(f"layer {index} and the config do not agree on an indexer.")
+        if a.indexer is not None:
+            index_heads, width = c.index_n_heads or 0, c.index_head_dim or 0
+            wanted += [
+                (a.indexer.q_b, (index_heads * width, rank or 0)),
+                (a.indexer.k, (width, dim)),
+                (a.indexer.k_norm_X, (width,)),
+                (a.indexer.k_norm_bias_X, (width,)),
+                (a.indexer.head_weights, (index_heads, dim)),
+            ]
         if moe is None:
             assert layer.mlp is not None
             wanted += _mlp_shapes(layer.mlp, c.intermediate_size, dim)

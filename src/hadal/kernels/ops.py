@@ -254,7 +254,8 @@ def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> 
 # All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into
 # ranges of positions by its length alone: bit-equal whatever the batch and the number of threads.
 # Shapes: B requests, H heads, C latent, R rotated, P blocks, L layers, S = 64 block tokens, M
-# blocks of a request, D = C + R. Twin: `hadal.reference.ops`.
+# blocks of a request, D values of an entry, C + R or more, K selected positions. Twin:
+# `hadal.reference.ops`.
 
 
 BLOCK_TOKENS = 64  # compiled in: cpu/attention.h, kBlock
@@ -277,34 +278,40 @@ def mla_decode(
     block_table_BM: Tensor,
     lengths_B: Tensor,
     scale: float,
+    selected_BK: Tensor | None = None,
 ) -> Tensor:
     """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, its
-    new token included.
+    new token included; where these are more than K, it attends to selected_BK[b] of them, which
+    ascend.
 
-    Raises ValueError if shapes do not match, a length is negative, or a table names a block that is
-    not there.
+    Raises ValueError if shapes do not match, a length is negative, a table names a block that is
+    not there, or a selected position is not seen.
     """
     lib = library.load()
     if lib is None or not library.fits(q_latent_BHC, q_rope_BHR) or not available(cache_PLSD):
         return twin.mla_decode(
-            q_latent_BHC, q_rope_BHR, cache_PLSD, layer_index, block_table_BM, lengths_B, scale
+            q_latent_BHC,
+            q_rope_BHR,
+            cache_PLSD,
+            layer_index,
+            block_table_BM,
+            lengths_B,
+            scale,
+            selected_BK,
         )
     batch, heads, c = q_latent_BHC.shape
     r = q_rope_BHR.shape[-1]
-    num_blocks, num_layers = cache_PLSD.shape[:2]
     library.check_shape("q_rope_BHR", q_rope_BHR, (batch, heads, r))
-    library.check_shape("cache_PLSD", cache_PLSD, (num_blocks, num_layers, BLOCK_TOKENS, c + r))
-    library.check_shape("block_table_BM", block_table_BM, (batch, block_table_BM.shape[-1]))
-    library.check_shape("lengths_B", lengths_B, (batch,))
-    if not 0 <= layer_index < num_layers:
-        raise ValueError(f"layer_index is {layer_index}; the cache has {num_layers} layers.")
-    table_BM, lengths_B = (
-        library.as_int(block_table_BM, torch.int32),
-        library.as_int(lengths_B, torch.int64),
-    )
+    seen, _kept = _seen(batch, c + r, cache_PLSD, layer_index, block_table_BM, lengths_B)
     o_BHC = torch.empty((batch, heads, c))
     if batch == 0:
         return o_BHC
+    selected: tuple[int | None, int] = None, 0
+    if selected_BK is not None:
+        num_selected = selected_BK.shape[-1]
+        library.check_shape("selected_BK", selected_BK, (batch, num_selected))
+        selected_BK = library.as_int(selected_BK, torch.int32)
+        selected = selected_BK.data_ptr(), num_selected
     library.check_status(
         lib.hadal_mla_decode(
             library.team(),
@@ -314,18 +321,86 @@ def mla_decode(
             heads,
             c,
             r,
-            cache_PLSD.data_ptr(),
-            num_blocks,
-            num_layers,
-            layer_index,
-            table_BM.data_ptr(),
-            table_BM.shape[1],
-            lengths_B.data_ptr(),
+            *seen,
+            *selected,
             scale,
             o_BHC.data_ptr(),
         )
     )
     return o_BHC
+
+
+def select_positions(
+    q_BJX: Tensor,
+    weights_BJ: Tensor,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
+    num_selected: int,
+) -> Tensor:
+    """Return selected [B, K] int32, ascending: the K positions that score best for a row, of the
+    first lengths_B[b] of its blocks. Rows that see K or fewer say nothing. A position's key is the
+    last X values of its entry (DeepSeek-V3.2's lightning indexer; J index heads, X index key).
+
+    Raises ValueError as `mla_decode`.
+    """
+    lib = library.load()
+    if lib is None or not library.fits(q_BJX, weights_BJ) or not available(cache_PLSD):
+        return twin.select_positions(
+            q_BJX, weights_BJ, cache_PLSD, layer_index, block_table_BM, lengths_B, num_selected
+        )
+    batch, heads, width = q_BJX.shape
+    library.check_shape("weights_BJ", weights_BJ, (batch, heads))
+    seen, _kept = _seen(batch, width, cache_PLSD, layer_index, block_table_BM, lengths_B)
+    selected_BK = torch.zeros((batch, num_selected), dtype=torch.int32)
+    library.check_status(
+        lib.hadal_select_positions(
+            library.team(),
+            q_BJX.data_ptr(),
+            weights_BJ.data_ptr(),
+            batch,
+            heads,
+            width,
+            *seen,
+            num_selected,
+            selected_BK.data_ptr(),
+        )
+    )
+    return selected_BK
+
+
+def _seen(
+    batch: int,
+    width: int,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
+) -> tuple[tuple[int, ...], tuple[Tensor, Tensor]]:
+    """What C is told of a cache whose entries have `width` values or more, and of what each row
+    sees; and tensors to keep until it has returned. Raises ValueError.
+    """
+    num_blocks, num_layers, _, entry = cache_PLSD.shape
+    if entry < width:
+        raise ValueError(f"cache_PLSD has entries of {entry} values; {width} are read.")
+    library.check_shape("block_table_BM", block_table_BM, (batch, block_table_BM.shape[-1]))
+    library.check_shape("lengths_B", lengths_B, (batch,))
+    if not 0 <= layer_index < num_layers:
+        raise ValueError(f"layer_index is {layer_index}; the cache has {num_layers} layers.")
+    table_BM = library.as_int(block_table_BM, torch.int32)
+    lengths_B = library.as_int(lengths_B, torch.int64)
+    told = (
+        cache_PLSD.data_ptr(),
+        entry,
+        num_blocks,
+        num_layers,
+        layer_index,
+        table_BM.data_ptr(),
+        table_BM.shape[1],
+        lengths_B.data_ptr(),
+    )
+    return told, (table_BM, lengths_B)
 
 
 # Which rank and expert slot every (token, expert) pair goes to, grouped by rank. Twin:

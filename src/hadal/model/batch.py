@@ -2,7 +2,7 @@
 per step.
 
 Shapes: T packed tokens, B requests, M blocks of a request, P blocks, L layers, S tokens of a block,
-D latent, R rotated.
+D values of an entry, R rotated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PrefillBatch:
     tokens_T: Tensor
     cos_sin_TR: Tensor
     rows_T: Tensor
-    """Where each token's latent goes (layer 0)."""
+    """Where each token's entry goes (layer 0)."""
     spans: tuple[Span, ...]
     final_chunks: tuple[int, ...]
     """Chunks whose last token's logits are wanted."""
@@ -49,12 +49,14 @@ class PrefillBatch:
     """Every token's blocks, int32, and ..."""
     lengths_T: Tensor
     """... how many positions of them it sees, itself included: what the absorbed form takes."""
+    is_selecting: bool
+    """Whether a token sees more positions than it attends to, which an indexer selects."""
 
-    def write(self, layer_index: int, latents_TD: Tensor) -> None:
-        _write(self.cache_PLSD, self.rows_T, layer_index, latents_TD)
+    def write(self, layer_index: int, entries_TD: Tensor) -> None:
+        _write(self.cache_PLSD, self.rows_T, layer_index, entries_TD)
 
     def context(self, span: Span, layer_index: int) -> Tensor:
-        """The cached latents [start, D] before the span."""
+        """The cached entries [start, D] before the span."""
         assert span.context_rows is not None
         return self.cache_PLSD.flatten(0, 2).index_select(
             0, span.context_rows + layer_index * BLOCK_TOKENS
@@ -72,14 +74,16 @@ class DecodeBatch:
     block_table_BM: Tensor
     lengths_B: Tensor
     """Positions seen, the new token included."""
+    is_selecting: bool
+    """As in PrefillBatch."""
 
-    def write(self, layer_index: int, latents_BD: Tensor) -> None:
-        _write(self.cache_PLSD, self.rows_B, layer_index, latents_BD)
+    def write(self, layer_index: int, entries_BD: Tensor) -> None:
+        _write(self.cache_PLSD, self.rows_B, layer_index, entries_BD)
 
 
-def _write(cache_PLSD: Tensor, rows_T: Tensor, layer_index: int, latents_TD: Tensor) -> None:
+def _write(cache_PLSD: Tensor, rows_T: Tensor, layer_index: int, entries_TD: Tensor) -> None:
     cache_PLSD.flatten(0, 2).index_copy_(
-        0, rows_T + layer_index * BLOCK_TOKENS, latents_TD.to(cache_PLSD.dtype)
+        0, rows_T + layer_index * BLOCK_TOKENS, entries_TD.to(cache_PLSD.dtype)
     )
 
 
@@ -94,10 +98,14 @@ def cache_rows(blocks: np.ndarray, positions: np.ndarray, num_layers: int) -> np
 
 
 def prefill_batch(
-    chunks: Sequence[Chunk], wanted: Sequence[int], cache_PLSD: Tensor, cos_sin: Tensor
+    chunks: Sequence[Chunk],
+    wanted: Sequence[int],
+    cache_PLSD: Tensor,
+    cos_sin: Tensor,
+    index_topk: int | None = None,
 ) -> PrefillBatch:
     """Pack `chunks`; `wanted` are the indices, ascending, of those whose logits are needed. No
-    chunk may be empty.
+    chunk may be empty. `index_topk`: the model's.
     """
     device, num_layers = cache_PLSD.device, cache_PLSD.shape[1]
     spans: list[Span] = []
@@ -123,6 +131,8 @@ def prefill_batch(
         final_rows=torch.tensor(final_rows, dtype=torch.int64, device=device),
         block_table_TM=torch.from_numpy(_block_table(chunks)).to(device),
         lengths_T=torch.from_numpy(np.concatenate(positions) + 1).to(device),
+        is_selecting=index_topk is not None
+        and any(span.start + span.num_tokens > index_topk for span in spans),
     )
 
 
@@ -141,8 +151,9 @@ def decode_batch(
     block_table_BM: Tensor,
     cache_PLSD: Tensor,
     cos_sin: Tensor,
+    index_topk: int | None = None,
 ) -> DecodeBatch:
-    """Find where each token's latent goes and what it sees. A table is as wide as its longest row
+    """Find where each token's entry goes and what it sees. A table is as wide as its longest row
     needs, or wider.
     """
     positions_B = positions_B.long()
@@ -154,4 +165,5 @@ def decode_batch(
         rows_B=block_B * (cache_PLSD.shape[1] * BLOCK_TOKENS) + positions_B % BLOCK_TOKENS,
         block_table_BM=block_table_BM,
         lengths_B=positions_B + 1,
+        is_selecting=index_topk is not None and int(positions_B.max()) >= index_topk,
     )

@@ -46,9 +46,9 @@ class MicroBatch:
     """Prefill's last layer: there only the rows whose logits are wanted go on after their KV is
     written.
     """
-    q_nope_THN: Tensor | None = None
-    q_rope_THR: Tensor | None = None
-    latents_TD: Tensor | None = None
+    queries: mla.Queries | None = None
+    entries_TD: Tensor | None = None
+    """What the cache gets of each token."""
     x_TD: Tensor | None = None
     """Normed input of the feed-forward part."""
     ids_TK: Tensor | None = None
@@ -66,7 +66,7 @@ Op = Callable[[MicroBatch, LayerWeights, int], Interval | None]
 
 
 def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """Project queries and latents, write the latents to the cache."""
+    """Project queries and cache entries, write the entries to the cache."""
     batch, config = state.batch, state.config
     if batch is None:
         return
@@ -74,32 +74,30 @@ def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     x_TD = _norm(state.hidden_TD, layer.attn_norm_D, config)
     if layer_index == state.final_layer:
         assert isinstance(batch, PrefillBatch)
-        state.latents_TD = mla.latents(x_TD, layer.attention, config, cos_sin)
+        state.entries_TD = mla.entries(x_TD, layer.attention, config, cos_sin)
         rows = batch.final_rows
         state.hidden_TD = state.hidden_TD[rows]
-        if len(rows):
-            state.q_nope_THN, state.q_rope_THR = mla.queries(
-                x_TD[rows], layer.attention, config, cos_sin[rows]
-            )
+        x_TD, cos_sin = x_TD[rows], cos_sin[rows]
     else:
-        state.latents_TD = mla.latents(x_TD, layer.attention, config, cos_sin)
-        state.q_nope_THN, state.q_rope_THR = mla.queries(x_TD, layer.attention, config, cos_sin)
-    batch.write(layer_index, state.latents_TD)
+        state.entries_TD = mla.entries(x_TD, layer.attention, config, cos_sin)
+    if len(x_TD):
+        state.queries = mla.queries(
+            x_TD, layer.attention, config, cos_sin, is_selecting=batch.is_selecting
+        )
+    batch.write(layer_index, state.entries_TD)
 
 
 def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     """Attend and project back into the residual stream."""
     if not len(state.hidden_TD):
         return
-    q_nope, q_rope, latents_TD = state.q_nope_THN, state.q_rope_THR, state.latents_TD
-    assert q_nope is not None
-    assert q_rope is not None
-    assert latents_TD is not None
+    queries, entries_TD = state.queries, state.entries_TD
+    assert queries is not None
+    assert entries_TD is not None
     if isinstance(state.batch, PrefillBatch):
         o = mla.prefill_core_attention(
-            q_nope,
-            q_rope,
-            latents_TD,
+            queries,
+            entries_TD,
             layer.attention,
             state.config,
             state.batch,
@@ -109,11 +107,11 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     else:
         assert state.batch is not None
         o = mla.decode_core_attention(
-            q_nope, q_rope, layer.attention, state.config, state.batch, layer_index
+            queries, layer.attention, state.config, state.batch, layer_index
         )
     state.hidden_TD = state.hidden_TD + linear(o, layer.attention.o)
     state.x_TD = _norm(state.hidden_TD, layer.ffn_norm_D, state.config)
-    state.q_nope_THN = state.q_rope_THR = state.latents_TD = None
+    state.queries = state.entries_TD = None
 
 
 def gate(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:

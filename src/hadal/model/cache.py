@@ -2,7 +2,8 @@
 does.
 
 A token's entry in a layer is its latent, [normed c_kv ; rotated k_rope] (DeepSeek-V3, arXiv
-2412.19437, eq. 1-5). All layers of a block lie together, so that handing a block over is one copy.
+2412.19437, eq. 1-5), and behind it the indexer's key where the model has an indexer. All layers of
+a block lie together, so that handing a block over is one copy.
 Block 0 is scratch: padding is written there.
 
 On a CPU the cache lies in the pool that other processes read. On a GPU it lies there, and the pool
@@ -13,7 +14,7 @@ is a staging copy:
               stores what is there
     decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write the cache alone
 
-Shapes: P blocks, L layers, S tokens of a block, D latent.
+Shapes: P blocks, L layers, S tokens of a block, D values of an entry.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of one block: 64 tokens of every layer."""
-    return config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * dtype.itemsize
+    return config.num_hidden_layers * BLOCK_TOKENS * config.entry_dim * dtype.itemsize
 
 
 class KvCache:
@@ -69,7 +70,7 @@ class KvCache:
             num_blocks,
             num_layers or config.num_hidden_layers,
             BLOCK_TOKENS,
-            config.latent_dim,
+            config.entry_dim,
         )
         self.num_blocks = num_blocks
         self._pool_PLSD: Tensor | None = None

@@ -29,6 +29,7 @@ from hadal.reference.params import (
     FP8,
     AttentionWeights,
     Experts,
+    IndexerWeights,
     LayerWeights,
     Matrix,
     MlpWeights,
@@ -234,8 +235,9 @@ def _dtype(tensor: Tensor) -> str:
 # Checkpoint does.
 #
 # Names and shapes are those of the released model (its README_WEIGHTS and modeling code). Shapes: D
-# hidden, V vocabulary, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, F
-# FFN width, E experts, I expert width, L MoE layers, S expert slots of a rank.
+# hidden, V vocabulary, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, J
+# index heads, X index_head_dim, F FFN width, E experts, I expert width, L MoE layers, S expert slots
+# of a rank.
 
 
 Advance = Callable[[float, float], None]
@@ -369,6 +371,20 @@ class _Loader:
                 is_rounding_inputs=False,
             ),
             o=self._matrix(f"{prefix}o_proj.weight", dim, heads * c.v_head_dim),
+            indexer=self._indexer(f"{prefix}indexer."),
+        )
+
+    def _indexer(self, prefix: str) -> IndexerWeights | None:
+        c = self._config
+        heads, width, rank = c.index_n_heads, c.index_head_dim, c.q_lora_rank
+        if heads is None or width is None or rank is None:
+            return None
+        return IndexerWeights(
+            q_b=self._matrix(f"{prefix}wq_b.weight", heads * width, rank),
+            k=self._matrix(f"{prefix}wk.weight", width, c.hidden_size),
+            k_norm_X=self._vector(f"{prefix}k_norm.weight", width),
+            k_norm_bias_X=self._vector(f"{prefix}k_norm.bias", width),
+            head_weights=self._matrix(f"{prefix}weights_proj.weight", heads, c.hidden_size),
         )
 
     def _mlp(self, prefix: str, width: int) -> MlpWeights:

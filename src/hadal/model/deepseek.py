@@ -79,9 +79,7 @@ class DeepseekV3:
         for part, final_chunks in zip(chunks, wanted, strict=True):
             batch = None
             if part:
-                batch = prefill_batch(
-                    part, final_chunks, self.cache.cache_PLSD, self.weights.cos_sin
-                )
+                batch = self._prefill_batch(part, final_chunks)
             state = self._start(batch)
             # Behind the last layer's KV only the tokens whose logits are wanted matter.
             state.final_layer = len(self.weights.layers) - 1
@@ -93,7 +91,7 @@ class DeepseekV3:
         """Like prefill, but return what the head and the MTP module take of every token: [T, D]
         after the last norm.
         """
-        state = self._start(prefill_batch(chunks, (), self.cache.cache_PLSD, self.weights.cos_sin))
+        state = self._start(self._prefill_batch(chunks, ()))
         self._through_layers([state], SEQUENTIAL, Recorder())
         return self._norm(state.hidden_TD)
 
@@ -129,6 +127,7 @@ class DeepseekV3:
                     block_table_BM,
                     self.cache.cache_PLSD,
                     self.weights.cos_sin,
+                    self.config.index_topk,
                 )
             states.append(self._start(batch))
         return self._all_layers(states, schedule, recorder)
@@ -148,6 +147,10 @@ class DeepseekV3:
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] of hidden states after the last norm."""
         return linear(hidden_TD, self.weights.head)
+
+    def _prefill_batch(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> PrefillBatch:
+        cache_PLSD, cos_sin = self.cache.cache_PLSD, self.weights.cos_sin
+        return prefill_batch(chunks, wanted, cache_PLSD, cos_sin, self.config.index_topk)
 
     def _start(self, batch: PrefillBatch | DecodeBatch | None) -> MicroBatch:
         if batch is None:

@@ -1,24 +1,68 @@
 """Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, eq. 1-11), in both forms, over a
-paged latent cache.
+paged latent cache; and its sparse form (DeepSeek-V3.2, arXiv 2512.02556, eq. 1-2).
 
 Prefill expands keys and values from the latents and runs as multi-head attention; decode, and the
-prefill of small models, multiplies W_UK into the query and attends to the latents themselves. Which
-tokens belong to which request is in the batch; nothing here decides it.
+prefill of small models, multiplies W_UK into the query and attends to the latents themselves. So do
+tokens for which an indexer selects positions: those that see more than index_topk. Which tokens
+belong to which request is in the batch; nothing here decides it.
 
-Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, D
-cached = C+R, S positions seen, B requests, M blocks of a request.
+Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, J
+index heads, X index key, D cached = C+R, or C+R+X with an indexer, S positions seen, B requests, M
+blocks of a request.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
-from hadal.kernels.ops import available, heads_in, heads_out, linear, mla_decode, rms_norm
-from hadal.model.batch import DecodeBatch, PrefillBatch
-from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights
+from hadal.kernels.ops import (
+    available,
+    heads_in,
+    heads_out,
+    linear,
+    mla_decode,
+    rms_norm,
+    select_positions,
+)
+from hadal.model.batch import DecodeBatch, PrefillBatch, Span
+from hadal.reference.params import (
+    INDEX_NORM_EPS,
+    LATENT_NORM_EPS,
+    AttentionWeights,
+    IndexerWeights,
+)
+
+ABSORBED_TOKENS = 64
+"""Tokens of a large model's prompt that attend in absorbed form at a time: their queries are latents
+of every head, 17 MB in V3.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """What tokens ask in one layer."""
+
+    nope_THN: Tensor
+    rope_THR: Tensor
+    index_TJX: Tensor | None = None
+    """The indexer's queries, rotated, and ..."""
+    index_weights_TJ: Tensor | None = None
+    """... the weights of its heads; None where no token sees more positions than it attends to."""
+
+    def __len__(self) -> int:
+        return len(self.nope_THN)
+
+    def __getitem__(self, rows: slice) -> Queries:
+        if self.index_TJX is None or self.index_weights_TJ is None:
+            return Queries(self.nope_THN[rows], self.rope_THR[rows])
+        index = self.index_TJX[rows], self.index_weights_TJ[rows]
+        return Queries(self.nope_THN[rows], self.rope_THR[rows], *index)
+
 
 # Rotation of interleaved pairs with the tokens' cos and sin looked up before, once per batch
 # instead of per layer.
@@ -37,32 +81,67 @@ def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
     )
 
 
-def latents(
+def rotate_halves(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
+    """Rotate the first R values of x [T, X] or [T, J, X], whose pairs are (x[i], x[R/2 + i])."""
+    cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)
+
+
+def entries(
     x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
 ) -> Tensor:
-    """Return [T, C+R], what the cache holds of each token (eq. 1-5): normed c_kv, rotated key."""
+    """Return [T, D], what the cache holds of each token (eq. 1-5): normed c_kv, rotated key, the
+    indexer's key.
+    """
     ck_TD = linear(x_TD, weights.kv_a)
     c_TC, k_TR = torch.split(ck_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
     c_TC = rms_norm(c_TC.contiguous(), weights.kv_a_norm_C, LATENT_NORM_EPS)
-    return torch.cat((c_TC, rotate(k_TR, cos_sin_TR)), dim=-1)
+    parts = [c_TC, rotate(k_TR, cos_sin_TR)]
+    if weights.indexer is not None:
+        parts.append(_index_keys(x_TD, weights.indexer, cos_sin_TR))
+    return torch.cat(parts, dim=-1)
+
+
+def _index_keys(x_TD: Tensor, indexer: IndexerWeights, cos_sin_TR: Tensor) -> Tensor:
+    """[T, X]"""
+    norm_X, bias_X = indexer.k_norm_X, indexer.k_norm_bias_X
+    key_TX = F.layer_norm(linear(x_TD, indexer.k), norm_X.shape, norm_X, bias_X, INDEX_NORM_EPS)
+    return rotate_halves(key_TX, cos_sin_TR)
 
 
 def queries(
-    x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The queries alone, where a token's latents are computed elsewhere."""
+    x_TD: Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    cos_sin_TR: Tensor,
+    *,
+    is_selecting: bool,
+) -> Queries:
+    """The queries alone, where a token's entry is computed elsewhere; with `is_selecting` those of
+    the indexer, too.
+    """
+    q_in_TD = x_TD
     if weights.q_a is not None:
         assert weights.q_a_norm_Q is not None
-        x_TD = rms_norm(linear(x_TD, weights.q_a), weights.q_a_norm_Q, LATENT_NORM_EPS)
-    q_THK = linear(x_TD, weights.q_b).view(-1, config.num_attention_heads, config.qk_head_dim)
+        q_in_TD = rms_norm(linear(x_TD, weights.q_a), weights.q_a_norm_Q, LATENT_NORM_EPS)
+    q_THK = linear(q_in_TD, weights.q_b).view(-1, config.num_attention_heads, config.qk_head_dim)
     q_nope, q_rope = torch.split(q_THK, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-    return q_nope, rotate(q_rope, cos_sin_TR)
+    q_rope = rotate(q_rope, cos_sin_TR)
+    if not is_selecting:
+        return Queries(q_nope, q_rope)
+    assert weights.indexer is not None
+    assert config.index_n_heads is not None
+    q_TJX = linear(q_in_TD, weights.indexer.q_b).view(len(x_TD), config.index_n_heads, -1)
+    index_weights_TJ = linear(x_TD, weights.indexer.head_weights)
+    return Queries(q_nope, q_rope, rotate_halves(q_TJX, cos_sin_TR), index_weights_TJ)
 
 
 def prefill_core_attention(
-    q_nope_THN: Tensor,
-    q_rope_THR: Tensor,
-    latents_TD: Tensor,
+    queries: Queries,
+    entries_TD: Tensor,
     weights: AttentionWeights,
     config: ModelConfig,
     batch: PrefillBatch,
@@ -73,23 +152,15 @@ def prefill_core_attention(
     """Attend and return o [T, H*W]. With `final_only` the queries are those of `batch.final_rows`
     alone.
 
-    The tokens' own latents must be in the cache already.
+    The tokens' own entries must be in the cache already.
     """
     if absorbs_prefill(config, batch.cache_PLSD):
         table_TM, lengths_T = batch.block_table_TM, batch.lengths_T
         if final_only:
             table_TM, lengths_T = table_TM[batch.final_rows], lengths_T[batch.final_rows]
         return _absorbed(
-            q_nope_THN,
-            q_rope_THR,
-            weights,
-            config,
-            batch.cache_PLSD,
-            layer_index,
-            table_TM,
-            lengths_T,
+            queries, weights, config, batch.cache_PLSD, layer_index, table_TM, lengths_T
         )
-    query_THK = torch.cat((q_nope_THN, q_rope_THR), dim=-1)
     outputs = []
     row = 0
     for index, span in enumerate(batch.spans):
@@ -98,15 +169,52 @@ def prefill_core_attention(
             if index not in batch.final_chunks:
                 continue
             num_queries = 1
-        seen_SD = latents_TD[span.first : span.first + span.num_tokens]
-        if span.start:
-            seen_SD = torch.cat((batch.context(span, layer_index), seen_SD))
-        key_SHK, value_SHW = _expand(seen_SD, weights, config)
-        outputs.append(
-            _attend(query_THK[row : row + num_queries], key_SHK, value_SHW, config.softmax_scale)
-        )
+        asked = queries[row : row + num_queries]
+        outputs += _of_span(asked, entries_TD, weights, config, batch, span, layer_index)
         row += num_queries
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _of_span(
+    queries: Queries,
+    entries_TD: Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    batch: PrefillBatch,
+    span: Span,
+    layer_index: int,
+) -> list[Tensor]:
+    """Outputs of a span's last tokens, those that have queries: in multi-head form where they attend
+    to all they see, then in absorbed form.
+    """
+    end = span.start + span.num_tokens
+    dense_end = end if config.index_topk is None else min(end, config.index_topk)
+    num_dense = max(0, len(queries) - (end - dense_end))
+    outputs = []
+    if num_dense:
+        seen_SD = entries_TD[span.first : span.first + dense_end - span.start]
+        if span.start:
+            seen_SD = torch.cat((batch.context(span, layer_index), seen_SD))
+        query_THK = torch.cat((queries.nope_THN, queries.rope_THR), dim=-1)[:num_dense]
+        key_SHK, value_SHW = _expand(seen_SD, weights, config)
+        outputs.append(_attend(query_THK, key_SHK, value_SHW, config.softmax_scale))
+    # A token's row in the batch lies so far behind its query's.
+    ahead = span.first + span.num_tokens - len(queries)
+    for first in range(num_dense, len(queries), ABSORBED_TOKENS):
+        rows = slice(first, min(first + ABSORBED_TOKENS, len(queries)))
+        batch_rows = slice(ahead + rows.start, ahead + rows.stop)
+        outputs.append(
+            _absorbed(
+                queries[rows],
+                weights,
+                config,
+                batch.cache_PLSD,
+                layer_index,
+                batch.block_table_TM[batch_rows],
+                batch.lengths_T[batch_rows],
+            )
+        )
+    return outputs
 
 
 def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
@@ -123,11 +231,12 @@ def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
 
 
 def _expand(
-    latents_SD: Tensor, weights: AttentionWeights, config: ModelConfig
+    entries_SD: Tensor, weights: AttentionWeights, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
     """Keys [S, H, N+R] and values [S, H, W] of every head (eq. 3, 5)."""
     heads = config.num_attention_heads
-    c_SC, k_rope_SR = torch.split(latents_SD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    c_SC = entries_SD[:, : config.kv_lora_rank]
+    k_rope_SR = entries_SD[:, config.kv_lora_rank : config.latent_dim]
     both_SHK = linear(c_SC.contiguous(), weights.kv_b).view(len(c_SC), heads, -1)
     k_nope_SHN, value_SHW = torch.split(both_SHK, [config.qk_nope_head_dim, config.v_head_dim], -1)
     return torch.cat((k_nope_SHN, k_rope_SR[:, None].expand(-1, heads, -1)), dim=-1), value_SHW
@@ -155,19 +264,17 @@ def _attend(query_THK: Tensor, key_SHK: Tensor, value_SHW: Tensor, scale: float)
 
 
 def decode_core_attention(
-    q_nope_BHN: Tensor,
-    q_rope_BHR: Tensor,
+    queries: Queries,
     weights: AttentionWeights,
     config: ModelConfig,
     batch: DecodeBatch,
     layer_index: int,
 ) -> Tensor:
-    """Absorbed attention of one token per request, o [B, H*W]. The token's own latents must be in
-    the cache already.
+    """Absorbed attention of one token per request, o [B, H*W]. The token's own entry must be in the
+    cache already.
     """
     return _absorbed(
-        q_nope_BHN,
-        q_rope_BHR,
+        queries,
         weights,
         config,
         batch.cache_PLSD,
@@ -178,8 +285,7 @@ def decode_core_attention(
 
 
 def _absorbed(
-    q_nope_BHN: Tensor,
-    q_rope_BHR: Tensor,
+    queries: Queries,
     weights: AttentionWeights,
     config: ModelConfig,
     cache_PLSD: Tensor,
@@ -190,14 +296,15 @@ def _absorbed(
     """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached
     latents.
     """
-    q_latent_BHC = heads_in(q_nope_BHN, weights.kv_b)
-    o_BHC = mla_decode(
-        q_latent_BHC,
-        q_rope_BHR.contiguous(),
-        cache_PLSD,
-        layer_index,
-        block_table_BM,
-        lengths_B,
-        config.softmax_scale,
-    )
+    seen = cache_PLSD, layer_index, block_table_BM, lengths_B
+    selected_BK = None
+    if queries.index_TJX is not None:
+        assert queries.index_weights_TJ is not None
+        assert config.index_topk is not None
+        selected_BK = select_positions(
+            queries.index_TJX, queries.index_weights_TJ, *seen, config.index_topk
+        )
+    q_latent_BHC = heads_in(queries.nope_THN, weights.kv_b)
+    q_rope_BHR = queries.rope_THR.contiguous()
+    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, *seen, config.softmax_scale, selected_BK)
     return heads_out(o_BHC, weights.kv_b, config.v_head_dim).flatten(1)

@@ -48,7 +48,8 @@ class MtpModule:
         packed alike.
         """
         weights, module, eps = self._weights, self._module, self._weights.config.rms_norm_eps
-        batch = prefill_batch(chunks, (), self._cache.cache_PLSD, weights.cos_sin)
+        cache_PLSD, topk = self._cache.cache_PLSD, weights.config.index_topk
+        batch = prefill_batch(chunks, (), cache_PLSD, weights.cos_sin, topk)
         dim = hidden_TD.shape[-1:]
         embedded_TD = F.rms_norm(weights.embed.rows(batch.tokens_T), dim, module.enorm_D, eps)
         seen_TD = F.rms_norm(hidden_TD, dim, module.hnorm_D, eps)

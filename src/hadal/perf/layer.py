@@ -20,8 +20,12 @@ from hadal.perf.roofline import BF16, CONTIGUOUS, FP8, LINK, MASKED, Curve, Roof
 from hadal.perf.shapes import (
     BF16_BYTES,
     FP8_BYTES,
+    FP32_BYTES,
     absorbed_flops_per_pair,
     expanded_flops_per_pair,
+    index_flops_per_pair,
+    index_query_dim,
+    left_out,
 )
 
 TOP_K_S = 34e-9
@@ -93,6 +97,7 @@ class Layer:
         before, after, shared = self._once(line, DECODE, batch.num_tokens, self._decode_rest)
         return (
             *before,
+            *self._index(line, batch),
             self._absorbed_core_attention(line, batch),
             *after,
             Kernel(DISPATCH, "dispatch", links_s[0], LINK),
@@ -168,9 +173,9 @@ class Layer:
 
     def _projections(self, line: Roofline, tokens: float) -> tuple[Kernel, ...]:
         model = self.model
-        heads, latent = model.num_attention_heads, model.latent_dim
+        heads, latent = model.num_attention_heads, model.entry_dim + (model.index_n_heads or 0)
         q_rank = model.q_lora_rank
-        queries = heads * model.qk_head_dim
+        queries = heads * model.qk_head_dim + index_query_dim(model)
         first = _kernel(ATTN_IN, "norm, quantise", self._norm(line, tokens))
         if q_rank is None:
             return first, _kernel(
@@ -187,25 +192,64 @@ class Layer:
             _kernel(ATTN_IN, "q_b", line.gemm(tokens, queries, q_rank)),
         )
 
-    def _absorbed_core_attention(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
+    def _index(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
+        """The indexer, where tokens see more than they attend to: scores of all pairs, for which the
+        index keys of the whole context are read once a request, and the selection, which reads the
+        scores. In BF16 on MLA's curve: DeepSeek's own kernel is FP8, and no table of it is known.
+        """
         model = self.model
+        if not left_out(model, batch.num_tokens, batch.num_pairs):
+            return ()
+        scores = line.mla_decode(
+            batch.num_tokens,
+            batch.num_pairs,
+            batch.context_tokens * (model.index_head_dim or 0) * BF16_BYTES,
+            index_flops_per_pair(model),
+            index_query_dim(model) * BF16_BYTES,
+        )
+        return (
+            _kernel(ATTN_CORE, "index scores", scores),
+            _kernel(ATTN_CORE, "select", line.elementwise(2 * batch.num_pairs * FP32_BYTES)),
+        )
+
+    def _absorbed_core_attention(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
+        """Of pairs that are not left out. A request's latents are read once; of selected ones each
+        token reads its own.
+        """
+        model = self.model
+        pairs = batch.num_pairs * (1.0 - left_out(model, batch.num_tokens, batch.num_pairs))
         row_bytes = model.num_attention_heads * (model.latent_dim + model.kv_lora_rank) * BF16_BYTES
         attention = line.mla_decode(
             batch.num_tokens,
-            batch.num_pairs,
-            batch.context_tokens * model.latent_dim * BF16_BYTES,
+            pairs,
+            min(batch.context_tokens, pairs) * model.latent_dim * BF16_BYTES,
             absorbed_flops_per_pair(model),
             row_bytes,
         )
         return _kernel(ATTN_CORE, "core attention", attention)
 
     def _expanded(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
-        model, tokens, context = self.model, batch.num_tokens, batch.context_tokens
+        """Prefill's attention. With an indexer the share of pairs that is left out is taken for the
+        share of tokens that attend in absorbed form, to what is selected for each; for the others
+        keys and values are expanded.
+        """
+        model, tokens = self.model, batch.num_tokens
+        sparse = left_out(model, tokens, batch.num_pairs)
+        context, pairs = batch.context_tokens * (1.0 - sparse), batch.num_pairs * (1.0 - sparse)
         heads, key, value = model.num_attention_heads, model.qk_head_dim, model.v_head_dim
+        pair_flops = round(
+            (1.0 - sparse) * expanded_flops_per_pair(model)
+            + sparse * absorbed_flops_per_pair(model)
+        )
+        absorbed: tuple[Kernel, ...] = ()
+        if sparse:
+            both = model.qk_nope_head_dim + value
+            timed = line.batched(tokens * sparse, heads, model.kv_lora_rank, both)
+            absorbed = (_kernel(ATTN_IN, "absorb W_UK, W_UV", timed),)
         turned = 2 * tokens * heads * key * BF16_BYTES
         keys = context * heads * (model.qk_nope_head_dim + key) * BF16_BYTES
         moved = heads * (tokens * (key + value) + context * (key + value)) * BF16_BYTES
-        attention = line.mha_prefill(tokens, batch.num_pairs, expanded_flops_per_pair(model), moved)
+        attention = line.mha_prefill(tokens, pairs, pair_flops, moved)
         return (
             _kernel(
                 ATTN_IN,
@@ -214,6 +258,8 @@ class Layer:
             ),
             _kernel(ATTN_IN, "rope, write KV", line.elementwise(turned)),
             _kernel(ATTN_IN, "gather keys", line.elementwise(keys)),
+            *absorbed,
+            *self._index(line, batch),
             _kernel(ATTN_CORE, "core attention", attention),
             *self._output(line, tokens),
         )

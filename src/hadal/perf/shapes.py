@@ -47,7 +47,10 @@ DEEPSEEK_V3 = ModelConfig(
 
 
 def mla_params(model: ModelConfig) -> int:
-    """Weights of one layer's attention: q_a, q_b, kv_a, kv_b, o_proj."""
+    """Weights of one layer's attention: q_a, q_b, kv_a, kv_b, o_proj, and the indexer's, where there
+    is one: its queries are made of the query latent, its key and its heads' weights of the hidden
+    state.
+    """
     heads, hidden = model.num_attention_heads, model.hidden_size
     if model.q_lora_rank is None:
         queries = hidden * heads * model.qk_head_dim
@@ -56,7 +59,15 @@ def mla_params(model: ModelConfig) -> int:
     keys = hidden * model.latent_dim + model.kv_lora_rank * heads * (
         model.qk_nope_head_dim + model.v_head_dim
     )
-    return queries + keys + heads * model.v_head_dim * hidden
+    indexer = (model.q_lora_rank or 0) * index_query_dim(model) + hidden * (
+        (model.index_head_dim or 0) + (model.index_n_heads or 0)
+    )
+    return queries + keys + heads * model.v_head_dim * hidden + indexer
+
+
+def index_query_dim(model: ModelConfig) -> int:
+    """Values of a token's index queries, all heads; 0 without an indexer."""
+    return (model.index_n_heads or 0) * (model.index_head_dim or 0)
 
 
 def expert_params(model: ModelConfig) -> int:
@@ -99,9 +110,11 @@ def weight_bytes(
 
 
 def kv_bytes_per_token(model: ModelConfig, num_layers: int | None = None) -> int:
-    """BF16 latents of a token in all layers (70,272 in V3), or in `num_layers`."""
+    """BF16 cache entries of a token in all layers (70,272 in V3, 85,888 in V3.2), or in
+    `num_layers`.
+    """
     return (
-        model.latent_dim
+        model.entry_dim
         * BF16_BYTES
         * (model.num_hidden_layers if num_layers is None else num_layers)
     )
@@ -112,6 +125,23 @@ def absorbed_flops_per_pair(model: ModelConfig) -> int:
     `kv_lora_rank`.
     """
     return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
+
+
+def index_flops_per_pair(model: ModelConfig) -> int:
+    """An index score: each index head multiplies a query with the position's key (DeepSeek-V3.2,
+    arXiv 2512.02556, eq. 1); 0 without an indexer.
+    """
+    return 2 * index_query_dim(model)
+
+
+def left_out(model: ModelConfig, num_tokens: float, num_pairs: float) -> float:
+    """Share of (token, position) pairs that core attention leaves out: a token attends to
+    min(positions, index_topk), so of tokens with equal contexts it is
+    max(0, 1 - tokens * index_topk / pairs). Where contexts differ more is left out.
+    """
+    if model.index_topk is None or num_pairs <= 0.0:
+        return 0.0
+    return max(0.0, 1.0 - num_tokens * model.index_topk / num_pairs)
 
 
 def expanded_flops_per_pair(model: ModelConfig) -> int:

@@ -6,49 +6,80 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.reference.ops import (
+    best_positions,
     experts,
     gate,
     heads_in,
     heads_out,
+    index_scores,
     linear,
     mla_decode,
     mla_prefill,
     rms_norm,
     rotate,
+    rotate_halves,
+    select_positions,
     swiglu,
 )
-from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights, LayerWeights, ModelWeights
+from hadal.reference.params import (
+    INDEX_NORM_EPS,
+    LATENT_NORM_EPS,
+    AttentionWeights,
+    LayerWeights,
+    ModelWeights,
+)
 
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q_nope [T, H, N], q_rope [T, H, R], latent [T, D] of the same tokens) -> o [T, H, W]"""
+IndexQueries = tuple[Tensor, Tensor]
+"""Rotated queries [T, J, X] and weights [T, J] of the indexer's heads."""
+CoreAttention = Callable[[Tensor, Tensor, Tensor, IndexQueries | None], Tensor]
+"""(q_nope [T, H, N], q_rope [T, H, R], entry [T, D] of the same tokens, the indexer's queries where
+there is one) -> o [T, H, W]
+"""
 
 
-def queries_and_latent(
+def queries_and_entry(
     x_TD: Tensor,
     weights: AttentionWeights,
     config: ModelConfig,
     cos_sin: Tensor,
     positions_T: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, latent [T, C+R] as cached) (arXiv
-    2412.19437, eq. 1-9).
+) -> tuple[Tensor, Tensor, Tensor, IndexQueries | None]:
+    """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, entry [T, C+R] or [T, C+R+X] as cached,
+    the indexer's queries) (arXiv 2412.19437, eq. 1-9; arXiv 2512.02556, eq. 1).
     """
+    q_in_TD = x_TD
     sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
     c_TC, k_TR = torch.split(linear(x_TD, weights.kv_a), sizes, -1)
     if weights.q_a is not None:
         assert weights.q_a_norm_Q is not None
-        x_TD = rms_norm(linear(x_TD, weights.q_a), weights.q_a_norm_Q, LATENT_NORM_EPS)
-    q_THK = linear(x_TD, weights.q_b).view(
+        q_in_TD = rms_norm(linear(x_TD, weights.q_a), weights.q_a_norm_Q, LATENT_NORM_EPS)
+    q_THK = linear(q_in_TD, weights.q_b).view(
         len(x_TD), config.num_attention_heads, config.qk_head_dim
     )
     q_nope, q_rope = torch.split(q_THK, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
     c_TC = rms_norm(c_TC, weights.kv_a_norm_C, LATENT_NORM_EPS)
-    latent_TD = torch.cat((c_TC, rotate(k_TR, cos_sin, positions_T)), dim=-1)
-    return q_nope, rotate(q_rope, cos_sin, positions_T), latent_TD
+    entry_TD = torch.cat((c_TC, rotate(k_TR, cos_sin, positions_T)), dim=-1)
+    index_queries = None
+    if (indexer := weights.indexer) is not None:
+        key_TX = F.layer_norm(
+            linear(x_TD, indexer.k),
+            indexer.k_norm_X.shape,
+            indexer.k_norm_X,
+            indexer.k_norm_bias_X,
+            INDEX_NORM_EPS,
+        )
+        entry_TD = torch.cat((entry_TD, rotate_halves(key_TX, cos_sin, positions_T)), dim=-1)
+        q_TJX = linear(q_in_TD, indexer.q_b).view(len(x_TD), -1, key_TX.shape[-1])
+        index_queries = (
+            rotate_halves(q_TJX, cos_sin, positions_T),
+            linear(x_TD, indexer.head_weights),
+        )
+    return q_nope, rotate(q_rope, cos_sin, positions_T), entry_TD, index_queries
 
 
 def block(
@@ -61,7 +92,7 @@ def block(
 ) -> Tensor:
     """Return the layer's output [T, D]."""
     x_TD = rms_norm(hidden_TD, layer.attn_norm_D, config.rms_norm_eps)
-    o_THW = attend(*queries_and_latent(x_TD, layer.attention, config, cos_sin, positions_T))
+    o_THW = attend(*queries_and_entry(x_TD, layer.attention, config, cos_sin, positions_T))
     hidden_TD = hidden_TD + linear(o_THW.flatten(1), layer.attention.o)
     x_TD = rms_norm(hidden_TD, layer.ffn_norm_D, config.rms_norm_eps)
     if layer.mlp is not None:
@@ -75,8 +106,8 @@ def block(
 # One decode step of the whole model over the paged cache, absorbed form: the twin of the fused
 # step.
 #
-# Shapes: B requests, V vocabulary, P blocks, L layers, S block tokens, M blocks of a request, D =
-# C+R latent.
+# Shapes: B requests, V vocabulary, P blocks, L layers, S block tokens, M blocks of a request, D
+# values of an entry.
 
 
 def decode_step(
@@ -86,7 +117,7 @@ def decode_step(
     positions_B: Tensor,
     block_table_BM: Tensor,
 ) -> Tensor:
-    """Write each token's latents at its position, return logits [B, V] for the next one."""
+    """Write each token's entries at its position, return logits [B, V] for the next one."""
     config = weights.config
     hidden_BD = weights.embed.rows(tokens_B)
     for index, layer in enumerate(weights.layers):
@@ -97,7 +128,7 @@ def decode_step(
             index,
             block_table_BM,
             positions_B,
-            config.softmax_scale,
+            config,
         )
         hidden_BD = block(hidden_BD, layer, config, weights.cos_sin, positions_B, attend)
     return linear(rms_norm(hidden_BD, weights.norm_D, config.rms_norm_eps), weights.head)
@@ -109,26 +140,30 @@ def _paged_core_attention(
     index: int,
     block_table_BM: Tensor,
     positions_B: Tensor,
-    scale: float,
+    config: ModelConfig,
     q_nope_BHN: Tensor,
     q_rope_BHR: Tensor,
-    latent_BD: Tensor,
+    entry_BD: Tensor,
+    index_queries: IndexQueries | None,
 ) -> Tensor:
     block_tokens = cache_PLSD.shape[2]
     block_B = block_table_BM.long().gather(1, (positions_B.long() // block_tokens)[:, None])[:, 0]
-    cache_PLSD[block_B, index, positions_B.long() % block_tokens] = latent_BD
+    cache_PLSD[block_B, index, positions_B.long() % block_tokens] = entry_BD
+    seen = cache_PLSD, index, block_table_BM, positions_B + 1
+    selected_BK = None
+    if index_queries is not None:
+        assert config.index_topk is not None
+        q_BJX, weights_BJ = index_queries
+        selected_BK = select_positions(q_BJX, weights_BJ, *seen, config.index_topk)
     q_latent_BHC = heads_in(q_nope_BHN, layer.attention.kv_b)
-    o_BHC = mla_decode(
-        q_latent_BHC, q_rope_BHR, cache_PLSD, index, block_table_BM, positions_B + 1, scale
-    )
-    num_values = layer.attention.o.shape[1] // o_BHC.shape[1]
-    return heads_out(o_BHC, layer.attention.kv_b, num_values)
+    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, *seen, config.softmax_scale, selected_BK)
+    return heads_out(o_BHC, layer.attention.kv_b, config.v_head_dim)
 
 
 # A plain loop for one request: the oracle of every exactness test. No blocks, no batch, no
 # absorbed form.
 #
-# Each layer keeps the latents of all positions in one tensor that grows; every step runs the
+# Each layer keeps the entries of all positions in one tensor that grows; every step runs the
 # multi-head form over it.
 
 
@@ -138,7 +173,7 @@ def forward(
     """Return (logits [T, V], hidden [T, D] after the last norm) of T tokens that follow those in
     `latents`.
 
-    `latents` holds one [S, C+R] per layer and is extended by the T tokens; start with
+    `latents` holds one [S, D] per layer and is extended by the T tokens; start with
     `no_latents(weights)`.
     """
     config = weights.config
@@ -146,28 +181,47 @@ def forward(
     positions_T = torch.arange(start, start + len(tokens_T), device=tokens_T.device)
     hidden_TD = weights.embed.rows(tokens_T)
     for index, layer in enumerate(weights.layers):
-        attend = functools.partial(core_attention, layer, latents, index, config.softmax_scale)
+        attend = functools.partial(core_attention, layer, latents, index, config)
         hidden_TD = block(hidden_TD, layer, config, weights.cos_sin, positions_T, attend)
     hidden_TD = rms_norm(hidden_TD, weights.norm_D, config.rms_norm_eps)
     return linear(hidden_TD, weights.head), hidden_TD
 
 
 def no_latents(weights: ModelWeights) -> list[Tensor]:
-    return [weights.norm_D.new_empty(0, weights.config.latent_dim) for _ in weights.layers]
+    return [weights.norm_D.new_empty(0, weights.config.entry_dim) for _ in weights.layers]
 
 
 def core_attention(
     layer: LayerWeights,
     latents: list[Tensor],
     index: int,
-    scale: float,
+    config: ModelConfig,
     q_nope_THN: Tensor,
     q_rope_THR: Tensor,
-    latent_TD: Tensor,
+    entry_TD: Tensor,
+    index_queries: IndexQueries | None,
 ) -> Tensor:
-    """Append the new latents to `latents[index]` and attend to all of them."""
-    latents[index] = torch.cat((latents[index], latent_TD))
-    return mla_prefill(q_nope_THN, q_rope_THR, latents[index], layer.attention.kv_b, scale)
+    """Append the new entries to `latents[index]` and attend to them, or to those that the indexer
+    selects.
+    """
+    latents[index] = torch.cat((latents[index], entry_TD))
+    latents_SD, key_SX = latents[index].tensor_split([config.latent_dim], dim=-1)
+    left_out_TS = None
+    if index_queries is not None:
+        left_out_TS = _left_out(index_scores(*index_queries, key_SX), config.index_topk)
+    return mla_prefill(
+        q_nope_THN, q_rope_THR, latents_SD, layer.attention.kv_b, config.softmax_scale, left_out_TS
+    )
+
+
+def _left_out(scores_TS: Tensor, num_selected: int | None) -> Tensor | None:
+    """Where [T, S] the last T of S tokens do not attend to, of what they see; None: to all."""
+    num_new, num_seen = scores_TS.shape
+    if num_selected is None or num_seen <= num_selected:
+        return None
+    unseen_TS = torch.ones_like(scores_TS, dtype=torch.bool).triu(1 + num_seen - num_new)
+    best_TK = best_positions(scores_TS.masked_fill(unseen_TS, float("-inf")), num_selected)
+    return torch.ones_like(unseen_TS).scatter(1, best_TK.long(), False)
 
 
 @torch.inference_mode()
@@ -206,8 +260,8 @@ def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> Tens
     embedded_TD = rms_norm(weights.embed.rows(next_tokens_T), module.enorm_D, config.rms_norm_eps)
     seen_TD = rms_norm(hidden_TD, module.hnorm_D, config.rms_norm_eps)
     x_TD = linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
-    latents = [hidden_TD.new_empty(0, config.latent_dim)]
-    attend = functools.partial(core_attention, module.layer, latents, 0, config.softmax_scale)
+    latents = [hidden_TD.new_empty(0, config.entry_dim)]
+    attend = functools.partial(core_attention, module.layer, latents, 0, config)
     positions_T = torch.arange(len(x_TD), device=x_TD.device)
     x_TD = block(x_TD, module.layer, config, weights.cos_sin, positions_T, attend)
     return linear(rms_norm(x_TD, module.head_norm_D, config.rms_norm_eps), weights.head)

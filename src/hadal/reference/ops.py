@@ -105,6 +105,18 @@ def _temperature(scaling: RopeScaling) -> float:
     return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
 
 
+def rotate_halves(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
+    """Rotate the first R values of x [T, X] or [T, J, X]: here a pair is (x[i], x[R/2 + i]), as the
+    indexer has it.
+    """
+    cos, sin = cos_sin[positions_T].chunk(2, dim=-1)
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
 def rotate(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
     """Rotate the pairs (x0, x1), (x2, x3) ... of x [T, R] or [T, H, R] and leave them
     interleaved.
@@ -199,7 +211,8 @@ def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> 
 #
 # W_UK is already in the query and W_UV comes after, so all heads share one key and value of C+R
 # (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Shapes: B requests, H heads, C latent, R rotated,
-# P blocks, L layers, S block tokens, M blocks of a request, D = C+R.
+# P blocks, L layers, S block tokens, M blocks of a request, D values of an entry, C+R or more, K
+# selected positions.
 
 
 def mla_decode(
@@ -210,18 +223,68 @@ def mla_decode(
     block_table_BM: Tensor,
     lengths_B: Tensor,
     scale: float,
+    selected_BK: Tensor | None = None,
 ) -> Tensor:
     """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, the
-    new token's too.
+    new token's too; where these are more than K, it attends to selected_BK[b] of them.
     """
-    latents_BSD = cache_PLSD[block_table_BM.long(), layer_index].flatten(1, 2)
-    unused_BS = torch.arange(latents_BSD.shape[1], device=lengths_B.device) >= lengths_B[:, None]
+    num_read = q_latent_BHC.shape[-1] + q_rope_BHR.shape[-1]
+    latents_BSD = cache_PLSD[block_table_BM.long(), layer_index, :, :num_read].flatten(1, 2)
+    position_S = torch.arange(latents_BSD.shape[1], device=lengths_B.device)
+    unused_BS = position_S >= lengths_B[:, None]
+    if selected_BK is not None:
+        others_BS = torch.ones_like(unused_BS).scatter(1, selected_BK.long(), False)
+        unused_BS |= others_BS & (lengths_B > selected_BK.shape[1])[:, None]
     # A reused block may hold anything past the length, NaN too, and 0 * NaN is NaN.
     latents_BSD = latents_BSD.masked_fill(unused_BS[..., None], 0.0)
     q_BHD = torch.cat((q_latent_BHC, q_rope_BHR), dim=-1)
     scores_BHS = torch.einsum("bhd,bsd->bhs", q_BHD, latents_BSD) * scale
     p_BHS = scores_BHS.masked_fill(unused_BS[:, None], float("-inf")).softmax(-1)
     return torch.einsum("bhs,bsc->bhc", p_BHS, latents_BSD[..., : q_latent_BHC.shape[-1]])
+
+
+# The lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, eq. 1-2): which positions a token attends
+# to.
+#
+# DeepSeek's own code rotates queries and keys by a Hadamard matrix, which changes no product, and
+# rounds both to FP8; here they are FP32. It also multiplies scores by J^-1/2 X^-1/2, which changes no
+# order. Shapes: T tokens, S positions, J index heads, X index key, K positions a token attends to.
+
+
+def index_scores(q_TJX: Tensor, weights_TJ: Tensor, key_SX: Tensor) -> Tensor:
+    """Return [T, S]: the sum over heads of weight * relu(query . key)."""
+    dots_TJS = torch.einsum("tjx,sx->tjs", q_TJX, key_SX).relu()
+    return torch.einsum("tj,tjs->ts", weights_TJ, dots_TJS)
+
+
+def best_positions(scores_TS: Tensor, num_selected: int) -> Tensor:
+    """Return [T, K] int32, ascending: the K positions of the largest scores; of equal ones the lower
+    position.
+    """
+    order_TS = scores_TS.sort(dim=-1, descending=True, stable=True).indices
+    return order_TS[:, :num_selected].sort(dim=-1).values.int()
+
+
+def select_positions(
+    q_BJX: Tensor,
+    weights_BJ: Tensor,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
+    num_selected: int,
+) -> Tensor:
+    """Return selected [B, K] int32, ascending, of the first lengths_B[b] positions of a request's
+    blocks. Rows that see K or fewer say nothing. A position's key is the last X of its entry.
+    """
+    selected_BK = torch.zeros((len(q_BJX), num_selected), dtype=torch.int32, device=q_BJX.device)
+    key_PSX = cache_PLSD[:, layer_index, :, -q_BJX.shape[-1] :]
+    for row, length in enumerate(lengths_B.tolist()):
+        if length > num_selected:
+            key_SX = key_PSX[block_table_BM[row].long()].flatten(0, 1)[:length]
+            scores_1S = index_scores(q_BJX[row : row + 1], weights_BJ[row : row + 1], key_SX)
+            selected_BK[row] = best_positions(scores_1S, num_selected)[0]
+    return selected_BK
 
 
 # MLA's core attention in multi-head form, for prefill: keys and values are expanded from latents.
@@ -237,9 +300,10 @@ def mla_prefill(
     latents_SD: Tensor,
     kv_b: Matrix,
     scale: float,
+    is_left_out_TS: Tensor | None = None,
 ) -> Tensor:
     """Return o [T, H, W]. The T queries are the last T of the S positions; each sees itself and all
-    before it.
+    before it, but for those that are left out.
     """
     num_new, num_seen = len(q_nope_THN), len(latents_SD)
     heads, num_keys = q_nope_THN.shape[1:]
@@ -249,8 +313,10 @@ def mla_prefill(
     scores_HTS = torch.einsum("thn,shn->hts", q_nope_THN, k_nope_SHN)
     scores_HTS = scores_HTS + torch.einsum("thr,sr->hts", q_rope_THR, k_rope_SR)
     position_T = torch.arange(num_seen - num_new, num_seen, device=scores_HTS.device)
-    future_TS = torch.arange(num_seen, device=scores_HTS.device) > position_T[:, None]
-    p_HTS = (scores_HTS * scale).masked_fill(future_TS, float("-inf")).softmax(-1)
+    unseen_TS = torch.arange(num_seen, device=scores_HTS.device) > position_T[:, None]
+    if is_left_out_TS is not None:
+        unseen_TS |= is_left_out_TS
+    p_HTS = (scores_HTS * scale).masked_fill(unseen_TS, float("-inf")).softmax(-1)
     return torch.einsum("hts,shw->thw", p_HTS, v_SHW)
 
 

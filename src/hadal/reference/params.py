@@ -4,8 +4,9 @@ Matrices are as the checkpoint stores them (on a CPU, mapped from its files) or 
 compute precision; norms, the gate and its bias are FP32. All are row-major, contiguous and as
 `F.linear` wants them ([out, in]).
 
-Shapes: D hidden, V vocab, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, F
-FFN width, E routed experts, I expert width, S shared-expert width (n_shared_experts * I).
+Shapes: D hidden, V vocab, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, J
+index heads, X index_head_dim, F FFN width, E routed experts, I expert width, S shared-expert width
+(n_shared_experts * I).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ LATENT_NORM_EPS = 1e-6
 """Epsilon of the two norms inside MLA (q_a and kv_a). The released code fixes it; rms_norm_eps is
 for the others.
 """
+INDEX_NORM_EPS = 1e-6
+"""Epsilon of the indexer's LayerNorm; the released code fixes it, too."""
 FP8 = torch.float8_e4m3fn
 
 
@@ -73,6 +76,22 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class IndexerWeights:
+    """The lightning indexer (arXiv 2512.02556, eq. 1): a position's score for a token is the sum over
+    index heads of weight * relu(query . key).
+    """
+
+    q_b: Matrix
+    """[J*X, Q], of the query latent. Of a head's X values the first R are rotated."""
+    k: Matrix
+    """[X, D]: one key for all heads, normed, its first R values rotated."""
+    k_norm_X: Tensor
+    k_norm_bias_X: Tensor
+    head_weights: Matrix
+    """[J, D]"""
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     """MLA (arXiv 2412.19437, eq. 1-11). Without q-LoRA there is no `q_a`, and `q_b` is W_Q."""
 
@@ -92,6 +111,8 @@ class AttentionWeights:
     """
     o: Matrix
     """[D, H*W]"""
+    indexer: IndexerWeights | None = None
+    """None: a token attends to all positions."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -260,7 +260,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 def kv_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
     """What all layers cache of one token."""
-    return config.num_hidden_layers * config.latent_dim * precision.kv
+    return config.num_hidden_layers * config.entry_dim * precision.kv
 
 
 def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
@@ -308,8 +308,10 @@ def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
     q_rows = heads * c.qk_head_dim
     query = dim * q_rows if c.q_lora_rank is None else c.q_lora_rank * (dim + q_rows)
     latent = dim * c.latent_dim + c.kv_lora_rank * heads * (c.qk_nope_head_dim + c.v_head_dim)
-    attention = query + latent + heads * c.v_head_dim * dim
-    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 2 * dim
+    index_heads, index_dim = c.index_n_heads or 0, c.index_head_dim or 0
+    indexer = index_heads * index_dim * (c.q_lora_rank or 0) + (index_heads + index_dim) * dim
+    attention = query + latent + heads * c.v_head_dim * dim + indexer
+    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 2 * dim + 2 * index_dim
     expert = 3 * dim * c.moe_intermediate_size
     matrices = (
         c.num_hidden_layers * attention

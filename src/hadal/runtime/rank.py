@@ -222,7 +222,7 @@ def make_host(
     config = read_model_config(Path(deployment.model))
     watch_model(Path(deployment.model))
     check_model(run)
-    shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
+    shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.entry_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
     process = RankProcess(run, unit, role, name, folder, epoch, device, config, pool, LiveClock())
     try:

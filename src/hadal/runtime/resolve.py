@@ -76,7 +76,7 @@ def fingerprint_of(
     if not deployment.cache.is_on:
         return ""
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
-    layout = BLOCK_TOKENS, config.num_hidden_layers, config.latent_dim
+    layout = BLOCK_TOKENS, config.num_hidden_layers, config.entry_dim
     _add(
         digest,
         VERSION,

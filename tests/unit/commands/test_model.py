@@ -59,6 +59,7 @@ def test_the_model_that_ships() -> None:
     ("name", "billions", "active"),
     [
         ("DeepSeek-V3", 671, 37),
+        ("DeepSeek-V3.2", 672, 38),
         ("Kimi-K2", 1026, 32),
         ("Moonlight-16B-A3B", 16, 3),
         ("JoyAI-LLM-Flash", 49, 3),
@@ -74,6 +75,15 @@ def test_parameters_are_those_that_the_makers_give(
     assert round(values["num_parameters"] / 1e9) == billions
     assert abs(values["num_parameters_active"] / 1e9 - active) < 1
     assert values["architecture"] == CONFIGS[name]["architectures"][0]
+
+
+def test_an_indexer_is_told_and_its_key_is_part_of_the_kv(tmp_path: Path) -> None:
+    folder = str(write(tmp_path, CONFIGS["DeepSeek-V3.2"]))
+    assert found(folder)["kv_bytes_per_token"] == 61 * (576 + 128) * 4
+    text = run(folder).stdout
+    assert "DeepSeek-V3.2 (deepseek_v32, DeepseekV32ForCausalLM)" in text
+    assert "indexer         64 heads of width 128: a token attends to 2048 positions" in text
+    assert "indexer " not in run(str(ROOT / "configs" / "deepseek_v3")).stdout
 
 
 def test_what_fits(tmp_path: Path) -> None:

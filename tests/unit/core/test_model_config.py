@@ -42,7 +42,10 @@ def test_what_a_file_does_not_say() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; served are 'deepseek_v3', 'kimi_k2',"),
+        (
+            {"model_type": "llama"},
+            "model_type is 'llama'; served are 'deepseek_v3', 'deepseek_v32',",
+        ),
         ({"model_type": ["kimi_k2"]}, "model_type is ['kimi_k2']; served are"),
         (
             {"architectures": ["DeepseekV3ForSequenceClassification"]},
@@ -130,6 +133,51 @@ def test_what_only_one_of_the_family_has() -> None:
     assert parse_model_config({**V3, "eos_token_id": None}, "f").eos_token_ids == ()
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"model_type": "deepseek_v3"},
+        {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+        {"model_type": "deepseek_v3", "architectures": None},
+    ],
+)
+def test_v32_under_its_own_name_and_under_that_of_v3(named: dict[str, Any]) -> None:
+    config = parse_model_config({**CONFIGS["DeepSeek-V3.2"], **named}, "f")
+    assert config.model_type == "deepseek_v32"
+    assert (config.index_n_heads, config.index_head_dim, config.index_topk) == (64, 128, 2048)
+    assert (config.latent_dim, config.entry_dim) == (576, 704)
+    assert parse_model_config(V3, "f").entry_dim == 576
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"index_topk": None}, "index_topk is missing; DeepSeek-V3.2 has an indexer"),
+        ({"index_n_heads": 0}, "index_n_heads is 0; expected `int` >= 1"),
+        ({"index_topk": 1 << 30}, "index_topk is 1073741824; expected `int` <="),
+        ({"q_lora_rank": None}, "q_lora_rank is None; the indexer's queries are made of the query"),
+        ({"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
+        (
+            {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
+            "index_n_heads is 64; with model_type 'kimi_k2' no indexer is known",
+        ),
+        (
+            {"model_type": "deepseek_v3", "index_topk": None, "architectures": None},
+            "index_n_heads is 64; with model_type 'deepseek_v3' no indexer is known",
+        ),
+        (
+            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3Model"]},
+            "architectures is ['DeepseekV3Model']; with model_type 'deepseek_v3' it must be",
+        ),
+    ],
+)
+def test_an_indexer_that_cannot_be_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        parse_model_config({**CONFIGS["DeepSeek-V3.2"], **changes}, "f")
+    assert str(error.value).startswith(f"f: {words}")
+
+
 def test_layers_of_glm_are_dense_first_and_then_sparse() -> None:
     glm = CONFIGS["GLM-4.7-Flash"]
     two = {**glm, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45}
@@ -147,14 +195,12 @@ def test_layers_of_glm_are_dense_first_and_then_sparse() -> None:
     ("changes", "words"),
     [
         ({"model_type": "deepseek_v2"}, "DeepSeek-V2, which is not served: its gate is another"),
-        ({"model_type": "deepseek_v32"}, "DeepSeek-V3.2, which is not served: its sparse"),
-        ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepSeek-V3.2, which is not served"),
-        ({"index_topk": 2048}, "DeepSeek-V3.2 or GLM-5, which is not served: its sparse attention"),
         ({"model_type": "deepseek_v4"}, "DeepSeek-V4, which is not served: it is another archi"),
         ({"model_type": "kimi_k25", "text_config": {}}, "Kimi-K2.5 or K2.6, which is not served"),
         ({"model_type": "kimi_k3"}, "Kimi-K3, which is not served: it is another architecture"),
         ({"model_type": "glm4_moe"}, "GLM-4.5 to 4.7, which is not served: its attention has no"),
-        ({"model_type": "glm_moe_dsa"}, "GLM-5, which is not served: its sparse attention"),
+        ({"model_type": "glm_moe_dsa"}, "GLM-5, which is not served: its indexer is another"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"], "index_topk": 2048}, "GLM-5, which is not"),
     ],
 )
 def test_what_looks_like_the_family_is_refused_by_name(changes: dict[str, Any], words: str) -> None:

@@ -17,6 +17,7 @@ from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
     AttentionWeights,
     Experts,
+    IndexerWeights,
     LayerWeights,
     Matrix,
     MlpWeights,
@@ -81,6 +82,15 @@ def random_weights(c: ModelConfig, seed: int = 0, kind: str = "fp32") -> ModelWe
             c.hidden_size,
         )
         queries = heads * c.qk_head_dim
+        indexer = None
+        if c.index_n_heads and c.index_head_dim and q_lora:
+            indexer = IndexerWeights(
+                q_b=matrix(c.index_n_heads * c.index_head_dim, q_lora),
+                k=matrix(c.index_head_dim, dim),
+                k_norm_X=norm(c.index_head_dim),
+                k_norm_bias_X=0.1 * torch.randn(c.index_head_dim, generator=generator),
+                head_weights=matrix(c.index_n_heads, dim),
+            )
         attention = AttentionWeights(
             q_a=matrix(q_lora, dim) if q_lora else None,
             q_a_norm_Q=norm(q_lora) if q_lora else None,
@@ -92,6 +102,7 @@ def random_weights(c: ModelConfig, seed: int = 0, kind: str = "fp32") -> ModelWe
                 is_rounding_inputs=False,
             ),
             o=matrix(dim, heads * c.v_head_dim),
+            indexer=indexer,
         )
         experts, width = c.n_routed_experts, c.moe_intermediate_size
         moe = MoeWeights(
@@ -118,13 +129,13 @@ def random_weights(c: ModelConfig, seed: int = 0, kind: str = "fp32") -> ModelWe
 
 @dataclasses.dataclass
 class Paged:
-    """A cache full of random latents, and every row's blocks in random order."""
+    """A cache full of random entries, and every row's blocks in random order."""
 
     cache_PLSD: Tensor
     table_BM: Tensor
 
 
-def paged(num_layers: int, latent_dim: int, lengths: list[int], seed: int = 0) -> Paged:
+def paged(num_layers: int, entry_dim: int, lengths: list[int], seed: int = 0) -> Paged:
     """Room for `lengths` positions; what lies past a row's length is NaN, so that reading it
     shows.
     """
@@ -132,7 +143,7 @@ def paged(num_layers: int, latent_dim: int, lengths: list[int], seed: int = 0) -
     width = max(1, max((length + 63) // 64 for length in lengths))
     order = torch.randperm(len(lengths) * width, generator=generator) + 1
     table_BM = order.view(len(lengths), width).to(torch.int32)
-    cache_PLSD = torch.randn(len(order) + 1, num_layers, 64, latent_dim, generator=generator)
+    cache_PLSD = torch.randn(len(order) + 1, num_layers, 64, entry_dim, generator=generator)
     for row, length in enumerate(lengths):
         for index in range(width):
             cache_PLSD[int(table_BM[row, index]), :, max(0, min(64, length - 64 * index)) :] = (

@@ -38,14 +38,15 @@ CHANGES: list[dict[str, Any]] = [
     {"n_shared_experts": 2, "topk_group": 4, "rope_scaling": YARN, "first_k_dense_replace": 2},
     {"first_k_dense_replace": 0, "hidden_size": 1601, "num_hidden_layers": 1},
     {"hidden_size": 640, "kv_lora_rank": 512, "moe_intermediate_size": 512, "v_head_dim": 200},
+    # Two rows of POSITIONS see more than they attend to; 300 positions are two ranges.
+    {"index_n_heads": 3, "index_head_dim": 11, "index_topk": 66},
+    {"index_n_heads": 5, "index_head_dim": 6, "index_topk": 300, "kv_lora_rank": 64},
 ]
 
 
 def inputs(config: ModelConfig, positions: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(cache, tokens, positions, table); the rows' earlier positions hold random latents."""
-    kv = paged(
-        config.num_hidden_layers, config.latent_dim, [position + 1 for position in positions]
-    )
+    """(cache, tokens, positions, table); the rows' earlier positions hold random entries."""
+    kv = paged(config.num_hidden_layers, config.entry_dim, [position + 1 for position in positions])
     tokens = torch.randint(
         0, config.vocab_size, (len(positions),), generator=torch.Generator().manual_seed(1)
     )
@@ -72,7 +73,7 @@ def small() -> ModelWeights:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [CHANGES[0], CHANGES[-1]])
+@pytest.mark.parametrize("changes", [CHANGES[0], *CHANGES[-3:]])
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(
     changes: dict[str, Any], kind: str
 ) -> None:

@@ -70,3 +70,81 @@ def test_bad_input_is_refused() -> None:
         run(q, kv, [65], layer=2)
     with pytest.raises(ValueError, match="q_rope_BHR"):
         run((q[0], q[1][:, :2]), kv, [65])
+
+
+SELECTED = [64, 300]
+"""So many positions: one block, and two ranges."""
+
+
+def selections(num_selected: int, seed: int = 0) -> Tensor:
+    """[B, K] int32: ascending positions of each row that sees more than K; zeros for the others."""
+    generator = torch.Generator().manual_seed(seed)
+    selected_BK = torch.zeros(len(LENGTHS), num_selected, dtype=torch.int32)
+    for row, length in enumerate(LENGTHS):
+        if length > num_selected:
+            shuffled = torch.randperm(length, generator=generator)
+            selected_BK[row] = shuffled[:num_selected].sort().values
+    return selected_BK
+
+
+def run_selected(
+    q: tuple[Tensor, Tensor], kv: Paged, lengths: list[int], selected_BK: Tensor
+) -> Tensor:
+    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(lengths)
+    return mla_decode(*q, *seen, 0.2, selected_BK)
+
+
+@pytest.mark.parametrize("num_selected", SELECTED)
+@pytest.mark.parametrize(("heads", "c", "r"), DIMS)
+def test_selected_positions_equal_the_twin(heads: int, c: int, r: int, num_selected: int) -> None:
+    kv, q = paged(2, c + r + 9, LENGTHS), queries(len(LENGTHS), heads, c, r)
+    selected_BK = selections(num_selected)
+    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS)
+    expected = twin.mla_decode(*q, *seen, 0.2, selected_BK)
+    found = run_selected(q, kv, LENGTHS, selected_BK)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_selected", SELECTED)
+def test_selected_positions_are_as_if_they_were_all_there_is(num_selected: int) -> None:
+    """To the bit: for whoever sees no more, and with the selected ones side by side in a cache of
+    their own, whose entries hold nothing else.
+    """
+    kv, q = paged(2, 40 + 6 + 9, LENGTHS), queries(len(LENGTHS), 7, 40, 6)
+    selected_BK = selections(num_selected)
+    lengths = [min(length, num_selected) for length in LENGTHS]
+    own = paged(2, 46, lengths)
+    for row, length in enumerate(LENGTHS):
+        entries_SD = kv.cache_PLSD[kv.table_BM[row].long(), 1, :, :46].flatten(0, 1)
+        kept = selected_BK[row].long() if length > num_selected else torch.arange(length)
+        blocks = own.table_BM[row].long()
+        at = torch.arange(len(kept))
+        own.cache_PLSD[blocks[at // 64], 1, at % 64] = entries_SD[kept]
+    assert torch.equal(run_selected(q, kv, LENGTHS, selected_BK), run(q, own, lengths))
+
+
+def test_a_row_of_selected_positions_depends_neither_on_the_others_nor_on_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kv, q = paged(2, 46 + 9, LENGTHS), queries(len(LENGTHS), 9, 40, 6)
+    selected_BK = selections(300)
+    whole = run_selected(q, kv, LENGTHS, selected_BK)
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert torch.equal(run_selected(q, kv, LENGTHS, selected_BK), whole)
+        for i, length in enumerate(LENGTHS):
+            one = slice(i, i + 1)
+            alone = Paged(kv.cache_PLSD, kv.table_BM[one])
+            row = run_selected((q[0][one], q[1][one]), alone, [length], selected_BK[one])
+            assert torch.equal(row[0], whole[i])
+
+
+def test_positions_that_are_not_seen_are_refused() -> None:
+    kv, q = paged(2, 46, LENGTHS), queries(len(LENGTHS), 3, 40, 6)
+    for bad in (-1, 1100):
+        selected_BK = selections(64)
+        selected_BK[-1, -1] = bad
+        with pytest.raises(ValueError, match="position"):
+            run_selected(q, kv, LENGTHS, selected_BK)
+    with pytest.raises(ValueError, match="selected_BK"):
+        run_selected(q, kv, LENGTHS, selections(64)[:2])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from hadal.model import mla
 from tests.unit.model.checkpoints import CONFIGS, Peer, make_peer
 
 
@@ -24,6 +26,18 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Peer]:
 @pytest.fixture(params=list(CONFIGS))
 def peer(request: pytest.FixtureRequest, peers: dict[str, Peer]) -> Peer:
     return peers[request.param]
+
+
+@pytest.fixture(scope="module", params=["multi-head", "absorbed"])
+def prefill_form(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test with a prefill runs with both forms of its attention, whatever the shape would
+    choose.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            mla, "absorbs_prefill", lambda config, cache_PLSD: request.param == "absorbed"
+        )
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ shapes, in FP32.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
-from hadal.model import mla
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference.model import forward, generate, no_latents
@@ -24,18 +22,6 @@ from tests.unit.model.checkpoints import Peer
 TOLERANCE = 1e-4
 NUM_TOKENS = 150
 BLOCKS = (7, 3, 5)
-
-
-@pytest.fixture(scope="module", params=["multi-head", "absorbed"])
-def prefill_form(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test with a prefill runs with both forms of its attention, whatever the shape would
-    choose.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            mla, "absorbs_prefill", lambda config, cache_PLSD: request.param == "absorbed"
-        )
-        yield
 
 
 def make_model(peer: Peer, num_blocks: int = 12, *, fused: bool = True) -> DeepseekV3:

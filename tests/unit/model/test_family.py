@@ -38,6 +38,8 @@ def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> 
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
         Glm4MoeLiteConfig,
         Glm4MoeLiteForCausalLM,
     )
@@ -46,34 +48,34 @@ def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = {**small(name), **changes}
-    is_glm = config["model_type"] == "glm4_moe_lite"
     # The others' own code is not in transformers; with DeepSeek-V3's model_type it is the same.
+    kind, (config_class, model_class) = {
+        "glm4_moe_lite": ("glm4_moe_lite", (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM)),
+        "deepseek_v32": ("deepseek_v32", (DeepseekV32Config, DeepseekV32ForCausalLM)),
+    }.get(config["model_type"], ("deepseek_v3", (DeepseekV3Config, DeepseekV3ForCausalLM)))
     theirs = {key: value for key, value in config.items() if key != "quantization_config"}
-    theirs |= {
-        "model_type": "glm4_moe_lite" if is_glm else "deepseek_v3",
-        "num_nextn_predict_layers": 0,
-        "initializer_range": 0.15,
-    }
+    theirs |= {"model_type": kind, "num_nextn_predict_layers": 0, "initializer_range": 0.15}
     torch.manual_seed(seed)
-    model: Any = (
-        Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**theirs))
-        if is_glm
-        else DeepseekV3ForCausalLM(DeepseekV3Config(**theirs))
-    )
+    model: Any = model_class(config_class(**theirs))
     shake(model)
+    for key, parameter in model.named_parameters():
+        if key.endswith("k_norm.bias"):
+            parameter.data.normal_(0.0, 0.2)  # As large as the keys it would make all heads agree.
     model.eval().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return model
 
 
 def quantise(folder: Path, *, pow2: bool, as_e8m0: bool = False) -> None:
-    """Make block-scaled FP8 of every matrix but the gate, embedding and head. `pow2`: scales are
-    powers of two (ue8m0); `as_e8m0`: and are stored as such.
+    """Make block-scaled FP8 of every matrix but the gate, embedding, head and the indexer's weights
+    of its heads. `pow2`: scales are powers of two (ue8m0); `as_e8m0`: and are stored as such.
     """
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in list(tensors.items()):
-        if not name.endswith("_proj.weight"):
+        is_index_matrix = name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))
+        is_plain = not name.endswith("_proj.weight") or name.endswith("weights_proj.weight")
+        if is_plain and not is_index_matrix:
             continue
         rows, columns = tensor.shape
         padded = torch.zeros(-(-rows // SIDE) * SIDE, -(-columns // SIDE) * SIDE)
@@ -152,6 +154,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         ("DeepSeek-V3", {"pow2": False}),
         ("DeepSeek-V3.1", {"pow2": True}),
         ("DeepSeek-V3.1", {"pow2": True, "as_e8m0": True}),
+        ("DeepSeek-V3.2", {"pow2": True}),
         ("Kimi-K2", {"pow2": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -178,7 +181,12 @@ def test_fp8_is_its_dequantised_self(name: str, options: dict[str, bool], tmp_pa
 
 @pytest.mark.parametrize(
     ("name", "is_moe"),
-    [("GLM-4.7-Flash", True), ("GigaChat3-10B-A1.8B", True), ("JoyAI-LLM-Flash", False)],
+    [
+        ("DeepSeek-V3.2", True),
+        ("GLM-4.7-Flash", True),
+        ("GigaChat3-10B-A1.8B", True),
+        ("JoyAI-LLM-Flash", False),
+    ],
 )
 def test_the_mtp_layer_is_as_the_model_has_it(name: str, is_moe: bool, tmp_path: Path) -> None:
     """The checkpoint's MTP layer stands behind the last one; here its block is a copy of a layer of

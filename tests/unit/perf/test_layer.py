@@ -6,9 +6,11 @@ import pytest
 
 from bench.calibration_points import DECODE_PROFILE
 from hadal.core.config import DECODE, PREFILL
+from hadal.core.model_config import parse_model_config
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SHARED
 from hadal.perf.layer import Kernel, MicroBatchLoad, kernels_of, op_seconds
 from hadal.perf.step import StepModel
+from tests.family import CONFIGS
 
 PROFILE = MicroBatchLoad(128, 128 * 4096, 64 * 4096, 128)
 
@@ -87,3 +89,22 @@ def test_imbalance_slows_experts_and_links_and_nothing_else() -> None:
 
 def test_a_halved_micro_batch_is_half_of_everything() -> None:
     assert PROFILE.scaled(0.5) == MicroBatchLoad(64, 64 * 4096, 32 * 4096, 64)
+
+
+@pytest.mark.parametrize("phase", [DECODE, PREFILL])
+def test_sparse_attention_costs_no_less_for_more_and_less_than_dense(phase: str) -> None:
+    """128 tokens at ever longer contexts. Within index_topk the indexer adds its projections alone;
+    far beyond it, attention is cheaper than that of V3.
+    """
+    sparse = StepModel(128, model=parse_model_config(CONFIGS["DeepSeek-V3.2"], "f"))
+    dense = StepModel(128)
+    seconds = []
+    for context in (1024, 2048, 2100, 3000, 4096, 16384, 65536, 131072):
+        batch = MicroBatchLoad(128, 128 * context, 64 * context, 128)
+        kernels = sparse.kernels(phase, batch, is_overlapped=False)
+        names = {kernel.name for kernel in kernels}
+        assert ("index scores" in names) == ("select" in names) == (context > 2048)
+        seconds.append(op_seconds(kernels, 0.0).attn_core)
+    assert seconds == sorted(seconds)
+    last = op_seconds(dense.kernels(phase, batch, is_overlapped=False), 0.0).attn_core
+    assert seconds[-1] < 0.6 * last

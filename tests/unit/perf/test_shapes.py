@@ -2,7 +2,7 @@
 
 import pytest
 
-from hadal.core.model_config import ModelConfig
+from hadal.core.model_config import ModelConfig, parse_model_config
 from hadal.perf.shapes import (
     DEEPSEEK_V3,
     absorbed_flops_per_pair,
@@ -11,13 +11,18 @@ from hadal.perf.shapes import (
     dense_params,
     expanded_flops_per_pair,
     expert_params,
+    index_flops_per_pair,
     kv_bytes_per_token,
+    left_out,
     low_latency_dispatch_bytes,
     mla_params,
     normal_dispatch_bytes,
     num_moe_layers,
     weight_bytes,
 )
+from tests.family import CONFIGS
+
+V32 = parse_model_config(CONFIGS["DeepSeek-V3.2"], "f")
 
 
 def active_params(model: ModelConfig) -> int:
@@ -70,6 +75,16 @@ def test_attention_flops() -> None:
     assert expanded_flops_per_pair(DEEPSEEK_V3) == 2 * 128 * 320
     flops = 128 * 4096 * absorbed_flops_per_pair(DEEPSEEK_V3)
     assert flops / 255e-6 == pytest.approx(573e12, rel=1e-3)
+
+
+def test_what_an_indexer_adds_and_leaves_out() -> None:
+    added = 1536 * 64 * 128 + 7168 * (128 + 64)
+    assert mla_params(V32) == mla_params(DEEPSEEK_V3) + added
+    assert kv_bytes_per_token(V32) == 61 * (576 + 128) * 2
+    assert index_flops_per_pair(V32) == 2 * 64 * 128
+    assert index_flops_per_pair(DEEPSEEK_V3) == 0
+    assert left_out(DEEPSEEK_V3, 1, 1e6) == left_out(V32, 2, 2 * 2048) == left_out(V32, 0, 0) == 0
+    assert left_out(V32, 3, 3 * 8192) == 0.75
 
 
 def test_causal_pairs_are_counted_one_by_one() -> None:

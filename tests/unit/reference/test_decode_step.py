@@ -16,7 +16,7 @@ def test_equals_the_plain_loop(q_lora_rank: int | None) -> None:
     texts = torch.randint(0, 97, (2, 80), generator=torch.Generator().manual_seed(1))
     expected = [forward(weights, text, no_latents(weights))[0] for text in texts]
     assert expected[0].std() > 0.3
-    cache = torch.full((6, 2, 64, config.latent_dim), float("nan"))
+    cache = torch.full((6, 2, 64, config.entry_dim), float("nan"))
     table = torch.tensor([[5, 1], [2, 4]], dtype=torch.int32)
     for step in range(80):
         positions = torch.tensor([step, step // 2])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, parse_model_config, read_model_config
 from hadal.model.cache import block_bytes
 from hadal.model.checkpoint import load_weights
+from hadal.reference.params import ModelWeights
 from hadal.runtime.memory import (
     Precision,
     RankMemory,
@@ -30,6 +32,7 @@ from hadal.runtime.memory import (
     with_blocks,
 )
 from hadal.runtime.resolve import model_folder
+from tests.unit.kernels.shapes import odd_config, random_weights
 
 V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -66,9 +69,16 @@ def test_deepseek_v3_has_671_billion_parameters_of_which_37_for_a_token(v3: Mode
     assert 37 <= active / 1e9 < 38
 
 
-def test_every_tensor_of_the_shipped_model_is_counted() -> None:
-    folder = model_folder("")
-    weights = load_weights(folder)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: load_weights(model_folder("")),
+        lambda: random_weights(odd_config(index_n_heads=5, index_head_dim=7, index_topk=9)),
+    ],
+    ids=["shipped", "with an indexer"],
+)
+def test_every_tensor_is_counted(make: Callable[[], ModelWeights]) -> None:
+    weights = make()
 
     def elements(value: object) -> int:
         if isinstance(value, torch.Tensor):

@@ -72,7 +72,7 @@ def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[i
     """
     resolved = resolved_of(num_ranks, transport)
     config, units = resolved.config, resolved.deployment.prefill
-    shape = (units.kv_blocks, config.num_hidden_layers, 64, config.latent_dim)
+    shape = (units.kv_blocks, config.num_hidden_layers, 64, config.entry_dim)
     pools = [
         KvPool.create(pool_name(RUN, f"prefill-0.{rank}", "1"), shape) for rank in range(num_ranks)
     ]

@@ -36,6 +36,7 @@ bool lay_out(Team& team, const Carve& carve) {
 constexpr int kHeadRows = 96;  // tokens of one head that a member takes at a time: W_UK's head stays in cache
 constexpr long kExpertScratchBytes =
     64l << 20;  // prompts are multiplied in pieces, so that a long one takes no more memory
+constexpr long kScoreBytes = 16l << 20;  // of index scores at a time, for the same reason; of one row at least
 
 }  // namespace
 
@@ -145,13 +146,17 @@ int hadal_gate(void* team_, const float* logits, int T, int E, const float* bias
     return kOk;
 }
 
-// q_latent [B, H, C], q_rope [B, H, R], cache [num_blocks, num_layers, 64, C + R], table [B, max_blocks], o [B, H, C].
+// q_latent [B, H, C], q_rope [B, H, R], cache [num_blocks, num_layers, 64, width], table [B, max_blocks], o [B, H, C].
+// selected [B, top_k]: what sequences of more than top_k positions attend to; top_k 0: all of them attend to all.
 int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, int B, int H, int C, int R,
-                     const float* cache, int num_blocks, int num_layers, int layer, const int32_t* table,
-                     long max_blocks, const int64_t* lengths, float scale, float* o) {
+                     const float* cache, int width, int num_blocks, int num_layers, int layer, const int32_t* table,
+                     long max_blocks, const int64_t* lengths, const int32_t* selected, int top_k, float scale,
+                     float* o) {
     for (int b = 0; b < B; b++) {
         if (lengths[b] < 0) return kBadPosition;
         if (!good_blocks(table + b * max_blocks, max_blocks, lengths[b], num_blocks)) return kBadBlock;
+        for (long i = long(b) * top_k; lengths[b] > top_k && i < long(b + 1) * top_k; i++)
+            if (selected[i] < 0 || selected[i] >= lengths[b]) return kBadPosition;
     }
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
@@ -159,10 +164,12 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
     Attention attention{};
     attention.B = B, attention.H = H, attention.C = C, attention.R = R, attention.num_layers = num_layers;
     attention.max_blocks = max_blocks, attention.scale = scale, attention.cache = cache, attention.block_table = table;
+    attention.width = width, attention.top_k = top_k, attention.selected = selected;
+    const size_t own = Attention::scratch_floats(H, C + R, top_k);
     const auto carve = [&](Carver& c) {
         q = c.take<float>(size_t(B) * size_t(H) * size_t(C + R));
         parts = c.take<float>(attention.part_floats() * size_t(attention.num_parts));
-        scratch = c.take<float>(Attention::scratch_floats(H) * size_t(team.count()));
+        scratch = c.take<float>(own * size_t(team.count()));
     };
     try {
         attention.plan(lengths, team.count());
@@ -178,12 +185,53 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
             std::memcpy(q + i * (C + R) + C, q_rope + i * R, size_t(R) * sizeof(float));
         }
         me.barrier();
-        attention.run(q, o, parts, scratch + Attention::scratch_floats(H) * size_t(me.index), layer,
-                      me.count);
+        attention.run(q, o, parts, scratch + own * size_t(me.index), layer, me.count);
         if (!attention.is_split) return;
         me.barrier();
         attention.merge_share(me, parts, o);
     });
+    return kOk;
+}
+
+// See index.h. q [B, J, X], weights [B, J], cache and table as above, of whose entries the keys are the last X values,
+// selected [B, top_k], written for rows of more than top_k positions.
+int hadal_select_positions(void* team_, const float* q, const float* weights, int B, int J, int X, const float* cache,
+                           int width, int num_blocks, int num_layers, int layer, const int32_t* table, long max_blocks,
+                           const int64_t* lengths, int top_k, int32_t* selected) {
+    long longest = 1;
+    for (int b = 0; b < B; b++) {
+        if (lengths[b] < 0) return kBadPosition;
+        if (!good_blocks(table + b * max_blocks, max_blocks, lengths[b], num_blocks)) return kBadBlock;
+        longest = std::max(longest, long(lengths[b]));
+    }
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    Attention attention{};
+    attention.width = width, attention.num_layers = num_layers, attention.max_blocks = max_blocks;
+    attention.cache = cache, attention.block_table = table;
+    Selection selection{J, X, top_k, width - X, &attention, lengths, {}, 0};
+    uint32_t* keys = nullptr;
+    float* scratch = nullptr;
+    const size_t own = Selection::scratch_floats(J);
+    const auto carve = [&](Carver& c) {
+        keys = c.take<uint32_t>(selection.num_keys());
+        scratch = c.take<float>(own * size_t(team.count()));
+    };
+    const int piece = int(std::max(1l, kScoreBytes / (long(sizeof(uint32_t)) * longest)));
+    for (int b0 = 0; b0 < B; b0 += piece) {
+        try {
+            selection.plan(attention, lengths, b0, std::min(B, b0 + piece));
+        } catch (const std::bad_alloc&) {
+            return kNoMemory;
+        }
+        if (selection.rows.empty()) continue;
+        if (!lay_out(team, carve)) return kNoMemory;
+        team.run([&](const Member& me) {
+            selection.score(q, weights, J, keys, scratch + own * size_t(me.index), layer);
+            me.barrier();
+            selection.select_share(me, keys, selected);
+        });
+    }
     return kOk;
 }
 

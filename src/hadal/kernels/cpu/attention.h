@@ -4,8 +4,10 @@
 //
 // A sequence is cut into at most kMaxSplits ranges of positions by its length alone, each range is one online softmax
 // over 64-position blocks, and ranges are merged in order: the result depends neither on the batch nor on the number of
-// threads.
-// Shapes: B sequences, H heads, L = C + R. Block table [B, max_blocks]; cache [num_blocks, num_layers, 64, L].
+// threads. A sequence of more than top_k positions may attend to so many selected ones: they are gathered 64 at a time and
+// treated as if they were all there is.
+// Shapes: B sequences, H heads, L = C + R. Block table [B, max_blocks]; cache [num_blocks, num_layers, 64, width], of whose
+// rows the first L values are read.
 #pragma once
 #include <limits>
 #include <utility>
@@ -20,15 +22,18 @@ constexpr int kMinSplit = 256;
 constexpr int kMaxSplits = 16;
 
 struct Span {
-    int sequence, begin, end, part;
-};  // part: index of its partial result, -1 where it is the whole sequence
+    int sequence, begin, end, part;  // part: index of its partial result, -1 where it is the whole sequence
+    const int32_t* selected;         // null: the positions from begin to end; else those that are at these places here
+};
 
 struct Attention {
-    int B, H, C, R, num_layers;
+    int B, H, C, R, width, num_layers;
     long max_blocks;
     float scale;
     const float* cache;
     const int32_t* block_table;
+    int top_k;                // 0: all sequences attend to all they see
+    const int32_t* selected;  // [B, top_k], ascending; read for longer sequences alone
     // Work, the same for every layer of a step:
     std::vector<Span> spans;
     std::vector<std::pair<int, int>> part_range;  // per sequence: its first part and how many
@@ -48,11 +53,13 @@ struct Attention {
         part_range.clear();
         num_parts = 0;
         for (int b = 0; b < B; b++) {
-            const int length = int(lengths[b]);
+            const bool is_sparse = top_k && lengths[b] > top_k;
+            const int length = is_sparse ? top_k : int(lengths[b]);
             int step;
             const int n = num_splits(length, step);
             for (int s = 0; s < n; s++)
-                spans.push_back({b, s * step, min_int(length, (s + 1) * step), n == 1 ? -1 : num_parts + s});
+                spans.push_back({b, s * step, min_int(length, (s + 1) * step), n == 1 ? -1 : num_parts + s,
+                                 is_sparse ? selected + long(b) * top_k : nullptr});
             part_range.push_back({num_parts, n > 1 ? n : 0});
             num_parts += n > 1 ? n : 0;
         }
@@ -63,19 +70,32 @@ struct Attention {
         num_head_groups = max_int(1, min_int(wanted, H / 4));
     }
 
-    // Per thread: scores [H, 64] and three values per head.
-    static size_t scratch_floats(int H) { return size_t(H) * (kBlock + 3); }
+    // Per thread: scores [H, 64], three values per head, and what is gathered [64, L] where positions are selected.
+    static size_t scratch_floats(int H, int L, int top_k) {
+        return size_t(H) * (kBlock + 3) + (top_k ? size_t(kBlock) * size_t(L) : 0);
+    }
     // Per part: o [H, C], max [H], sum [H].
     size_t part_floats() const { return size_t(H) * (C + 2); }
 
     const float* block_at(int sequence, int position, int layer) const {
         const long block = block_table[sequence * max_blocks + position / kBlock];
-        return cache + (block * num_layers + layer) * kBlock * (C + R);
+        return cache + (block * num_layers + layer) * kBlock * width;
     }
 
-    // The first latents of a work item, to fetch ahead; null past the last.
+    // Latents of the n selected positions from the p-th on, side by side.
+    const float* gather(const Span& span, int p, int n, int layer, float* to) const {
+        const size_t L = size_t(C + R);
+        for (int i = 0; i < n; i++) {
+            const int at = span.selected[p + i];
+            const float* from = block_at(span.sequence, at, layer) + long(at % kBlock) * width;
+            std::memcpy(to + size_t(i) * L, from, L * sizeof(float));
+        }
+        return to;
+    }
+
+    // The first latents of a work item, to fetch ahead; null past the last, and where they are gathered.
     const float* start_of(size_t span, int layer) const {
-        if (span >= spans.size() || spans[span].begin >= spans[span].end) return nullptr;
+        if (span >= spans.size() || spans[span].begin >= spans[span].end || spans[span].selected) return nullptr;
         return block_at(spans[span].sequence, spans[span].begin, layer);
     }
 
@@ -104,7 +124,8 @@ struct Attention {
                   int layer, const float* then) const {
         const int L = C + R, heads = h1 - h0;
         float *scores = scratch, *max_H = scores + size_t(heads) * kBlock, *sum_H = max_H + heads,
-              *fade_H = sum_H + heads;
+              *fade_H = sum_H + heads, *gathered = scratch + size_t(H) * (kBlock + 3);
+        const int row = span.selected ? L : width;
         const float* q_at = q + (long(span.sequence) * H + h0) * L;
         float* part = span.part < 0 ? nullptr : parts + size_t(span.part) * part_floats();
         float* out = part ? part + long(h0) * C : o + (long(span.sequence) * H + h0) * C;
@@ -113,17 +134,19 @@ struct Attention {
             return;
         }
         for (int p = span.begin; p < span.end; p += kBlock) {
-            const float* latent = block_at(span.sequence, p, layer);
             const int n = min_int(kBlock, span.end - p);
-            const float* after = p + kBlock < span.end ? block_at(span.sequence, p + kBlock, layer) : then;
-            gemm(RowAt{q_at, L}, heads, latent, L, L, 0, n, Store<false>{scores, kBlock}, after);
+            const float* latent =
+                span.selected ? gather(span, p, n, layer, gathered) : block_at(span.sequence, p, layer);
+            const float* after = span.selected || p + kBlock >= span.end ? then
+                                                                         : block_at(span.sequence, p + kBlock, layer);
+            gemm(RowAt{q_at, L}, heads, latent, row, L, 0, n, Store<false>{scores, kBlock}, after);
             const bool is_first = p == span.begin;
             for (int h = 0; h < heads; h++)
                 softmax_block(scores + h * kBlock, n, is_first, max_H[h], sum_H[h], fade_H[h]);
             if (is_first)
-                outer<false>(scores, kBlock, heads, n, latent, L, 0, C, nullptr, out, C);
+                outer<false>(scores, kBlock, heads, n, latent, row, 0, C, nullptr, out, C);
             else
-                outer<true>(scores, kBlock, heads, n, latent, L, 0, C, fade_H, out, C);
+                outer<true>(scores, kBlock, heads, n, latent, row, 0, C, fade_H, out, C);
         }
         for (int h = 0; h < heads; h++) {
             if (part) {

@@ -1,4 +1,4 @@
-// RMS norm, SwiGLU's activation and the rotation of interleaved pairs, one token at a time.
+// RMS norm, layer norm, SwiGLU's activation and the two rotations, one token at a time.
 #pragma once
 #include "gemm.h"
 
@@ -25,6 +25,23 @@ inline void rms_norm(const float* x, const float* g, int n, float eps, float* y)
     }
 }
 
+// y = g * (x - mean) / sqrt(variance + eps) + bias, n values.
+inline void layer_norm(const float* x, const float* g, const float* bias, int n, float eps, float* y) {
+    V sum = v_zero(), square = v_zero();
+    for (int i = 0; i < n; i += W) sum = sum + v_load_tail(x + i, n - i);
+    const V mean = v_set(v_sum(sum) / float(n));
+    for (int i = 0; i < n; i += W) {
+        const V off = v_keep(v_load_tail(x + i, n - i) - mean, v_bits(n - i));
+        square = v_fma(off, off, square);
+    }
+    const V scale = v_set(1.0f / std::sqrt(v_sum(square) / float(n) + eps));
+    for (int i = 0; i < n; i += W) {
+        const int left = n - i;
+        const V off = v_load_tail(x + i, left) - mean;
+        v_store_tail(y + i, v_fma(v_load_tail(g + i, left), off * scale, v_load_tail(bias + i, left)), left);
+    }
+}
+
 // y = silu(gate) * up; y may be gate.
 inline void silu_mul(const float* gate, const float* up, int n, float* y) {
     for (int i = 0; i < n; i += W) {
@@ -40,6 +57,16 @@ inline void rope(const float* x, const float* cos_sin, int R, float* y) {
         const float a = x[2 * i], b = x[2 * i + 1], c = cos_sin[i], s = cos_sin[half + i];
         y[2 * i] = a * c - b * s;
         y[2 * i + 1] = a * s + b * c;
+    }
+}
+
+// The indexer's rotation, in place: pair i is (x[i], x[R/2 + i]).
+inline void rope_halves(float* x, const float* cos_sin, int R) {
+    const int half = R / 2;
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = x[half + i], c = cos_sin[i], s = cos_sin[half + i];
+        x[i] = a * c - b * s;
+        x[half + i] = a * s + b * c;
     }
 }
 

@@ -4,24 +4,27 @@
 // prompt), because every row's latent is in the cache before any row attends. Weights are used where they lie; nothing
 // is repacked. Phases are separated by barriers; members split weight rows, so each row of W is read by one core once
 // per step.
-// Shapes: B rows, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L = C + R, V vocab, F
-// dense width, E experts, I expert width, S shared width, K experts per token. qk = N + R.
+// Shapes: B rows, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L = C + R, J index heads (0:
+// none), X index key (0), V vocab, F dense width, E experts, I expert width, S shared width, K experts per token. qk =
+// N + R.
 #pragma once
-#include "attention.h"
 #include "experts.h"
 #include "gate.h"
+#include "index.h"
 
 namespace hadal {
 
 struct StepShape {  // filled by Python, field for field
-    int32_t vocab, D, num_layers, Q, H, N, R, C, W, F, S, E, I, K, num_groups, topk_group, is_normed, max_batch,
-        max_position, num_blocks, cache_layers;
-    float eps, latent_eps, routed_scale, softmax_scale;
+    int32_t vocab, D, num_layers, Q, H, N, R, C, W, J, X, index_topk, F, S, E, I, K, num_groups, topk_group, is_normed,
+        max_batch, max_position, num_blocks, cache_layers;
+    float eps, latent_eps, index_eps, routed_scale, softmax_scale;
 };
 
 struct LayerPointers {  // null where the layer has none
-    const float *attn_norm_D, *q_a_norm_Q, *kv_a_norm_C, *ffn_norm_D, *router_ED, *router_bias_E;
+    const float *attn_norm_D, *q_a_norm_Q, *kv_a_norm_C, *k_norm_X, *k_norm_bias_X, *ffn_norm_D, *router_ED,
+        *router_bias_E;
     const Matrix *q_a, *q_b, *kv_a, *kv_b, *o;  // without q-LoRA there is no q_a, and q_b takes the hidden state
+    const Matrix *index_q_b, *index_k, *head_weights;
     const MlpMatrices *mlp;                     // the dense MLP or the shared expert
     const MlpMatrices *mlp_E;                   // routed experts
 };
@@ -63,9 +66,16 @@ class Step {
         attention_.num_layers = s_.cache_layers;
         attention_.scale = s_.softmax_scale, attention_.cache = at_.cache;
         attention_.block_table = block_table, attention_.max_blocks = max_blocks;
+        attention_.width = entry(), attention_.top_k = s_.index_topk, attention_.selected = selected_;
         attention_.plan(lengths_, team_->count());
-        const size_t part_bytes = attention_.part_floats() * size_t(attention_.num_parts) * sizeof(float);
-        parts_ = part_bytes ? static_cast<float*>(team_->scratch(part_bytes)) : nullptr;
+        selection_.J = s_.J, selection_.X = s_.X, selection_.top_k = s_.index_topk, selection_.key_at = latent();
+        selection_.plan(attention_, lengths_, 0, s_.J ? B : 0);
+        Carver size;
+        carve_contexts(size);
+        if (size.used) {
+            Carver carver{static_cast<char*>(team_->scratch(size.used)), 0};
+            carve_contexts(carver);
+        }
         team_->run([this](const Member& me) { walk(me); });
     }
 
@@ -89,6 +99,8 @@ class Step {
         q_latent_ = c.take<float>(B * size_t(s_.H * (s_.C + s_.R)));
         o_latent_ = c.take<float>(B * size_t(s_.H * s_.C));
         value_ = c.take<float>(B * size_t(s_.H * s_.W));
+        index_q_ = c.take<float>(B * size_t(s_.J * s_.X));
+        selected_ = c.take<int32_t>(B * size_t(s_.index_topk));
         dense_gate_ = c.take<float>(B * size_t(max_int(s_.F, s_.S)));
         dense_up_ = c.take<float>(B * size_t(max_int(s_.F, s_.S)));
         gate_ = c.take<float>(pairs * size_t(s_.I));
@@ -99,7 +111,8 @@ class Step {
         own_.resize(size_t(team_->count()));
         for (Own& own : own_) {
             own.normed = c.take<float>(B * wide);
-            own.scratch = c.take<float>(Attention::scratch_floats(s_.H) + 2 * size_t(max_int(s_.E, s_.K)));
+            own.scratch = c.take<float>(Attention::scratch_floats(s_.H, latent(), s_.index_topk) +
+                                        Selection::scratch_floats(s_.J) + 2 * size_t(max_int(s_.E, s_.K)));
             own.ints = c.take<int>(size_t(max_int(s_.E, s_.K)));
             own.few_ids = c.take<int>(4 * size_t(s_.K));
             own.few_weights = c.take<float>(4 * size_t(s_.K));
@@ -107,10 +120,19 @@ class Step {
         }
     }
 
+    // What depends on how long the contexts are.
+    void carve_contexts(Carver& c) {
+        parts_ = c.take<float>(attention_.part_floats() * size_t(attention_.num_parts));
+        keys_ = c.take<uint32_t>(selection_.num_keys());
+    }
+
     int qk() const { return s_.N + s_.R; }
     int latent() const { return s_.C + s_.R; }
+    int entry() const { return latent() + s_.X; }
     int query_width() const { return s_.Q ? s_.Q : s_.H * qk(); }
-    int qkv_width() const { return query_width() + latent(); }
+    int weights_at() const { return query_width() + entry(); }  // of the index heads, in a row of qkv_
+    int qkv_width() const { return weights_at() + s_.J; }
+    bool is_selecting() const { return !selection_.rows.empty(); }
     const Matrix& first_of(const LayerPointers& w) const { return s_.Q ? *w.q_a : *w.q_b; }
     // Of W_UK and W_UV, which stand head by head.
     Matrix key_rows(const LayerPointers& w, int h) const { return w.kv_b->from(h * (s_.N + s_.W)); }
@@ -157,10 +179,15 @@ class Step {
     void attend(const Member& me, Own& own, const LayerPointers& w, int layer) {
         const int width = qkv_width(), heads_qk = s_.H * qk();
         const float* x = norm_all(me, own, hidden_, s_.D, w.attn_norm_D, s_.D, s_.eps);
+        if (s_.J) multiply(me, x, s_.D, *w.index_k, s_.X, qkv_ + weights_at() - s_.X, width, nullptr);
+        if (is_selecting()) multiply(me, x, s_.D, *w.head_weights, s_.J, qkv_ + weights_at(), width, nullptr);
         multiply(me, x, s_.D, first_of(w), query_width(), qkv_, width, share_of(me, *w.kv_a, latent()));
         multiply(me, x, s_.D, *w.kv_a, latent(), qkv_ + query_width(), width,
                  s_.Q ? share_of(me, *w.q_b, heads_qk) : nullptr);
-        if (me.index == 0) attention_.next.store(0, std::memory_order_relaxed);
+        if (me.index == 0) {
+            attention_.next.store(0, std::memory_order_relaxed);
+            selection_.next.store(0, std::memory_order_relaxed);
+        }
         me.barrier();
 
         // Where heads divide evenly and contexts are short, each member keeps its heads through all phases, three
@@ -172,6 +199,7 @@ class Step {
         long ldq = width;
         if (s_.Q) {
             const float* c_q = norm_all(me, own, qkv_, width, w.q_a_norm_Q, s_.Q, s_.latent_eps);
+            if (is_selecting()) index_queries(me, w, c_q);
             if (by_heads) {
                 linear(c_q, s_.Q, B_, *w.q_b, h0 * qk(), h1 * qk(), q_, heads_qk, key_rows(w, h0).data);
             } else {
@@ -185,6 +213,12 @@ class Step {
         if (!by_heads) me.share(s_.H * chunks, 1, begin, end);
         absorb(w, q, ldq, begin, end);
         me.barrier();
+        if (is_selecting()) {
+            selection_.score(index_q_, qkv_ + weights_at(), width, keys_, own.scratch, layer);
+            me.barrier();
+            selection_.select_share(me, keys_, selected_);
+            me.barrier();
+        }
 
         begin = h0 * s_.W, end = h1 * s_.W;
         if (by_heads) {
@@ -208,19 +242,33 @@ class Step {
         me.barrier();
     }
 
-    // Norm of c_kv and rotation of k_rope into each row's place of the paged cache.
+    // Norm of c_kv, rotation of k_rope and the indexer's key into each row's place of the paged cache.
     void write_cache(const Member& me, const LayerPointers& w, int layer) {
         int begin, end;
         me.share(B_, 1, begin, end);
-        const int width = qkv_width(), from = width - latent();
+        const int width = qkv_width(), from = query_width();
         for (int b = begin; b < end; b++) {
             const int64_t p = positions_[b];
             const long block = attention_.block_table[b * attention_.max_blocks + p / kBlock];
-            float* at = at_.cache + ((block * s_.cache_layers + layer) * kBlock + p % kBlock) * latent();
+            float* at = at_.cache + ((block * s_.cache_layers + layer) * kBlock + p % kBlock) * entry();
             const float* x = qkv_ + long(b) * width + from;
             rms_norm(x, w.kv_a_norm_C, s_.C, s_.latent_eps, at);
             rope(x + s_.C, at_.cos_sin + p * s_.R, s_.R, at + s_.C);
+            if (!s_.J) continue;
+            layer_norm(x + latent(), w.k_norm_X, w.k_norm_bias_X, s_.X, s_.index_eps, at + latent());
+            rope_halves(at + latent(), at_.cos_sin + p * s_.R, s_.R);
         }
+    }
+
+    // This member's index heads of index_q[b][j] = rope(W_j c_q[b]).
+    void index_queries(const Member& me, const LayerPointers& w, const float* c_q) {
+        int begin, end;
+        me.share(s_.J, 1, begin, end);
+        const long ld = long(s_.J) * s_.X;
+        linear(c_q, s_.Q, B_, *w.index_q_b, begin * s_.X, end * s_.X, index_q_, ld);
+        for (int b = 0; b < B_; b++)
+            for (int j = begin; j < end; j++)
+                rope_halves(index_q_ + b * ld + j * s_.X, at_.cos_sin + positions_[b] * s_.R, s_.R);
     }
 
     // q_latent[b][h] = [W_UK(h)^T q_nope; rope(q_rope)], for units [begin, end): heads by chunks of columns.
@@ -300,6 +348,7 @@ class Step {
     std::unique_ptr<char, Free> memory_;
     std::vector<Own> own_;
     Attention attention_{};
+    Selection selection_{};
     // This step's rows:
     int B_ = 0;
     bool is_short_ = false;
@@ -308,8 +357,10 @@ class Step {
     // Shared between members, [B, ...]:
     int64_t* lengths_;
     float *hidden_, *qkv_, *q_, *q_latent_, *o_latent_, *value_, *dense_gate_, *dense_up_, *gate_, *up_, *router_,
-        *weights_;
+        *weights_, *index_q_;
     int* ids_;
+    int32_t* selected_;
+    uint32_t* keys_ = nullptr;
 };
 
 }  // namespace hadal

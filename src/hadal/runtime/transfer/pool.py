@@ -13,7 +13,7 @@ was freed meanwhile makes the copy void. (Loads are ordered by the interpreter's
 between the copy and the second look.)
 
 Knows nothing of which block holds what, and of no other host (runtime/transfer/kv). P blocks, L
-layers, S tokens of a block, D latent.
+layers, S tokens of a block, D values of an entry.
 """
 
 from __future__ import annotations

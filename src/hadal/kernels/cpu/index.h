@@ -1,0 +1,107 @@
+// The lightning indexer (arXiv 2512.02556, eq. 1): which top_k of the positions that a row sees it attends to.
+//
+// A position's score is the sum over index heads, in their order, of weight * relu(query . key): of all heads and 64
+// keys at a time a small GEMM, then one vector of positions for each head's term. So a score depends on the row and the
+// position alone, and the selection on the scores: the top_k largest, of equal ones the lower position.
+// Shapes: B rows, J index heads, X index key. A position's key lies in its cache entry, `key_at` values in.
+#pragma once
+#include "attention.h"
+
+namespace hadal {
+
+constexpr int kScoreRange = 512;  // positions that a member scores at a time
+
+// A float as a number whose order is the float's. Scores are never -0: their sums begin with 0.
+HADAL_INLINE uint32_t ordered(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+struct Selection {
+    int J, X, top_k, key_at;
+    // Work, the same for every layer of a step:
+    const Attention* attention;  // whose rows and cache these are
+    const int64_t* lengths;
+    std::vector<int> rows;  // those that see more than top_k positions
+    long longest;
+    std::atomic<int> next{0};
+
+    // Rows [begin, end).
+    void plan(const Attention& of, const int64_t* lengths_B, int begin, int end) {
+        attention = &of, lengths = lengths_B, longest = 0;
+        rows.clear();
+        for (int b = begin; b < end; b++)
+            if (lengths[b] > top_k) {
+                rows.push_back(b);
+                longest = std::max(longest, long(lengths[b]));
+            }
+        next.store(0, std::memory_order_relaxed);
+    }
+
+    const float* keys_at(int b, int position, int layer) const {
+        return attention->block_at(b, position, layer) + key_at;
+    }
+
+    // Scores of the planned rows.
+    size_t num_keys() const { return rows.size() * size_t(longest); }
+    static size_t scratch_floats(int J) { return size_t(J + 1) * kBlock; }
+
+    // q [B, J, X], weights [B, J] with rows `ldw` apart; keys [planned rows, longest]: the scores, as `ordered`. Members
+    // take ranges of positions as they come free.
+    void score(const float* q, const float* weights, long ldw, uint32_t* keys, float* scratch, int layer) {
+        const int ranges = int((longest + kScoreRange - 1) / kScoreRange), num_items = int(rows.size()) * ranges;
+        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
+            const int row = i / ranges, b = rows[size_t(row)], begin = i % ranges * kScoreRange;
+            const int end = int(std::min(long(begin + kScoreRange), long(lengths[b])));
+            score_range(b, begin, end, q + long(b) * J * X, weights + b * ldw, keys + row * longest, scratch, layer);
+        }
+    }
+
+    void score_range(int b, int begin, int end, const float* q, const float* weights, uint32_t* keys, float* dots,
+                     int layer) const {
+        float* sums = dots + long(J) * kBlock;
+        for (int p = begin; p < end; p += kBlock) {
+            const int n = min_int(kBlock, end - p);
+            // Keys lie apart, which hardware does not foresee: the next ones are fetched meanwhile.
+            const float* after = p + kBlock < lengths[b] ? keys_at(b, p + kBlock, layer) : nullptr;
+            gemm(RowAt{q, X}, J, keys_at(b, p, layer), attention->width, X, 0, n, Store<false>{dots, kBlock}, after);
+            for (int i = 0; i < n; i += W) {
+                V sum = v_zero();
+                for (int j = 0; j < J; j++)
+                    sum = v_fma(v_set(weights[j]), v_max(v_load_tail(dots + j * kBlock + i, n - i), v_zero()), sum);
+                v_store(sums + i, sum);
+            }
+            for (int i = 0; i < n; i++) keys[p + i] = ordered(sums[i]);
+        }
+    }
+
+    // Members share the rows. selected [B, top_k]: of each planned row, ascending.
+    void select_share(const Member& me, const uint32_t* keys, int32_t* selected) const {
+        int begin, end;
+        me.share(int(rows.size()), 1, begin, end);
+        for (int row = begin; row < end; row++) {
+            const int b = rows[size_t(row)];
+            select(keys + row * longest, long(lengths[b]), selected + long(b) * top_k);
+        }
+    }
+
+    // The top_k-th largest key is found eight bits at a time: of the keys that begin like it, how many have which next
+    // bits. That reads the keys four times and sorts none.
+    void select(const uint32_t* keys, long n, int32_t* selected) const {
+        uint32_t least = 0, known = 0;
+        int left = top_k;  // to take of the keys that begin like `least`
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            int count[256] = {};
+            for (long i = 0; i < n; i++) count[keys[i] >> shift & 255] += ((keys[i] ^ least) & known) == 0;
+            int digit = 255;
+            while (count[digit] < left) left -= count[digit--];
+            least |= uint32_t(digit) << shift;
+            known |= 255u << shift;
+        }
+        for (long i = 0, taken = 0; taken < top_k; i++)
+            if (keys[i] > least || (keys[i] == least && left-- > 0)) selected[taken++] = int32_t(i);
+    }
+};
+
+}  // namespace hadal

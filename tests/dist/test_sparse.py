@@ -1,0 +1,148 @@
+"""A small DeepSeek-V3.2, served: prompts longer than a token attends to, and every greedy token is the
+reference loop's, by one rank and by many, in small chunks, behind cached blocks, after preemption and
+from the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hadal.core.cache import DISK_HIT_TOKENS, MEMORY_HIT_TOKENS
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.kernels import library
+from hadal.model.checkpoint import load_weights
+from hadal.reference.model import generate
+from hadal.reference.params import Matrix, ModelWeights
+from tests.dist.cached import audit, cache_fields, settle
+from tests.dist.oracle import Case, complete_all, differences
+from tests.dist.serving import Server, StartServer, metric
+from tests.unit.gateway.test_tiktoken import some_tokens, write_folder
+from tests.unit.model.test_family import quantise, write_checkpoint
+
+MAX_TOKENS = 32
+LENGTHS = (30, 100, 50, 112, 230, 118, 180, 40, 105, 300)
+"""Of prompts: all longer than index_topk, which is 16; five fill their last block while they answer."""
+NOISE = 1e-5
+NUM_NOISY = 3
+NUM_GROWING = 30
+WIDE = {
+    "prefill": {"ranks": 2, "kv_memory_mb": 32, "min_split_tokens": 2},
+    "decode": {"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_folder(tmp_path_factory.mktemp("v32"))
+    # V3.2's own repository has none, and nothing is served without.
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    num_tokens = len(some_tokens())
+    write_checkpoint(folder, "DeepSeek-V3.2", vocab_size=num_tokens + 20, eos_token_id=num_tokens)
+    quantise(folder, pow2=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cases(folder_of_model: Path) -> list[Case]:
+    torch.set_num_threads(1)
+    weights = load_weights(folder_of_model)
+    assert weights.config.index_topk == 16
+    return list(clear_cases(weights))
+
+
+def clear_cases(weights: ModelWeights) -> Iterator[Case]:
+    """A prompt of each length whose answer does not hang on last bits. In a random model two scores,
+    of positions, experts or tokens, are now and then as good as equal: a prompt is taken if weights
+    that are a little off, by more than kernels round, give the same answer.
+    """
+    rng = random.Random(5)
+    embed_VD = weights.embed.values
+    generator = torch.Generator().manual_seed(6)
+    noisy = [
+        replace(
+            weights,
+            embed=Matrix(embed_VD * (1 + NOISE * torch.randn(embed_VD.shape, generator=generator))),
+        )
+        for _ in range(NUM_NOISY)
+    ]
+    for length in LENGTHS:
+        while True:
+            prompt = tuple(rng.randrange(weights.config.vocab_size) for _ in range(length))
+            ends = weights.config.eos_token_ids
+            output = generate(weights, prompt, MAX_TOKENS, ends)
+            if all(generate(other, prompt, MAX_TOKENS, ends) == output for other in noisy):
+                yield Case(prompt, tuple(output))
+                break
+
+
+def ask(server: Server, cases: list[Case]) -> list[tuple[int, ...]]:
+    return asyncio.run(complete_all(server.url, server.model, cases, max_tokens=MAX_TOKENS))
+
+
+def wrong(server: Server, cases: list[Case]) -> list[str]:
+    return differences(cases, ask(server, cases))
+
+
+@pytest.mark.timeout(600)
+def test_one_rank_with_small_chunks_cached_blocks_and_the_disk(
+    start_server: StartServer, folder_of_model: Path, cases: list[Case], folder: Path
+) -> None:
+    fields = {"model": str(folder_of_model), "chunk_tokens": 48, **cache_fields(folder)}
+    server = start_server(**fields)
+    assert wrong(server, cases) == []
+    assert wrong(server, cases) == []
+    assert settle(server)[MEMORY_HIT_TOKENS] > 0
+    audit(server)
+    assert server.stop() == 0
+    server = start_server(**fields)
+    assert wrong(server, cases) == []
+    assert settle(server)[DISK_HIT_TOKENS] > 0
+
+
+@pytest.mark.timeout(600)
+def test_many_ranks_and_hand_over_by_tcp(
+    start_server: StartServer, folder_of_model: Path, cases: list[Case]
+) -> None:
+    server = start_server(model=str(folder_of_model), **WIDE, chunk_tokens=64, handover="tcp")
+    assert wrong(server, cases) == []
+    assert wrong(server, cases) == []
+
+
+@pytest.mark.skipif(library.load() is None, reason="torch's products promise it not")
+@pytest.mark.timeout(600)
+def test_rounded_inputs_give_the_same_tokens_at_every_width(
+    start_server: StartServer, folder_of_model: Path, cases: list[Case]
+) -> None:
+    outputs = []
+    for widths in ({}, WIDE):
+        server = start_server(model=str(folder_of_model), **widths, chunk_tokens=64, compute="fp8")
+        outputs.append(ask(server, cases))
+        assert server.stop() == 0
+    assert outputs[0] == outputs[1]
+    assert differences(cases, outputs[0]), "nothing was rounded"
+
+
+@pytest.mark.timeout(600)
+def test_preemption(start_server: StartServer, folder_of_model: Path, cases: list[Case]) -> None:
+    growing = [
+        case
+        for case in cases
+        if len(case.prompt) // BLOCK_TOKENS < (len(case.prompt) + MAX_TOKENS) // BLOCK_TOKENS
+        and len(case.prompt) < 2 * BLOCK_TOKENS
+    ]
+    growing *= -(-NUM_GROWING // len(growing))
+    server = start_server(
+        model=str(folder_of_model), decode={"kv_blocks": 1 + 4, "kv_memory_mb": 0}
+    )
+    assert wrong(server, growing) == []
+    assert metric(server, "hadal_preemptions_total") > 0, (
+        "the pool was large enough; this test shows nothing"
+    )
