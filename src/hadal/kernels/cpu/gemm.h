@@ -329,19 +329,25 @@ struct StoredAhead {
     }
 };
 
-template <int MT, bool IS_FP8, class Row, class Emit>
-inline void stored_rows(const Row& row, int m0, const Matrix& w, int k0, int kb, int n0, int n1,
+// What a member's share leaves of a quad is rare, and code of its own in every caller would be much to compile.
+template <int MT, bool IS_FP8>
+__attribute__((noinline)) void stored_row(const float* const* x, const Matrix& w, int n, int k0, int kb,
+                                          const char* fetch, Quad* out) {
+    stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, fetch, out);
+}
+
+// x: from k0 on.
+template <int MT, bool IS_FP8, class Emit>
+inline void stored_rows(const float* const* x, int m0, const Matrix& w, int k0, int kb, int n0, int n1,
                         const StoredAhead& ahead, const Emit& emit) {
     Quad out[MT];
-    const float* x[MT];
-    for (int m = 0; m < MT; m++) x[m] = row(m0 + m) + k0;
     int n = n0;
     for (; n + 4 <= n1; n += 4) {
         stored_tile<MT, 4, IS_FP8>(x, w, n, k0, kb, ahead(w, n, k0), out);
         for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], 4, k0 == 0);
     }
     for (; n < n1; n++) {
-        stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, ahead(w, n, k0), out);
+        stored_row<MT, IS_FP8>(x, w, n, k0, kb, ahead(w, n, k0), out);
         for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], 1, k0 == 0);
     }
 }
@@ -353,21 +359,23 @@ inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, 
     const int num_tiles = (M + kTokenTile - 1) / kTokenTile, block_bytes = M <= 64 ? kRowBlockBytes : 4 * kRowBlockBytes;
     const int rows = num_tiles == 1 ? n1 - n0 : max_int(4, block_bytes / (IS_FP8 ? 1 : 2) / depth / 4 * 4);
     const StoredAhead ahead{max_int(4, kPrefetchBytes / (depth * kWeightBytes[w.type]) / 4 * 4), n1, after};
+    const float* x[kTokenTile];
     for (int k0 = 0; k0 < K; k0 += depth) {
         const int kb = min_int(depth, K - k0);
         for (int r0 = n0; r0 < n1; r0 += rows) {
             const int r1 = min_int(n1, r0 + rows);
             for (int tile = 0, m0 = 0; tile < num_tiles; tile++) {
                 const int mt = (M - m0) / (num_tiles - tile);
+                for (int m = 0; m < mt; m++) x[m] = row(m0 + m) + k0;
                 switch (mt) {
-                    case 1: stored_rows<1, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
-                    case 2: stored_rows<2, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
-                    case 3: stored_rows<3, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                    case 1: stored_rows<1, IS_FP8>(x, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                    case 2: stored_rows<2, IS_FP8>(x, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                    case 3: stored_rows<3, IS_FP8>(x, m0, w, k0, kb, r0, r1, ahead, emit); break;
                     default:
                         if constexpr (kTokenTile == 6) switch (mt) {
-                            case 4: stored_rows<4, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
-                            case 5: stored_rows<5, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit); break;
-                            default: stored_rows<6, IS_FP8>(row, m0, w, k0, kb, r0, r1, ahead, emit);
+                            case 4: stored_rows<4, IS_FP8>(x, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                            case 5: stored_rows<5, IS_FP8>(x, m0, w, k0, kb, r0, r1, ahead, emit); break;
+                            default: stored_rows<6, IS_FP8>(x, m0, w, k0, kb, r0, r1, ahead, emit);
                         }
                 }
                 m0 += mt;
