@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -55,15 +56,16 @@ def show(
 
 
 def as_stored(w_NK: torch.Tensor) -> dict[str, Matrix]:
-    """The matrix in each form that a checkpoint may have."""
+    """The matrix in each form that a checkpoint may have; FP8 once more for compute = "fp8"."""
     rows, columns = w_NK.shape
     scale = float(w_NK.abs().max()) / E4M3_MAX
+    scales = torch.full(num_scales((rows, columns), SCALE_BLOCK), scale)
+    codes = Matrix((w_NK / scale).to(FP8), scales)
     return {
         "FP32": Matrix(w_NK),
         "BF16": Matrix(w_NK.bfloat16()),
-        "FP8": Matrix(
-            (w_NK / scale).to(FP8), torch.full(num_scales((rows, columns), SCALE_BLOCK), scale)
-        ),
+        "FP8": codes,
+        "FP8, tokens too": replace(codes, is_rounding_inputs=True),
     }
 
 

@@ -5,8 +5,9 @@ are stored.
 
 Prints seconds from the command to the first token, resident memory of all processes together
 beside the file and its KV, tokens/s of prefill and decode beside the bound that reading the weights
-once sets; and how soon the same model in BF16, where it cannot fit, is refused. Needs 17 GB of disk
-and 20 GB of memory; the files are removed at the end.
+once sets. Moonlight is served in FP8, and in BF16, where it cannot fit, it is told how soon it is
+refused; GigaChat3 is served in both. Needs 17 or 22 GB of disk and about as much memory; the files are
+removed at the end.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(describe())
     try:
-        _refused(console, stored_model(asked.model, "hollow", asked.folder / "hollow"))
-        console.print("writing the checkpoint ...")
-        folder = stored_model(asked.model, "fp8", asked.folder / f"{asked.model}-fp8")
-        _served(console, folder)
+        if asked.model == "moonlight":
+            _refused(console, stored_model(asked.model, "hollow", asked.folder / "hollow"))
+        for kind in ("fp8",) if asked.model == "moonlight" else ("fp8", "bf16"):
+            console.print("writing the checkpoint ...")
+            folder = stored_model(asked.model, kind, asked.folder / f"{asked.model}-{kind}")
+            _served(console, folder, kind.upper())
+            if not asked.keep:
+                shutil.rmtree(folder)
     finally:
         if not asked.keep:
             shutil.rmtree(asked.folder, ignore_errors=True)
@@ -64,7 +69,7 @@ def _refused(console: Console, folder: Path) -> None:
     )
 
 
-def _served(console: Console, folder: Path) -> None:
+def _served(console: Console, folder: Path, kind: str) -> None:
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     for path in folder.glob("*.safetensors"):  # Into the page cache.
         with path.open("rb") as file:
@@ -72,7 +77,7 @@ def _served(console: Console, folder: Path) -> None:
                 pass
     with launched(environment={"HADAL_MODEL": str(folder)}) as running:
         first_s = _first_token_s(running, folder.name)
-        console.print(f"FP8, {num_bytes / 1e9:.1f} GB: first token after {first_s:.1f} s")
+        console.print(f"{kind}, {num_bytes / 1e9:.1f} GB: first token after {first_s:.1f} s")
         for batch in BATCHES:
             _decode(console, running, folder.name, batch)
         for num_tokens in PROMPTS:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hadal.core.documents import MAX_CONFIG_BYTES, read_text
+from hadal.core.documents import MAX_CONFIG_BYTES, read_text, shown
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.openai import Turn
 from hadal.gateway.template import TemplateProcess
@@ -179,9 +179,9 @@ class ChatFormat:
         return ids
 
 
-def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat:
-    """Read the template from `chat_template.jinja` or from `tokenizer_config.json`. Raises
-    CheckpointError.
+def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
+    """Read the template from `chat_template.jinja` or from `tokenizer_config.json`; None where there
+    is none, as in base models. Raises CheckpointError.
     """
     path = folder / "tokenizer_config.json"
     fields = read_json(path)
@@ -198,10 +198,10 @@ def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat:
             if isinstance(entry, dict)
         }
         template = named.get("default")
+    if template is None:
+        return None
     if not isinstance(template, str):
-        raise CheckpointError(
-            f"{path}: chat_template is missing, and there is no {own.name} beside it."
-        )
+        raise CheckpointError(f"{path}: chat_template is {shown(template)}; a text is needed.")
     return ChatFormat(vocabulary, template, bos, eos, str(path))
 
 

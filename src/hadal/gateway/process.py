@@ -217,9 +217,8 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         task.cancel()
     await asyncio.gather(fronting, draining, counting, return_exceptions=True)
     gateway.service.close()
-    await loop.run_in_executor(
-        None, gateway.service.model.chat.close
-    )  # It waits for a prompt under way.
+    if (chat := gateway.service.model.chat) is not None:
+        await loop.run_in_executor(None, chat.close)  # It waits for a prompt under way.
     gateway.host.end()
     if (
         gateway.accounting is not None

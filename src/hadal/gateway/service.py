@@ -58,7 +58,8 @@ class ServedModel:
 
     name: str
     vocabulary: Vocabulary
-    chat: ChatFormat
+    chat: ChatFormat | None
+    """None: the model has no template and only completes texts."""
     context_tokens: int
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -194,7 +195,14 @@ class Service:
     def _chat(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         parsed = parse_chat(body)
         self._check(parsed.ask, tenant)
-        prompt = self.model.chat.prompt(
+        chat = self.model.chat
+        if chat is None:
+            raise RequestError(
+                "This model has no chat template. Use /v1/completions, or put a"
+                " chat_template.jinja beside its weights and start the server again.",
+                "messages",
+            )
+        prompt = chat.prompt(
             parsed.turns,
             max_tokens=self._max_prompt_tokens,
             thinking=parsed.thinking,

@@ -61,7 +61,7 @@ def names_of(model: ServedModel, fields: dict[str, Any], tenant: Tenant = TENANT
         ("generation_config.json", {"top_k": -5}, "top_k is -5"),
         ("generation_config.json", {"do_sample": "no"}, "do_sample is 'no'; true or false"),
         ("generation_config.json", ["temperature"], "must hold one JSON object"),
-        ("tokenizer_config.json", {}, "chat_template is missing"),
+        ("tokenizer_config.json", {"chat_template": 3}, "chat_template is 3; a text"),
         ("config.json", {"model_type": "other"}, "model_type is 'other'"),
     ],
 )
@@ -71,6 +71,16 @@ def test_damaged_folders(tmp_path: Path, name: str, content: Any, error: str) ->
     with pytest.raises(CheckpointError, match=error) as caught:
         read_served_model(tmp_path, "m")
     assert name in str(caught.value)
+
+
+def test_a_model_without_a_template_completes_texts_and_refuses_chats(tmp_path: Path) -> None:
+    """Base models and DeepSeek-V3.2 come without one."""
+    write_model_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    model = read_served_model(tmp_path, "small")
+    assert work_of(model, {"prompt": "hi"}).choices
+    with pytest.raises(RequestError, match="no chat template"):
+        work_of(model, {"messages": [{"role": "user", "content": "hi"}]})
 
 
 def test_folder_without_generation_config(tmp_path: Path) -> None:

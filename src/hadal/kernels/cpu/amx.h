@@ -13,7 +13,7 @@
 //
 // Where a weight asks for rounded inputs, tokens are E4M3 codes, one BF16 each, with a scale per 128.
 #pragma once
-#include "weight.h"
+#include "rounded.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HADAL_AMX 1
@@ -40,20 +40,6 @@ constexpr int kAhead = 2 * kScaleBlock;                // of K: how far ahead of
 constexpr int kMostParts = 3;                          // BF16s that make an FP32
 constexpr long kPanelBytes = 1 << 20;                  // of packed tokens, which stay in L2 while W goes by
 constexpr int kMostPanelTokens = 256;
-
-// E4M3 codes become BF16s by a shift: sign, exponent and mantissa stand as they are, 2^8 too small (kFp8Lift makes up for
-// it). Subnormal codes (and zero) have no leading one and are looked up; a matrix has few: its largest weight is 448.
-alignas(64) inline constexpr uint16_t kSubnormals[32] = {0, 0x3700, 0x3780, 0x37C0, 0x3800, 0x3820, 0x3840, 0x3860};
-
-HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
-    const __m512i wide = _mm512_cvtepi8_epi16(codes), kept = _mm512_set1_epi16(int16_t(0x87F0));
-    const __m512i normal = _mm512_ternarylogic_epi32(_mm512_slli_epi16(wide, 4), kept, _mm512_set1_epi16(0x3800),
-                                                     0xEA);  // a & b | c
-    if (__builtin_expect(is_subnormal == 0, 1)) return normal;
-    const __m512i small = _mm512_permutexvar_epi16(wide, _mm512_load_si512(kSubnormals));
-    const __m512i sign = _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x8000)));
-    return _mm512_mask_blend_epi16(is_subnormal, normal, _mm512_or_si512(small, sign));
-}
 
 // `n` <= 128 values of a row of W as BF16 into its line of the tiles `tile_stride` values apart; zeros behind them.
 HADAL_INLINE void widen_tile_row(const Matrix& w, const char* from, int n, uint16_t* to, long tile_stride) {

@@ -79,6 +79,12 @@ inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1,
         return activate(i0, i1);
     }
 #endif
+#if defined(HADAL_BF16)
+    if (gate.is_rounding_inputs && up.is_rounding_inputs) {
+        rounded_gemm<2>(row, job.num_tokens, {&gate, &up}, i0, i1, {to_gate, to_up});
+        return activate(i0, i1);
+    }
+#endif
     // Stripes of gate and up in turn, so that the activation finds both in cache.
     const int stripe = max_int(32, kRowBlockBytes / int(sizeof(float)) / D / 16 * 16);
     for (int a = i0; a < i1; a += stripe) {

@@ -26,14 +26,6 @@ constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: r
 constexpr int kStoredTiles[] = {0, W == 16 ? 1 << 20 : 8, W == 16 ? 3 : 1};
 constexpr int kWidenBytes = 16 << 10;        // of widened rows of W for a few tokens: in L1, beside the tokens
 
-// Keeps a value in a register: without it GCC folds a load into each FMA that uses it (28 loads a step, not 10), and
-// the load ports become the limit: 214 GFLOP/s became 257 on one Zen 5 core, 180 became 260 for 4 tokens.
-#if defined(__AVX2__)
-#define HADAL_PIN(value) asm("" : "+v"(value))
-#else
-#define HADAL_PIN(value)
-#endif
-
 // One step along K: acc[m][r] += x[m] * w[r] for a vector (or, at the end of K, a part of one) of the K axis.
 template <int MT, int NR, class Load>
 HADAL_INLINE void dot_step(V (&acc)[MT][NR], const float* const* x, long k, const float* w, long ldw,
@@ -421,6 +413,9 @@ inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const E
     if (M <= 0 || n1 <= n0) return;
 #if defined(HADAL_AMX)
     if (kHasTiles && w.is_tiled) return tile_gemm<1>(row, M, {&w}, n0, n1, {emit});
+#endif
+#if defined(HADAL_BF16)
+    if (w.is_rounding_inputs) return rounded_gemm<1>(row, M, {&w}, n0, n1, {emit});
 #endif
     if (w.is_rounding_inputs) {
         Matrix plain = w;
