@@ -72,8 +72,9 @@ struct RoundedCodes {
         const char* from = w.row(n + r) + k;
         if (k % 64 == 0) __builtin_prefetch(from + long(ahead) * w.columns, 0, 2);
         const int left = w.columns - k;
-        const __mmask32 mask = left >= kRoundedDepth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-        const __m256i codes = _mm256_maskz_loadu_epi8(mask, from);
+        const __m256i codes = __builtin_expect(left >= kRoundedDepth, 1)
+                                  ? _mm256_loadu_si256((const __m256i*)from)
+                                  : _mm256_maskz_loadu_epi8((__mmask32(1) << left) - 1, from);
         return (__m512bh)bf16_of_fp8(codes, _mm256_testn_epi8_mask(codes, _mm256_set1_epi8(0x78)));
     }
 };
