@@ -9,8 +9,8 @@
 // (lanes, then K blocks). So a token's result is bit-equal whatever the batch, the tile and the thread that computed
 // it.
 //
-// A weight that is not FP32 is widened block by block into a thread's own memory and multiplied from there by the same
-// code, so its products have the bits of the matrix dequantised to FP32. Where the processor has tile units, they
+// A weight that is not FP32 is widened in registers for a few tokens, for many block by block into a thread's own memory,
+// and multiplied in the same order, so its products have the bits of the matrix dequantised to FP32. Where the processor has tile units, they
 // multiply it as it is (amx.h).
 #pragma once
 #include "amx.h"
