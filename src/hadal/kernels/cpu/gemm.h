@@ -415,7 +415,7 @@ inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const E
     if (kHasTiles && w.is_tiled) return tile_gemm<1>(row, M, {&w}, n0, n1, {emit});
 #endif
 #if defined(HADAL_BF16)
-    if (w.is_rounding_inputs) return rounded_gemm<1>(row, M, {&w}, n0, n1, {emit});
+    if (is_rounded(w)) return rounded_gemm<1>(row, M, {&w}, n0, n1, {emit});
 #endif
     if (w.is_rounding_inputs) {
         Matrix plain = w;

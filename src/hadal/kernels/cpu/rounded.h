@@ -29,6 +29,9 @@ HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
     return _mm512_mask_blend_epi16(is_subnormal, normal, _mm512_or_si512(small, sign));
 }
 
+// A matrix whose scales stand in other blocks is held in FP32 and rounds its inputs all the same.
+HADAL_INLINE bool is_rounded(const Matrix& w) { return w.is_rounding_inputs && w.type == kWeightFp8; }
+
 constexpr int kRoundedTile = 3;                   // tokens by 4 rows: 12 sums, and 12 of the block at hand
 constexpr int kRoundedDepth = 32;                 // of K that an instruction takes
 constexpr int kRoundedBlockBytes = 64 << 10;      // of W, which stay in L2 over all token tiles
