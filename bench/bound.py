@@ -76,7 +76,7 @@ def experts_touched(config: ModelConfig, num_tokens: int) -> float:
 def num_parameters(config: ModelConfig) -> int:
     """Weights of the model without MTP, norms left out."""
     layers = sum(
-        _attention_weights(config) + _ffn_weights(config, layer, config.n_routed_experts)
+        config.attention_weights + _ffn_weights(config, layer, config.n_routed_experts)
         for layer in range(config.num_hidden_layers)
     )
     return round(layers + 2 * config.vocab_size * config.hidden_size)
@@ -94,26 +94,13 @@ def _weights_touched(config: ModelConfig, num_tokens: int) -> float:
     """
     experts = experts_touched(config, num_tokens)
     return sum(
-        _attention_weights(config) + _ffn_weights(config, layer, experts)
+        config.attention_weights + _ffn_weights(config, layer, experts)
         for layer in range(config.num_hidden_layers)
     )
 
 
 def _active_weights(config: ModelConfig, layer: int) -> float:
-    return _attention_weights(config) + _ffn_weights(config, layer, config.num_experts_per_tok)
-
-
-def _attention_weights(config: ModelConfig) -> float:
-    c = config
-    queries = c.num_attention_heads * c.qk_head_dim
-    query_weights = (
-        c.hidden_size * queries
-        if c.q_lora_rank is None
-        else c.q_lora_rank * (c.hidden_size + queries)
-    )
-    expansion = c.kv_lora_rank * c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
-    output = c.num_attention_heads * c.v_head_dim * c.hidden_size
-    return query_weights + c.hidden_size * c.latent_dim + expansion + output
+    return config.attention_weights + _ffn_weights(config, layer, config.num_experts_per_tok)
 
 
 def _ffn_weights(config: ModelConfig, layer: int, num_experts: float) -> float:

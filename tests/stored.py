@@ -8,14 +8,14 @@ from torch import Tensor
 from hadal.reference.codec import E4M3_MAX
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
-KINDS = ("fp32", "bf16", "fp8", "fp8 rounding its inputs")
+KINDS = ("fp32", "bf16", "fp8", "fp32 rounding its inputs", "fp8 rounding its inputs")
 BLOCK = 128
 
 
 def stored(values_NK: Tensor, kind: str = "fp32") -> Matrix:
     """The matrix in this form: what it lost is lost in `dense()`, too."""
-    if kind == "fp32":
-        return Matrix(values_NK)
+    if kind.startswith("fp32"):  # Rounding: converted, because its scales were in other blocks.
+        return Matrix(values_NK, is_rounding_inputs=kind != "fp32")
     if kind == "bf16":
         return Matrix(values_NK.bfloat16())
     rows, columns = values_NK.shape

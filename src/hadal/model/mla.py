@@ -70,7 +70,7 @@ class Queries:
 
 def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
     """Rotate x [T, R] or [T, H, R]; cos_sin holds cos of the R/2 pairs, then sin. The twin is
-    reference.rope.rotate.
+    reference.ops.rotate.
     """
     cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
     even, odd = x[..., 0::2], x[..., 1::2]

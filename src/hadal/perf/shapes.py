@@ -46,25 +46,6 @@ DEEPSEEK_V3 = ModelConfig(
 """DeepSeek-V3 and R1: the released config.json."""
 
 
-def mla_params(model: ModelConfig) -> int:
-    """Weights of one layer's attention: q_a, q_b, kv_a, kv_b, o_proj, and the indexer's, where there
-    is one: its queries are made of the query latent, its key and its heads' weights of the hidden
-    state.
-    """
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    if model.q_lora_rank is None:
-        queries = hidden * heads * model.qk_head_dim
-    else:
-        queries = model.q_lora_rank * (hidden + heads * model.qk_head_dim)
-    keys = hidden * model.latent_dim + model.kv_lora_rank * heads * (
-        model.qk_nope_head_dim + model.v_head_dim
-    )
-    indexer = (model.q_lora_rank or 0) * index_query_dim(model) + hidden * (
-        (model.index_head_dim or 0) + (model.index_n_heads or 0)
-    )
-    return queries + keys + heads * model.v_head_dim * hidden + indexer
-
-
 def index_query_dim(model: ModelConfig) -> int:
     """Values of a token's index queries, all heads; 0 without an indexer."""
     return (model.index_n_heads or 0) * (model.index_head_dim or 0)
@@ -100,10 +81,10 @@ def weight_bytes(
     num_layers = num_moe_layers(model) + num_draft_layers
     moe = model.n_shared_experts * expert_params(model) + model.hidden_size * model.n_routed_experts
     fp8 = (
-        model.num_hidden_layers * mla_params(model)
+        model.num_hidden_layers * model.attention_weights
         + model.first_k_dense_replace * dense_params(model)
         + num_layers * moe
-        + num_draft_layers * (mla_params(model) + 2 * model.hidden_size**2)
+        + num_draft_layers * (model.attention_weights + 2 * model.hidden_size**2)
     )
     routed = round(num_layers * num_expert_slots * expert_params(model) * expert_bytes)
     return fp8 * FP8_BYTES + routed + 2 * model.vocab_size * model.hidden_size * BF16_BYTES

@@ -304,17 +304,11 @@ def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
     layer).
     """
     c = config
-    dim, heads, num_moe = c.hidden_size, c.num_attention_heads, num_moe_layers(c)
-    q_rows = heads * c.qk_head_dim
-    query = dim * q_rows if c.q_lora_rank is None else c.q_lora_rank * (dim + q_rows)
-    latent = dim * c.latent_dim + c.kv_lora_rank * heads * (c.qk_nope_head_dim + c.v_head_dim)
-    index_heads, index_dim = c.index_n_heads or 0, c.index_head_dim or 0
-    indexer = index_heads * index_dim * (c.q_lora_rank or 0) + (index_heads + index_dim) * dim
-    attention = query + latent + heads * c.v_head_dim * dim + indexer
-    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 2 * dim + 2 * index_dim
+    dim, num_moe = c.hidden_size, num_moe_layers(c)
+    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 2 * dim + 2 * (c.index_head_dim or 0)
     expert = 3 * dim * c.moe_intermediate_size
     matrices = (
-        c.num_hidden_layers * attention
+        c.num_hidden_layers * c.attention_weights
         + (c.num_hidden_layers - num_moe) * 3 * dim * c.intermediate_size
     )
     matrices += num_moe * c.n_shared_experts * expert

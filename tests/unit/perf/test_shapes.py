@@ -15,7 +15,6 @@ from hadal.perf.shapes import (
     kv_bytes_per_token,
     left_out,
     low_latency_dispatch_bytes,
-    mla_params,
     normal_dispatch_bytes,
     num_moe_layers,
     weight_bytes,
@@ -30,7 +29,7 @@ def active_params(model: ModelConfig) -> int:
     per_moe = (model.num_experts_per_tok + model.n_shared_experts) * expert_params(model)
     per_moe += model.hidden_size * model.n_routed_experts
     return (
-        model.num_hidden_layers * mla_params(model)
+        model.num_hidden_layers * model.attention_weights
         + model.first_k_dense_replace * dense_params(model)
         + num_moe_layers(model) * per_moe
         + model.vocab_size * model.hidden_size
@@ -38,7 +37,7 @@ def active_params(model: ModelConfig) -> int:
 
 
 def test_parameters_are_those_of_the_report() -> None:
-    assert mla_params(DEEPSEEK_V3) == pytest.approx(187.1e6, rel=1e-3)
+    assert DEEPSEEK_V3.attention_weights == pytest.approx(187.1e6, rel=1e-3)
     assert expert_params(DEEPSEEK_V3) == pytest.approx(44.04e6, rel=1e-3)
     assert dense_params(DEEPSEEK_V3) == pytest.approx(396.4e6, rel=1e-3)
     assert active_params(DEEPSEEK_V3) == pytest.approx(37e9, rel=0.015)
@@ -79,7 +78,7 @@ def test_attention_flops() -> None:
 
 def test_what_an_indexer_adds_and_leaves_out() -> None:
     added = 1536 * 64 * 128 + 7168 * (128 + 64)
-    assert mla_params(V32) == mla_params(DEEPSEEK_V3) + added
+    assert V32.attention_weights == DEEPSEEK_V3.attention_weights + added
     assert kv_bytes_per_token(V32) == 61 * (576 + 128) * 2
     assert index_flops_per_pair(V32) == 2 * 64 * 128
     assert index_flops_per_pair(DEEPSEEK_V3) == 0

@@ -80,7 +80,7 @@ inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1,
     }
 #endif
 #if defined(HADAL_BF16)
-    if (is_rounded(gate) && is_rounded(up)) {
+    if (multiplies_codes(gate) && multiplies_codes(up)) {
         rounded_gemm<2>(row, job.num_tokens, {&gate, &up}, i0, i1, {to_gate, to_up});
         return activate(i0, i1);
     }

@@ -20,8 +20,6 @@ namespace hadal {
 constexpr int kTokenTile = W == 16 ? 6 : 3;  // 24 accumulators of 32 registers, or 12 of 16
 constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows at a time
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
-constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles (gemm)
-constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: rows are short, hardware streams restart
 // Tiles of tokens up to which each widens a row of W anew, by its type. More share what was widened once, in memory.
 constexpr int kStoredTiles[] = {0, W == 16 ? 1 << 20 : 8, W == 16 ? 3 : 1};
 constexpr int kWidenBytes = 16 << 10;        // of widened rows of W for a few tokens: in L1, beside the tokens
@@ -77,11 +75,8 @@ HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, i
     }
     const int left = int(K - k);
     if (left) dot_step<MT, NR>(acc, x, k, w, ldw, [left](const float* p) { return v_load_part(p, left); });
-    constexpr int r1 = NR > 1 ? 1 : 0, r2 = NR > 2 ? 2 : 0, r3 = NR > 3 ? 3 : 0;
 #pragma GCC unroll 8
-    for (int m = 0; m < MT; m++)
-        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][r1] : v_zero(), NR > 2 ? acc[m][r2] : v_zero(),
-                        NR > 3 ? acc[m][r3] : v_zero());
+    for (int m = 0; m < MT; m++) out[m] = v_sums(acc[m]);
 }
 
 // W rows that a tile of MT tokens takes at a time.
@@ -304,14 +299,11 @@ HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, 
             k = stop;
         }
     }
-    constexpr int r1 = NR > 1 ? 1 : 0, r2 = NR > 2 ? 2 : 0, r3 = NR > 3 ? 3 : 0;
 #pragma GCC unroll 8
-    for (int m = 0; m < MT; m++)
-        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][r1] : v_zero(), NR > 2 ? acc[m][r2] : v_zero(),
-                        NR > 3 ? acc[m][r3] : v_zero());
+    for (int m = 0; m < MT; m++) out[m] = v_sums(acc[m]);
 }
 
-// MT tokens against rows [n0, n1). Rows `ahead` further on are fetched meanwhile: of W up to `end`, then of `after`.
+// What is fetched while rows are multiplied: those so many `rows` further on, of W up to `end` and then of `after`.
 struct StoredAhead {
     int rows, end;
     const char* after;
@@ -328,7 +320,7 @@ __attribute__((noinline)) void stored_row(const float* const* x, const Matrix& w
     stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, fetch, out);
 }
 
-// x: from k0 on.
+// MT tokens, whose vectors begin at k0, against rows [n0, n1).
 template <int MT, bool IS_FP8, class Emit>
 inline void stored_rows(const float* const* x, int m0, const Matrix& w, int k0, int kb, int n0, int n1,
                         const StoredAhead& ahead, const Emit& emit) {
@@ -415,7 +407,7 @@ inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const E
     if (kHasTiles && w.is_tiled) return tile_gemm<1>(row, M, {&w}, n0, n1, {emit});
 #endif
 #if defined(HADAL_BF16)
-    if (is_rounded(w)) return rounded_gemm<1>(row, M, {&w}, n0, n1, {emit});
+    if (multiplies_codes(w)) return rounded_gemm<1>(row, M, {&w}, n0, n1, {emit});
 #endif
     if (w.is_rounding_inputs) {
         Matrix plain = w;

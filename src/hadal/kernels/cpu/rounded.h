@@ -30,12 +30,10 @@ HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
 }
 
 // A matrix whose scales stand in other blocks is held in FP32 and rounds its inputs all the same.
-HADAL_INLINE bool is_rounded(const Matrix& w) { return w.is_rounding_inputs && w.type == kWeightFp8; }
+HADAL_INLINE bool multiplies_codes(const Matrix& w) { return w.is_rounding_inputs && w.type == kWeightFp8; }
 
-constexpr int kRoundedTile = 3;                   // tokens by 4 rows: 12 sums, and 12 of the block at hand
-constexpr int kRoundedDepth = 32;                 // of K that an instruction takes
-constexpr int kRoundedBlockBytes = 64 << 10;      // of W, which stay in L2 over all token tiles
-constexpr int kRoundedAheadBytes = 12 << 10;      // how far ahead of its use a row is fetched
+constexpr int kRoundedTile = 3;    // tokens by 4 rows: 12 sums, and 12 of the block at hand
+constexpr int kRoundedDepth = 32;  // of K that an instruction takes
 
 // Tokens as BF16s, each K rounded up to whole blocks, and their scales.
 struct RoundedTokens {
@@ -87,11 +85,11 @@ struct RoundedBlock {
     const uint16_t* at;
     long ld;
     HADAL_INLINE __m512bh operator()(int r, int k) const { return (__m512bh)_mm512_loadu_si512(at + r * ld + k); }
-    static void widen(const Matrix& w, int n0, int n1, uint16_t* to, long ld) {
+    static void widen(const Matrix& w, int n0, int n1, int ahead, uint16_t* to, long ld) {
         for (int n = n0; n < n1; n++, to += ld)
             for (int k = 0; k < ld; k += kRoundedDepth)
                 if (k < w.columns)
-                    _mm512_storeu_si512(to + k, (__m512i)RoundedCodes{w, n, kRoundedAheadBytes / w.columns}(0, k));
+                    _mm512_storeu_si512(to + k, (__m512i)RoundedCodes{w, n, ahead}(0, k));
                 else
                     _mm512_storeu_si512(to + k, _mm512_setzero_si512());
     }
@@ -139,11 +137,8 @@ HADAL_INLINE void rounded_tile(const RoundedTokens& tokens, int m0, const Matrix
             for (int r = 0; r < NR; r++) acc[m][r] = v_fma(sum[m][r], v_set(by_token * scale[r][b]), acc[m][r]);
         }
     }
-    constexpr int r1 = NR > 1 ? 1 : 0, r2 = NR > 2 ? 2 : 0, r3 = NR > 3 ? 3 : 0;
 #pragma GCC unroll 4
-    for (int m = 0; m < MT; m++)
-        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][r1] : v_zero(), NR > 2 ? acc[m][r2] : v_zero(),
-                        NR > 3 ? acc[m][r3] : v_zero());
+    for (int m = 0; m < MT; m++) out[m] = v_sums(acc[m]);
 }
 
 template <int NR, class Load>
@@ -179,10 +174,10 @@ inline void rounded_rows(const RoundedTokens& tokens, int M, const Matrix& w, in
 template <int C, class Row, class Emit>
 inline void rounded_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0, int n1, const Emit (&emit)[C]) {
     static thread_local OwnMemory memory;
-    const int K = w[0]->columns, ahead = max_int(4, kRoundedAheadBytes / K / 4 * 4);
+    const int K = w[0]->columns, ahead = max_int(4, kPrefetchBytes / K / 4 * 4);
     const RoundedTokens tokens = round_tokens(row, M, K);
     const long ld = long(tokens.num_blocks) * kScaleBlock;
-    const int block_rows = max_int(4, int(kRoundedBlockBytes / 2 / ld) / 4 * 4);
+    const int block_rows = max_int(4, int(kRowBlockBytes / 2 / ld) / 4 * 4);
     for (int i = 0; i < C; i++) {
         if (M <= kRoundedTile) {
             const auto codes_at = [&](int n) { return RoundedCodes{*w[i], n, ahead}; };
@@ -192,7 +187,7 @@ inline void rounded_gemm(const Row& row, int M, const Matrix* const (&w)[C], int
         uint16_t* block = memory.take<uint16_t>(size_t(block_rows) * size_t(ld));
         for (int r0 = n0; r0 < n1; r0 += block_rows) {
             const int r1 = min_int(n1, r0 + block_rows);
-            RoundedBlock::widen(*w[i], r0, r1, block, ld);
+            RoundedBlock::widen(*w[i], r0, r1, ahead, block, ld);
             const auto block_at = [&](int n) { return RoundedBlock{block + (n - r0) * ld, ld}; };
             rounded_rows(tokens, M, *w[i], r0, r1, block_at, emit[i]);
         }

@@ -222,6 +222,13 @@ HADAL_INLINE Quad v_sum4(V a, V b, V c, V d) {
     return q;
 }
 
+// The same of a tile's accumulators for one token, of which there may be fewer than four.
+template <int NR>
+HADAL_INLINE Quad v_sums(const V (&a)[NR]) {
+    constexpr int r1 = NR > 1 ? 1 : 0, r2 = NR > 2 ? 2 : 0, r3 = NR > 3 ? 3 : 0;
+    return v_sum4(a[0], NR > 1 ? a[r1] : v_zero(), NR > 2 ? a[r2] : v_zero(), NR > 3 ? a[r3] : v_zero());
+}
+
 HADAL_INLINE float v_sum(V a) { return v_sum4(a, v_zero(), v_zero(), v_zero()).at[0]; }
 
 HADAL_INLINE float v_max_lane(V a) {

@@ -100,6 +100,9 @@ inline void widen(const Matrix& w, int n0, int n1, int k, int n, float* to, long
     for (int row = n0; row < n1; row++) widen_row(w, row, k, n, to + (row - n0) * ld);
 }
 
+constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles
+constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: rows are short, hardware streams restart
+
 HADAL_INLINE void prefetch_bytes(const char* from, long count) {
     for (long i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
