@@ -29,7 +29,7 @@ BODY = {
     "temperature": 0,
 }
 TIMEOUT_S = 180.0
-ANSWER_AIM_S = 3.0
+ANSWER_AIM_S = 2.0
 READY_AIM_S = 2.5
 RANKED_AIM_S = 4.0
 BACK_AIM_S = 1.5

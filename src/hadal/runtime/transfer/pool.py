@@ -18,12 +18,14 @@ layers, S tokens of a block, D values of an entry.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import secrets
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,8 @@ _HEADER = struct.Struct("<8sQQ16s4Q8s")
 """magic, offset of the cache, bytes of a block, dtype, shape, birth"""
 POOL_DTYPE = "float32"
 """Type of the values in pools that are served from."""
+_MADV_POPULATE_WRITE = 23  # madvise(2); Python has no name for it.
+_TOUCHED_BYTES = 4 << 20
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -56,13 +60,8 @@ class KvPool:
         self.name = name
         self._fd = fd
         self._is_owner = is_owner
-        if is_owner:
-            # Page tables filled in now: a first touch costs a microsecond a page, in the middle of
-            # a step.
-            populate = getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | populate)
-        else:
-            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_owner else 0)
+        self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=protection)
         _, offset, self.block_bytes, dtype, *shape, birth = _HEADER.unpack_from(self._map)
         self.birth: str = birth.hex()
         """Tells it from any other shared-memory file, of the same name on another host as well."""
@@ -73,10 +72,26 @@ class KvPool:
             self._map, dtype=np.int64, count=self.num_blocks, offset=mmap.PAGESIZE
         )
         self.cache = memoryview(self._map)[offset : offset + self.num_blocks * self.block_bytes]
+        self._address = self.versions.ctypes.data - mmap.PAGESIZE
         self.blocks: NDArray[np.uint8] = np.frombuffer(self.cache, dtype=np.uint8).reshape(
             self.num_blocks, self.block_bytes
         )
         """[P, bytes of a block]"""
+        if is_owner:
+            threading.Thread(target=self._touch, name="touch", daemon=True).start()
+
+    def _touch(self) -> None:
+        """Have the page tables filled in, from the first block, which is used first: a first touch
+        costs two microseconds a page in the middle of a step, and all of them at the start as many
+        seconds as there are GB. Without the interpreter's lock.
+        """
+        madvise = ctypes.CDLL(None).madvise  # Older kernels do not know the advice: nothing happens.
+        for offset in range(0, len(self._map), _TOUCHED_BYTES):
+            if self._fd < 0:
+                return
+            size = min(_TOUCHED_BYTES, len(self._map) - offset)
+            address = self._address + offset
+            madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
     @classmethod
     def create(cls, name: str, shape: Shape, dtype: str = POOL_DTYPE) -> KvPool:
