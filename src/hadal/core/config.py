@@ -19,6 +19,7 @@ from msgspec import Meta, structs
 from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
 from hadal.core.documents import MAX_TOML_BYTES, converted, is_folder, parse_toml, read_text, shown
 from hadal.core.errors import ConfigError
+from hadal.core.model_config import ModelConfig
 
 # What a field may hold: at most far more than anybody has, and still answered in seconds.
 _DAY_S = 86_400.0
@@ -43,6 +44,9 @@ def _one_of(*names: str) -> Meta:
 
 
 Switch = Annotated[str, _one_of(AUTO, OFF)]
+DRAFTS_MAX = 3
+DRAFTS_AUTO = 2
+"""Most drafts where they are chosen by price: buffers have room for so many."""
 
 
 class ConfigTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +112,10 @@ class UnitsConfig(ConfigTable, frozen=True):
     token budgets. Decode: "auto" places by KV and counts and moves running requests when that pays,
     "no_moves" only places, "off" goes by counts alone. "turns", in both: round-robin, to compare
     with.
+    """
+    drafts: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=DRAFTS_MAX)] = 0
+    """Decode: most tokens that the model's MTP module drafts a step for each request, 0 to 3. "auto":
+    as many as pay, by measured times and by how often drafts are right. No draft changes a token.
     """
     threads: Units = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
@@ -330,6 +338,11 @@ class Deployment(ConfigTable, frozen=True):
                 "prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or"
                 " 'turns'."
             )
+        if self.prefill.drafts:
+            raise ConfigError(
+                f"prefill.drafts is {shown(self.prefill.drafts)}; drafts are made in decode. Set"
+                " decode.drafts."
+            )
         _check_deadlines(self)
         for role in ROLES:
             most, units = getattr(self.fleet, f"{role}_max"), units_of(self, role).units
@@ -358,6 +371,19 @@ class Deployment(ConfigTable, frozen=True):
 def units_of(deployment: Deployment, role: str) -> UnitsConfig:
     """The units of one role, "prefill" or "decode"."""
     return deployment.prefill if role == PREFILL else deployment.decode
+
+
+def num_drafts_max(deployment: Deployment, config: ModelConfig) -> int:
+    """Most drafts of a request in a step. 0 where the model has no MTP module."""
+    if config.num_nextn_predict_layers == 0:
+        return 0
+    drafts = deployment.decode.drafts
+    return DRAFTS_AUTO if isinstance(drafts, str) else drafts
+
+
+def num_cache_layers(deployment: Deployment, config: ModelConfig) -> int:
+    """Layers of a KV block: the model's, and behind them the MTP module's where it drafts."""
+    return config.num_hidden_layers + (num_drafts_max(deployment, config) > 0)
 
 
 def read_deployment(path: Path, **overrides: Any) -> Deployment:

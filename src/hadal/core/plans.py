@@ -122,8 +122,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A request enters a slot of a rank's table. From then on the rank advances it one token a step
-    by itself.
+    """A request enters a slot of a rank's table. From then on the rank advances it by itself, with
+    each step by the tokens that it drew.
     """
 
     slot: int
@@ -152,7 +152,8 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     joins, which blocks were added. Slots are the rank's own.
 
     Leaves are applied first, then joins, then grown blocks; then every occupied slot makes one
-    token. Every rank of the unit gets a plan with the same `step_id` and `schedule`, with or
+    token, and one more for each draft of the step before that turns out to be what is drawn. Every
+    rank of the unit gets a plan with the same `step_id`, `schedule` and `num_drafts`, with or
     without slots.
     """
 
@@ -172,9 +173,13 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
     is_counted: bool = False
     flips: tuple[LayerFlip, ...] = ()
-    fills: tuple[int, ...] = ()
-    """Blocks whose last position this step writes: they have to be in the pool when it is done, for
-    the disk cache.
+    publishes_full: bool = False
+    """Blocks whose last position this step writes have to be in the pool when it is done, for the
+    disk cache.
+    """
+    num_drafts: int = 0
+    """How many tokens of each slot the MTP module drafts at the end of the step: the next one checks
+    them.
     """
 
 

@@ -33,9 +33,13 @@ from hadal.core.model_config import ModelConfig
 log = logging.getLogger(__name__)
 
 
-def block_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of one block: 64 tokens of every layer."""
-    return config.num_hidden_layers * BLOCK_TOKENS * config.entry_dim * dtype.itemsize
+def block_bytes(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, num_layers: int | None = None
+) -> int:
+    """Bytes of one block: 64 tokens of every layer. `num_layers`: the model's if None."""
+    return (
+        (num_layers or config.num_hidden_layers) * BLOCK_TOKENS * config.entry_dim * dtype.itemsize
+    )
 
 
 class KvCache:
@@ -55,7 +59,8 @@ class KvCache:
         is_staged: bool | None = None,
     ) -> None:
         """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller;
-        zeroed by nobody. `num_layers`: the model's if None; an MTP module's cache has one.
+        zeroed by nobody. `num_layers`: the model's if None; one more where its MTP module
+        drafts.
         `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool that it is
         published to and fetched from; None: if `device` is not the CPU.
 

@@ -8,7 +8,7 @@ The leader of ranks in processes of their own is made around this one (roles/ran
 from __future__ import annotations
 
 from hadal.core.balance import OFF
-from hadal.core.config import PREFILL, Deployment, UnitsConfig, units_of
+from hadal.core.config import PREFILL, Deployment, UnitsConfig, num_drafts_max, units_of
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.kv.disk_index import BlockIndex
@@ -75,6 +75,7 @@ def make_leader(
         request_balance=units.request_balance,
         lease_s=deployment.lease_s,
         fingerprint=fingerprint if deployment.cache.folder else "",
+        num_drafts_max=num_drafts_max(deployment, config),
     )
 
 

@@ -21,7 +21,15 @@ import msgspec
 
 from hadal.comm.layout import MessageLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
-from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
+from hadal.core.config import (
+    DECODE,
+    PREFILL,
+    ROLES,
+    Deployment,
+    UnitsConfig,
+    num_cache_layers,
+    num_drafts_max,
+)
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import SCALE_BLOCK, ModelConfig
@@ -148,7 +156,8 @@ def plan_memory(
         if is_mapped or deployment.device == "cuda"
         else Precision()
     )
-    block_bytes = BLOCK_TOKENS * kv_bytes_per_token(config, precision)
+    num_layers = num_cache_layers(deployment, config)
+    block_bytes = BLOCK_TOKENS * kv_bytes_per_token(config, precision, num_layers)
     context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
     ranks, warnings = [], []
     for kind in ROLES:
@@ -226,9 +235,11 @@ def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
     return slots
 
 
-def max_step_tokens(kind: str, deployment: Deployment) -> int:
+def max_step_tokens(kind: str, deployment: Deployment, config: ModelConfig) -> int:
     """Most tokens of a rank in one micro-batch."""
-    return deployment.chunk_tokens if kind == PREFILL else deployment.decode.max_requests
+    if kind == PREFILL:
+        return deployment.chunk_tokens
+    return deployment.decode.max_requests * (1 + num_drafts_max(deployment, config))
 
 
 def mode_of(kind: str, units: UnitsConfig) -> str:
@@ -258,9 +269,11 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     )
 
 
-def kv_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
-    """What all layers cache of one token."""
-    return config.num_hidden_layers * config.entry_dim * precision.kv
+def kv_bytes_per_token(
+    config: ModelConfig, precision: Precision, num_layers: int | None = None
+) -> int:
+    """What all layers cache of one token. `num_layers`: the model's if None."""
+    return (num_layers or config.num_hidden_layers) * config.entry_dim * precision.kv
 
 
 def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
@@ -420,13 +433,14 @@ def _rank_memory(
     matrices, others, gates, expert = _parameters(config)
     slots = num_slots(kind, units, config)
     replicas = num_moe_layers(config) * slots
+    num_layers = num_cache_layers(deployment, config)
     return RankMemory(
         num_slots=slots,
         # The gate stays FP32 everywhere: a rounded score sends a token elsewhere.
         fixed_bytes=int(matrices * precision.matrix) + others * precision.other + 4 * gates,
         expert_bytes=int(replicas * expert * precision.matrix),
         kv_blocks=kv_blocks,
-        kv_bytes=kv_blocks * BLOCK_TOKENS * kv_bytes_per_token(config, precision),
+        kv_bytes=kv_blocks * BLOCK_TOKENS * kv_bytes_per_token(config, precision, num_layers),
         comm_bytes=_comm_bytes(kind, deployment, config),
         staged_bytes=int(slots * expert * precision.matrix) if moves_experts(units) else 0,
     )
@@ -439,7 +453,7 @@ def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
     units: UnitsConfig = getattr(deployment, kind)
     if units.ranks == 1:
         return 0
-    tokens, top_k = max_step_tokens(kind, deployment), config.num_experts_per_tok
+    tokens, top_k = max_step_tokens(kind, deployment, config), config.num_experts_per_tok
     layout = MessageLayout(deployment.dispatch_format, config.hidden_size)
     if mode_of(kind, units) == "low_latency":
         replicas = config.n_routed_experts + units.redundant_experts

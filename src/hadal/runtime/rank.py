@@ -25,7 +25,7 @@ from hadal.comm.group import Group
 from hadal.comm.mesh.mesh import PURPOSE as MESH_PURPOSE
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.comm.torch_group import TorchGroup
-from hadal.core.config import Deployment, units_of
+from hadal.core.config import Deployment, num_cache_layers, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import key_of
 from hadal.core.messages import BLOCK_TOKENS, RankForm
@@ -222,7 +222,8 @@ def make_host(
     config = read_model_config(Path(deployment.model))
     watch_model(Path(deployment.model))
     check_model(run)
-    shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.entry_dim)
+    num_layers = num_cache_layers(deployment, config)
+    shape = (units.kv_blocks, num_layers, BLOCK_TOKENS, config.entry_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
     process = RankProcess(run, unit, role, name, folder, epoch, device, config, pool, LiveClock())
     try:
@@ -450,6 +451,6 @@ def make_comm(
         top_k=config.num_experts_per_tok,
         dispatch_format=deployment.dispatch_format,
         mode=mode_of(role, units_of(deployment, role)),
-        max_tokens=max_step_tokens(role, deployment),
+        max_tokens=max_step_tokens(role, deployment, config),
         device=device,
     )

@@ -19,7 +19,14 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.balance import OFF
-from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, UnitsConfig
+from hadal.core.config import (
+    DECODE,
+    PREFILL,
+    Deployment,
+    LedgerConfig,
+    UnitsConfig,
+    num_cache_layers,
+)
 from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
@@ -76,7 +83,7 @@ def fingerprint_of(
     if not deployment.cache.is_on:
         return ""
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
-    layout = BLOCK_TOKENS, config.num_hidden_layers, config.entry_dim
+    layout = BLOCK_TOKENS, num_cache_layers(deployment, config), config.entry_dim
     _add(
         digest,
         VERSION,

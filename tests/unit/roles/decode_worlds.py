@@ -180,7 +180,7 @@ class DecodeWorld(World):
         super().reset(lost, fresh)
         self.last_step.clear()
 
-    def run(self, rank: int, plan: DecodePlan) -> tuple[dict[int, int], int]:
+    def run(self, rank: int, plan: DecodePlan) -> tuple[dict[int, list[int]], int]:
         at = self.ranks[rank]
         for slot in plan.leaves:
             at.table.pop(slot, None)
@@ -192,19 +192,25 @@ class DecodeWorld(World):
         assert set(plan.second) <= at.table.keys()
         drawn = {}
         for slot, row in at.table.items():
-            name, blocks, num_tokens, index = row
-            assert num_tokens < len(blocks) * BLOCK_TOKENS
+            name, blocks, num_tokens, index, num_drafts = row
+            room = len(blocks) * BLOCK_TOKENS
+            assert num_tokens < room
             if self.random.random() < 0.1:
                 at.verify(name, blocks, num_tokens)
-            at.write(name, blocks, num_tokens)
-            row[2], row[3] = num_tokens + 1, index + 1
-            drawn[slot] = token_of(name, index)
+            num_checked = min(num_drafts, room - 1 - num_tokens)
+            num_drawn = 1 + self.random.randint(0, num_checked)
+            for position in range(num_tokens, num_tokens + num_drawn):
+                at.write(name, blocks, position)
+            row[2:] = num_tokens + num_drawn, index + num_drawn, plan.num_drafts
+            drawn[slot] = [token_of(name, index + ahead) for ahead in range(num_drawn)]
+            if plan.publishes_full:
+                full = blocks[num_tokens // BLOCK_TOKENS : (num_tokens + num_drawn) // BLOCK_TOKENS]
+                at.copy(full, to_pool=True)
             stall = plan.step_id - self.last_step.get(name, plan.step_id - 1) - 1
             assert 0 <= stall <= STALL_STEPS_MAX, f"{name} stood still for {stall} steps"
             self.last_step[name] = plan.step_id
         for slot in plan.publishes:
             at.copy(at.table[slot][1], to_pool=True)
-        at.copy(plan.fills, to_pool=True)
         return drawn, self.leader.slots.per_rank
 
     def join(self, rank: int, join: Join) -> None:
@@ -222,7 +228,7 @@ class DecodeWorld(World):
         assert join.num_tokens == len(self.prompts[name].prompt) + join.output_index - 1
         if self.prompts[name].sampling == self.penalties:
             assert join.output == tuple(token_of(name, index) for index in range(join.output_index))
-        at.table[join.slot] = [name, list(join.block_ids), join.num_tokens, join.output_index]
+        at.table[join.slot] = [name, list(join.block_ids), join.num_tokens, join.output_index, 0]
 
     def event(self) -> None:
         """Whatever comes next."""

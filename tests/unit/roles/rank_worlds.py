@@ -159,7 +159,7 @@ class World:
         for name in self.prompts:
             self.verify(name)
 
-    def run(self, rank: int, plan: Any) -> tuple[dict[int, int], int]:
+    def run(self, rank: int, plan: Any) -> tuple[dict[int, list[int]], int]:
         """Execute a rank's plan: (key -> token, number of keys a plan like this has)."""
         raise NotImplementedError
 
@@ -184,20 +184,22 @@ class World:
 
     def step_done(self) -> None:
         plans = self.steps.popleft()
-        keys: dict[int, int] = {}
+        keys: dict[int, list[int]] = {}
         offset = 0
         for rank, plan in enumerate(plans):
             drawn, size = self.run(rank, plan)
             assert rank in self.living or not drawn
             keys.update({offset + key: value for key, value in drawn.items()})
             offset += size
-        order = list(keys)
+        # In any order, but for those of one key.
+        order = [key for key, values in keys.items() for _ in values]
         self.random.shuffle(order)
+        values = {key: iter(drawn) for key, drawn in keys.items()}
         self.feed(
             StepDone(
                 plans[0].step_id,
                 tuple(order),
-                tuple(keys[k] for k in order),
+                tuple(next(values[k]) for k in order),
                 {},
                 0.01,
                 op_times=op_times(self.random),
@@ -282,7 +284,7 @@ class PrefillWorld(World):
         self.attempts[name] += 1
         self.lazy.append(name)
 
-    def run(self, rank: int, plan: PrefillPlan) -> tuple[dict[int, int], int]:
+    def run(self, rank: int, plan: PrefillPlan) -> tuple[dict[int, list[int]], int]:
         at, drawn, chunks = self.ranks[rank], {}, [*plan.chunks, *plan.second]
         assert plan.num_micro_batches == 2 or not plan.second
         assert sum(len(chunk.tokens) for chunk in chunks) <= 96
@@ -291,7 +293,7 @@ class PrefillWorld(World):
             for position in range(chunk.start, chunk.start + len(chunk.tokens)):
                 at.write(chunk.request_id, chunk.block_ids, position)
             if chunk.sampling is not None:
-                drawn[key] = token_of(chunk.request_id, chunk.output_index)
+                drawn[key] = [token_of(chunk.request_id, chunk.output_index)]
         return drawn, len(chunks)
 
     def event(self) -> None:

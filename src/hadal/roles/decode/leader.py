@@ -19,7 +19,7 @@ the front wants to go on. Knows nothing of other units.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,13 +91,12 @@ def make_plans(
     publishes: Sequence[int],
     choice: ScheduleChoice,
     second: tuple[tuple[int, ...], ...] | None,
-    fills: Mapping[int, Sequence[int]],
     *,
     is_traced: bool,
+    publishes_full: bool,
+    num_drafts: int,
 ) -> tuple[DecodePlan, ...]:
-    """The step's plans, one for each rank, with the ranks' own slots; `second` and `fills` are by
-    rank already.
-    """
+    """The step's plans, one for each rank, with the ranks' own slots; `second` is by rank already."""
     rank_leaves: defaultdict[int, list[int]] = defaultdict(list)
     rank_joins: defaultdict[int, list[Join]] = defaultdict(list)
     rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -115,9 +114,20 @@ def make_plans(
     for slot in publishes:
         rank_publishes[slot // per_rank].append(slot % per_rank)
     # Most ranks of a large unit have no news, and one plan says it for all of them.
-    same = DecodePlan(step_id, (), (), (), choice.schedule, (), choice.num_micro_batches, is_traced)
+    same = DecodePlan(
+        step_id,
+        (),
+        (),
+        (),
+        choice.schedule,
+        (),
+        choice.num_micro_batches,
+        is_traced,
+        publishes_full=publishes_full,
+        num_drafts=num_drafts,
+    )
     plans = [same] * num_ranks
-    news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes, *fills}
+    news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes}
     if second is not None:
         news.update(rank for rank, slots in enumerate(second) if slots)
     for rank in news:
@@ -131,7 +141,8 @@ def make_plans(
             choice.num_micro_batches,
             is_traced,
             tuple(rank_publishes.get(rank, ())),
-            fills=tuple(fills.get(rank, ())),
+            publishes_full=publishes_full,
+            num_drafts=num_drafts,
         )
     return tuple(plans)
 
@@ -431,12 +442,17 @@ def _num_full(lease: KvLease) -> int:
     return min(lease.num_tokens // BLOCK_TOKENS, len(lease.block_ids))
 
 
+_NO_SLOTS = np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class _DecodeStep:
     step_id: int
     computed: Bools
     """Whether the plan computes a slot, [slots]."""
     num_computed: int
+    num_checked: Ints
+    """Drafts of each slot that it checks at most, [slots]."""
 
 
 class DecodeLeader:
@@ -446,7 +462,8 @@ class DecodeLeader:
     `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
     rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
     steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
-    heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk.
+    heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk. `num_drafts_max`: of a
+    slot in a step.
     """
 
     def __init__(
@@ -468,6 +485,7 @@ class DecodeLeader:
         terms: MoveTerms | None = None,
         lease_s: float = 30.0,
         fingerprint: str = "",
+        num_drafts_max: int = 0,
     ) -> None:
         self._out: list[Effect] = []
         self.blocks = RankPools(num_blocks, num_ranks)
@@ -479,6 +497,7 @@ class DecodeLeader:
             self._out,
             request_balance=request_balance,
             fingerprint=fingerprint,
+            num_drafts_max=num_drafts_max,
         )
         self.arrivals = DecodeArrivals(
             unit,
@@ -499,6 +518,11 @@ class DecodeLeader:
         self._unit = unit
         self._in_flight: deque[_DecodeStep] = deque()
         self._num_plans = 0
+        self._num_drafts_max = num_drafts_max
+        self._num_drafts = 0
+        """Drafts that the last plan makes of each slot."""
+        self._drafted: Bools = np.zeros(self.slots.table.num_slots, np.bool_)
+        """Slots that the last plan computes."""
         self._second: tuple[tuple[int, ...], ...] | None = None
         """Slots of the second micro-batch, by rank; kept while nobody joins or leaves: all grow
         alike.
@@ -636,6 +660,7 @@ class DecodeLeader:
             num_void += step.computed
         self._in_flight.clear()
         self._second = None
+        self._num_drafts, self._drafted = 0, np.zeros_like(self._drafted)
         self.scheduler.reset()
         self._tracer.reset()
         self._balance.reset()
@@ -666,6 +691,7 @@ class DecodeLeader:
             self._take_tokens(step, done)
         else:
             self._fail(done.error)
+            self.table.settle(step.num_checked, _NO_SLOTS, _NO_SLOTS)
         for slot in self.table.releasable(done.step_id).tolist():
             self.slots.vacate(slot)
         self._out += self.slots.moving.done(done.step_id)
@@ -675,52 +701,69 @@ class DecodeLeader:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
-        if (
-            len(slots) != step.num_computed
-            or len(values) != len(slots)
-            or not step.computed[slots].all()
-        ):
-            raise InvariantError(
-                f"{self._unit}: step {step.step_id} drew for {done.keys}, not its plan's slots."
-            )
+        ahead, num_drawn = self._ordered(slots, len(values), step)
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
-        muted = table.is_muted[slots]
-        if muted.any():
-            slots, values = slots[~muted], values[~muted]
         # The arrays count up to the last emitted plan; the plans since this one have moved them on.
-        index = table.output_index[slots] - 1
+        index = table.output_index[slots] - 1 + ahead
         for later in self._in_flight:
             index -= later.computed[slots]
         is_stop = table.draws_stop(slots, values) & (index >= table.min_tokens[slots])
-        is_last = index + 1 >= table.max_tokens[slots]
+        is_end = is_stop | (index + 1 >= table.max_tokens[slots])
+        # Nobody gets what is drawn for a request that is gone, or behind a request's last token.
+        is_kept = ~table.is_muted[slots]
+        if len(slots) > step.num_computed:
+            num_kept = np.full(table.num_slots, len(slots))
+            np.minimum.at(num_kept, slots[is_end], ahead[is_end] + 1)
+            is_kept &= ahead < num_kept[slots]
+        drawn = np.flatnonzero(step.computed)
+        table.settle(step.num_checked, drawn, num_drawn[drawn] - 1)
+        rows = np.flatnonzero(is_kept)
+        if not rows.size:
+            return
+        slots, values, index, ahead = slots[rows], values[rows], index[rows], ahead[rows]
         if self.slots.cache.is_on:
             lengths = index + table.length[slots] - table.output_index[slots] + 1
-            self.slots.cache.delivered(slots, values, lengths)
+            for turn in range(int(ahead.max()) + 1):
+                now = ahead == turn
+                self.slots.cache.delivered(slots[now], values[now], lengths[now])
         table.deliver(slots, values)
-        ends = np.flatnonzero(is_stop | is_last)
-        if slots.size:
-            finishes = tuple((row, STOP if is_stop[row] else LENGTH) for row in ends.tolist())
-            slot_to_row = (
-                {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
-            )
+        ends = np.flatnonzero(is_end[rows])
+        finishes = tuple((row, STOP if is_stop[rows[row]] else LENGTH) for row in ends.tolist())
+        draws = {}
+        if done.draws:
             draws = {
-                slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row
+                row: done.draws[drawn_row]
+                for row, drawn_row in enumerate(rows.tolist())
+                if drawn_row in done.draws
             }
-            self._out.append(
-                Send(
-                    "front",
-                    Tokens(
-                        self._unit,
-                        table.attempt_id[slots].tobytes(),
-                        index.tobytes(),
-                        values.tobytes(),
-                        finishes,
-                        draws,
-                    ),
-                )
-            )
+        attempt_ids = table.attempt_id[slots].tobytes()
+        told = index.tobytes(), values.tobytes(), finishes, draws
+        self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
         self.slots.end(slots[ends])
+
+    def _ordered(self, slots: Ints, num_values: int, step: _DecodeStep) -> tuple[Ints, Ints]:
+        """How many tokens of its slot stand before each of a step's tokens, and how many every slot
+        drew, [slots]. Raises InvariantError if that is not what the step's plan asked for.
+        """
+        num_drawn = np.bincount(slots, minlength=self.table.num_slots)
+        most = step.computed * (1 + step.num_checked)
+        if (
+            num_values != len(slots)
+            or len(num_drawn) != len(most)
+            or (num_drawn < step.computed).any()
+            or (num_drawn > most).any()
+        ):
+            raise InvariantError(
+                f"{self._unit}: step {step.step_id} drew for {slots.tolist()}, not its plan's slots."
+            )
+        if len(slots) == step.num_computed:
+            return np.zeros(len(slots), np.int64), num_drawn
+        order = np.argsort(slots, kind="stable")
+        firsts = np.cumsum(num_drawn) - num_drawn
+        ahead = np.empty(len(slots), np.int64)
+        ahead[order] = np.arange(len(slots)) - firsts[slots[order]]
+        return ahead, num_drawn
 
     def _fail(self, error: str) -> None:
         """A step failed: unknown are what its requests' KV holds and what became of its joins and
@@ -749,7 +792,9 @@ class DecodeLeader:
             if SlotState.ACTIVE not in table.state and SlotState.READY not in table.state:
                 self.slots.is_starved = False
                 return
-            grown = self.slots.grow(self._done_step_id)
+            num_drafts = self._num_drafts_max
+            # Checked are the last plan's drafts, and this plan's are made behind them.
+            grown = self.slots.grow(self._done_step_id, self._num_drafts + num_drafts)
             if grown is None:
                 return
             publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
@@ -759,11 +804,17 @@ class DecodeLeader:
             joins = [(slot, join_of(table, slot, self.slots.per_rank)) for slot in ready]
             table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
             moving.joined(ready, step_id)
-            computed = table.advance(step_id)
+            num_checked = self._drafted * self._num_drafts
+            num_checked[ready] = 0  # Their first step has only the token that they came with.
+            computed = table.advance(step_id, num_checked)
+            num_checked *= computed
             moving.depart(publishes)
-            self._in_flight.append(_DecodeStep(step_id, computed, int(np.count_nonzero(computed))))
+            self._in_flight.append(
+                _DecodeStep(step_id, computed, int(np.count_nonzero(computed)), num_checked)
+            )
             self._num_plans += 1
-            work = self._work(computed)
+            self._num_drafts, self._drafted = num_drafts, computed
+            work = self._work(computed, num_checked)
             choice = self.scheduler.choose(step_id, work)
             if choice.num_micro_batches == 1:
                 self._second = None
@@ -782,8 +833,9 @@ class DecodeLeader:
                         publishes,
                         choice,
                         self._second,
-                        self.slots.cache.fills(computed),
                         is_traced=is_traced,
+                        publishes_full=self.slots.cache.is_on,
+                        num_drafts=num_drafts,
                     )
                 )
             )
@@ -798,14 +850,14 @@ class DecodeLeader:
         request_s = rates.token_s * float(np.count_nonzero(active)) / num_living
         return terms_of(kv_s, request_s, self._reporter.meter.step_ms / 1e3, self._known_terms)
 
-    def _work(self, computed: Bools) -> Ints:
-        """[R, 2] requests of a plan and the positions that they attend to: lengths count the one it
-        writes.
+    def _work(self, computed: Bools, num_checked: Ints) -> Ints:
+        """[R, 2] tokens of a plan, its drafts among them, and the positions that they attend to:
+        lengths count the one it writes.
         """
-        shape = (-1, self.slots.per_rank)
-        num_requests_R = np.count_nonzero(computed.reshape(shape), axis=1)
-        num_positions_R = (self.table.length * computed).reshape(shape).sum(axis=1)
-        return np.stack((num_requests_R, num_positions_R), axis=1)
+        num_tokens = computed + num_checked
+        parts = num_tokens, self.table.length * num_tokens
+        sums = [part.reshape(-1, self.slots.per_rank).sum(axis=1) for part in parts]
+        return np.stack(sums, axis=1)
 
     def _trace(self, step_id: int, choice: ScheduleChoice, work_R2: Ints) -> bool:
         """Note how balanced a plan is; whether it is recorded."""

@@ -37,7 +37,7 @@ from hadal.policy.decode_balance import (
     place_in_turn,
 )
 from hadal.policy.views import DecodeRanksView, HolderView
-from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, Bools, DecodeTable, Ints, SlotState
+from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools, held_by
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 from hadal.roles.unit.disk_stores import DiskStores
@@ -171,24 +171,10 @@ class DecodeCache:
             chain = extend(self._root, chain, text, generation.salt, generation.num_public)
         table.names[slot] = chain[-NAME_BYTES:] or self._root
 
-    def fills(self, computed: Bools) -> dict[int, list[int]]:
-        """rank -> the blocks whose last position the plan just made writes; ranks without any are
-        not in it.
-        """
-        table = self._table
-        by_rank: dict[int, list[int]] = {}
-        if not self.is_on:
-            return by_rank
-        slots = np.flatnonzero(computed & table.is_named)
-        for slot in slots[table.length[slots] % BLOCK_TOKENS == 0].tolist():
-            block_id = table.block_ids[slot][int(table.length[slot]) // BLOCK_TOKENS - 1]
-            by_rank.setdefault(slot // self._per_rank, []).append(block_id)
-        return by_rank
-
     def delivered(self, slots: Ints, values: Ints, lengths: Ints) -> None:
-        """A step is done that wrote the last of so many positions of these slots and drew `values`
-        behind them, all of whose tokens were delivered: name the blocks that it filled, queue them,
-        and note the new tokens.
+        """A step is done that wrote the last of so many positions of these slots, each once, and
+        drew `values` behind them, all of whose tokens were delivered: name the blocks that it
+        filled, queue them, and note the new tokens.
         """
         self._name_filled(slots, lengths)
         self._table.tail[slots, lengths % BLOCK_TOKENS] = values
@@ -229,7 +215,8 @@ STALL_STEPS_MAX = 3
 """Two plans are made before any copy can have ended; one more gives it the time of another step."""
 _NUM_MORE = 2
 """Positions that a request's first blocks at its target hold beside those written when its move is
-decided: the one of its last plan at the source, and the one of its first at the target.
+decided: the one of its last plan at the source, drafts aside, and the one of its first at the
+target.
 """
 
 
@@ -251,7 +238,12 @@ class DecodeMoving:
     """Slots are the unit's. `key_to_slot` is the owner's: where each request is."""
 
     def __init__(
-        self, table: DecodeTable, pools: RankPools, per_rank: int, key_to_slot: dict[Key, int]
+        self,
+        table: DecodeTable,
+        pools: RankPools,
+        per_rank: int,
+        key_to_slot: dict[Key, int],
+        num_drafts_max: int,
     ) -> None:
         self.arriving: dict[Key, int] = {}
         """RESERVED and FILLING slots by the request whose KV comes there, also if it does not need
@@ -266,6 +258,7 @@ class DecodeMoving:
         self._pools = pools
         self._per_rank = per_rank
         self._key_to_slot = key_to_slot
+        self._num_more = _NUM_MORE + num_drafts_max
         self._trips: dict[int, _Trip] = {}
         """Source slot -> the move from there."""
 
@@ -291,7 +284,7 @@ class DecodeMoving:
             np.zeros(table.num_slots, np.int64),
             np.zeros(table.num_slots, np.int64),
         )
-        num_blocks[slots] = blocks_for(table.length[slots] + _NUM_MORE)
+        num_blocks[slots] = blocks_for(self._num_written(slots))
         num_blocks_worst[slots] = np.maximum(
             num_blocks[slots],
             blocks_for(table.length[slots] - table.output_index[slots] + table.max_tokens[slots]),
@@ -299,6 +292,11 @@ class DecodeMoving:
         return RunningView(
             num_blocks.reshape(shape)[list(rows)], num_blocks_worst.reshape(shape)[list(rows)]
         )
+
+    def _num_written(self, slots: Ints | int) -> Ints:
+        """Positions that these slots' requests may need at once at their targets."""
+        written: Ints = self._table.length[slots] + self._table.num_unsure[slots]
+        return written + self._num_more
 
     # ---- a move's life ----
     def reserve(self, moves: Sequence[Move], step_id: int) -> list[int]:
@@ -309,7 +307,7 @@ class DecodeMoving:
         for move in moves:
             source = move.from_rank * self._per_rank + move.slot
             key = table.occupant(source).key
-            num_blocks = blocks_for(int(table.length[source]) + _NUM_MORE)
+            num_blocks = blocks_for(int(self._num_written(source)))
             block_ids = self._pools[move.to_rank].allocate(num_blocks, key)
             assert block_ids is not None, "a move was chosen to where it does not fit"
             table.moved_step_id[source] = step_id
@@ -502,13 +500,16 @@ class DecodeSlots:
         *,
         request_balance: str = AUTO,
         fingerprint: str = "",
+        num_drafts_max: int = 0,
     ) -> None:
         self.per_rank = slots_per_rank
         self.table = DecodeTable(
             pools.num_ranks * slots_per_rank, min(pools.num_blocks_rank, blocks_for(max_context))
         )
         self.key_to_slot: dict[Key, int] = {}
-        self.moving = DecodeMoving(self.table, pools, slots_per_rank, self.key_to_slot)
+        self.moving = DecodeMoving(
+            self.table, pools, slots_per_rank, self.key_to_slot, num_drafts_max
+        )
         self.cache = DecodeCache(self.table, pools, slots_per_rank, fingerprint)
         self.held = DecodeHeld(pools)
         self.is_starved = False
@@ -705,11 +706,13 @@ class DecodeSlots:
         self.is_starved = False
 
     # ---- growing ----
-    def grow(self, done_step_id: int) -> list[tuple[int, int, int]] | None:
+    def grow(self, done_step_id: int, num_drafts: int = 0) -> list[tuple[int, int, int]] | None:
         """Give a block to every slot that needs one for the next plan; None if one of them has to
-        wait for it.
+        wait for it. For positions of drafts, too, where there are blocks to spare.
         """
-        needing = self.table.needing_block()
+        needing = self.table.needing_block(num_drafts)
+        if num_drafts and self._is_short(needing):
+            needing = self.table.needing_block()
         is_short = self._is_short(needing)
         if is_short:
             if len(self.moving):

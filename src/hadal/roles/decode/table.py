@@ -13,7 +13,8 @@ A request that changes its rank has two slots for a while (roles/decode/slots):
 
 A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
 own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
-while two are in flight. A slot stays CLOSING, with its blocks, until the last plan that computes it
+while two are in flight. A plan that checks drafts gives one token or more: counted is the one that
+is sure, and beside it what may come more. A slot stays CLOSING, with its blocks, until the last plan that computes it
 is done: only then may somebody else write there. So does one that is FILLING, or EARLY or PULLING
 with a copy under way, until that has ended, whatever became of its request. Knows neither messages
 nor the allocator.
@@ -96,9 +97,13 @@ class DecodeTable:
         self.is_preempted: Bools = np.zeros(num_slots, np.bool_)
         """The request goes back to the front once its last tokens were delivered."""
         self.length: Ints = np.zeros(num_slots, np.int64)
-        """KV positions written after the last emitted plan; the next one writes this position."""
+        """KV positions written after the last emitted plan, at least; the next one writes this
+        position, or one up to `num_unsure` further on.
+        """
+        self.num_unsure: Ints = np.zeros(num_slots, np.int64)
+        """Drafts that the plans in flight check: tokens that may come beside one a plan."""
         self.output_index: Ints = np.zeros(num_slots, np.int64)
-        """Index in the output of the token that the next plan draws."""
+        """Index in the output of the first token that the next plan draws, at least."""
         self.attempt_id: Ints = np.zeros(num_slots, np.int64)
         """The attempt id by which the front knows its tokens."""
         self.max_tokens: Ints = np.zeros(num_slots, np.int64)
@@ -158,6 +163,7 @@ class DecodeTable:
         self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[
             slot
         ] = 0
+        self.num_unsure[slot] = 0
         self.attempt_id[slot] = 0
         self.occupants[slot] = Occupant(generation, lease, arrival)
         return slot
@@ -225,6 +231,7 @@ class DecodeTable:
     def _copy_row(self, source: int, target: int) -> None:
         for array in (
             self.length,
+            self.num_unsure,
             self.output_index,
             self.attempt_id,
             self.max_tokens,
@@ -274,26 +281,42 @@ class DecodeTable:
         self.room[slot] += BLOCK_TOKENS
         return len(self.block_ids[slot]) - 1
 
-    def needing_block(self) -> Ints:
-        """Slots of the next plan that would write beyond their blocks."""
+    def needing_block(self, num_more: int = 0) -> Ints:
+        """Slots of the next plan that would write beyond their blocks, were all unsure tokens to
+        come; and where it may write so many `num_more` positions for drafts, though none that the
+        request's last token is behind.
+        """
         computed = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
-        return np.flatnonzero(computed & (self.length >= self.room))
+        num_written = self.length + self.num_unsure + num_more + 1
+        num_wanted = self.length - self.output_index + self.max_tokens
+        return np.flatnonzero(computed & (np.minimum(num_written, num_wanted) > self.room))
 
     def at_max_tokens(self) -> Ints:
-        """Active slots whose last token is drawn by a plan already emitted: they leave without
-        waiting for it.
+        """Active slots whose last token is sure to be drawn by a plan already emitted: they leave
+        without waiting for it.
         """
         return np.flatnonzero(
             (self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens)
         )
 
-    def advance(self, step_id: int) -> Bools:
-        """Count one more token for every active slot, and return which those are."""
+    def advance(self, step_id: int, num_checked: Ints | int = 0) -> Bools:
+        """Count one more token for every active slot, which `num_checked` of its drafts may follow.
+        Return which slots those are.
+        """
         active: Bools = self.state == SlotState.ACTIVE
         self.length += active
         self.output_index += active
+        self.num_unsure += num_checked * active
         self.last_step_id[active] = step_id
         return active
+
+    def settle(self, num_checked: Ints, slots: Ints, num_more: Ints) -> None:
+        """A plan is done that checked so many drafts of every slot: of these slots, `num_more`
+        tokens came beside the first.
+        """
+        self.num_unsure -= num_checked
+        self.length[slots] += num_more
+        self.output_index[slots] += num_more
 
     def draws_stop(self, slots: Ints, values: Ints) -> Bools:
         """Which of these slots drew a stop id of theirs. A column at a time: most requests have one
@@ -305,8 +328,8 @@ class DecodeTable:
         return found
 
     def deliver(self, slots: Ints, values: Ints) -> None:
-        """Note the tokens that these slots' requests got."""
-        self.last_token[slots] = values
+        """Note the tokens that these slots' requests got, those of one slot in their order."""
+        self.last_token[slots] = values  # Of several of a slot, numpy keeps the last.
         if self.outputs:
             for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
                 if slot in self.outputs:
@@ -322,6 +345,7 @@ class DecodeTable:
         """
         self.length -= num_void
         self.output_index -= num_void
+        self.num_unsure[:] = 0
         self.last_step_id[:] = -1
         self.left_step_id[self.state != SlotState.MOVING] = -1
         self.is_in_runner[:] = False

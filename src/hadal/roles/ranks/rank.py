@@ -99,7 +99,7 @@ class _Kv:
     """When it joined; once it has left, in all."""
     num_pulled: int
     joined_at: int | None
-    """Plans that went by before it joined; None: it has left."""
+    """`RankHoldings._num_written` when it joined; None: it has left."""
 
 
 class RankHoldings:
@@ -119,7 +119,10 @@ class RankHoldings:
         are not in it.
         """
         self._num_freed: Counter[int] = Counter()
-        self._num_plans = 0
+        self._num_written = 0
+        """Positions that a slot in the table all along may have had written."""
+        self._num_drafts = 0
+        """Of each slot, which the next plan checks."""
 
     def form(self, plan: FormPlan) -> None:
         """A new formation: the rank's table is empty."""
@@ -142,7 +145,8 @@ class RankHoldings:
             attempt_id = self._slot_to_attempt_id[slot]
             self._attempt_id_to_kv[attempt_id].block_ids.append(block_id)
             self._block_to_attempt_id[block_id] = attempt_id
-        self._num_plans += 1
+        self._num_written += 1 + self._num_drafts
+        self._num_drafts = plan.num_drafts
 
     def freed(self, block_ids: Sequence[int]) -> None:
         """What was in these blocks is gone, and with it the KV that they were a part of."""
@@ -185,7 +189,7 @@ class RankHoldings:
         num_pulled = join.num_tokens if join.is_pulled else num_before
         self._drop(join.attempt_id)
         self._attempt_id_to_kv[join.attempt_id] = _Kv(
-            list(join.block_ids), join.num_tokens, num_pulled, self._num_plans
+            list(join.block_ids), join.num_tokens, num_pulled, self._num_written
         )
         self._slot_to_attempt_id[join.slot] = join.attempt_id
         self._block_to_attempt_id.update(dict.fromkeys(join.block_ids, join.attempt_id))
@@ -198,7 +202,7 @@ class RankHoldings:
             del self._slot_to_attempt_id[slot]
 
     def _num_tokens(self, kv: _Kv) -> int:
-        return kv.num_tokens + (0 if kv.joined_at is None else self._num_plans - kv.joined_at)
+        return kv.num_tokens + (0 if kv.joined_at is None else self._num_written - kv.joined_at)
 
     def _drop(self, attempt_id: int) -> None:
         kv = self._attempt_id_to_kv.pop(attempt_id, None)

@@ -334,6 +334,7 @@ def test_random_hints_lose_no_token_and_leak_nothing(seed: int) -> None:
         num_waiting_max=100,
         lease_s=random.choice([0.05, 30.0]),
         fingerprint=FINGERPRINT,
+        num_drafts_max=random.choice([0, 2]),
     )
     world = DecodeWorld(random, unit, num_ranks)
     world.reset(set(), set(range(num_ranks)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hadal.core.balance import KV, REQUESTS
@@ -23,13 +25,15 @@ def test_every_rank_gets_its_own_slots() -> None:
         [3],
         choice,
         ((1,), (2,)),
-        {1: [3]},
         is_traced=True,
+        publishes_full=True,
+        num_drafts=2,
     )
+    same: dict[str, Any] = {"publishes_full": True, "num_drafts": 2}
     assert plans == (
-        DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,)),
+        DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,), **same),
         # The join has its grown block already.
-        DecodePlan(7, (2,), (join,), (), "sequential", (2,), 2, True, (), fills=(3,)),
+        DecodePlan(7, (2,), (join,), (), "sequential", (2,), 2, True, (), **same),
     )
 
 

@@ -53,9 +53,10 @@ EAGER = MoveTerms(stall_steps=0.01, gain_steps=12.0, num_tokens_left_min=3)
 
 @pytest.mark.parametrize("terms", [None, EAGER])
 @pytest.mark.parametrize("overlap", ["auto", "decode_five"])
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_token_comes_once_whatever_the_ranks_do(
-    seed: int, overlap: str, terms: MoveTerms | None
+    seed: int, num_drafts: int, overlap: str, terms: MoveTerms | None
 ) -> None:
     print("seed", seed)
     random = Random(seed)
@@ -71,6 +72,7 @@ def test_every_token_comes_once_whatever_the_ranks_do(
         terms=terms,
         lease_s=random.choice([0.05, 30.0]),
         fingerprint=random.choice([FINGERPRINT, ""]),
+        num_drafts_max=num_drafts,
     )
     world = DecodeWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
