@@ -165,6 +165,15 @@ def serve(
         int | None,
         typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64),
     ] = None,
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Tokens that the model's MTP module drafts a step: 0 to 3, or auto, as many as pay."
+                " No draft changes a token. [dim]0[/dim]"
+            )
+        ),
+    ] = None,
     cache_folder: Annotated[
         str | None, typer.Option(help="Folder for KV on disk; '' for none. [dim]none[/dim]")
     ] = None,
@@ -198,6 +207,7 @@ def serve(
     tables: _Tables = {
         "cache": {"folder": cache_folder, "disk_mb": cache_mb},
         "gateway": {"processes": gateways},
+        "decode": {"drafts": int(drafts) if drafts and drafts.isdecimal() else drafts},
     }
     if dry_run:
         sys.exit(_dry_run(config, overrides, tables))

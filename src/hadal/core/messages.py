@@ -374,6 +374,12 @@ class UnitReport(Message, frozen=True):
     """Decode, measured: seconds that a step takes besides what its requests add. 0: not known
     yet.
     """
+    num_drafts: int = 0
+    """Decode: tokens that the last plan drafts for each request."""
+    drafts_tried: tuple[int, ...] = ()
+    """Drafts by place that were compared with what was drawn: those before them were right."""
+    drafts_accepted: tuple[int, ...] = ()
+    """Those that were what was drawn."""
 
 
 # ---- every process that listens -> gateway ----

@@ -341,6 +341,7 @@ def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
         (GaugeMetricFamily, _CACHE_GAUGES),
     ):
         yield from _cache_metrics(kind, metrics, loads)
+    yield from _draft_metrics(loads)
     balance = GaugeMetricFamily(
         "hadal_balance",
         "Mean over maximum of a unit's ranks, smoothed; 1 is even.",
@@ -350,6 +351,30 @@ def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
         for objective, value in shown(load.balance).items():
             balance.add_metric((unit, objective), value)
     yield balance
+
+
+def _draft_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
+    """A unit that never drafts has no series."""
+    drafting = {unit: load for unit, load in loads.items() if load.drafts_tried}
+    now = GaugeMetricFamily(
+        "hadal_drafts", "Tokens that a unit's last step drafted for each request.", labels=("unit",)
+    )
+    for unit, load in drafting.items():
+        now.add_metric((unit,), load.num_drafts)
+    yield now
+    for name, text, field in (
+        (
+            "hadal_drafts_tried",
+            "Drafts that were compared with what was drawn, by their place.",
+            "drafts_tried",
+        ),
+        ("hadal_drafts_accepted", "Drafts that were what was drawn.", "drafts_accepted"),
+    ):
+        counter = CounterMetricFamily(name, text, labels=("unit", "place"))
+        for unit, load in drafting.items():
+            for place, number in enumerate(getattr(load, field), 1):
+                counter.add_metric((unit, str(place)), number)
+        yield counter
 
 
 def _cache_metrics(

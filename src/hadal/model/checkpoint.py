@@ -278,20 +278,27 @@ def load_weights(
     slot_to_expert_LS: NDArray[np.int16] | None = None,
     held: Conversion = AS_FP32,
     with_mtp: bool = False,
+    with_mtp_experts: bool = True,
     advance: Advance = lambda done, of: None,
 ) -> ModelWeights:
     """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming
     file and tensor.
 
+    `with_mtp_experts`: or the module without them, which writes its KV and drafts nothing.
+
     `advance` is called with how many layers are read, of how many.
 
     `slot_to_expert_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only
-    these are read. None: all experts, in order. An MTP module always has all of its own.
+    these are read. None: all experts, in order, as an MTP module has for which there is no layer in
+    it.
     """
     config = read_model_config(folder)
     with Checkpoint(folder, config.weight_block_size) as checkpoint:
         checkpoint.check_layers(config.num_hidden_layers)
-        return _Loader(checkpoint, config, slot_to_expert_LS, held, advance).model(with_mtp)
+        loader = _Loader(
+            checkpoint, config, slot_to_expert_LS, held, advance, with_mtp_experts=with_mtp_experts
+        )
+        return loader.model(with_mtp)
 
 
 def read_expert(
@@ -323,7 +330,10 @@ class _Loader:
         slot_to_expert_LS: NDArray[np.int16] | None,
         held: Conversion,
         advance: Advance,
+        *,
+        with_mtp_experts: bool,
     ) -> None:
+        self._with_mtp_experts = with_mtp_experts
         self._advance = advance
         self._checkpoint = checkpoint
         self._config = config
@@ -393,8 +403,11 @@ class _Loader:
     def _moe(self, index: int, prefix: str) -> MoeWeights:
         c = self._config
         slots: Sequence[int] = range(c.n_routed_experts)
-        if self._slot_to_expert_LS is not None and index < c.num_hidden_layers:
-            slots = self._slot_to_expert_LS[index - c.first_k_dense_replace].tolist()
+        moe_layer = index - c.first_k_dense_replace
+        if self._slot_to_expert_LS is not None and moe_layer < len(self._slot_to_expert_LS):
+            slots = self._slot_to_expert_LS[moe_layer].tolist()
+        elif index >= c.num_hidden_layers and not self._with_mtp_experts:
+            slots = ()
         self._advance(index, c.num_hidden_layers)
         held = tuple(
             None if expert == EMPTY else read_expert(self._checkpoint, c, index, expert, self._held)

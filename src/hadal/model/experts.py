@@ -97,7 +97,8 @@ class ExpertStore:
         """
         self._open = functools.partial(_Reader, folder, weights.config, held)
         self._config = config = weights.config
-        moes = [layer.moe for layer in weights.layers if layer.moe is not None]
+        layers = [*weights.layers, *(() if weights.mtp is None else (weights.mtp.layer,))]
+        moes = [layer.moe for layer in layers if layer.moe is not None and layer.moe.experts]
         all_LS = np.tile(np.arange(config.n_routed_experts, dtype=np.int16), (len(moes), 1))
         slots = (all_LS if slot_to_expert_LS is None else slot_to_expert_LS).tolist()
         self._held = [
@@ -247,14 +248,17 @@ class ExpertStore:
         return self._held[layer]
 
     def _with_records(self, weights: ModelWeights, changed: Iterable[int]) -> ModelWeights:
-        layers = list(weights.layers)
+        mtp = weights.mtp
+        layers = [*weights.layers, *(() if mtp is None else (mtp.layer,))]
         for layer in changed:
             index, held = self._config.first_k_dense_replace + layer, self._held[layer]
             moe = layers[index].moe
             assert moe is not None
             if moe.experts is not held.experts:
                 layers[index] = replace(layers[index], moe=replace(moe, experts=held.experts))
-        return replace(weights, layers=tuple(layers))
+        if mtp is not None:
+            mtp = replace(mtp, layer=layers.pop())
+        return replace(weights, layers=tuple(layers), mtp=mtp)
 
     def _begin(self, plan: StagePlan) -> _HeldLayer:
         """Make room. Raises ValueError if the plan is not for what is here."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from hadal.core.plans import (
     StepPlan,
 )
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.drafts import Drafter, PromptTails
 from hadal.model.execute import ComputeProgress, Recorder
 from hadal.model.experts import Membership, log_failure
 from hadal.model.sampler import Drawn, Sampler
@@ -53,6 +55,7 @@ class RankTable:
         self._slots = np.zeros(max_slots, np.int64)
         self._tokens = np.zeros(max_slots, np.int64)
         self._positions = np.zeros(max_slots, np.int64)
+        self._num_blocks = np.zeros(max_slots, np.int64)
         # What was never set is the scratch block: a step past the last block harms nobody.
         self._blocks = np.full((max_slots, max_blocks), SCRATCH_BLOCK, np.int32)
 
@@ -66,7 +69,8 @@ class RankTable:
             return
         last = len(self)  # The last row moves into the gap.
         if row != last:
-            for array in (self._slots, self._tokens, self._positions, self._blocks):
+            arrays = self._slots, self._tokens, self._positions, self._num_blocks, self._blocks
+            for array in arrays:
                 array[row] = array[last]
             self._row_of_slot[int(self._slots[row])] = row
 
@@ -88,12 +92,14 @@ class RankTable:
         self._positions[row] = join.num_tokens
         self._blocks[row] = SCRATCH_BLOCK
         self._blocks[row, : len(join.block_ids)] = join.block_ids
+        self._num_blocks[row] = len(join.block_ids)
 
     def grow(self, slot: int, index: int, block_id: int) -> None:
         """Give a slot another block."""
         row = self._row_of_slot.get(slot)
         if row is not None:
             self._blocks[row, index] = block_id
+            self._num_blocks[row] = index + 1
 
     def written_blocks(self, slot: int) -> list[int]:
         """The blocks that hold the positions so far; none for a slot that is not there."""
@@ -110,17 +116,32 @@ class RankTable:
     def slots_B(self) -> np.ndarray:
         return self._slots[: len(self)]
 
+    @property
+    def tokens_B(self) -> np.ndarray:
+        """The last token of each row, whose KV the next step writes ..."""
+        return self._tokens[: len(self)]
+
+    @property
+    def positions_B(self) -> np.ndarray:
+        """... at these positions."""
+        return self._positions[: len(self)]
+
+    @property
+    def rooms_B(self) -> np.ndarray:
+        """Positions that each row's blocks hold."""
+        return np.minimum(self._num_blocks[: len(self)] * BLOCK_TOKENS, self._max_positions)
+
+    def table_BM(self, last_position: int) -> Tensor:
+        """The rows' blocks, int32, M as wide as this position needs; a view."""
+        num_blocks = min(last_position // BLOCK_TOKENS + 1, self._blocks.shape[1])
+        return torch.from_numpy(self._blocks[: len(self), :num_blocks])
+
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens_B, positions_B int64, block_table_BM int32) as views, M as wide as the longest
         row needs.
         """
-        num_rows = len(self)
-        num_blocks = int(self._positions[:num_rows].max(initial=0)) // BLOCK_TOKENS + 1
-        return (
-            torch.from_numpy(self._tokens[:num_rows]),
-            torch.from_numpy(self._positions[:num_rows]),
-            torch.from_numpy(self._blocks[:num_rows, :num_blocks]),
-        )
+        table_BM = self.table_BM(int(self.positions_B.max(initial=0)))
+        return torch.from_numpy(self.tokens_B), torch.from_numpy(self.positions_B), table_BM
 
     def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the two micro-batches; `second` are slots. Raises ValueError for one that is not
@@ -133,29 +154,67 @@ class RankTable:
         is_second[[self._row_of_slot[slot] for slot in second]] = True
         return np.flatnonzero(~is_second), np.flatnonzero(is_second)
 
-    def advance(self, tokens_B: np.ndarray) -> None:
-        """Every row got its token; it is what the next step feeds."""
+    def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray | int = 1) -> None:
+        """Every row got so many tokens; the last is what the next step feeds."""
         num_rows = len(self)
         self._tokens[:num_rows] = tokens_B
         positions = self._positions[:num_rows]
         # A row that finished at the context's end may be stepped once more before its leave
         # arrives.
-        np.minimum(positions + 1, self._max_positions - 1, out=positions)
+        np.minimum(positions + num_drawn_B, self._max_positions - 1, out=positions)
+
+    def full_blocks(self, rows: np.ndarray, num_before_B: np.ndarray) -> set[int]:
+        """Blocks of these rows that are full now and were not, when each row had so many."""
+        num_now_B = self.positions_B // BLOCK_TOKENS
+        return {
+            int(block_id)
+            for row in rows
+            for block_id in self._blocks[row, num_before_B[row] : num_now_B[row]]
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Rows of a decode step: first the last token of every row of the table, then of those with
+    drafts the first one, and so on. R rows in all.
+    """
+
+    turns: tuple[np.ndarray, ...]
+    """Rows of the table, ascending, turn by turn."""
+    tokens_R: np.ndarray
+    positions_R: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawnRows:
+    """What a decode step drew. N tokens, those of a slot in their order; B rows of the table."""
+
+    slots_N: np.ndarray
+    drawn: Drawn
+    last_B: np.ndarray
+    num_drawn_B: np.ndarray
 
 
 _log = logging.getLogger(__name__)
 _NOTHING = Drawn(np.zeros(0, np.int64))
+_TAILS = 4
+"""Prompts for each that may draw in a step, whose last hidden state is kept between chunks."""
 
 
 class ModelRunner:
     """Implements core.seams.Runner over a model and its cache."""
 
     def __init__(
-        self, model: DeepseekV3, max_slots: int, membership: Membership | None = None
+        self,
+        model: DeepseekV3,
+        max_slots: int,
+        membership: Membership | None = None,
+        num_drafts_max: int = 0,
     ) -> None:
-        """`max_slots`: rows of a decode step, and chunks of a prefill step that draw a token.
+        """`max_slots`: slots of a decode step, and chunks of a prefill step that draw a token.
 
-        `membership`: of a rank among many; its comm is the model's.
+        `membership`: of a rank among many; its comm is the model's. `num_drafts_max`: most drafts of
+        a slot in a step; if not 0, `model` has its MTP module and the cache a layer for it.
         """
         config = model.config
         self._model = model
@@ -171,6 +230,9 @@ class ModelRunner:
         # Two, because a slot number means something else in each kind of plan.
         self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
         self._decode_sampler = Sampler(max_slots, config.vocab_size, self._device)
+        self._num_drafts_max = num_drafts_max
+        self._drafter = Drafter(model, max_slots, num_drafts_max) if num_drafts_max else None
+        self._tails = PromptTails(_TAILS * max_slots) if num_drafts_max else None
         self._progress = ComputeProgress()
         self._is_stepping = False
 
@@ -250,6 +312,7 @@ class ModelRunner:
 
     def _form(self, plan: FormPlan) -> Formed:
         assert self._membership is not None, "a rank by itself has no peers to form with"
+        self._write_entries()
         self._table.clear()
         self._lost_slots.clear()
         vocab_size = self._model.config.vocab_size
@@ -284,7 +347,9 @@ class ModelRunner:
             )
         cache, chunks = self._model.cache, [*plan.chunks, *plan.second]
         cache.fetch(plan.fetches)
-        logits = self._model.prefill_split(parts, wanted, _schedule(plan), recorder)
+        logits = self._model.prefill_split(
+            parts, wanted, _schedule(plan), recorder, tails=self._tails
+        )
         keys = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
         # What this step wrote, before anybody hears that it is done: from then on it is pulled,
         # found and stored.
@@ -296,13 +361,16 @@ class ModelRunner:
         for slot, key in enumerate(keys):
             self._join(slot, chunks[key])
         drawn = self._prefill_sampler.draw(torch.cat(logits), np.arange(len(keys)))
+        if self._tails is not None:
+            self._model.write_first_entries(
+                [chunks[key] for key in keys], drawn.tokens, self._tails
+            )
         cache.publish(written)
         for slot in range(len(keys)):
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
-        draws = {keys[slot]: draw for slot, draw in drawn.draws.items()}
         return keys, Drawn(
-            drawn.tokens, draws, {keys[slot]: reason for slot, reason in drawn.failed.items()}
+            drawn.tokens, drawn.draws, {keys[slot]: reason for slot, reason in drawn.failed.items()}
         )
 
     def _join(self, slot: int, chunk: Chunk) -> None:
@@ -336,26 +404,130 @@ class ModelRunner:
         self._change_table(plan)
         table = self._table
         if not self._is_prepared:
-            self._model.prepare_decode(self._max_slots)
+            self._model.prepare_decode(self._max_slots * (1 + self._num_drafts_max))
             self._is_prepared = True
         if not len(table) and self._membership is None:
             return [], _NOTHING
-        logits_BV, rows_B = self._decode_logits(plan, recorder)
-        if not len(rows_B):
-            return [], _NOTHING
-        recorder.begin("draw")
-        slots_B = table.slots_B[rows_B]
-        drawn = self._decode_sampler.draw(logits_BV, slots_B)
-        tokens_B = np.empty_like(drawn.tokens)
-        tokens_B[rows_B] = drawn.tokens
-        table.advance(tokens_B)
-        if plan.publishes or plan.fills:
-            moving = [
-                block_id for slot in plan.publishes for block_id in table.written_blocks(slot)
-            ]
-            self._model.cache.publish(sorted({*moving, *plan.fills}))
-        recorder.end("draw")
-        return slots_B.tolist(), drawn
+        checked = self._checked()
+        logits_RV, hidden_RD = self._decode_logits(plan, checked, recorder)
+        if len(table):
+            recorder.begin("draw")
+        drawn = self._draw(checked, logits_RV, hidden_RD)
+        self._finish(plan, drawn)
+        if len(table):
+            recorder.end("draw")
+        self._draft(plan, recorder)
+        return drawn.slots_N.tolist(), drawn.drawn
+
+    def _write_entries(self) -> None:
+        """Nobody knows afterwards which of the module's entries are not written yet."""
+        table = self._table
+        if self._drafter is not None and len(table):
+            positions_B, rooms_B = table.positions_B, table.rooms_B
+            ends_B = np.minimum(positions_B + 1, rooms_B)
+            table_BM = table.table_BM(int(positions_B.max()))
+            self._drafter.write(table.slots_B, ends_B, table_BM)
+
+    def _checked(self) -> _Checked:
+        """The rows of this step: of each slot its last token, then its drafts that have room."""
+        table, num_rows = self._table, len(self._table)
+        all_rows = np.arange(num_rows)
+        if self._drafter is None:
+            return _Checked((all_rows,), table.tokens_B, table.positions_B)
+        slots_B, positions_B = table.slots_B, table.positions_B
+        num_checked_B = self._drafter.num_checked(slots_B, positions_B, table.rooms_B)
+        turns = [
+            np.flatnonzero(num_checked_B >= turn) for turn in range(1, self._num_drafts_max + 1)
+        ]
+        turns = [all_rows, *(rows for rows in turns if len(rows))]
+        tokens = [
+            table.tokens_B,
+            *(self._drafter.drafts_SK[slots_B[rows], turn] for turn, rows in enumerate(turns[1:])),
+        ]
+        positions = [positions_B[rows] + turn for turn, rows in enumerate(turns)]
+        return _Checked(tuple(turns), np.concatenate(tokens), np.concatenate(positions))
+
+    def _draw(self, checked: _Checked, logits_RV: Tensor, hidden_RD: Tensor | None) -> _DrawnRows:
+        """Draw each slot's next token, and one more as long as the last is what was drafted: what
+        the sampler draws is what counts, so drafts change no token.
+        """
+        table, drafter = self._table, self._drafter
+        slots_B, last_B = table.slots_B, table.tokens_B.copy()
+        num_drawn_B = np.zeros(len(table), np.int64)
+        slots, tokens, draws, failed = [], [], {}, {}
+        rows, first = checked.turns[0], 0
+        for turn, of_turn in enumerate(checked.turns):
+            if not len(rows):
+                break
+            # Where those rows stand in the logits; all of a turn's need no copy.
+            at = first + np.searchsorted(of_turn, rows)
+            is_whole = len(rows) == len(of_turn)
+            logits_NV = logits_RV[first : first + len(rows)] if is_whole else logits_RV[at]
+            drawn = self._decode_sampler.draw(logits_NV, slots_B[rows])
+            num_before = sum(map(len, slots))
+            draws.update({num_before + row: draw for row, draw in drawn.draws.items()})
+            failed.update(drawn.failed)
+            slots.append(slots_B[rows])
+            tokens.append(drawn.tokens)
+            last_B[rows] = drawn.tokens
+            num_drawn_B[rows] += 1
+            if drafter is not None:
+                assert hidden_RD is not None
+                positions_N = table.positions_B[rows] + turn + 1
+                drafter.note(slots_B[rows], positions_N, drawn.tokens, hidden_RD[at])
+            first += len(of_turn)
+            if drafter is None or turn + 1 == len(checked.turns):
+                break
+            is_right = drafter.drafts_SK[slots_B[rows], turn] == drawn.tokens
+            is_right &= np.isin(rows, checked.turns[turn + 1])
+            if drawn.failed:
+                is_right &= ~np.isin(slots_B[rows], list(drawn.failed))
+            rows = rows[is_right]
+        if not slots:
+            return _DrawnRows(np.zeros(0, np.int64), _NOTHING, last_B, num_drawn_B)
+        values = Drawn(np.concatenate(tokens), draws, failed)
+        return _DrawnRows(np.concatenate(slots), values, last_B, num_drawn_B)
+
+    def _finish(self, plan: DecodePlan, drawn: _DrawnRows) -> None:
+        """Go on behind the drawn tokens, and have in the pool what others will read there."""
+        table, drafter = self._table, self._drafter
+        num_full_B = table.positions_B // BLOCK_TOKENS
+        table.advance(drawn.last_B, drawn.num_drawn_B)
+        slots_B, positions_B = table.slots_B, table.positions_B
+        is_moving_B = np.isin(slots_B, plan.publishes)
+        is_filling_B = positions_B // BLOCK_TOKENS > num_full_B
+        rows = np.flatnonzero(is_moving_B | is_filling_B)
+        if not len(rows):
+            return
+        if drafter is not None:
+            # Of one that moves, the last token's entry as well, if it lies in a block that moves.
+            ends_B = positions_B - positions_B % BLOCK_TOKENS
+            ends_B[is_moving_B] = positions_B[is_moving_B] + (
+                positions_B[is_moving_B] % BLOCK_TOKENS > 0
+            )
+            ends_B = np.minimum(ends_B, table.rooms_B)
+            table_NM = table.table_BM(int(positions_B.max()))[rows]
+            drafter.write(slots_B[rows], ends_B[rows], table_NM)
+        blocks = {block_id for slot in plan.publishes for block_id in table.written_blocks(slot)}
+        if plan.publishes_full:
+            blocks |= table.full_blocks(np.flatnonzero(is_filling_B), num_full_B)
+        if blocks:
+            self._model.cache.publish(sorted(blocks))
+
+    def _draft(self, plan: DecodePlan, recorder: Recorder) -> None:
+        drafter, table = self._drafter, self._table
+        if drafter is None:
+            return
+        slots_B, positions_B = table.slots_B, table.positions_B
+        last_position = int(positions_B.max(initial=0)) + plan.num_drafts
+        drafter.draft(
+            plan.num_drafts,
+            slots_B,
+            positions_B,
+            table.rooms_B,
+            table.table_BM(last_position),
+            recorder,
+        )
 
     def _change_table(self, plan: DecodePlan) -> None:
         table, sampler = self._table, self._decode_sampler
@@ -375,26 +547,42 @@ class ModelRunner:
                 stop_ids=join.stop_ids,
                 min_tokens=join.min_tokens,
             )
+            if self._drafter is not None:
+                self._drafter.join(join.slot, join.num_tokens, join.last_token)
         for slot, index, block_id in plan.grown:
             table.grow(slot, index, block_id)
 
-    def _decode_logits(self, plan: DecodePlan, recorder: Recorder) -> tuple[Tensor, np.ndarray]:
-        """Logits of all rows, micro-batch by micro-batch, and which row of the table each is of."""
-        batch = tuple(tensor.to(self._device) for tensor in self._table.batch())
-        all_rows = np.arange(len(self._table))
+    def _decode_logits(
+        self, plan: DecodePlan, checked: _Checked, recorder: Recorder
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] of the step's rows, and with drafts their hidden states [R, D]."""
+        rows_R = np.concatenate(checked.turns)
+        table_BM = self._table.table_BM(int(checked.positions_R.max(initial=0)))
+        table_RM = table_BM if len(checked.turns) == 1 else table_BM[torch.from_numpy(rows_R)]
+        rows = (torch.from_numpy(checked.tokens_R), torch.from_numpy(checked.positions_R), table_RM)
+        batch = tuple(tensor.to(self._device) for tensor in rows)
+        has_drafts = self._drafter is not None
         if plan.num_micro_batches == 1 and self._model.has_fused_step:
             recorder.begin("step")
-            logits_BV = self._model.decode(*batch)
+            logits_RV = self._model.decode(*batch)
             recorder.end("step")
-            return logits_BV, all_rows
-        parts = (all_rows,) if plan.num_micro_batches == 1 else self._table.split(plan.second)
-        tokens_B, positions_B, block_table_BM = batch
+            return logits_RV, self._model.decoded_hidden(len(rows_R)) if has_drafts else None
+        parts = [np.arange(len(rows_R))]
+        if plan.num_micro_batches == 2:
+            # A slot's drafts go with its last token.
+            second_B = np.zeros(len(self._table), np.bool_)
+            second_B[self._table.split(plan.second)[1]] = True
+            parts = [np.flatnonzero(~second_B[rows_R]), np.flatnonzero(second_B[rows_R])]
         split = []
-        for rows_B in parts:
-            index = torch.from_numpy(rows_B).to(self._device)
-            split.append((tokens_B[index], positions_B[index], block_table_BM[index]))
-        logits = self._model.decode_split(split, _schedule(plan), recorder)
-        return torch.cat(logits), np.concatenate(parts)
+        for part in parts:
+            index = torch.from_numpy(part).to(self._device)
+            split.append(tuple(tensor[index] for tensor in batch))
+        outputs = self._model.decode_split(split, _schedule(plan), recorder, with_hidden=True)
+        logits_RV, hidden_RD = (torch.cat([output[i] for output in outputs]) for i in (0, 1))
+        if len(parts) > 1:
+            back = torch.from_numpy(np.argsort(np.concatenate(parts))).to(self._device)
+            logits_RV, hidden_RD = logits_RV[back], hidden_RD[back]
+        return logits_RV, hidden_RD
 
 
 def _written_blocks(chunk: Chunk) -> tuple[int, ...]:

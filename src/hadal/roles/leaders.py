@@ -7,12 +7,13 @@ The leader of ranks in processes of their own is made around this one (roles/ran
 
 from __future__ import annotations
 
-from hadal.core.balance import OFF
-from hadal.core.config import PREFILL, Deployment, UnitsConfig, num_drafts_max, units_of
+from hadal.core.balance import AUTO, OFF
+from hadal.core.config import DECODE, PREFILL, Deployment, UnitsConfig, num_drafts_max, units_of
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.kv.disk_index import BlockIndex
 from hadal.perf.shapes import num_moe_layers
+from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 
@@ -75,7 +76,7 @@ def make_leader(
         request_balance=units.request_balance,
         lease_s=deployment.lease_s,
         fingerprint=fingerprint if deployment.cache.folder else "",
-        num_drafts_max=num_drafts_max(deployment, config),
+        drafts=DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO),
     )
 
 
@@ -84,7 +85,10 @@ def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> P
     same.
     """
     units = units_of(deployment, role)
-    sizes = num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts
+    num_layers = num_moe_layers(config)
+    if role == DECODE and config.mtp_is_moe and num_drafts_max(deployment, config):
+        num_layers += 1  # The MTP module's, behind the last.
+    sizes = num_layers, config.n_routed_experts, units.ranks, units.redundant_experts
     return (
         spread_by_node(*sizes, num_nodes(units))
         if keeps_groups(units, config, role)

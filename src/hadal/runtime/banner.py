@@ -191,7 +191,7 @@ def _exchange(role: str, resolved: Resolved) -> Iterator[Row]:
     deployment, config = resolved.deployment, resolved.config
     units = units_of(deployment, role)
     layout = MessageLayout(deployment.dispatch_format, config.hidden_size)
-    tokens, top_k = max_step_tokens(role, deployment), config.num_experts_per_tok
+    tokens, top_k = max_step_tokens(role, deployment, config), config.num_experts_per_tok
     yield "dispatch", f"{layout.message_bytes:,} bytes a message ({deployment.dispatch_format})"
     yield "combine", f"{layout.back_bytes:,} bytes a row ({layout.back_format})"
     if mode_of(role, units) == "low_latency":

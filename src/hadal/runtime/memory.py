@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -187,14 +188,23 @@ def plan_memory(
             deployment.num_units_max(DECODE) * deployment.decode.ranks,
         ),
         warnings=tuple(warnings),
-        mapped_bytes=_model_bytes(config, precision) if is_mapped else None,
+        mapped_bytes=(
+            _model_bytes(config, precision, has_drafts=num_drafts_max(deployment, config) > 0)
+            if is_mapped
+            else None
+        ),
     )
 
 
-def _model_bytes(config: ModelConfig, precision: Precision) -> int:
-    """All weights of the main model."""
+def _model_bytes(config: ModelConfig, precision: Precision, *, has_drafts: bool) -> int:
+    """All weights of the main model, and of the MTP module where it drafts."""
     matrices, others, gates, expert = _parameters(config)
     in_matrices = matrices + num_moe_layers(config) * config.n_routed_experts * expert
+    if has_drafts:
+        matrices, norms, gates_of_module, num_experts = _module_parameters(config)
+        in_matrices += matrices + num_experts * expert
+        others += norms
+        gates += gates_of_module
     return int(in_matrices * precision.matrix) + others * precision.other + 4 * gates
 
 
@@ -329,12 +339,27 @@ def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
     return matrices, others, num_moe * c.n_routed_experts * (dim + 1), expert
 
 
+def _module_parameters(config: ModelConfig) -> tuple[int, int, int, int]:
+    """Of the MTP module (in matrices that every rank has, in norms, in its gate, its routed
+    experts): one layer and a projection of two hidden states; embedding and head are the model's.
+    """
+    c, dim = config, config.hidden_size
+    is_moe = c.mtp_is_moe
+    width = c.n_shared_experts * c.moe_intermediate_size if is_moe else c.intermediate_size
+    matrices = c.attention_weights + 2 * dim * dim + 3 * dim * width
+    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 5 * dim + 2 * (c.index_head_dim or 0)
+    num_experts = c.n_routed_experts if is_moe else 0
+    return matrices, norms, num_experts * (dim + 1), num_experts
+
+
 @dataclass(frozen=True)
 class StoredWeights:
     """A checkpoint's weights as its files hold them, by their headers alone."""
 
     num_files: int
     dtype_to_bytes: dict[str, int]
+    mtp_layers: frozenset[int] = frozenset()
+    """Layers that are MTP modules."""
 
     @property
     def num_bytes(self) -> int:
@@ -352,9 +377,19 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     """
     paths = _weight_files(folder)
     num_bytes: Counter[str] = Counter()
+    mtp_layers: set[int] = set()
     for path in paths:
-        num_bytes += _header_bytes(path)
-    return StoredWeights(len(paths), dict(num_bytes)) if paths else None
+        header = _header(path)
+        for name, entry in header.items():
+            begin, end = entry.data_offsets
+            if entry.dtype:
+                num_bytes[entry.dtype] += end - begin
+            if (found := _OF_MTP.fullmatch(name)) is not None:
+                mtp_layers.add(int(found[1]))
+    return StoredWeights(len(paths), dict(num_bytes), frozenset(mtp_layers)) if paths else None
+
+
+_OF_MTP = re.compile(r"model\.layers\.([0-9]{1,6})\.eh_proj\.weight")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -368,8 +403,8 @@ class _TensorEntry(msgspec.Struct):
     data_offsets: tuple[int, int] = (0, 0)
 
 
-def _header_bytes(path: Path) -> Counter[str]:
-    """Bytes of a file's tensors by dtype. Raises CheckpointError."""
+def _header(path: Path) -> dict[str, _TensorEntry]:
+    """What a file says of its tensors, by name. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -394,12 +429,7 @@ def _header_bytes(path: Path) -> Counter[str]:
         raise CheckpointError(
             f"{path}: damaged or cut off, not a whole safetensors file ({error})."
         ) from error
-    num_bytes: Counter[str] = Counter()
-    for entry in header.values():
-        begin, end = entry.data_offsets
-        if entry.dtype:
-            num_bytes[entry.dtype] += end - begin
-    return num_bytes
+    return header
 
 
 def _blocks(units: UnitsConfig, block_bytes: int, context_blocks: int) -> int:
@@ -433,6 +463,14 @@ def _rank_memory(
     matrices, others, gates, expert = _parameters(config)
     slots = num_slots(kind, units, config)
     replicas = num_moe_layers(config) * slots
+    if num_drafts_max(deployment, config):
+        of_module, norms, gates_of_module, num_experts = _module_parameters(config)
+        others += norms
+        if kind == PREFILL:  # It writes the module's entries, and needs no more of it.
+            matrices += config.hidden_size * (2 * config.hidden_size + config.latent_dim)
+        else:
+            matrices, gates = matrices + of_module, gates + gates_of_module
+            replicas += slots if num_experts else 0
     num_layers = num_cache_layers(deployment, config)
     return RankMemory(
         num_slots=slots,

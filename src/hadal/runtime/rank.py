@@ -25,7 +25,7 @@ from hadal.comm.group import Group
 from hadal.comm.mesh.mesh import PURPOSE as MESH_PURPOSE
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.comm.torch_group import TorchGroup
-from hadal.core.config import Deployment, num_cache_layers, units_of
+from hadal.core.config import DECODE, Deployment, num_cache_layers, num_drafts_max, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import key_of
 from hadal.core.messages import BLOCK_TOKENS, RankForm
@@ -380,11 +380,18 @@ def make_runner(
     folder = Path(deployment.model)
     prepare_kernels()
     held = conversion(deployment)
+    num_drafts = num_drafts_max(deployment, config)
     weights = load_weights(
-        folder, slot_to_expert_LS=slot_to_expert_LS, held=held, advance=Teller(READING)
+        folder,
+        slot_to_expert_LS=slot_to_expert_LS,
+        held=held,
+        with_mtp=num_drafts > 0,
+        with_mtp_experts=role == DECODE,
+        advance=Teller(READING),
     )
     comm = make_comm(deployment, config, role, group, device)
-    model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
+    cache = make_cache(deployment, config, role, pool, device)
+    model = DeepseekV3(weights, cache, comm)
     store = ExpertStore(folder, weights, slot_to_expert_LS, held)
     log.info(
         "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s",
@@ -395,7 +402,8 @@ def make_runner(
         device,
         deployment.transport,
     )
-    return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store)), store
+    membership = Membership(rank, group, comm, store)
+    return ModelRunner(model, units.max_requests, membership, num_drafts), store
 
 
 def make_lone_runner(
@@ -404,10 +412,15 @@ def make_lone_runner(
     """The whole model, of a unit of one rank. Raises ConfigError."""
     units, started_s = units_of(deployment, role), time.monotonic()
     prepare_kernels()
+    num_drafts = num_drafts_max(deployment, config)
     weights = load_weights(
-        Path(deployment.model), held=conversion(deployment), advance=Teller(READING)
+        Path(deployment.model),
+        held=conversion(deployment),
+        with_mtp=num_drafts > 0,
+        with_mtp_experts=role == DECODE,
+        advance=Teller(READING),
     )
-    cache = KvCache(config, units.kv_blocks, pool.cache, device=device)
+    cache = make_cache(deployment, config, role, pool, device)
     model = DeepseekV3(weights, cache, lone_comm(deployment, config, role, device))
     log.info(
         "weights loaded in %.1f s; threads: %d, %s",
@@ -415,7 +428,20 @@ def make_lone_runner(
         units.threads,
         device,
     )
-    return ModelRunner(model, units.max_requests)
+    return ModelRunner(model, units.max_requests, num_drafts_max=num_drafts)
+
+
+def make_cache(
+    deployment: Deployment, config: ModelConfig, role: str, pool: KvPool, device: str
+) -> KvCache:
+    """The KV of a rank of this role, in its pool."""
+    return KvCache(
+        config,
+        units_of(deployment, role).kv_blocks,
+        pool.cache,
+        num_layers=num_cache_layers(deployment, config),
+        device=device,
+    )
 
 
 def lone_comm(

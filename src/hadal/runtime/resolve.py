@@ -37,6 +37,7 @@ from hadal.runtime.devices import gpus
 from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.memory import (
     MemoryPlan,
+    StoredWeights,
     absolute_folder,
     cache_warnings,
     gb,
@@ -235,6 +236,7 @@ def plan(deployment: Deployment) -> Resolved:
         ledger=_ledger(deployment.ledger),
     )
     stored = stored_weights(folder)
+    deployment = _with_drafts(deployment, config, stored)
     precision = stored.precision if stored is not None else ""
     try:
         is_plain = instruction_set() == PLAIN
@@ -245,6 +247,28 @@ def plan(deployment: Deployment) -> Resolved:
         memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory))
     )
     return Resolved(with_blocks(deployment, memory), config, memory, precision)
+
+
+def _with_drafts(
+    deployment: Deployment, config: ModelConfig, stored: StoredWeights | None
+) -> Deployment:
+    """Without drafts where the checkpoint has no MTP module to make them. Raises ConfigError if they
+    are asked for by number.
+    """
+    drafts = deployment.decode.drafts
+    has_module = config.num_nextn_predict_layers > 0 and (
+        stored is None or config.num_hidden_layers in stored.mtp_layers
+    )
+    if has_module or not drafts:
+        return deployment
+    if not isinstance(drafts, str):
+        raise ConfigError(
+            f"decode.drafts is {drafts}, and {deployment.model} has no MTP module to make them with"
+            f" (layer {config.num_hidden_layers} of its files). Set 0 or 'auto', or take a"
+            " checkpoint that has it."
+        )
+    decode = msgspec.structs.replace(deployment.decode, drafts=0)
+    return msgspec.structs.replace(deployment, decode=decode)
 
 
 def _ledger(ledger: LedgerConfig) -> LedgerConfig:

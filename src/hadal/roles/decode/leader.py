@@ -58,6 +58,7 @@ from hadal.core.seams import (
 )
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import MoveTerms, terms_of
+from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
@@ -453,6 +454,10 @@ class _DecodeStep:
     num_computed: int
     num_checked: Ints
     """Drafts of each slot that it checks at most, [slots]."""
+    num_requests: int
+    """On the rank that has most of them."""
+    num_drafts: tuple[int, int]
+    """Of each slot: what the plan before made, and what this one makes."""
 
 
 class DecodeLeader:
@@ -462,8 +467,8 @@ class DecodeLeader:
     `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
     rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
     steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
-    heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk. `num_drafts_max`: of a
-    slot in a step.
+    heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk. `drafts`: how many
+    are made; None: none.
     """
 
     def __init__(
@@ -485,8 +490,9 @@ class DecodeLeader:
         terms: MoveTerms | None = None,
         lease_s: float = 30.0,
         fingerprint: str = "",
-        num_drafts_max: int = 0,
+        drafts: DraftChooser | None = None,
     ) -> None:
+        drafts = DraftChooser(0) if drafts is None else drafts
         self._out: list[Effect] = []
         self.blocks = RankPools(num_blocks, num_ranks)
         self.slots = DecodeSlots(
@@ -497,7 +503,7 @@ class DecodeLeader:
             self._out,
             request_balance=request_balance,
             fingerprint=fingerprint,
-            num_drafts_max=num_drafts_max,
+            num_drafts_max=drafts.num_max,
         )
         self.arrivals = DecodeArrivals(
             unit,
@@ -518,7 +524,7 @@ class DecodeLeader:
         self._unit = unit
         self._in_flight: deque[_DecodeStep] = deque()
         self._num_plans = 0
-        self._num_drafts_max = num_drafts_max
+        self._drafts = drafts
         self._num_drafts = 0
         """Drafts that the last plan makes of each slot."""
         self._drafted: Bools = np.zeros(self.slots.table.num_slots, np.bool_)
@@ -681,9 +687,10 @@ class DecodeLeader:
             )
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
-        self._line.add(
-            int(step.computed.reshape(self.blocks.num_ranks, -1).sum(axis=1).max()), done.elapsed_s
-        )
+        # As what a token takes: the front reckons with one for each step.
+        num_tokens = max(len(done.keys), step.num_computed, 1)
+        per_token_s = done.elapsed_s * max(step.num_computed, 1) / num_tokens
+        self._line.add(step.num_requests, per_token_s)
         self._reporter.step_s, request_s = self._line.line
         self._reporter.rates_s = (request_s, 0.0)
         self.scheduler.done(done.step_id, done.op_times)
@@ -716,6 +723,7 @@ class DecodeLeader:
             num_kept = np.full(table.num_slots, len(slots))
             np.minimum.at(num_kept, slots[is_end], ahead[is_end] + 1)
             is_kept &= ahead < num_kept[slots]
+        self._learn(step, num_drawn, done.elapsed_s)
         drawn = np.flatnonzero(step.computed)
         table.settle(step.num_checked, drawn, num_drawn[drawn] - 1)
         rows = np.flatnonzero(is_kept)
@@ -741,6 +749,21 @@ class DecodeLeader:
         told = index.tobytes(), values.tobytes(), finishes, draws
         self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
         self.slots.end(slots[ends])
+
+    def _learn(self, step: _DecodeStep, num_drawn: Ints, elapsed_s: float) -> None:
+        """How often drafts were right, and what the step took."""
+        places = range(1, 1 + self._drafts.num_max)
+        tried = [
+            int(np.count_nonzero((step.num_checked >= place) & (num_drawn >= place)))
+            for place in places
+        ]
+        right = [
+            int(np.count_nonzero((step.num_checked >= place) & (num_drawn > place)))
+            for place in places
+        ]
+        self._drafts.done(step.num_requests, *step.num_drafts, elapsed_s, tried, right)
+        self._reporter.drafts_tried = self._drafts.num_tried
+        self._reporter.drafts_accepted = self._drafts.num_right
 
     def _ordered(self, slots: Ints, num_values: int, step: _DecodeStep) -> tuple[Ints, Ints]:
         """How many tokens of its slot stand before each of a step's tokens, and how many every slot
@@ -792,7 +815,8 @@ class DecodeLeader:
             if SlotState.ACTIVE not in table.state and SlotState.READY not in table.state:
                 self.slots.is_starved = False
                 return
-            num_drafts = self._num_drafts_max
+            num_requests = self._num_requests_of_most()
+            num_drafts = self._drafts.choose(num_requests)
             # Checked are the last plan's drafts, and this plan's are made behind them.
             grown = self.slots.grow(self._done_step_id, self._num_drafts + num_drafts)
             if grown is None:
@@ -810,10 +834,18 @@ class DecodeLeader:
             num_checked *= computed
             moving.depart(publishes)
             self._in_flight.append(
-                _DecodeStep(step_id, computed, int(np.count_nonzero(computed)), num_checked)
+                _DecodeStep(
+                    step_id,
+                    computed,
+                    int(np.count_nonzero(computed)),
+                    num_checked,
+                    num_requests,
+                    (self._num_drafts, num_drafts),
+                )
             )
             self._num_plans += 1
             self._num_drafts, self._drafted = num_drafts, computed
+            self._reporter.num_drafts = num_drafts
             work = self._work(computed, num_checked)
             choice = self.scheduler.choose(step_id, work)
             if choice.num_micro_batches == 1:
@@ -839,6 +871,12 @@ class DecodeLeader:
                     )
                 )
             )
+
+    def _num_requests_of_most(self) -> int:
+        """Requests of the next plan on the rank that has most of them."""
+        state = self.table.state
+        is_in = (state == SlotState.ACTIVE) | (state == SlotState.READY)
+        return int(is_in.reshape(-1, self.slots.per_rank).sum(axis=1).max())
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""

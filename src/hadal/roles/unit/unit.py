@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hadal.core.messages import (
@@ -307,6 +307,12 @@ class UnitReporter:
         """Seconds of a step besides, measured. A decode leader keeps it."""
         self.num_requests_moved = 0
         """Requests that moved from rank to rank. A decode leader counts them."""
+        self.num_drafts = 0
+        """Drafts that the last plan makes of each request; this and the next two, a decode leader
+        keeps.
+        """
+        self.drafts_tried: Sequence[int] = ()
+        self.drafts_accepted: Sequence[int] = ()
         self._pools = pools
         self._num_requests_max = num_requests_max
         self._heartbeat_s = heartbeat_s
@@ -417,4 +423,7 @@ class UnitReporter:
             cache=self._cache_totals(),
             idle_s=idle_s,
             step_s=self.step_s,
+            num_drafts=self.num_drafts,
+            drafts_tried=tuple(self.drafts_tried),
+            drafts_accepted=tuple(self.drafts_accepted),
         )

@@ -13,6 +13,7 @@ from hadal.core.messages import Cancel, Decode, FrontUp, KvLease, PullEarly, Pul
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Freed, Pull, RankReset, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
+from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
 from tests.fresh import FULL, fresh
@@ -334,7 +335,7 @@ def test_random_hints_lose_no_token_and_leak_nothing(seed: int) -> None:
         num_waiting_max=100,
         lease_s=random.choice([0.05, 30.0]),
         fingerprint=FINGERPRINT,
-        num_drafts_max=random.choice([0, 2]),
+        drafts=DraftChooser(random.choice([0, 2]), is_fixed=True),
     )
     world = DecodeWorld(random, unit, num_ranks)
     world.reset(set(), set(range(num_ranks)))

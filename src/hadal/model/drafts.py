@@ -1,0 +1,172 @@
+"""What a rank drafts with the model's MTP module: which entries of the module's KV are still to be
+written, and which drafts the next step checks.
+
+The module's entry at a position is made of the token there and the model's hidden state before it
+(eq. 21 of DeepSeek-V3, arXiv 2412.19437); at a block's first position that state is zero, so that a
+block depends on its own and earlier text alone and can be found by its name. Prefill writes what it
+knows; a decode rank keeps the rest by slot and writes it before it drafts, and when a block is full:
+
+    step        t t d d         the last token, then its drafts, at successive positions
+    drawn       x x .           as many as are what the sampler draws anyway, and one more
+    entries         x x         of those tokens, with the hidden states behind the tokens before them
+    drafts            d d       anew; their own entries are written over when the tokens are known
+
+A wrong or missing entry changes no token: it makes drafts worse. Shapes: S slots, N rows, K drafts,
+D hidden, M blocks of a row, P = 64 positions of a block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import Chunk
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.execute import Recorder
+
+Ints = NDArray[np.int64]
+DRAFT = "draft"
+"""Among the op times of a step: the module's entries and drafts."""
+
+
+class Drafter:
+    """Of a decode rank, by slot. Positions are those of a slot's last token, whose own KV the next
+    step writes.
+    """
+
+    def __init__(self, model: DeepseekV3, max_slots: int, num_drafts_max: int) -> None:
+        self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
+        self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
+        self._model = model
+        self._num_written_S: Ints = np.zeros(max_slots, np.int64)
+        """Positions whose entries are in the cache, from 0 on."""
+        self._tokens_SP: Ints = np.zeros((max_slots, BLOCK_TOKENS), np.int64)
+        """Tokens at the positions behind those, by position % 64, and ..."""
+        hidden_size, device = model.config.hidden_size, model.cache.cache_PLSD.device
+        self._hidden_SPD = torch.zeros((max_slots, BLOCK_TOKENS, hidden_size), device=device)
+        """... what the module sees before them."""
+
+    def join(self, slot: int, position: int, token: int) -> None:
+        """A request comes to a slot with KV up to its last token. Who computed that wrote that
+        token's entry, too, unless it is the first of a block, which was not there yet.
+        """
+        at = position % BLOCK_TOKENS
+        self.num_drafts_S[slot] = 0
+        self._num_written_S[slot] = position + (at > 0)
+        self._tokens_SP[slot, at] = token
+        self._hidden_SPD[slot, at] = 0.0
+
+    def num_checked(self, slots_N: Ints, positions_N: Ints, rooms_N: Ints) -> Ints:
+        """How many drafts of these slots the step checks: their KV must fit into `rooms_N`
+        positions.
+        """
+        num_N: Ints = np.minimum(self.num_drafts_S[slots_N], rooms_N - 1 - positions_N)
+        return np.maximum(num_N, 0)
+
+    def note(self, slots_N: Ints, positions_N: Ints, tokens_N: Ints, hidden_ND: Tensor) -> None:
+        """These tokens are drawn, for these positions; the model's hidden states are those behind
+        the tokens before them. A slot may come several times, with successive positions.
+        """
+        at_N = positions_N % BLOCK_TOKENS
+        self._tokens_SP[slots_N, at_N] = tokens_N
+        where = torch.from_numpy(slots_N), torch.from_numpy(at_N)
+        self._hidden_SPD[where] = hidden_ND.to(self._hidden_SPD.dtype)
+        self._hidden_SPD[slots_N[at_N == 0], 0] = 0.0
+
+    def write(self, slots_N: Ints, ends_N: Ints, table_NM: Tensor) -> None:
+        """Write what is not written yet of these slots' entries, up to `ends_N`, exclusive; blocks
+        of those positions must be there.
+        """
+        rows, positions = self._missing(slots_N, ends_N)
+        if len(rows):
+            tokens, hidden = self._at(slots_N[rows], positions)
+            self._model.write_entries(tokens, torch.from_numpy(positions), table_NM[rows], hidden)
+        self._num_written_S[slots_N] = np.maximum(self._num_written_S[slots_N], ends_N)
+
+    def draft(
+        self,
+        num_drafts: int,
+        slots_N: Ints,
+        positions_N: Ints,
+        rooms_N: Ints,
+        table_NM: Tensor,
+        recorder: Recorder,
+    ) -> None:
+        """Draft so many tokens for each of these slots, behind the last token at its position; those
+        without room for that token's entry get none. All ranks of a unit make the same number of
+        passes, with rows or without.
+        """
+        self.num_drafts_S[slots_N] = 0
+        rows = np.flatnonzero(positions_N < rooms_N)
+        self.num_drafts_S[slots_N[rows]] = num_drafts
+        if num_drafts == 0:
+            return
+        before, before_positions = self._missing(slots_N[rows], positions_N[rows])
+        all_rows = np.concatenate((rows, rows[before]))
+        positions = np.concatenate((positions_N[rows], before_positions))
+        tokens, hidden = self._at(slots_N[all_rows], positions)
+        self._num_written_S[slots_N[rows]] = positions_N[rows] + 1
+        for turn in range(num_drafts):
+            logits_NV, states_ND = self._model.draft(
+                tokens, torch.from_numpy(positions), table_NM[all_rows], hidden, len(rows), recorder
+            )
+            # The likeliest: of drafts drawn with the sampler's own randomness no more were right.
+            drafted = logits_NV.argmax(-1).cpu().numpy()
+            self.drafts_SK[slots_N[rows], turn] = drafted
+            # Behind it the module goes on from its own state, as long as there is room.
+            positions = positions[: len(rows)] + 1
+            kept = np.flatnonzero(positions < rooms_N[rows])
+            self.num_drafts_S[np.delete(slots_N[rows], kept)] = turn + 1
+            all_rows = rows = rows[kept]
+            positions = positions[kept]
+            tokens = torch.from_numpy(drafted[kept])
+            hidden = states_ND[kept].clone()
+            hidden[positions % BLOCK_TOKENS == 0] = 0.0
+
+    def _missing(self, slots_N: Ints, ends_N: Ints) -> tuple[Ints, Ints]:
+        """Rows and positions of entries before `ends_N` that are not written, row by row."""
+        first_N = self._num_written_S[slots_N]
+        num_N = np.maximum(ends_N - first_N, 0)
+        rows = np.repeat(np.arange(len(slots_N)), num_N)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(num_N) - num_N, num_N)
+        return rows, first_N[rows] + within
+
+    def _at(self, slots: Ints, positions: Ints) -> tuple[Tensor, Tensor]:
+        """Tokens and what the module sees before them."""
+        at = positions % BLOCK_TOKENS
+        hidden = self._hidden_SPD[torch.from_numpy(slots), torch.from_numpy(at)]
+        return torch.from_numpy(self._tokens_SP[slots, at]), hidden
+
+
+class PromptTails:
+    """Of a prefill rank: the hidden states behind prompts' last computed tokens, for the entries of
+    the tokens that come next.
+    """
+
+    def __init__(self, num_max: int) -> None:
+        """`num_max`: prompts that are remembered; of one that is forgotten an entry is made as at a
+        block's beginning.
+        """
+        self._hidden: OrderedDict[str, Tensor] = OrderedDict()
+        self._num_max = num_max
+
+    def before(self, chunk: Chunk) -> Tensor | None:
+        """[D], behind the token before the chunk's first; None: not known, or not used."""
+        hidden_D = self._hidden.pop(chunk.request_id, None)
+        return hidden_D if chunk.start % BLOCK_TOKENS else None
+
+    def keep(self, chunk: Chunk, hidden_D: Tensor) -> None:
+        """The state behind the chunk's last token."""
+        self._hidden[chunk.request_id] = hidden_D.clone()
+        if len(self._hidden) > self._num_max:
+            self._hidden.popitem(last=False)
+
+    def behind(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Those kept of these chunks, once: their prompts are done."""
+        return [self._hidden.pop(chunk.request_id) for chunk in chunks]

@@ -1,0 +1,162 @@
+"""How many tokens a decode unit drafts for each request, step by step: as many as give most tokens
+a second, by what steps took and by how often drafts were right.
+
+    tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: how often the j-th draft is right, those before it being so
+    chosen                        = the k with most of them for the seconds of a step with k drafts
+
+Seconds are learned for steps of about as many requests, for each k apart: what a second row of a
+request costs differs too much between models and machines to be guessed. So every k is tried now
+and then, for a few steps: often at first, seldom once that changes nothing. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log2
+
+HYSTERESIS = 0.02
+"""How much better another number must be than the one in use."""
+PROBE_STEPS = 6
+"""Steps of a trial. The first has no drafts to check yet, and the last plans of before are still in
+flight.
+"""
+FIRST_PROBE = 8
+"""Steps of a size before the first trial, and between the first ones."""
+PERIOD, PERIOD_MAX = 128, 512
+"""Steps from one trial to the next once every number was tried; twice as many after each that
+changed nothing, up to the second.
+"""
+_GAIN = 0.1
+"""Weight of a new step in the seconds of its number, once ten are in it."""
+_OUTLIER = 2.0
+"""A step so many times as long as the mean counts as that: the machine did something else."""
+_ACCEPT_GAIN = 0.02
+"""Weight of one draft in how often those of its place are right."""
+_ACCEPT_PRIOR = 0.8
+_SEEN_MIN = 3
+"""Steps that a number needs before it can be chosen."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about as many requests."""
+
+    chosen: int
+    num_max: int
+    num_steps: int = 0
+    """Since the last trial."""
+    period: int = FIRST_PROBE
+    seconds: list[float] = field(default_factory=list)
+    num_seen: list[int] = field(default_factory=list)
+    tried_at: list[int] = field(default_factory=list)
+    """When each number was last tried or used."""
+
+    def __post_init__(self) -> None:
+        self.seconds = [0.0] * (1 + self.num_max)
+        self.num_seen = [0] * (1 + self.num_max)
+        self.tried_at = [-1] * (1 + self.num_max)
+
+    def add(self, num_drafts: int, seconds: float) -> None:
+        self.num_seen[num_drafts] += 1
+        mean_s = self.seconds[num_drafts]
+        if self.num_seen[num_drafts] > _SEEN_MIN:
+            seconds = min(seconds, _OUTLIER * mean_s)
+        gain = max(_GAIN, 1.0 / self.num_seen[num_drafts])
+        self.seconds[num_drafts] = mean_s + gain * (seconds - mean_s)
+
+
+class DraftChooser:
+    """`num_max`: most drafts; `is_fixed`: always so many."""
+
+    def __init__(self, num_max: int, *, is_fixed: bool = False) -> None:
+        self.num_max = num_max
+        self.num_tried = [0] * num_max
+        """Drafts by place that were compared with what was drawn ..."""
+        self.num_right = [0] * num_max
+        """... and those that were that."""
+        self.accepted: list[float] = [_ACCEPT_PRIOR] * num_max
+        """How often the draft of each place is right where those before it are: recent mean."""
+        self._is_fixed = is_fixed
+        self._sizes: dict[int, _Size] = {}
+        self._last = 0
+        self._num_steps = 0
+        self._probe: tuple[int, int] = (0, 0)
+        """What is tried, and for how many more plans."""
+
+    def choose(self, num_requests: int) -> int:
+        """How many drafts the next plan makes, of so many requests on the rank that has most."""
+        if self._is_fixed or self.num_max == 0:
+            return self.num_max
+        self._num_steps += 1
+        tried, num_left = self._probe
+        if num_left:
+            self._probe = tried, num_left - 1
+            return tried
+        size = self._size(num_requests)
+        size.num_steps += 1
+        size.tried_at[size.chosen] = self._num_steps
+        if size.num_steps >= size.period:
+            self._begin_probe(size)
+        self._last = size.chosen
+        return size.chosen
+
+    def done(
+        self,
+        num_requests: int,
+        num_checked: int,
+        num_drafts: int,
+        seconds: float,
+        tried: Sequence[int],
+        right: Sequence[int],
+    ) -> None:
+        """A step is done that checked so many drafts of every request and made as many anew as
+        `num_drafts` says. `tried`, `right`: by place, the drafts that were looked at and that were
+        what was drawn.
+        """
+        for place, (num_tried, num_right) in enumerate(zip(tried, right, strict=True)):
+            self.num_tried[place] += num_tried
+            self.num_right[place] += num_right
+            if num_tried:
+                gain = 1.0 - (1.0 - _ACCEPT_GAIN) ** num_tried
+                self.accepted[place] += gain * (num_right / num_tried - self.accepted[place])
+        if self._is_fixed or num_checked != num_drafts or not num_requests:
+            return  # Neither the one nor the other: it says nothing of either.
+        size = self._size(num_requests)
+        size.add(num_drafts, seconds)
+        best = max(range(1 + self.num_max), key=lambda num: self._rate(size, num))
+        if self._rate(size, best) > (1.0 + HYSTERESIS) * self._rate(size, size.chosen):
+            size.chosen = best
+            if size.period > PERIOD:
+                size.period = PERIOD
+
+    def tokens(self, num_drafts: int) -> float:
+        """Tokens of a request in a step that checks so many drafts, as drafts were lately."""
+        sum_, chance = 1.0, 1.0
+        for accepted in self.accepted[:num_drafts]:
+            chance *= accepted
+            sum_ += chance
+        return sum_
+
+    def _rate(self, size: _Size, num_drafts: int) -> float:
+        if size.num_seen[num_drafts] < _SEEN_MIN:
+            return 0.0
+        return self.tokens(num_drafts) / max(size.seconds[num_drafts], 1e-9)
+
+    def _size(self, num_requests: int) -> _Size:
+        key = round(2 * log2(max(1, num_requests)))
+        if key not in self._sizes:
+            self._sizes[key] = _Size(self._last, self.num_max)
+        return self._sizes[key]
+
+    def _begin_probe(self, size: _Size) -> None:
+        """Try the number that was not used for longest."""
+        others = [num for num in range(1 + self.num_max) if num != size.chosen]
+        tried = min(others, key=lambda num: size.tried_at[num])
+        is_known = min(size.tried_at) >= 0
+        size.tried_at[tried] = self._num_steps
+        size.num_steps = 0
+        size.period = (
+            min(2 * max(size.period, PERIOD // 2), PERIOD_MAX) if is_known else FIRST_PROBE
+        )
+        self._probe = tried, PROBE_STEPS
