@@ -35,7 +35,7 @@ class Drawn:
 
     tokens: np.ndarray
     draws: dict[int, Draw] = field(default_factory=dict)
-    """slot -> log-probabilities, where asked for."""
+    """row -> log-probabilities, where asked for."""
     failed: dict[int, str] = field(default_factory=dict)
     """slot -> why nothing could be drawn."""
 
@@ -105,7 +105,7 @@ class Sampler:
         }
         num_best_B = self._slots["num_logprobs"][slots_B]
         draws = {
-            int(slots_B[row]): Draw(
+            int(row): Draw(
                 float(rows_B["logprob"][row]), tuple(best_BN[row, : num_best_B[row]].tolist())
             )
             for row in (is_drawn_B & (num_best_B >= 0)).nonzero()[0]

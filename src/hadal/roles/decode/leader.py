@@ -685,9 +685,12 @@ class DecodeLeader:
             )
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
-        muted = table.is_muted[slots]
+        muted, draws = table.is_muted[slots], done.draws
         if muted.any():
-            slots, values = slots[~muted], values[~muted]
+            kept = np.flatnonzero(~muted)
+            slots, values = slots[kept], values[kept]
+            if draws:
+                draws = {row: draws[was] for row, was in enumerate(kept.tolist()) if was in draws}
         # The arrays count up to the last emitted plan; the plans since this one have moved them on.
         index = table.output_index[slots] - 1
         for later in self._in_flight:
@@ -701,12 +704,6 @@ class DecodeLeader:
         ends = np.flatnonzero(is_stop | is_last)
         if slots.size:
             finishes = tuple((row, STOP if is_stop[row] else LENGTH) for row in ends.tolist())
-            slot_to_row = (
-                {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
-            )
-            draws = {
-                slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row
-            }
             self._out.append(
                 Send(
                     "front",
