@@ -183,7 +183,7 @@ class PrefillEngine:
                 )
             )
             if chunk.sampling.num_logprobs >= 0:
-                draws[key] = Draw(-float(tokens[-1]), ())
+                draws[len(tokens) - 1] = Draw(-float(tokens[-1]), ())
         return StepDone(plan.step_id, tuple(keys), tuple(tokens), draws, elapsed_s)
 
 
@@ -240,8 +240,8 @@ class DecodeEngine:
         slots = sorted(self._rows)
         tokens = tuple(self._advance(self._rows[slot]) for slot in slots)
         draws = {
-            slot: Draw(-float(token), ())
-            for slot, token in zip(slots, tokens, strict=True)
+            row: Draw(-float(token), ())
+            for row, (slot, token) in enumerate(zip(slots, tokens, strict=True))
             if self._rows[slot].join.sampling.num_logprobs >= 0
         }
         return StepDone(plan.step_id, tuple(slots), tokens, draws, elapsed_s)

@@ -291,7 +291,7 @@ class Pulled(Message, frozen=True):
 class Tokens(Message, frozen=True):
     """All tokens of one step of one unit, by column: row i is the token `values[i]` of the attempt
     with the id `attempt_ids[i]`. `indices[i]` says how many came before it, so a duplicate or a gap
-    is noticed.
+    is noticed. Several rows of an attempt stand in the order of its text, not always side by side.
     """
 
     unit: str

@@ -324,13 +324,16 @@ adds to them leaves nothing to draw.
 
 
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A step's tokens. Prefill: `keys[i]` is the index of the chunk that drew; decode: the slot."""
+    """A step's tokens: row i is the token `tokens[i]` of `keys[i]`. Prefill: the index of the chunk
+    that drew, once each. Decode: the slot, as often as its request got a token; those of one slot
+    stand in the order of the text, not always side by side.
+    """
 
     step_id: int
     keys: tuple[int, ...]
     tokens: tuple[int, ...]
     draws: dict[int, Draw]
-    """key -> log-probabilities, only where asked for."""
+    """row -> log-probabilities, only where asked for."""
     elapsed_s: float
     """Time inside the Runner."""
     error: str | None = None

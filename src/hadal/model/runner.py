@@ -369,9 +369,8 @@ class ModelRunner:
         for slot in range(len(keys)):
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
-        return keys, Drawn(
-            drawn.tokens, drawn.draws, {keys[slot]: reason for slot, reason in drawn.failed.items()}
-        )
+        failed = {keys[slot]: reason for slot, reason in drawn.failed.items()}
+        return keys, Drawn(drawn.tokens, drawn.draws, failed)
 
     def _join(self, slot: int, chunk: Chunk) -> None:
         assert chunk.sampling is not None

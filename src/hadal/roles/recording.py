@@ -25,7 +25,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.core.seams import Effect, Event, OfferNodes, StartUnit, StopUnit, WithdrawNodes
 from hadal.roles.ranks.rank import RankProgress
 
-VERSION = 2
+VERSION = 3
 AnyEvent = Event | RankProgress
 AnyEffect = Effect | StartUnit | StopUnit | OfferNodes | WithdrawNodes
 _LENGTH = struct.Struct(">I")

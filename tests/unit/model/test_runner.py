@@ -156,7 +156,7 @@ def test_random_tokens_do_not_depend_on_the_schedule(plain: Peer) -> None:
     assert len({tuple(output) for output in first}) == 6
 
 
-def test_logprobs_come_with_their_slot(plain: Peer) -> None:
+def test_logprobs_come_with_their_row(plain: Peer) -> None:
     bench, asked = Bench(plain), Sampling(temperature=0.0, num_logprobs=2)
     prompts = [tuple(random_tokens(plain, 10, seed=i)) for i in range(3)]
     blocks = [tuple(bench.take(1)) for _ in prompts]
@@ -166,15 +166,17 @@ def test_logprobs_come_with_their_slot(plain: Peer) -> None:
     ]
     done = bench.prefill(*chunks)
     assert done.keys == (1, 2)
-    assert list(done.draws) == [2]
-    assert done.draws[2].top[0] == (done.tokens[1], done.draws[2].logprob)
+    assert list(done.draws) == [1]
+    assert done.draws[1].top[0] == (done.tokens[1], done.draws[1].logprob)
     joins = [
         Join(slot, blocks[i], 10, done.tokens[i - 1], 1, chunks[i].sampling or GREEDY)
         for slot, i in ((4, 2), (0, 1))
     ]
     after = bench.decode(joins=tuple(joins))
     assert sorted(after.keys) == [0, 4]
-    assert list(after.draws) == [4]
+    assert list(after.draws) == [after.keys.index(4)]
+    (draw,) = after.draws.values()
+    assert draw.top[0] == (after.tokens[after.keys.index(4)], draw.logprob)
 
 
 def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:

@@ -230,7 +230,7 @@ def test_broken_logits_fail_their_row_alone(value: float, sampling: Sampling) ->
     assert "finite" in broken.failed[8]
     assert broken.tokens[[0, 2]].tolist() == good.tokens[[0, 2]].tolist()
     assert not good.failed
-    assert set(broken.draws) == set(good.draws) - {8}
+    assert set(broken.draws) == set(good.draws) - {1}
 
 
 def test_a_request_that_leaves_itself_nothing_to_draw_is_told_from_broken_weights() -> None:

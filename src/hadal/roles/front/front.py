@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -212,7 +212,9 @@ def _tokens_per_s_max(unit: Unit) -> float:
         return 0.0
     if unit.role == DECODE:
         step_ms = load.step_ms + load.overhead_ms
-        return unit.num_requests_max / step_ms * 1e3 if load.step_ms > 0.0 else 0.0
+        return (
+            unit.num_requests_max * unit.tokens_step / step_ms * 1e3 if load.step_ms > 0.0 else 0.0
+        )
     return load.num_ranks / load.token_s if load.token_s > 0.0 else 0.0
 
 
@@ -229,8 +231,10 @@ class Came:
 
     delivers: tuple[Deliver, ...]
     """Deliveries to requests that go on."""
-    ended: tuple[tuple[Record, Token], ...]
-    """Requests that drew their last token; their decode unit holds nothing of them."""
+    ended: tuple[tuple[Record, tuple[Token, ...]], ...]
+    """Requests that drew their last token, which is behind the others that came with it; their
+    decode unit holds nothing of them.
+    """
     gaps: tuple[Record, ...]
     """Requests of which a token is missing."""
     unknown: tuple[int, ...]
@@ -265,19 +269,24 @@ class FrontTokens:
         self._totals.tokens_out += taken.good.size
         self._requests.num_blocks_placed += taken.num_blocks
         self._units.grew(message.unit, taken.num_blocks)
+        self._units.drew(message.unit, taken.good.size, taken.num_attempts)
+        rows: Iterable[tuple[Record, tuple[Token, ...]]] = self._rows(message, taken.good)
+        if taken.num_attempts < taken.good.size:
+            rows = _by_request(rows)
         delivers: list[Deliver] = []
-        ended: list[tuple[Record, Token]] = []
-        for record, token in self._rows(message, taken.good):
-            if token.finish is None:
-                delivers.append(Deliver(token.request_id, (token,)))
+        ended: list[tuple[Record, tuple[Token, ...]]] = []
+        for record, tokens in rows:
+            last = tokens[-1]
+            if last.finish is None:
+                delivers.append(Deliver(last.request_id, tokens))
                 continue
             self._requests.running.leave(record)
             self._units.left_decode(message.unit, record.num_blocks)
             record.decode_unit = None
-            ended.append((record, token))
+            ended.append((record, tokens))
         return Came(tuple(delivers), tuple(ended), taken.gaps, taken.unknown)
 
-    def _rows(self, message: Tokens, good: Ints) -> Iterator[tuple[Record, Token]]:
+    def _rows(self, message: Tokens, good: Ints) -> Iterator[tuple[Record, tuple[Token, ...]]]:
         row_to_finish = dict(message.finishes)
         if not self._keeps_text:
             ends = np.array(sorted(row_to_finish), np.int64)
@@ -297,16 +306,31 @@ class FrontTokens:
             logprob, top = (draw.logprob, draw.top) if draw is not None else (None, ())
             yield (
                 record,
-                Token(
-                    record.request_id,
-                    record.attempt,
-                    index,
-                    value,
-                    row_to_finish.get(row),
-                    logprob,
-                    top,
+                (
+                    Token(
+                        record.request_id,
+                        record.attempt,
+                        index,
+                        value,
+                        row_to_finish.get(row),
+                        logprob,
+                        top,
+                    ),
                 ),
             )
+
+
+def _by_request(
+    rows: Iterable[tuple[Record, tuple[Token, ...]]],
+) -> Iterator[tuple[Record, tuple[Token, ...]]]:
+    """The tokens of a request together, in their order: a step is one delivery to its reader,
+    however many tokens it drew.
+    """
+    together: dict[str, tuple[Record, list[Token]]] = {}
+    for record, tokens in rows:
+        together.setdefault(record.request_id, (record, []))[1].extend(tokens)
+    for record, tokens_so_far in together.values():
+        yield record, tuple(tokens_so_far)
 
 
 ORPHAN_S = 10.0
@@ -599,8 +623,8 @@ class Front:
             self._pulled(message.unit, record.request_id, record.attempt)
         came = self.tokens.take(message)
         self._out += came.delivers
-        for record, token in came.ended:
-            self._finish(now_s, record, (token,))
+        for record, tokens in came.ended:
+            self._finish(now_s, record, tokens)
         for record in came.gaps:
             self._let_go(record)
             self._retry(now_s, record, f"{message.unit} left out a token after {record.num_output}")

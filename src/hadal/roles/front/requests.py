@@ -96,6 +96,8 @@ class Record:
 #
 #     Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends or is given up: leave
 #
+# A message may have several tokens of an attempt. It is taken as if each of its rows came by itself.
+#
 # An attempt id holds the row that its attempt has here. It is never given out twice, nor by another
 # front, so what comes late of an attempt that has left finds nothing. While an attempt runs, what
 # grows with every token is here and not in its record. Knows no messages but Tokens.
@@ -124,9 +126,13 @@ class Taken:
     gaps: tuple[Record, ...]
     """Attempts of which a token is missing."""
     unknown: tuple[int, ...]
-    """Ids of attempts that have left, or are another unit's, and go on there."""
+    """Ids of attempts that have left, or are another unit's, and go on there; what comes behind an
+    attempt's last token or a gap is of one that has left.
+    """
     num_blocks: int
     """Blocks that the requests of the unit grew by."""
+    num_attempts: int
+    """Attempts that the good rows are of."""
 
 
 class Running:
@@ -145,6 +151,8 @@ class Running:
         self._num_blocks: Ints = np.zeros(0, np.int64)
         self._is_pulled: Ints = np.zeros(0, np.int64)
         """Whether its KV is where its tokens come from."""
+        self._place: Ints = np.zeros(0, np.int64)
+        """Where a message that is being looked at names the row. Means nothing afterwards."""
         self._grow(num_rows)
 
     def __len__(self) -> int:
@@ -172,6 +180,7 @@ class Running:
             "_num_output",
             "_num_blocks",
             "_is_pulled",
+            "_place",
         ):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
 
@@ -231,10 +240,8 @@ class Running:
         """Requests whose tokens come though nobody said that their KV was pulled."""
         attempt_ids = np.frombuffer(message.attempt_ids, np.int64)
         rows, known = self._rows(message.unit, attempt_ids)
-        return [
-            self.record_of(attempt_id)
-            for attempt_id in attempt_ids[known & (self._is_pulled[rows] == 0)].tolist()
-        ]
+        early = attempt_ids[known & (self._is_pulled[rows] == 0)].tolist()
+        return [self.record_of(attempt_id) for attempt_id in dict.fromkeys(early)]
 
     def take(self, message: Tokens) -> Taken:
         """Count the tokens that are what comes next."""
@@ -242,14 +249,17 @@ class Running:
         indices = np.frombuffer(message.indices, np.int64)
         rows, known = self._rows(message.unit, attempt_ids)
         ahead = indices - self._num_output[rows]
-        is_next: Bools = known & (ahead == 0)
-        good = np.flatnonzero(is_next)
+        are_repeated = self._are_repeated(rows)
+        if are_repeated:
+            ahead, is_over = _as_if_one_by_one(attempt_ids, ahead, message.finishes)
+            known &= ~is_over
+        good = np.flatnonzero(known & (ahead == 0))
         counted = rows[good]
-        self._num_output[counted] += 1
+        np.add.at(self._num_output, counted, 1)
         # A block is taken with the token before its first: there has to be room for the one that
         # comes.
-        full = (self._num_prompt[counted] + self._num_output[counted]) % BLOCK_TOKENS == 0
-        self._num_blocks[counted] += full
+        full = (self._num_prompt[counted] + indices[good] + 1) % BLOCK_TOKENS == 0
+        np.add.at(self._num_blocks, counted[full], 1)
         gaps: list[Record] = []
         unknown: list[int] = []
         if good.size < attempt_ids.size:
@@ -261,18 +271,29 @@ class Running:
             unknown = [
                 int(attempt_ids[at]) for at in np.flatnonzero(~known).tolist() if at not in ending
             ]
-        return Taken(good, tuple(gaps), tuple(unknown), int(np.count_nonzero(full)))
+        return Taken(
+            good,
+            tuple(gaps),
+            tuple(dict.fromkeys(unknown)),
+            int(np.count_nonzero(full)),
+            np.unique(counted).size if are_repeated else good.size,
+        )
 
     def _rows(self, unit: str, attempt_ids: Ints) -> tuple[Ints, Bools]:
         """The rows that attempt ids name, and whether these attempts run there now, on this
         unit.
         """
-        rows = attempt_ids & (MAX_ROWS - 1)
-        known: Bools = rows < len(self._records)
-        rows = np.where(known, rows, 0)
+        # One beyond the last row is looked for in that one, which has another attempt id.
+        rows = np.minimum(attempt_ids & (MAX_ROWS - 1), len(self._records) - 1)
         number = self._unit_to_number.get(unit, _NOBODY)
-        known &= (self._attempt_id[rows] == attempt_ids) & (self._unit[rows] == number)
+        known: Bools = (self._attempt_id[rows] == attempt_ids) & (self._unit[rows] == number)
         return rows, known
+
+    def _are_repeated(self, rows: Ints) -> bool:
+        """Whether a row is named more than once."""
+        places = np.arange(rows.size)
+        self._place[rows] = places
+        return bool((self._place[rows] != places).any())
 
     def check(self) -> list[str]:
         """Problems; empty when rows and records agree."""
@@ -294,6 +315,31 @@ class Running:
         if len(self._free) != self._records.count(None):
             problems.append("the free rows are not those without a record")
         return problems
+
+
+def _as_if_one_by_one(
+    attempt_ids: Ints, ahead: Ints, finishes: tuple[tuple[int, str], ...]
+) -> tuple[Ints, Bools]:
+    """For each of N rows: how far it is ahead of what its attempt waits for once the rows before it
+    were taken, and whether its attempt is over by then, as it drew its last token or left one out.
+
+    `ahead` is what it would be if no row were taken.
+    """
+    num_rows = attempt_ids.size
+    order = np.argsort(attempt_ids, kind="stable")
+    begins = np.diff(attempt_ids[order], prepend=attempt_ids[order[:1]] - 1) != 0
+    group = np.cumsum(begins) - 1
+    # Up to a gap, what an attempt waits for is behind the furthest token that came. Nothing is
+    # further ahead than by N without a gap, and a group's numbers are above those of the one before.
+    came = np.clip(ahead[order], -1, num_rows) + 1 + group * (num_rows + 2)
+    furthest = np.maximum.accumulate(came)
+    waited = np.where(begins, 0, np.roll(furthest, 1) - group * (num_rows + 2))
+    gap = ahead[order] - waited
+    is_end = (gap > 0) | ((gap == 0) & np.isin(order, [row for row, _ in finishes]))
+    num_before = np.cumsum(is_end) - is_end
+    is_over = num_before > num_before[begins][group]
+    places = np.argsort(order)
+    return gap[places], is_over[places]
 
 
 LATELY_S = 120.0

@@ -135,6 +135,8 @@ def _num_first(keys: array[int], known: Mapping[int, None]) -> int:
 
 
 _NOTHING: Mapping[str, int] = {}
+_SMOOTHING = 0.1
+"""Weight of a step's tokens per request: that of its time, which they stand beside (roles/unit)."""
 
 
 @dataclass(slots=True)
@@ -161,6 +163,10 @@ class Unit:
     """Prefill: (token, position it attends to) pairs of those."""
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
+    tokens_step: float = 1.0
+    """Decode: tokens that a step draws for a request, smoothed; more than 1 where it verifies
+    drafts.
+    """
     load: UnitReport | None = None
     prefill_view: PrefillUnitView | None = None
     decode_view: DecodeUnitView | None = None
@@ -376,6 +382,12 @@ class FrontUnits:
         if unit is not None and num_blocks:
             unit.changed()
             unit.num_blocks_used += num_blocks
+
+    def drew(self, name: str, num_tokens: int, num_requests: int) -> None:
+        """A step of a decode unit drew so many tokens for so many requests."""
+        unit = self.by_name.get(name)
+        if unit is not None and num_requests:
+            unit.tokens_step += _SMOOTHING * (num_tokens / num_requests - unit.tokens_step)
 
     def left_decode(self, name: str, num_blocks: int) -> None:
         unit = self.by_name.get(name)

@@ -37,7 +37,7 @@ from hadal.core.messages import (
     TraceRequest,
     text_of,
 )
-from hadal.core.plans import BlocksRead, BlocksStored, PrefillPlan, StepDone
+from hadal.core.plans import BlocksRead, BlocksStored, Draw, PrefillPlan, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     DiskNews,
@@ -345,13 +345,13 @@ class PrefillLeader:
                     f" {expected}."
                 )
             self._written(step, {id(step.parts[key].prompt) for key in done.failed})
-            for key, token in zip(done.keys, done.tokens, strict=True):
+            for row, (key, token) in enumerate(zip(done.keys, done.tokens, strict=True)):
                 prompt = step.parts[key].prompt
                 if key in done.failed:
                     self.cache.failed(prompt)
                     self._give_up(prompt, done.failed[key])
                 elif not prompt.is_dropped:
-                    self._first_token(now_s, prompt, token, done, key)
+                    self._first_token(now_s, prompt, token, done.draws.get(row))
         for part in step.parts:
             if part.prompt.key in self._started:
                 self._free_if_done(part.prompt)
@@ -375,11 +375,10 @@ class PrefillLeader:
             prompt.is_dropped = True
 
     def _first_token(
-        self, now_s: float, prompt: PrefillAttempt, value: int, done: StepDone, key: int
+        self, now_s: float, prompt: PrefillAttempt, value: int, draw: Draw | None
     ) -> None:
         generation, index = prompt.generation, len(prompt.generation.output)
         self.cache.finished(prompt)
-        draw = done.draws.get(key)
         token = Token(
             generation.request_id,
             generation.attempt,

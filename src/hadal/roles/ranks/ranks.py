@@ -84,8 +84,8 @@ from hadal.roles.suspects import Absence
 
 
 def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
-    """Keys become the inner leader's (`offsets`, by rank, are added); times are those of the slowest
-    rank.
+    """Keys become the inner leader's (`offsets`, by rank, are added), rows follow the ranks' one
+    behind the other, and times are those of the slowest rank.
     """
     keys: list[int] = []
     tokens: list[int] = []
@@ -95,9 +95,9 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
     events: list[TraceEvent] = []
     for rank in sorted(parts):
         part, offset = parts[rank], offsets[rank]
+        draws.update({len(tokens) + row: draw for row, draw in part.draws.items()})
         keys += [offset + key for key in part.keys]
         tokens += part.tokens
-        draws.update({offset + key: draw for key, draw in part.draws.items()})
         failed.update({offset + key: reason for key, reason in part.failed.items()})
         for op_time in part.op_times:
             known = chosen.get(op_time.op)

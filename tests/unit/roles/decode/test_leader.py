@@ -114,6 +114,20 @@ def test_logprobs_are_passed_on() -> None:
     assert message.draws == {0: Draw(-1.5, ((5, -1.5),))}
 
 
+def test_logprobs_keep_their_row_when_one_before_it_is_void() -> None:
+    """They come by row of the step, and go on by row of the message."""
+    unit = leader()
+    for name in "abc":
+        occupant(unit, name)
+    unit.handle(0.1, done(0, {0: 5}))
+    draws = {0: Draw(-1.0, ()), 1: Draw(-2.0, ()), 2: Draw(-3.0, ())}
+    unit.handle(0.2, done(1, {0: 6}))
+    step = StepDone(2, (1, 0, 2), (6, 7, 8), draws, 0.01, None, {1: "not finite"})
+    (message,) = sent(unit.handle(0.3, step), Tokens)
+    assert [(key_of(row[0])[0], row[2]) for row in rows_of(message)] == [("a", 7), ("c", 8)]
+    assert message.draws == {0: draws[1], 1: draws[2]}
+
+
 def test_an_end_by_count_is_left_out_in_time() -> None:
     unit = leader()
     first, second = occupant(unit, "a", max_tokens=3)  # Index 0 came from prefill: two steps.

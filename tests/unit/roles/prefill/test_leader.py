@@ -20,7 +20,7 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.plans import Sampling
+from hadal.core.plans import Draw, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Send, Tick, WakeAt
 from hadal.roles.prefill.leader import PrefillLeader
 from tests.unit.roles.driving import done, generation, of, prefill, prefill_plans, sent
@@ -219,6 +219,24 @@ def test_a_full_queue_gives_back() -> None:
     effects = [unit.handle(0.0, prefill(name)) for name in "abcd"]
     assert [len(sent(each, Returned)) for each in effects] == [0, 0, 0, 1]
     assert sent(effects[-1], Returned)[0].reason == "queue full"
+
+
+def test_logprobs_come_by_row_of_the_step() -> None:
+    """Not by chunk: the rows are in any order, and one of them is void."""
+    unit, asked = leader(chunk_tokens=100), Sampling(num_logprobs=0)
+    for name, prompt in (("x", 1), ("y", 1), ("a", 150), ("b", 10), ("c", 10)):
+        unit.handle(0.0, Prefill(generation(name, prompt, sampling=asked)))
+    unit.handle(0.1, done(0, {0: 5}))
+    (plan,) = prefill_plans(unit.handle(0.2, done(1, {0: 5})))
+    assert [chunk.request_id for chunk in plan.chunks] == ["a", "b", "c"]
+    unit.handle(0.3, done(2))
+    draws = {row: Draw(-float(row), ((7, -1.0),)) for row in range(3)}
+    step = StepDone(plan.step_id, (1, 0, 2), (6, 7, 8), draws, 0.01, None, {0: "not finite"})
+    tokens = [answer.token for answer in sent(unit.handle(0.4, step), PrefillDone)]
+    assert [(token.request_id, token.token) for token in tokens] == [("b", 6), ("c", 8)]
+    assert [(token.logprob, token.top) for token in tokens] == [
+        (draws[row].logprob, draws[row].top) for row in (0, 2)
+    ]
 
 
 def test_a_failed_step_gives_its_prompts_back_and_the_next_plan_frees_them() -> None:

@@ -28,3 +28,16 @@ def test_merging_keeps_the_slowest_time_of_each_op_and_names_ranks() -> None:
     assert (done.draws, done.failed) == ({0: Draw(-1.0, ())}, {17: "not finite"})
     assert done.op_times == (OpTime("gate", 2, 0.2), OpTime("wait", 2, 0.3))
     assert done.events[0].rank == 2
+
+
+def test_rows_of_the_ranks_follow_one_another_and_keys_may_repeat() -> None:
+    """Two tokens of a slot, not side by side, and log-probabilities of some rows."""
+    first, second, third = (Draw(-float(number), ()) for number in (1, 2, 3))
+    parts = {
+        1: StepDone(1, (0, 0, 1), (7, 8, 9), {1: third}, 0.1),
+        0: StepDone(1, (2, 1, 2), (4, 5, 6), {0: first, 2: second}, 0.1, None, {1: "not finite"}),
+    }
+    done = merge(1, (0, 8), parts)
+    assert (done.keys, done.tokens) == ((2, 1, 2, 8, 8, 9), (4, 5, 6, 7, 8, 9))
+    assert done.draws == {0: first, 2: second, 4: third}
+    assert done.failed == {1: "not finite"}
