@@ -11,7 +11,7 @@ logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -71,20 +71,32 @@ class DeepseekV3:
         wanted: Sequence[Sequence[int]],
         schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
+        *,
+        on_hidden: Callable[[int, PrefillBatch, Tensor], None] | None = None,
     ) -> list[Tensor]:
         """Like `prefill`, of one or two micro-batches. Of a prompt in both, the second has the
-        later tokens.
+        later tokens. `on_hidden` is called for each with tokens, in order: (which it is, its batch,
+        hidden states [T, D] of all its tokens after the last norm).
         """
         states = []
         for part, final_chunks in zip(chunks, wanted, strict=True):
-            batch = None
-            if part:
-                batch = self._prefill_batch(part, final_chunks)
-            state = self._start(batch)
-            # Behind the last layer's KV only the tokens whose logits are wanted matter.
-            state.final_layer = len(self.weights.layers) - 1
+            state = self._start(self._prefill_batch(part, final_chunks) if part else None)
+            if on_hidden is None:
+                # Behind the last layer's KV only the tokens whose logits are wanted matter.
+                state.final_layer = len(self.weights.layers) - 1
             states.append(state)
-        return self._all_layers(states, schedule, recorder)
+        recorder = recorder if recorder is not None else Recorder()
+        self._through_layers(states, schedule, recorder)
+        logits = []
+        for index, state in enumerate(states):
+            recorder.begin("head")
+            hidden_TD = self._norm(state.hidden_TD)
+            if on_hidden is not None and isinstance(state.batch, PrefillBatch):
+                on_hidden(index, state.batch, hidden_TD)
+                hidden_TD = hidden_TD[state.batch.final_rows]
+            logits.append(self.head(hidden_TD))
+            recorder.end("head", index)
+        return logits
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -117,6 +129,16 @@ class DeepseekV3:
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
         """Like `decode`, of one or two micro-batches, op by op."""
+        return [logits_BV for logits_BV, _ in self.decode_rows(rows, schedule, recorder)]
+
+    @torch.inference_mode()
+    def decode_rows(
+        self,
+        rows: Sequence[Rows],
+        schedule: Schedule = SEQUENTIAL,
+        recorder: Recorder | None = None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Like `decode_split`, with each micro-batch's hidden states [B, D] after the last norm."""
         states = []
         for tokens_B, positions_B, block_table_BM in rows:
             batch = None
@@ -130,7 +152,22 @@ class DeepseekV3:
                     self.config.index_topk,
                 )
             states.append(self._start(batch))
-        return self._all_layers(states, schedule, recorder)
+        recorder = recorder if recorder is not None else Recorder()
+        self._through_layers(states, schedule, recorder)
+        outputs = []
+        for index, state in enumerate(states):
+            recorder.begin("head")
+            hidden_BD = self._norm(state.hidden_TD)
+            outputs.append((self.head(hidden_BD), hidden_BD))
+            recorder.end("head", index)
+        return outputs
+
+    def decoded_hidden(self, batch: int) -> Tensor:
+        """Hidden states [B, D] after the last norm of the last call of `decode` in one step; a view
+        that the next call overwrites.
+        """
+        assert self._fused_step is not None
+        return self._fused_step.hidden(batch)
 
     @property
     def has_fused_step(self) -> bool:
@@ -159,19 +196,6 @@ class DeepseekV3:
             tokens_T = batch.tokens_T if isinstance(batch, PrefillBatch) else batch.tokens_B
         hidden_TD = self.weights.embed.rows(tokens_T)
         return MicroBatch(batch, self.config, hidden_TD, self.comm)
-
-    def _all_layers(
-        self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder | None
-    ) -> list[Tensor]:
-        """Logits of each micro-batch."""
-        recorder = recorder if recorder is not None else Recorder()
-        self._through_layers(states, schedule, recorder)
-        logits = []
-        for index, state in enumerate(states):
-            recorder.begin("head")
-            logits.append(self.head(self._norm(state.hidden_TD)))
-            recorder.end("head", index)
-        return logits
 
     def _through_layers(
         self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder

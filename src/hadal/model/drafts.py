@@ -153,20 +153,21 @@ class PromptTails:
         """`num_max`: prompts that are remembered; of one that is forgotten an entry is made as at a
         block's beginning.
         """
-        self._hidden: OrderedDict[str, Tensor] = OrderedDict()
+        self._hidden: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
+        """Request -> the position behind the computed tokens, and the state before it."""
         self._num_max = num_max
 
     def before(self, chunk: Chunk) -> Tensor | None:
         """[D], behind the token before the chunk's first; None: not known, or not used."""
-        hidden_D = self._hidden.pop(chunk.request_id, None)
-        return hidden_D if chunk.start % BLOCK_TOKENS else None
+        end, hidden_D = self._hidden.pop(chunk.request_id, (0, None))
+        return hidden_D if chunk.start % BLOCK_TOKENS and end == chunk.start else None
 
     def keep(self, chunk: Chunk, hidden_D: Tensor) -> None:
         """The state behind the chunk's last token."""
-        self._hidden[chunk.request_id] = hidden_D.clone()
+        self._hidden[chunk.request_id] = chunk.start + len(chunk.tokens), hidden_D.clone()
         if len(self._hidden) > self._num_max:
             self._hidden.popitem(last=False)
 
     def behind(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Those kept of these chunks, once: their prompts are done."""
-        return [self._hidden.pop(chunk.request_id) for chunk in chunks]
+        return [self._hidden.pop(chunk.request_id)[1] for chunk in chunks]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from hadal.core.plans import (
     FLIP,
     Chunk,
     DecodePlan,
+    Draw,
     Formed,
     FormPlan,
     Join,
@@ -30,7 +31,8 @@ from hadal.core.plans import (
     StepDone,
     StepPlan,
 )
-from hadal.model.deepseek import DeepseekV3
+from hadal.model.batch import PrefillBatch
+from hadal.model.deepseek import DeepseekV3, Rows
 from hadal.model.drafts import Drafter, PromptTails
 from hadal.model.execute import ComputeProgress, Recorder
 from hadal.model.experts import Membership, log_failure
@@ -347,8 +349,21 @@ class ModelRunner:
             )
         cache, chunks = self._model.cache, [*plan.chunks, *plan.second]
         cache.fetch(plan.fetches)
+        tails = self._tails
+
+        def write_entries(part: int, batch: PrefillBatch, hidden_TD: Tensor) -> None:
+            assert tails is not None
+            before = [tails.before(chunk) for chunk in parts[part]]
+            self._model.write_prompt_entries(batch, hidden_TD, before)
+            for chunk, span in zip(parts[part], batch.spans, strict=True):
+                tails.keep(chunk, hidden_TD[span.first + span.num_tokens - 1])
+
         logits = self._model.prefill_split(
-            parts, wanted, _schedule(plan), recorder, tails=self._tails
+            parts,
+            wanted,
+            _schedule(plan),
+            recorder,
+            on_hidden=write_entries if tails is not None else None,
         )
         keys = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
         # What this step wrote, before anybody hears that it is done: from then on it is pulled,
@@ -361,16 +376,36 @@ class ModelRunner:
         for slot, key in enumerate(keys):
             self._join(slot, chunks[key])
         drawn = self._prefill_sampler.draw(torch.cat(logits), np.arange(len(keys)))
-        if self._tails is not None:
-            self._model.write_first_entries(
-                [chunks[key] for key in keys], drawn.tokens, self._tails
-            )
+        if tails is not None:
+            self._write_first_entries([chunks[key] for key in keys], drawn.tokens, tails)
         cache.publish(written)
         for slot in range(len(keys)):
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
         failed = {keys[slot]: reason for slot, reason in drawn.failed.items()}
         return keys, Drawn(drawn.tokens, drawn.draws, failed)
+
+    def _write_first_entries(
+        self, chunks: Sequence[Chunk], tokens: np.ndarray, tails: PromptTails
+    ) -> None:
+        """Those of the tokens just drawn, where the prompt's last block has room for them: it goes
+        to decode as it is.
+        """
+        ends = np.array([chunk.start + len(chunk.tokens) for chunk in chunks])
+        hidden = torch.stack(tails.behind(chunks))
+        rows = np.flatnonzero(ends % BLOCK_TOKENS)
+        if not len(rows):
+            return
+        block_ids = [chunks[row].block_ids for row in rows.tolist()]
+        table = np.zeros((len(rows), max(map(len, block_ids))), np.int32)
+        for blocks, of_row in zip(table, block_ids, strict=True):
+            blocks[: len(of_row)] = of_row
+        self._model.write_entries(
+            torch.from_numpy(tokens[rows]),
+            torch.from_numpy(ends[rows]),
+            torch.from_numpy(table),
+            hidden[rows],
+        )
 
     def _join(self, slot: int, chunk: Chunk) -> None:
         assert chunk.sampling is not None
@@ -453,7 +488,10 @@ class ModelRunner:
         table, drafter = self._table, self._drafter
         slots_B, last_B = table.slots_B, table.tokens_B.copy()
         num_drawn_B = np.zeros(len(table), np.int64)
-        slots, tokens, draws, failed = [], [], {}, {}
+        slots: list[np.ndarray] = []
+        tokens: list[np.ndarray] = []
+        draws: dict[int, Draw] = {}
+        failed: dict[int, str] = {}
         rows, first = checked.turns[0], 0
         for turn, of_turn in enumerate(checked.turns):
             if not len(rows):
@@ -463,7 +501,7 @@ class ModelRunner:
             is_whole = len(rows) == len(of_turn)
             logits_NV = logits_RV[first : first + len(rows)] if is_whole else logits_RV[at]
             drawn = self._decode_sampler.draw(logits_NV, slots_B[rows])
-            num_before = sum(map(len, slots))
+            num_before = sum(len(drawn_slots) for drawn_slots in slots)
             draws.update({num_before + row: draw for row, draw in drawn.draws.items()})
             failed.update(drawn.failed)
             slots.append(slots_B[rows])
@@ -558,12 +596,13 @@ class ModelRunner:
         rows_R = np.concatenate(checked.turns)
         table_BM = self._table.table_BM(int(checked.positions_R.max(initial=0)))
         table_RM = table_BM if len(checked.turns) == 1 else table_BM[torch.from_numpy(rows_R)]
-        rows = (torch.from_numpy(checked.tokens_R), torch.from_numpy(checked.positions_R), table_RM)
-        batch = tuple(tensor.to(self._device) for tensor in rows)
+        table_RM = table_RM.to(self._device)
+        tokens_R = torch.from_numpy(checked.tokens_R).to(self._device)
+        positions_R = torch.from_numpy(checked.positions_R).to(self._device)
         has_drafts = self._drafter is not None
         if plan.num_micro_batches == 1 and self._model.has_fused_step:
             recorder.begin("step")
-            logits_RV = self._model.decode(*batch)
+            logits_RV = self._model.decode(tokens_R, positions_R, table_RM)
             recorder.end("step")
             return logits_RV, self._model.decoded_hidden(len(rows_R)) if has_drafts else None
         parts = [np.arange(len(rows_R))]
@@ -572,11 +611,11 @@ class ModelRunner:
             second_B = np.zeros(len(self._table), np.bool_)
             second_B[self._table.split(plan.second)[1]] = True
             parts = [np.flatnonzero(~second_B[rows_R]), np.flatnonzero(second_B[rows_R])]
-        split = []
+        split: list[Rows] = []
         for part in parts:
             index = torch.from_numpy(part).to(self._device)
-            split.append(tuple(tensor[index] for tensor in batch))
-        outputs = self._model.decode_split(split, _schedule(plan), recorder, with_hidden=True)
+            split.append((tokens_R[index], positions_R[index], table_RM[index]))
+        outputs = self._model.decode_rows(split, _schedule(plan), recorder)
         logits_RV, hidden_RD = (torch.cat([output[i] for output in outputs]) for i in (0, 1))
         if len(parts) > 1:
             back = torch.from_numpy(np.argsort(np.concatenate(parts))).to(self._device)

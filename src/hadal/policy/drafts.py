@@ -1,7 +1,7 @@
 """How many tokens a decode unit drafts for each request, step by step: as many as give most tokens
 a second, by what steps took and by how often drafts were right.
 
-    tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: how often the j-th draft is right, those before it being so
+    tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: how often the j-th is right after others
     chosen                        = the k with most of them for the seconds of a step with k drafts
 
 Seconds are learned for steps of about as many requests, for each k apart: what a second row of a
