@@ -1,20 +1,23 @@
 """A whole decode step outside Python: from token ids to logits in one call that holds no GIL and
-allocates nothing.
+allocates nothing; and the same of the MTP module, which drafts.
 
 Knows a model's weights and a rank's cache; knows nothing of requests. Weights are used where they
 lie, none is copied. Rows of a batch may be several consecutive positions of one sequence: every
-row's entry is cached before any row attends. Shapes: B rows, V vocabulary, D hidden, P blocks, L
-layers, S = 64 block tokens, M blocks of a row. Twin: `hadal.reference.model`.
+row's entry is cached before any row attends. Shapes: B rows, T rows of which some only write their
+entry, V vocabulary, D hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twins:
+`hadal.reference.model`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from hadal.core.model_config import ModelConfig
 from hadal.kernels import library
 from hadal.kernels.ops import BLOCK_TOKENS
 from hadal.reference.params import (
@@ -48,10 +51,13 @@ _INTS = (
     "num_groups",
     "topk_group",
     "is_normed",
+    "max_rows",
     "max_batch",
     "max_position",
     "num_blocks",
     "cache_layers",
+    "first_layer",
+    "first_position",
 )
 _FLOATS = ("eps", "latent_eps", "index_eps", "routed_scale", "softmax_scale")
 
@@ -66,12 +72,33 @@ class _Shape(ctypes.Structure):
 
 def available(weights: ModelWeights) -> bool:
     """Whether the fused step can run this model here: kernels are built and take all weights."""
-    vectors = [x for layer in weights.layers for x in _vectors(layer) if x is not None]
-    matrices = [x for layer in weights.layers for x in _matrices(layer)]
+    return _takes(weights, weights.layers, (weights.norm_D,), ())
+
+
+def draft_available(weights: ModelWeights) -> bool:
+    """The same of the model's MTP module: it was read, and the kernels take all of its weights."""
+    module = weights.mtp
+    return module is not None and _takes(
+        weights,
+        (module.layer,),
+        (module.enorm_D, module.hnorm_D, module.head_norm_D),
+        (module.eh_proj,),
+    )
+
+
+def _takes(
+    weights: ModelWeights,
+    layers: Sequence[LayerWeights],
+    vectors: Sequence[Tensor],
+    matrices: Sequence[Matrix],
+) -> bool:
+    of_layers = [x for layer in layers for x in _vectors(layer) if x is not None]
     return (
         library.load() is not None
-        and library.fits(weights.norm_D, weights.cos_sin, *vectors)
-        and library.takes(weights.embed, weights.head, *matrices)
+        and library.fits(weights.cos_sin, *vectors, *of_layers)
+        and library.takes(
+            weights.embed, weights.head, *matrices, *(x for y in layers for x in _matrices(y))
+        )
     )
 
 
@@ -92,53 +119,19 @@ class DecodeStep:
             raise ValueError(
                 "the step needs built kernels and weights on the CPU; ask available()."
             )
-        config = weights.config
-        num_blocks, cache_layers = cache_PLSD.shape[:2]
-        library.check_shape(
-            "cache_PLSD", cache_PLSD, (num_blocks, cache_layers, BLOCK_TOKENS, config.entry_dim)
-        )
-        if not library.fits(cache_PLSD) or cache_layers < len(weights.layers):
-            raise ValueError(
-                f"the cache must be contiguous FP32 on the CPU with {len(weights.layers)} layers or"
-                " more."
-            )
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}; it must be positive.")
+        _check_cache(weights, cache_PLSD, len(weights.layers))
         _check_weights(weights)
-        lib = library.load()
-        assert lib is not None
+        library.check_shape("norm_D", weights.norm_D, (weights.config.hidden_size,))
+        for index, layer in enumerate(weights.layers):
+            _check_layer(layer, f"layer {index}", weights.config)
         self.max_batch = max_batch
-        self._kept = (weights, cache_PLSD)  # C holds their addresses.
-        self._team = library.team(num_threads)
-        self._shape = _shape(weights, cache_PLSD, max_batch)
-        self._logits_BV = torch.empty((max_batch, config.vocab_size))
-        self._normed_BD = torch.empty((max_batch, config.hidden_size))
-        whole = (
-            weights.norm_D.data_ptr(),
-            weights.cos_sin.data_ptr(),
-            library.address(weights.embed),
-            library.address(weights.head),
-            cache_PLSD.data_ptr(),
+        shape = _shape(weights, cache_PLSD, len(weights.layers), max_batch, max_batch)
+        module = None, None, None
+        self._step = _Step(
+            weights, cache_PLSD, shape, weights.norm_D, module, weights.layers, num_threads
         )
-        layers = [
-            pointer
-            for layer in weights.layers
-            for pointer in (
-                *(None if x is None else x.data_ptr() for x in _vectors(layer)),
-                *(None if x is None else library.address(x) for x in _matrices(layer)),
-            )
-        ]
-        handle = lib.hadal_step_new(
-            self._team,
-            ctypes.addressof(self._shape),
-            (ctypes.c_void_p * len(whole))(*whole),
-            (ctypes.c_void_p * len(layers))(*layers),
-        )
-        if not handle:
-            raise MemoryError("the step's working memory could not be allocated.")
-        self._handle = handle
-        self._run = lib.hadal_step_run
-        weakref.finalize(self, lib.hadal_step_free, handle)
 
     @torch.inference_mode()
     def __call__(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
@@ -150,38 +143,200 @@ class DecodeStep:
         batch = len(tokens_B)
         if not 0 <= batch <= self.max_batch:
             raise ValueError(f"{batch} rows; this step was made for at most {self.max_batch}.")
-        library.check_shape("tokens_B", tokens_B, (batch,))
-        library.check_shape("positions_B", positions_B, (batch,))
-        library.check_shape("block_table_BM", block_table_BM, (batch, block_table_BM.shape[-1]))
-        logits_BV = self._logits_BV[:batch]
-        if batch == 0:
-            return logits_BV
-        tokens_B, positions_B = (
-            library.as_int(tokens_B, torch.int64),
-            library.as_int(positions_B, torch.int64),
-        )
-        table_BM = library.as_int(block_table_BM, torch.int32)
-        library.check_status(
-            self._run(
-                self._handle,
-                self._team,
-                ctypes.addressof(self._shape),
-                batch,
-                tokens_B.data_ptr(),
-                positions_B.data_ptr(),
-                table_BM.data_ptr(),
-                table_BM.shape[1],
-                self._normed_BD.data_ptr(),
-                logits_BV.data_ptr(),
-            )
-        )
-        return logits_BV
+        _check_rows("B", tokens_B, positions_B, block_table_BM)
+        return self._step.run(tokens_B, positions_B, block_table_BM, None, batch)
 
     def hidden(self, batch: int) -> Tensor:
         """The last call's hidden states [B, D] after the last norm: what the head took and an MTP
         module wants. A view, too.
         """
-        return self._normed_BD[:batch]
+        return self._step.normed_BD[:batch]
+
+
+class DraftStep:
+    """The step of a model's MTP module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23) over the model's
+    cache, of which the module has the layer behind the model's. One call at a time.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        cache_PLSD: Tensor,
+        max_rows: int,
+        num_threads: int | None = None,
+        max_full: int | None = None,
+    ) -> None:
+        """`max_rows`: of a call; `max_full`: of those that draft, all if None. Raises ValueError if
+        the step is not `draft_available` for these weights or the cache has no layer for it.
+        """
+        module = weights.mtp
+        if module is None or not draft_available(weights):
+            raise ValueError(
+                "the step needs built kernels and an MTP module whose weights are on the CPU; ask"
+                " draft_available()."
+            )
+        max_full = max_rows if max_full is None else max_full
+        if not 1 <= max_full <= max_rows:
+            raise ValueError(
+                f"max_full is {max_full} of {max_rows} rows; both must be positive, and no more"
+                " rows draft than there are."
+            )
+        config, index = weights.config, len(weights.layers)
+        dim = config.hidden_size
+        _check_cache(weights, cache_PLSD, index + 1)
+        _check_weights(weights)
+        for name in ("enorm_D", "hnorm_D", "head_norm_D"):
+            library.check_shape(name, getattr(module, name), (dim,))
+        library.check_shape("eh_proj", module.eh_proj, (dim, 2 * dim))
+        _check_layer(module.layer, "the MTP module", config)
+        self.max_rows, self.max_full = max_rows, max_full
+        shape = _shape(weights, cache_PLSD, 1, max_rows, max_full)
+        shape.first_layer, shape.first_position = index, 1
+        self._step = _Step(
+            weights,
+            cache_PLSD,
+            shape,
+            module.head_norm_D,
+            (module.enorm_D, module.hnorm_D, module.eh_proj),
+            (module.layer,),
+            num_threads,
+        )
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        block_table_TM: Tensor,
+        hidden_TD: Tensor,
+        num_full: int,
+    ) -> Tensor:
+        """Write the module's entry of each token at its position; return the logits [num_full, V]
+        that the first `num_full` rows draft, each for the token behind its own.
+
+        `hidden_TD`: the normed hidden state of the position before each token's, zeros at a block's
+        first position. It may be what `hidden` returned. The result is a view of a buffer that the
+        next call overwrites. Raises ValueError if a shape, token, position or block is out of range
+        or a row is to draft at position 0; nothing has been written then.
+        """
+        num_rows = len(tokens_T)
+        if not (0 <= num_rows <= self.max_rows and 0 <= num_full <= min(num_rows, self.max_full)):
+            raise ValueError(
+                f"{num_rows} rows of which {num_full} draft; this step was made for at most"
+                f" {self.max_rows} of which {self.max_full} draft."
+            )
+        _check_rows("T", tokens_T, positions_T, block_table_TM)
+        dim = self._step.normed_BD.shape[1]
+        library.check_shape("hidden_TD", hidden_TD, (num_rows, dim))
+        hidden_TD = hidden_TD.to(device="cpu", dtype=torch.float32).contiguous()
+        return self._step.run(tokens_T, positions_T, block_table_TM, hidden_TD, num_full)
+
+    def hidden(self, num_full: int) -> Tensor:
+        """The last call's hidden states [num_full, D] after the module's last norm: what the head
+        took, and what a further draft wants. A view, too.
+        """
+        return self._step.normed_BD[:num_full]
+
+
+class _Step:
+    """What C holds for one of the steps, and the buffers that it fills. The caller has checked
+    every shape.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        cache_PLSD: Tensor,
+        shape: _Shape,
+        norm_D: Tensor,
+        module: tuple[Tensor | None, Tensor | None, Matrix | None],
+        layers: Sequence[LayerWeights],
+        num_threads: int | None,
+    ) -> None:
+        """`norm_D`: the one before the head. `module`: enorm, hnorm and eh_proj of an MTP module."""
+        lib = library.load()
+        assert lib is not None
+        self._kept = (weights, cache_PLSD)  # C holds their addresses.
+        self._team = library.team(num_threads)
+        self._shape = shape
+        self._logits_BV = torch.empty((shape.max_batch, shape.vocab))
+        self.normed_BD = torch.empty((shape.max_batch, shape.D))
+        whole = (norm_D, weights.cos_sin, weights.embed, weights.head, cache_PLSD, *module)
+        parts = [part for layer in layers for part in (*_vectors(layer), *_matrices(layer))]
+        handle = lib.hadal_step_new(
+            self._team,
+            ctypes.addressof(self._shape),
+            (ctypes.c_void_p * len(whole))(*map(_address, whole)),
+            (ctypes.c_void_p * len(parts))(*map(_address, parts)),
+        )
+        if not handle:
+            raise MemoryError("the step's working memory could not be allocated.")
+        self._handle = handle
+        self._run = lib.hadal_step_run
+        weakref.finalize(self, lib.hadal_step_free, handle)
+
+    def run(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        block_table_TM: Tensor,
+        hidden_TD: Tensor | None,
+        num_full: int,
+    ) -> Tensor:
+        """Return the logits [num_full, V] of the first rows. Raises ValueError if a value is out of
+        range.
+        """
+        logits_BV = self._logits_BV[:num_full]
+        if len(tokens_T) == 0:
+            return logits_BV
+        tokens_T, positions_T = (
+            library.as_int(tokens_T, torch.int64),
+            library.as_int(positions_T, torch.int64),
+        )
+        table_TM = library.as_int(block_table_TM, torch.int32)
+        library.check_status(
+            self._run(
+                self._handle,
+                self._team,
+                ctypes.addressof(self._shape),
+                len(tokens_T),
+                num_full,
+                tokens_T.data_ptr(),
+                positions_T.data_ptr(),
+                table_TM.data_ptr(),
+                table_TM.shape[1],
+                None if hidden_TD is None else hidden_TD.data_ptr(),
+                self.normed_BD.data_ptr(),
+                logits_BV.data_ptr(),
+            )
+        )
+        return logits_BV
+
+
+def _address(part: Tensor | Matrix | MlpWeights | Experts | None) -> int | None:
+    """Where C finds it; None where there is none."""
+    if part is None:
+        return None
+    return part.data_ptr() if isinstance(part, Tensor) else library.address(part)
+
+
+def _check_rows(letter: str, tokens: Tensor, positions: Tensor, block_table: Tensor) -> None:
+    """Raise ValueError unless there is a token, a position and a row of blocks for each row."""
+    num_rows = len(tokens)
+    library.check_shape(f"tokens_{letter}", tokens, (num_rows,))
+    library.check_shape(f"positions_{letter}", positions, (num_rows,))
+    width = block_table.shape[-1]
+    library.check_shape(f"block_table_{letter}M", block_table, (num_rows, width))
+
+
+def _check_cache(weights: ModelWeights, cache_PLSD: Tensor, num_layers: int) -> None:
+    num_blocks, cache_layers = cache_PLSD.shape[:2]
+    wanted = (num_blocks, cache_layers, BLOCK_TOKENS, weights.config.entry_dim)
+    library.check_shape("cache_PLSD", cache_PLSD, wanted)
+    if not library.fits(cache_PLSD) or cache_layers < num_layers:
+        raise ValueError(
+            f"the cache must be contiguous FP32 on the CPU with {num_layers} layers or more."
+        )
 
 
 # A layer's weights in the order of cpu/step.h, LayerPointers.
@@ -203,12 +358,14 @@ def _matrices(layer: LayerWeights) -> tuple[Matrix | MlpWeights | Experts | None
     return (a.q_a, a.q_b, a.kv_a, a.kv_b, a.o, *index, mlp, None if moe is None else moe.experts)
 
 
-def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
+def _shape(
+    weights: ModelWeights, cache_PLSD: Tensor, num_layers: int, max_rows: int, max_batch: int
+) -> _Shape:
     c = weights.config
     return _Shape(
         vocab=c.vocab_size,
         D=c.hidden_size,
-        num_layers=len(weights.layers),
+        num_layers=num_layers,
         Q=c.q_lora_rank or 0,
         H=c.num_attention_heads,
         N=c.qk_nope_head_dim,
@@ -226,6 +383,7 @@ def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
         num_groups=c.n_group,
         topk_group=c.topk_group,
         is_normed=c.norm_topk_prob,
+        max_rows=max_rows,
         max_batch=max_batch,
         max_position=weights.cos_sin.shape[0],
         num_blocks=cache_PLSD.shape[0],
@@ -238,56 +396,60 @@ def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
     )
 
 
+# C trusts the config's dimensions, so every tensor must have them.
+
+
 def _check_weights(weights: ModelWeights) -> None:
-    """C trusts the config's dimensions, so every tensor must have them."""
+    """What stands around the layers."""
     c = weights.config
+    library.check_shape("embed", weights.embed, (c.vocab_size, c.hidden_size))
+    library.check_shape("head", weights.head, (c.vocab_size, c.hidden_size))
+    library.check_shape("cos_sin", weights.cos_sin, (weights.cos_sin.shape[0], c.qk_rope_head_dim))
+
+
+def _check_layer(layer: LayerWeights, name: str, c: ModelConfig) -> None:
     dim, heads, rank = c.hidden_size, c.num_attention_heads, c.q_lora_rank
     queries = heads * c.qk_head_dim
-    library.check_shape("embed", weights.embed, (c.vocab_size, dim))
-    library.check_shape("head", weights.head, (c.vocab_size, dim))
-    library.check_shape("norm_D", weights.norm_D, (dim,))
-    library.check_shape("cos_sin", weights.cos_sin, (weights.cos_sin.shape[0], c.qk_rope_head_dim))
-    for index, layer in enumerate(weights.layers):
-        a, moe = layer.attention, layer.moe
-        wanted: list[tuple[Tensor | Matrix | None, tuple[int, ...] | None]] = [
-            (layer.attn_norm_D, (dim,)),
-            (layer.ffn_norm_D, (dim,)),
-            (a.q_a, (rank, dim) if rank else None),
-            (a.q_a_norm_Q, (rank,) if rank else None),
-            (a.q_b, (queries, rank or dim)),
-            (a.kv_a, (c.latent_dim, dim)),
-            (a.kv_a_norm_C, (c.kv_lora_rank,)),
-            (a.kv_b, (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)),
-            (a.o, (dim, heads * c.v_head_dim)),
+    a, moe = layer.attention, layer.moe
+    wanted: list[tuple[Tensor | Matrix | None, tuple[int, ...] | None]] = [
+        (layer.attn_norm_D, (dim,)),
+        (layer.ffn_norm_D, (dim,)),
+        (a.q_a, (rank, dim) if rank else None),
+        (a.q_a_norm_Q, (rank,) if rank else None),
+        (a.q_b, (queries, rank or dim)),
+        (a.kv_a, (c.latent_dim, dim)),
+        (a.kv_a_norm_C, (c.kv_lora_rank,)),
+        (a.kv_b, (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)),
+        (a.o, (dim, heads * c.v_head_dim)),
+    ]
+    if (c.index_n_heads is None) != (a.indexer is None):
+        raise ValueError(f"{name} and the config do not agree on an indexer.")
+    if a.indexer is not None:
+        index_heads, width = c.index_n_heads or 0, c.index_head_dim or 0
+        wanted += [
+            (a.indexer.q_b, (index_heads * width, rank or 0)),
+            (a.indexer.k, (width, dim)),
+            (a.indexer.k_norm_X, (width,)),
+            (a.indexer.k_norm_bias_X, (width,)),
+            (a.indexer.head_weights, (index_heads, dim)),
         ]
-        if (c.index_n_heads is None) != (a.indexer is None):
-            raise ValueError(f"layer {index} and the config do not agree on an indexer.")
-        if a.indexer is not None:
-            index_heads, width = c.index_n_heads or 0, c.index_head_dim or 0
-            wanted += [
-                (a.indexer.q_b, (index_heads * width, rank or 0)),
-                (a.indexer.k, (width, dim)),
-                (a.indexer.k_norm_X, (width,)),
-                (a.indexer.k_norm_bias_X, (width,)),
-                (a.indexer.head_weights, (index_heads, dim)),
-            ]
-        if moe is None:
-            assert layer.mlp is not None
-            wanted += _mlp_shapes(layer.mlp, c.intermediate_size, dim)
-        else:
-            width = c.moe_intermediate_size
-            wanted += _mlp_shapes(moe.shared, c.n_shared_experts * width, dim)
-            wanted += [
-                (moe.router, (c.n_routed_experts, dim)),
-                (moe.router_bias_E, (c.n_routed_experts,)),
-            ]
-            if len(moe.experts) != c.n_routed_experts:
-                raise ValueError(f"layer {index} has {len(moe.experts)} experts.")
-            for expert in range(len(moe.experts)):
-                wanted += _mlp_shapes(moe.experts[expert], width, dim)
-        for weight, shape in wanted:
-            if (None if weight is None else tuple(weight.shape)) != shape:
-                raise ValueError(f"a weight of layer {index} is not of the config's shape {shape}.")
+    if moe is None:
+        assert layer.mlp is not None
+        wanted += _mlp_shapes(layer.mlp, c.intermediate_size, dim)
+    else:
+        width = c.moe_intermediate_size
+        wanted += _mlp_shapes(moe.shared, c.n_shared_experts * width, dim)
+        wanted += [
+            (moe.router, (c.n_routed_experts, dim)),
+            (moe.router_bias_E, (c.n_routed_experts,)),
+        ]
+        if len(moe.experts) != c.n_routed_experts:
+            raise ValueError(f"{name} has {len(moe.experts)} experts.")
+        for expert in range(len(moe.experts)):
+            wanted += _mlp_shapes(moe.experts[expert], width, dim)
+    for weight, shape in wanted:
+        if (None if weight is None else tuple(weight.shape)) != shape:
+            raise ValueError(f"a weight of {name} is not of the config's shape {shape}.")
 
 
 def _mlp_shapes(

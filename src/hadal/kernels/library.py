@@ -35,6 +35,7 @@ _STATUS = {
     3: "a block table names a block that the cache does not have, or is too short for its length",
     4: "an expert id is out of range, or the expert has no replica",
     6: "a row index is out of range",
+    7: "a row is to draft at a position before which there is none to attend to",
 }
 _OUT_OF_MEMORY = 5
 
@@ -45,8 +46,8 @@ _ABI = {
     "hadal_experts": ("ppiipiippip", ctypes.c_int),
     "hadal_rms_norm": ("ppiipfp", ctypes.c_int),
     "hadal_gate": ("ppiipiiiifpp", ctypes.c_int),
-    "hadal_mla_decode": ("pppiiii" + "piiiiplp" + "pifp", ctypes.c_int),
-    "hadal_select_positions": ("pppiii" + "piiiiplp" + "ip", ctypes.c_int),
+    "hadal_mla_decode": ("pppiiii" + "piiiiplp" + "piifp", ctypes.c_int),
+    "hadal_select_positions": ("pppiii" + "piiiiplp" + "iip", ctypes.c_int),
     "hadal_encode": ("ppiipiipl", ctypes.c_int),
     "hadal_decode": ("ppliiip", ctypes.c_int),
     "hadal_weighted_sum": ("ppiiipppiip", ctypes.c_int),
@@ -58,7 +59,7 @@ _ABI = {
     "hadal_sample": ("pplii" + "pppippp" + "ipp", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
-    "hadal_step_run": ("pppipppl" + "pp", ctypes.c_int),
+    "hadal_step_run": ("pppiipppl" + "ppp", ctypes.c_int),
     "hadal_isa": ("", ctypes.c_char_p),
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}

@@ -279,14 +279,16 @@ def mla_decode(
     lengths_B: Tensor,
     scale: float,
     selected_BK: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, its
     new token included; where these are more than K, it attends to selected_BK[b] of them, which
-    ascend.
+    ascend. With `first` 1 position 0 is not seen: an MTP module has no entry there.
 
     Raises ValueError if shapes do not match, a length is negative, a table names a block that is
-    not there, or a selected position is not seen.
+    not there, a selected position is not seen, or `first` is neither 0 nor 1.
     """
+    _check_first(first)
     lib = library.load()
     if lib is None or not library.fits(q_latent_BHC, q_rope_BHR) or not available(cache_PLSD):
         return twin.mla_decode(
@@ -298,6 +300,7 @@ def mla_decode(
             lengths_B,
             scale,
             selected_BK,
+            first,
         )
     batch, heads, c = q_latent_BHC.shape
     r = q_rope_BHR.shape[-1]
@@ -323,6 +326,7 @@ def mla_decode(
             r,
             *seen,
             *selected,
+            first,
             scale,
             o_BHC.data_ptr(),
         )
@@ -338,17 +342,27 @@ def select_positions(
     block_table_BM: Tensor,
     lengths_B: Tensor,
     num_selected: int,
+    first: int = 0,
 ) -> Tensor:
     """Return selected [B, K] int32, ascending: the K positions that score best for a row, of the
-    first lengths_B[b] of its blocks. Rows that see K or fewer say nothing. A position's key is the
-    last X values of its entry (DeepSeek-V3.2's lightning indexer; J index heads, X index key).
+    first lengths_B[b] of its blocks, but none before `first`. Rows of K or fewer say nothing. A
+    position's key is the last X values of its entry (DeepSeek-V3.2's lightning indexer; J index
+    heads, X index key).
 
     Raises ValueError as `mla_decode`.
     """
+    _check_first(first)
     lib = library.load()
     if lib is None or not library.fits(q_BJX, weights_BJ) or not available(cache_PLSD):
         return twin.select_positions(
-            q_BJX, weights_BJ, cache_PLSD, layer_index, block_table_BM, lengths_B, num_selected
+            q_BJX,
+            weights_BJ,
+            cache_PLSD,
+            layer_index,
+            block_table_BM,
+            lengths_B,
+            num_selected,
+            first,
         )
     batch, heads, width = q_BJX.shape
     library.check_shape("weights_BJ", weights_BJ, (batch, heads))
@@ -364,10 +378,16 @@ def select_positions(
             width,
             *seen,
             num_selected,
+            first,
             selected_BK.data_ptr(),
         )
     )
     return selected_BK
+
+
+def _check_first(first: int) -> None:
+    if first not in (0, 1):
+        raise ValueError(f"first is {first}; attention begins at position 0 or 1.")
 
 
 def _seen(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.reference.ops import (
     best_positions,
@@ -32,6 +33,7 @@ from hadal.reference.params import (
     AttentionWeights,
     LayerWeights,
     ModelWeights,
+    MtpWeights,
 )
 
 IndexQueries = tuple[Tensor, Tensor]
@@ -145,19 +147,27 @@ def _paged_core_attention(
     q_rope_BHR: Tensor,
     entry_BD: Tensor,
     index_queries: IndexQueries | None,
+    first: int = 0,
 ) -> Tensor:
-    block_tokens = cache_PLSD.shape[2]
-    block_B = block_table_BM.long().gather(1, (positions_B.long() // block_tokens)[:, None])[:, 0]
-    cache_PLSD[block_B, index, positions_B.long() % block_tokens] = entry_BD
+    _write(cache_PLSD, index, block_table_BM, positions_B, entry_BD)
     seen = cache_PLSD, index, block_table_BM, positions_B + 1
     selected_BK = None
     if index_queries is not None:
         assert config.index_topk is not None
         q_BJX, weights_BJ = index_queries
-        selected_BK = select_positions(q_BJX, weights_BJ, *seen, config.index_topk)
+        selected_BK = select_positions(q_BJX, weights_BJ, *seen, config.index_topk, first)
     q_latent_BHC = heads_in(q_nope_BHN, layer.attention.kv_b)
-    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, *seen, config.softmax_scale, selected_BK)
+    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, *seen, config.softmax_scale, selected_BK, first)
     return heads_out(o_BHC, layer.attention.kv_b, config.v_head_dim)
+
+
+def _write(
+    cache_PLSD: Tensor, index: int, block_table_BM: Tensor, positions_B: Tensor, entry_BD: Tensor
+) -> None:
+    """Write each row's entry of a layer at its position."""
+    block_tokens = cache_PLSD.shape[2]
+    block_B = block_table_BM.long().gather(1, (positions_B.long() // block_tokens)[:, None])[:, 0]
+    cache_PLSD[block_B, index, positions_B.long() % block_tokens] = entry_BD
 
 
 # A plain loop for one request: the oracle of every exactness test. No blocks, no batch, no
@@ -242,26 +252,80 @@ def generate(
     return output
 
 
-# The multi-token-prediction module over one whole text: drafts the token after the next. No cache,
-# no batch.
+# The multi-token-prediction module: drafts the token after the next from what the model already
+# computed. Over one whole text, without cache and batch, and as the twin of the fused draft step.
+#
+# Its entry at position q is made of token q and the model's hidden state of position q-1, of zeros
+# where q begins a block: so a block's entries depend on its own and earlier tokens alone, and a row
+# at q drafts token q+1. There is an entry at position 0, of zeros and token 0, so that no block has
+# a gap; the module of the paper has none there, and no row attends to it.
 #
 # Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, eq. 21-23. T tokens, D hidden, V vocabulary.
 
 
-def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> Tensor:
-    """Return logits [T, V] for token t+2 from the hidden state (after the last norm) of token t and
-    the token t+1.
+def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (logits [T, V] for token t+2, hidden [T, D] after the module's last norm) from the
+    hidden state (after the last norm) of token t and the token t+1.
 
     Row 0 is position 0. Raises ValueError if the weights were read without the module.
     """
-    config, module = weights.config, weights.mtp
-    if module is None:
-        raise ValueError("this model was read without its MTP module")
-    embedded_TD = rms_norm(weights.embed.rows(next_tokens_T), module.enorm_D, config.rms_norm_eps)
-    seen_TD = rms_norm(hidden_TD, module.hnorm_D, config.rms_norm_eps)
-    x_TD = linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
+    module, config = _module(weights), weights.config
+    positions_T = torch.arange(1, 1 + len(hidden_TD), device=hidden_TD.device)
+    hidden_TD = hidden_TD.masked_fill((positions_T % BLOCK_TOKENS == 0)[:, None], 0.0)
+    x_TD = _combined(weights, next_tokens_T, hidden_TD)
     latents = [hidden_TD.new_empty(0, config.entry_dim)]
     attend = functools.partial(core_attention, module.layer, latents, 0, config)
-    positions_T = torch.arange(len(x_TD), device=x_TD.device)
     x_TD = block(x_TD, module.layer, config, weights.cos_sin, positions_T, attend)
-    return linear(rms_norm(x_TD, module.head_norm_D, config.rms_norm_eps), weights.head)
+    x_TD = rms_norm(x_TD, module.head_norm_D, config.rms_norm_eps)
+    return linear(x_TD, weights.head), x_TD
+
+
+def draft_step(
+    weights: ModelWeights,
+    cache_PLSD: Tensor,
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    block_table_TM: Tensor,
+    hidden_TD: Tensor,
+    num_full: int,
+) -> tuple[Tensor, Tensor]:
+    """Write each token's entry of the module at its position, return (logits [num_full, V] for the
+    token behind it, hidden [num_full, D] after the module's last norm) of the first rows.
+
+    `hidden_TD`: the hidden state of the position before, zeros at a block's first position.
+    """
+    module, config, index = _module(weights), weights.config, len(weights.layers)
+    x_TD = _combined(weights, tokens_T, hidden_TD)
+    normed_TD = rms_norm(x_TD, module.layer.attn_norm_D, config.rms_norm_eps)
+    _, _, entries_TD, _ = queries_and_entry(
+        normed_TD, module.layer.attention, config, weights.cos_sin, positions_T
+    )
+    _write(cache_PLSD, index, block_table_TM, positions_T, entries_TD)
+    attend = functools.partial(
+        _paged_core_attention,
+        module.layer,
+        cache_PLSD,
+        index,
+        block_table_TM[:num_full],
+        positions_T[:num_full],
+        config,
+        first=1,
+    )
+    x_BD, positions_B = x_TD[:num_full], positions_T[:num_full]
+    x_BD = block(x_BD, module.layer, config, weights.cos_sin, positions_B, attend)
+    x_BD = rms_norm(x_BD, module.head_norm_D, config.rms_norm_eps)
+    return linear(x_BD, weights.head), x_BD
+
+
+def _module(weights: ModelWeights) -> MtpWeights:
+    if weights.mtp is None:
+        raise ValueError("this model was read without its MTP module")
+    return weights.mtp
+
+
+def _combined(weights: ModelWeights, tokens_T: Tensor, hidden_TD: Tensor) -> Tensor:
+    """What the module's block takes, [T, D] (eq. 21)."""
+    module, eps = _module(weights), weights.config.rms_norm_eps
+    embedded_TD = rms_norm(weights.embed.rows(tokens_T), module.enorm_D, eps)
+    seen_TD = rms_norm(hidden_TD, module.hnorm_D, eps)
+    return linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)

@@ -224,14 +224,16 @@ def mla_decode(
     lengths_B: Tensor,
     scale: float,
     selected_BK: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, the
-    new token's too; where these are more than K, it attends to selected_BK[b] of them.
+    new token's too; where these are more than K, it attends to selected_BK[b] of them. Positions
+    before `first` it does not see.
     """
     num_read = q_latent_BHC.shape[-1] + q_rope_BHR.shape[-1]
     latents_BSD = cache_PLSD[block_table_BM.long(), layer_index, :, :num_read].flatten(1, 2)
     position_S = torch.arange(latents_BSD.shape[1], device=lengths_B.device)
-    unused_BS = position_S >= lengths_B[:, None]
+    unused_BS = (position_S >= lengths_B[:, None]) | (position_S < first)
     if selected_BK is not None:
         others_BS = torch.ones_like(unused_BS).scatter(1, selected_BK.long(), False)
         unused_BS |= others_BS & (lengths_B > selected_BK.shape[1])[:, None]
@@ -273,17 +275,19 @@ def select_positions(
     block_table_BM: Tensor,
     lengths_B: Tensor,
     num_selected: int,
+    first: int = 0,
 ) -> Tensor:
     """Return selected [B, K] int32, ascending, of the first lengths_B[b] positions of a request's
-    blocks. Rows that see K or fewer say nothing. A position's key is the last X of its entry.
+    blocks, none before `first` (0 or 1). Rows of K or fewer say nothing. A position's key is the
+    last X of its entry.
     """
     selected_BK = torch.zeros((len(q_BJX), num_selected), dtype=torch.int32, device=q_BJX.device)
     key_PSX = cache_PLSD[:, layer_index, :, -q_BJX.shape[-1] :]
     for row, length in enumerate(lengths_B.tolist()):
         if length > num_selected:
-            key_SX = key_PSX[block_table_BM[row].long()].flatten(0, 1)[:length]
+            key_SX = key_PSX[block_table_BM[row].long()].flatten(0, 1)[first:length]
             scores_1S = index_scores(q_BJX[row : row + 1], weights_BJ[row : row + 1], key_SX)
-            selected_BK[row] = best_positions(scores_1S, num_selected)[0]
+            selected_BK[row] = first + best_positions(scores_1S, num_selected)[0]
     return selected_BK
 
 

@@ -23,6 +23,7 @@ from hadal.reference.params import (
     MlpWeights,
     ModelWeights,
     MoeWeights,
+    MtpWeights,
 )
 from tests.stored import stored
 
@@ -59,7 +60,9 @@ def randn(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
 
 
-def random_weights(c: ModelConfig, seed: int = 0, kind: str = "fp32") -> ModelWeights:
+def random_weights(
+    c: ModelConfig, seed: int = 0, kind: str = "fp32", *, with_mtp: bool = False
+) -> ModelWeights:
     """A model of this shape with random weights, its matrices stored as `kind` (tests/stored)."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -116,7 +119,12 @@ def random_weights(c: ModelConfig, seed: int = 0, kind: str = "fp32") -> ModelWe
             norm(dim), attention, norm(dim), dense, moe if c.is_moe(index) else None
         )
 
-    return ModelWeights(
+    def module() -> MtpWeights:
+        dim = c.hidden_size
+        block = layer(c.num_hidden_layers)
+        return MtpWeights(norm(dim), norm(dim), matrix(dim, 2 * dim), block, norm(dim))
+
+    weights = ModelWeights(
         config=c,
         embed=Matrix(torch.randn(c.vocab_size, c.hidden_size, generator=generator)),
         layers=tuple(layer(index) for index in range(c.num_hidden_layers)),
@@ -125,6 +133,7 @@ def random_weights(c: ModelConfig, seed: int = 0, kind: str = "fp32") -> ModelWe
         mtp=None,
         cos_sin=cos_sin_table(c),
     )
+    return dataclasses.replace(weights, mtp=module()) if with_mtp else weights
 
 
 @dataclasses.dataclass

@@ -148,3 +148,28 @@ def test_positions_that_are_not_seen_are_refused() -> None:
             run_selected(q, kv, LENGTHS, selected_BK)
     with pytest.raises(ValueError, match="selected_BK"):
         run_selected(q, kv, LENGTHS, selections(64)[:2])
+
+
+@pytest.mark.parametrize(("heads", "c", "r"), DIMS)
+def test_position_0_may_be_left_out(heads: int, c: int, r: int) -> None:
+    lengths = [2, *LENGTHS[1:], 0]
+    kv, q = paged(2, c + r, lengths), queries(len(lengths), heads, c, r)
+    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(lengths)
+    expected = twin.mla_decode(*q, *seen, 0.2, None, 1)[:-1]
+    kv.cache_PLSD[kv.table_BM[:, 0].long(), :, 0] = float("nan")
+    o_BHC = mla_decode(*q, *seen, 0.2, None, 1)
+    torch.testing.assert_close(o_BHC[:-1], expected, rtol=1e-5, atol=1e-5)
+    assert not o_BHC[-1].any()
+
+
+def test_a_selected_position_lies_behind_the_first() -> None:
+    kv, q = paged(2, 46, LENGTHS), queries(len(LENGTHS), 3, 40, 6)
+    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS)
+    selected_BK = selections(64)
+    selected_BK[-1, 0] = 0
+    mla_decode(*q, *seen, 0.2, selected_BK)
+    with pytest.raises(ValueError, match="position"):
+        mla_decode(*q, *seen, 0.2, selected_BK, 1)
+    for bad in (-1, 2):
+        with pytest.raises(ValueError, match="first"):
+            mla_decode(*q, *seen, 0.2, None, bad)

@@ -68,6 +68,20 @@ def test_no_better_position_is_left_out(heads: int, width: int) -> None:
         assert float(scores_S[others].max()) <= float(scores_S[chosen].min()) + tolerance
 
 
+@pytest.mark.parametrize(("heads", "width"), SHAPES)
+def test_position_0_may_be_left_out(heads: int, width: int) -> None:
+    """Of a row that sees one position more than it selects, it is the one that is."""
+    q_BJX, weights_BJ, kv = whole_numbers(heads, width)
+    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS)
+    expected = twin.select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED, 1)
+    kv.cache_PLSD[kv.table_BM[:, 0].long(), :, 0] = float("nan")
+    selected_BK = select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED, 1)
+    assert torch.equal(selected_BK, expected)
+    assert selected_BK[LENGTHS.index(NUM_SELECTED + 1)].tolist() == list(range(1, 49))
+    with pytest.raises(ValueError, match="first"):
+        select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED, 2)
+
+
 def test_a_row_depends_neither_on_the_others_nor_on_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ using namespace hadal;
 
 namespace {
 
-enum Status { kOk = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3, kBadExpert = 4, kNoMemory = 5, kBadRow = 6 };
+enum Status { kOk = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3, kBadExpert = 4, kNoMemory = 5, kBadRow = 6, kNothingBefore = 7 };
 
 bool good_blocks(const int32_t* table, long max_blocks, int64_t length, int num_blocks) {
     for (int64_t i = 0; i * kBlock < length; i++)
@@ -147,16 +147,17 @@ int hadal_gate(void* team_, const float* logits, int T, int E, const float* bias
 }
 
 // q_latent [B, H, C], q_rope [B, H, R], cache [num_blocks, num_layers, 64, width], table [B, max_blocks], o [B, H, C].
-// selected [B, top_k]: what sequences of more than top_k positions attend to; top_k 0: all of them attend to all.
+// selected [B, top_k]: what sequences of more than top_k positions attend to; top_k 0: all of them attend to all, from
+// position `first` (0 or 1) on.
 int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, int B, int H, int C, int R,
                      const float* cache, int width, int num_blocks, int num_layers, int layer, const int32_t* table,
-                     long max_blocks, const int64_t* lengths, const int32_t* selected, int top_k, float scale,
-                     float* o) {
+                     long max_blocks, const int64_t* lengths, const int32_t* selected, int top_k, int first,
+                     float scale, float* o) {
     for (int b = 0; b < B; b++) {
         if (lengths[b] < 0) return kBadPosition;
         if (!good_blocks(table + b * max_blocks, max_blocks, lengths[b], num_blocks)) return kBadBlock;
         for (long i = long(b) * top_k; lengths[b] > top_k && i < long(b + 1) * top_k; i++)
-            if (selected[i] < 0 || selected[i] >= lengths[b]) return kBadPosition;
+            if (selected[i] < first || selected[i] >= lengths[b]) return kBadPosition;
     }
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
@@ -164,7 +165,7 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
     Attention attention{};
     attention.B = B, attention.H = H, attention.C = C, attention.R = R, attention.num_layers = num_layers;
     attention.max_blocks = max_blocks, attention.scale = scale, attention.cache = cache, attention.block_table = table;
-    attention.width = width, attention.top_k = top_k, attention.selected = selected;
+    attention.width = width, attention.top_k = top_k, attention.selected = selected, attention.first = first;
     const size_t own = Attention::scratch_floats(H, C + R, top_k);
     const auto carve = [&](Carver& c) {
         q = c.take<float>(size_t(B) * size_t(H) * size_t(C + R));
@@ -194,10 +195,10 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
 }
 
 // See index.h. q [B, J, X], weights [B, J], cache and table as above, of whose entries the keys are the last X values,
-// selected [B, top_k], written for rows of more than top_k positions.
+// selected [B, top_k], written for rows of more than top_k positions: none before `first` (0 or 1).
 int hadal_select_positions(void* team_, const float* q, const float* weights, int B, int J, int X, const float* cache,
                            int width, int num_blocks, int num_layers, int layer, const int32_t* table, long max_blocks,
-                           const int64_t* lengths, int top_k, int32_t* selected) {
+                           const int64_t* lengths, int top_k, int first, int32_t* selected) {
     long longest = 1;
     for (int b = 0; b < B; b++) {
         if (lengths[b] < 0) return kBadPosition;
@@ -208,7 +209,7 @@ int hadal_select_positions(void* team_, const float* q, const float* weights, in
     std::lock_guard<std::mutex> lock(team.mutex());
     Attention attention{};
     attention.width = width, attention.num_layers = num_layers, attention.max_blocks = max_blocks;
-    attention.cache = cache, attention.block_table = table;
+    attention.cache = cache, attention.block_table = table, attention.first = first;
     Selection selection{J, X, top_k, width - X, &attention, lengths, {}, 0};
     uint32_t* keys = nullptr;
     float* scratch = nullptr;
@@ -402,17 +403,20 @@ void* hadal_step_new(void* team, const StepShape* shape, const StepPointers* at,
 
 void hadal_step_free(void* step) { delete static_cast<Step*>(step); }
 
-int hadal_step_run(void* step_, void* team_, const StepShape* shape, int B, const int64_t* tokens,
-                   const int64_t* positions, const int32_t* table, long max_blocks, float* normed, float* logits) {
-    for (int b = 0; b < B; b++) {
-        if (tokens[b] < 0 || tokens[b] >= shape->vocab) return kBadToken;
-        if (positions[b] < 0 || positions[b] >= shape->max_position) return kBadPosition;
-        if (!good_blocks(table + b * max_blocks, max_blocks, positions[b] + 1, shape->num_blocks)) return kBadBlock;
+// See step.h. tokens, positions and table: of T rows, of which the first B attend and have logits; seen [T, D] or null.
+int hadal_step_run(void* step_, void* team_, const StepShape* shape, int T, int B, const int64_t* tokens,
+                   const int64_t* positions, const int32_t* table, long max_blocks, const float* seen, float* normed,
+                   float* logits) {
+    for (int t = 0; t < T; t++) {
+        if (tokens[t] < 0 || tokens[t] >= shape->vocab) return kBadToken;
+        if (positions[t] < 0 || positions[t] >= shape->max_position) return kBadPosition;
+        if (t < B && positions[t] < shape->first_position) return kNothingBefore;
+        if (!good_blocks(table + t * max_blocks, max_blocks, positions[t] + 1, shape->num_blocks)) return kBadBlock;
     }
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     try {
-        static_cast<Step*>(step_)->run(B, tokens, positions, table, max_blocks, normed, logits);
+        static_cast<Step*>(step_)->run(T, B, tokens, positions, table, max_blocks, seen, normed, logits);
     } catch (const std::bad_alloc&) {
         return kNoMemory;
     }

@@ -5,7 +5,8 @@
 // A sequence is cut into at most kMaxSplits ranges of positions by its length alone, each range is one online softmax
 // over 64-position blocks, and ranges are merged in order: the result depends neither on the batch nor on the number of
 // threads. A sequence of more than top_k positions may attend to so many selected ones: they are gathered 64 at a time and
-// treated as if they were all there is.
+// treated as if they were all there is. Positions before `first` are not attended to: ranges begin behind them, so
+// what lies there is not read.
 // Shapes: B sequences, H heads, L = C + R. Block table [B, max_blocks]; cache [num_blocks, num_layers, 64, width], of whose
 // rows the first L values are read.
 #pragma once
@@ -33,7 +34,8 @@ struct Attention {
     const float* cache;
     const int32_t* block_table;
     int top_k;                // 0: all sequences attend to all they see
-    const int32_t* selected;  // [B, top_k], ascending; read for longer sequences alone
+    const int32_t* selected;  // [B, top_k], ascending, none before `first`; read for longer sequences alone
+    int first;                // 0 or 1
     // Work, the same for every layer of a step:
     std::vector<Span> spans;
     std::vector<std::pair<int, int>> part_range;  // per sequence: its first part and how many
@@ -58,8 +60,8 @@ struct Attention {
             int step;
             const int n = num_splits(length, step);
             for (int s = 0; s < n; s++)
-                spans.push_back({b, s * step, min_int(length, (s + 1) * step), n == 1 ? -1 : num_parts + s,
-                                 is_sparse ? selected + long(b) * top_k : nullptr});
+                spans.push_back({b, is_sparse ? s * step : max_int(first, s * step), min_int(length, (s + 1) * step),
+                                 n == 1 ? -1 : num_parts + s, is_sparse ? selected + long(b) * top_k : nullptr});
             part_range.push_back({num_parts, n > 1 ? n : 0});
             num_parts += n > 1 ? n : 0;
         }
@@ -133,12 +135,13 @@ struct Attention {
             for (long i = 0; i < long(heads) * C; i++) out[i] = 0.0f;
             return;
         }
-        for (int p = span.begin; p < span.end; p += kBlock) {
-            const int n = min_int(kBlock, span.end - p);
-            const float* latent =
-                span.selected ? gather(span, p, n, layer, gathered) : block_at(span.sequence, p, layer);
-            const float* after = span.selected || p + kBlock >= span.end ? then
-                                                                         : block_at(span.sequence, p + kBlock, layer);
+        for (int p = span.begin, n; p < span.end; p += n) {
+            n = min_int(kBlock - p % kBlock, span.end - p);
+            const float* latent = span.selected
+                                      ? gather(span, p, n, layer, gathered)
+                                      : block_at(span.sequence, p, layer) + long(p % kBlock) * width;
+            const float* after =
+                span.selected || p + n >= span.end ? then : block_at(span.sequence, p + n, layer);
             gemm(RowAt{q_at, L}, heads, latent, row, L, 0, n, Store<false>{scores, kBlock}, after);
             const bool is_first = p == span.begin;
             for (int h = 0; h < heads; h++)

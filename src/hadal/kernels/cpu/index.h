@@ -2,7 +2,8 @@
 //
 // A position's score is the sum over index heads, in their order, of weight * relu(query . key): of all heads and 64
 // keys at a time a small GEMM, then one vector of positions for each head's term. So a score depends on the row and the
-// position alone, and the selection on the scores: the top_k largest, of equal ones the lower position.
+// position alone, and the selection on the scores: the top_k largest, of equal ones the lower position. Positions before
+// the attention's `first` are never selected.
 // Shapes: B rows, J index heads, X index key. A position's key lies in its cache entry, `key_at` values in.
 #pragma once
 #include "attention.h"
@@ -86,20 +87,21 @@ struct Selection {
         }
     }
 
-    // The top_k-th largest key is found eight bits at a time: of the keys that begin like it, how many have which next
+    // Of the positions from `first` on: there are top_k of them, because the row sees more positions than that and
+    // `first` is at most 1. The top_k-th largest key is found eight bits at a time: of the keys that begin like it, how many have which next
     // bits. That reads the keys four times and sorts none.
     void select(const uint32_t* keys, long n, int32_t* selected) const {
         uint32_t least = 0, known = 0;
         int left = top_k;  // to take of the keys that begin like `least`
         for (int shift = 24; shift >= 0; shift -= 8) {
             int count[256] = {};
-            for (long i = 0; i < n; i++) count[keys[i] >> shift & 255] += ((keys[i] ^ least) & known) == 0;
+            for (long i = attention->first; i < n; i++) count[keys[i] >> shift & 255] += ((keys[i] ^ least) & known) == 0;
             int digit = 255;
             while (count[digit] < left) left -= count[digit--];
             least |= uint32_t(digit) << shift;
             known |= 255u << shift;
         }
-        for (long i = 0, taken = 0; taken < top_k; i++)
+        for (long i = attention->first, taken = 0; taken < top_k; i++)
             if (keys[i] > least || (keys[i] == least && left-- > 0)) selected[taken++] = int32_t(i);
     }
 };

@@ -4,9 +4,14 @@
 // prompt), because every row's latent is in the cache before any row attends. Weights are used where they lie; nothing
 // is repacked. Phases are separated by barriers; members split weight rows, so each row of W is read by one core once
 // per step.
-// Shapes: B rows, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L = C + R, J index heads (0:
-// none), X index key (0), V vocab, F dense width, E experts, I expert width, S shared width, K experts per token. qk =
-// N + R.
+//
+// The same job drafts, where StepPointers has an MTP module (arXiv 2412.19437, eq. 21-23) and the one layer is its block:
+// a row's hidden state is then eh_proj [enorm(embedding); hnorm(the hidden state that came with it)]. Of the T rows that
+// a call has, the first B go through everything, and the others only write their cache entries. In an ordinary step T is
+// B.
+// Shapes: T rows, B of them to the logits, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L
+// = C + R, J index heads (0: none), X index key (0), V vocab, F dense width, E experts, I expert width, S shared width,
+// K experts per token. qk = N + R.
 #pragma once
 #include "experts.h"
 #include "gate.h"
@@ -16,7 +21,9 @@ namespace hadal {
 
 struct StepShape {  // filled by Python, field for field
     int32_t vocab, D, num_layers, Q, H, N, R, C, W, J, X, index_topk, F, S, E, I, K, num_groups, topk_group, is_normed,
-        max_batch, max_position, num_blocks, cache_layers;
+        max_rows, max_batch, max_position, num_blocks, cache_layers;
+    int32_t first_layer;     // the cache's, of layers[0]
+    int32_t first_position;  // that is attended to, 0 or 1
     float eps, latent_eps, index_eps, routed_scale, softmax_scale;
 };
 
@@ -33,6 +40,8 @@ struct StepPointers {
     const float *norm_D, *cos_sin;
     const Matrix *embed_VD, *head_VD;
     float* cache;
+    const float *enorm_D, *hnorm_D;  // of an MTP module, as is eh_proj; null without one
+    const Matrix* eh_proj;
 };
 
 constexpr long kShortBytes = 512 << 10;  // of latents per layer that every member may as well read
@@ -50,23 +59,32 @@ class Step {
         carve(carver);
     }
 
-    // The caller has checked ids, positions and blocks. normed_BD receives what the head takes: the hidden states after
-    // the last norm.
-    void run(int B, const int64_t* tokens_B, const int64_t* positions_B, const int32_t* block_table, long max_blocks,
-             float* normed_BD, float* logits_BV) {
-        B_ = B;
-        tokens_ = tokens_B;
-        positions_ = positions_B;
+    // The caller has checked ids, positions and blocks. seen_TD: hidden states for the MTP module, null without one.
+    // normed_BD receives what the head takes: the hidden states after the last norm; it may be where seen_TD lies.
+    void run(int T, int B, const int64_t* tokens_T, const int64_t* positions_T, const int32_t* block_table,
+             long max_blocks, const float* seen_TD, float* normed_BD, float* logits_BV) {
+        T_ = T, B_ = B;
+        tokens_ = tokens_T;
+        positions_ = positions_T;
+        seen_ = seen_TD;
         normed_ = normed_BD;
         logits_ = logits_BV;
+        attention_.block_table = block_table, attention_.max_blocks = max_blocks;
+        if (B) plan(B);
+        team_->run([this](const Member& me) { walk(me); });
+    }
+
+  private:
+    // Who attends to what, and memory for it.
+    void plan(int B) {
         long cached = 0;
-        for (int b = 0; b < B; b++) cached += lengths_[b] = positions_B[b] + 1;
+        for (int b = 0; b < B; b++) cached += lengths_[b] = positions_[b] + 1;
         is_short_ = cached * latent() * long(sizeof(float)) <= kShortBytes;
         attention_.B = B, attention_.H = s_.H, attention_.C = s_.C, attention_.R = s_.R,
         attention_.num_layers = s_.cache_layers;
         attention_.scale = s_.softmax_scale, attention_.cache = at_.cache;
-        attention_.block_table = block_table, attention_.max_blocks = max_blocks;
         attention_.width = entry(), attention_.top_k = s_.index_topk, attention_.selected = selected_;
+        attention_.first = s_.first_position;
         attention_.plan(lengths_, team_->count());
         selection_.J = s_.J, selection_.X = s_.X, selection_.top_k = s_.index_topk, selection_.key_at = latent();
         selection_.plan(attention_, lengths_, 0, s_.J ? B : 0);
@@ -76,12 +94,10 @@ class Step {
             Carver carver{static_cast<char*>(team_->scratch(size.used)), 0};
             carve_contexts(carver);
         }
-        team_->run([this](const Member& me) { walk(me); });
     }
 
-  private:
     struct Own {         // one member's private memory
-        float* normed;   // [max_batch, max(D, Q)]
+        float* normed;   // [max_rows, max(D, Q)]
         float* scratch;  // attention scores, gate
         int* ints;
         Sorted sorted;
@@ -90,11 +106,12 @@ class Step {
     };
 
     void carve(Carver& c) {
-        const size_t B = size_t(s_.max_batch), pairs = B * size_t(s_.K);
+        const size_t T = size_t(s_.max_rows), B = size_t(s_.max_batch), pairs = B * size_t(s_.K);
         const size_t wide = size_t(max_int(s_.D, s_.Q));
         lengths_ = c.take<int64_t>(B);
-        hidden_ = c.take<float>(B * size_t(s_.D));
-        qkv_ = c.take<float>(B * size_t(qkv_width()));
+        both_ = c.take<float>(at_.eh_proj ? T * 2 * size_t(s_.D) : 0);
+        hidden_ = c.take<float>(T * size_t(s_.D));
+        qkv_ = c.take<float>(T * size_t(qkv_width()));
         q_ = c.take<float>(B * size_t(s_.H * (s_.N + s_.R)));
         q_latent_ = c.take<float>(B * size_t(s_.H * (s_.C + s_.R)));
         o_latent_ = c.take<float>(B * size_t(s_.H * s_.C));
@@ -110,7 +127,7 @@ class Step {
         weights_ = c.take<float>(pairs);
         own_.resize(size_t(team_->count()));
         for (Own& own : own_) {
-            own.normed = c.take<float>(B * wide);
+            own.normed = c.take<float>(T * wide);
             own.scratch = c.take<float>(Attention::scratch_floats(s_.H, latent(), s_.index_topk) +
                                         Selection::scratch_floats(s_.J) + 2 * size_t(max_int(s_.E, s_.K)));
             own.ints = c.take<int>(size_t(max_int(s_.E, s_.K)));
@@ -140,49 +157,67 @@ class Step {
 
     void walk(const Member& me) {
         Own& own = own_[size_t(me.index)];
-        int begin, end;
-        me.share(B_, 1, begin, end);
-        for (int b = begin; b < end; b++)
-            widen_row(*at_.embed_VD, int(tokens_[b]), 0, s_.D, hidden_ + long(b) * s_.D);
-        me.barrier();
+        embed(me);
         for (int i = 0; i < s_.num_layers; i++) {
-            attend(me, own, layers_[size_t(i)], i);
+            attend(me, own, layers_[size_t(i)], s_.first_layer + i);
+            if (B_ == 0) return;  // Entries alone, of a module's one layer.
             const char* next = i + 1 < s_.num_layers ? share_of(me, first_of(layers_[size_t(i) + 1]), query_width())
                                                      : share_of(me, *at_.head_VD, s_.vocab);
             feed_forward(me, own, layers_[size_t(i)], next);
         }
-        const float* x = norm_all(me, own, hidden_, s_.D, at_.norm_D, s_.D, s_.eps);
+        const float* x = norm_all(me, own, hidden_, s_.D, B_, at_.norm_D, s_.D, s_.eps);
+        int begin, end;
+        me.share(B_, 1, begin, end);
         std::memcpy(normed_ + long(begin) * s_.D, x + long(begin) * s_.D,
                     size_t(end - begin) * size_t(s_.D) * sizeof(float));
-        multiply(me, x, s_.D, *at_.head_VD, s_.vocab, logits_, s_.vocab, nullptr);
+        multiply(me, x, s_.D, B_, *at_.head_VD, s_.vocab, logits_, s_.vocab, nullptr);
     }
 
-    // RMS norm of all rows. Few members repeat it in private (no barrier); many share it through member 0's memory.
-    const float* norm_all(const Member& me, Own& own, const float* x, long ld, const float* g, int n, float eps) {
+    // Every row's embedding into hidden_, or what the MTP module makes of it.
+    void embed(const Member& me) {
+        int begin, end;
+        me.share(T_, 1, begin, end);
+        for (long t = begin; t < end; t++) {
+            float* x = hidden_ + t * s_.D;
+            widen_row(*at_.embed_VD, int(tokens_[t]), 0, s_.D, x);
+            if (!at_.eh_proj) continue;
+            rms_norm(x, at_.enorm_D, s_.D, s_.eps, both_ + t * 2 * s_.D);
+            rms_norm(seen_ + t * s_.D, at_.hnorm_D, s_.D, s_.eps, both_ + (t * 2 + 1) * s_.D);
+        }
+        me.barrier();
+        if (!at_.eh_proj) return;
+        multiply(me, both_, 2 * s_.D, T_, *at_.eh_proj, s_.D, hidden_, s_.D, nullptr);
+        me.barrier();
+    }
+
+    // RMS norm of some rows. Few members repeat it in private (no barrier); many share it through member 0's memory.
+    const float* norm_all(const Member& me, Own& own, const float* x, long ld, int rows, const float* g, int n,
+                          float eps) {
         const bool is_repeated = me.count <= 4;
-        int begin = 0, end = B_;
-        if (!is_repeated) me.share(B_, 1, begin, end);
+        int begin = 0, end = rows;
+        if (!is_repeated) me.share(rows, 1, begin, end);
         float* y = is_repeated ? own.normed : own_[0].normed;
         for (int b = begin; b < end; b++) rms_norm(x + b * ld, g, n, eps, y + long(b) * n);
         if (!is_repeated) me.barrier();
         return y;
     }
 
-    // This member's rows of y[b][n] = x[b] . w[n].
-    void multiply(const Member& me, const float* x, long ldx, const Matrix& w, int rows, float* y, long ldy,
+    // This member's part of y[m][n] = x[m] . w[n] for M rows and N outputs.
+    void multiply(const Member& me, const float* x, long ldx, int M, const Matrix& w, int N, float* y, long ldy,
                   const char* after) {
         int begin, end;
-        me.share(rows, 4, begin, end);
-        linear(x, ldx, B_, w, begin, end, y, ldy, after);
+        me.share(N, 4, begin, end);
+        linear(x, ldx, M, w, begin, end, y, ldy, after);
     }
 
     void attend(const Member& me, Own& own, const LayerPointers& w, int layer) {
         const int width = qkv_width(), heads_qk = s_.H * qk();
-        const float* x = norm_all(me, own, hidden_, s_.D, w.attn_norm_D, s_.D, s_.eps);
-        if (s_.J) multiply(me, x, s_.D, *w.index_k, s_.X, qkv_ + weights_at() - s_.X, width, nullptr);
-        if (is_selecting()) multiply(me, x, s_.D, *w.head_weights, s_.J, qkv_ + weights_at(), width, nullptr);
-        multiply(me, x, s_.D, first_of(w), query_width(), qkv_, width, share_of(me, *w.kv_a, latent()));
-        multiply(me, x, s_.D, *w.kv_a, latent(), qkv_ + query_width(), width,
+        const float* x = norm_all(me, own, hidden_, s_.D, T_, w.attn_norm_D, s_.D, s_.eps);
+        if (s_.J) multiply(me, x, s_.D, T_, *w.index_k, s_.X, qkv_ + weights_at() - s_.X, width, nullptr);
+        if (B_ && is_selecting())
+            multiply(me, x, s_.D, B_, *w.head_weights, s_.J, qkv_ + weights_at(), width, nullptr);
+        multiply(me, x, s_.D, B_, first_of(w), query_width(), qkv_, width, share_of(me, *w.kv_a, latent()));
+        multiply(me, x, s_.D, T_, *w.kv_a, latent(), qkv_ + query_width(), width,
                  s_.Q ? share_of(me, *w.q_b, heads_qk) : nullptr);
         if (me.index == 0) {
             attention_.next.store(0, std::memory_order_relaxed);
@@ -195,15 +230,16 @@ class Step {
         const bool by_heads = is_short_ && s_.H % me.count == 0;
         const int h0 = s_.H * me.index / me.count, h1 = s_.H * (me.index + 1) / me.count;
         write_cache(me, w, layer);
+        if (B_ == 0) return;
         const float* q = qkv_;
         long ldq = width;
         if (s_.Q) {
-            const float* c_q = norm_all(me, own, qkv_, width, w.q_a_norm_Q, s_.Q, s_.latent_eps);
+            const float* c_q = norm_all(me, own, qkv_, width, B_, w.q_a_norm_Q, s_.Q, s_.latent_eps);
             if (is_selecting()) index_queries(me, w, c_q);
             if (by_heads) {
                 linear(c_q, s_.Q, B_, *w.q_b, h0 * qk(), h1 * qk(), q_, heads_qk, key_rows(w, h0).data);
             } else {
-                multiply(me, c_q, s_.Q, *w.q_b, heads_qk, q_, heads_qk, w.kv_b->data);
+                multiply(me, c_q, s_.Q, B_, *w.q_b, heads_qk, q_, heads_qk, w.kv_b->data);
                 me.barrier();
             }
             q = q_, ldq = heads_qk;
@@ -245,13 +281,13 @@ class Step {
     // Norm of c_kv, rotation of k_rope and the indexer's key into each row's place of the paged cache.
     void write_cache(const Member& me, const LayerPointers& w, int layer) {
         int begin, end;
-        me.share(B_, 1, begin, end);
+        me.share(T_, 1, begin, end);
         const int width = qkv_width(), from = query_width();
-        for (int b = begin; b < end; b++) {
-            const int64_t p = positions_[b];
-            const long block = attention_.block_table[b * attention_.max_blocks + p / kBlock];
+        for (long t = begin; t < end; t++) {
+            const int64_t p = positions_[t];
+            const long block = attention_.block_table[t * attention_.max_blocks + p / kBlock];
             float* at = at_.cache + ((block * s_.cache_layers + layer) * kBlock + p % kBlock) * entry();
-            const float* x = qkv_ + long(b) * width + from;
+            const float* x = qkv_ + t * width + from;
             rms_norm(x, w.kv_a_norm_C, s_.C, s_.latent_eps, at);
             rope(x + s_.C, at_.cos_sin + p * s_.R, s_.R, at + s_.C);
             if (!s_.J) continue;
@@ -298,7 +334,7 @@ class Step {
     }
 
     void feed_forward(const Member& me, Own& own, const LayerPointers& w, const char* next) {
-        const float* x = norm_all(me, own, hidden_, s_.D, w.ffn_norm_D, s_.D, s_.eps);
+        const float* x = norm_all(me, own, hidden_, s_.D, B_, w.ffn_norm_D, s_.D, s_.eps);
         const bool is_moe = w.router_ED != nullptr;
         Sorted& sorted = own.sorted;
         sorted.jobs[0] = Job{w.mlp, is_moe ? s_.S : s_.F, B_, nullptr, dense_gate_, dense_up_};
@@ -350,13 +386,14 @@ class Step {
     Attention attention_{};
     Selection selection_{};
     // This step's rows:
-    int B_ = 0;
+    int T_ = 0, B_ = 0;
     bool is_short_ = false;
     const int64_t *tokens_ = nullptr, *positions_ = nullptr;
+    const float* seen_ = nullptr;
     float *normed_ = nullptr, *logits_ = nullptr, *parts_ = nullptr;
-    // Shared between members, [B, ...]:
+    // Shared between members, [B, ...]; both_, hidden_ and qkv_ [T, ...]:
     int64_t* lengths_;
-    float *hidden_, *qkv_, *q_, *q_latent_, *o_latent_, *value_, *dense_gate_, *dense_up_, *gate_, *up_, *router_,
+    float *both_, *hidden_, *qkv_, *q_, *q_latent_, *o_latent_, *value_, *dense_gate_, *dense_up_, *gate_, *up_, *router_,
         *weights_, *index_q_;
     int* ids_;
     int32_t* selected_;
