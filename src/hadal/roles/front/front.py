@@ -212,7 +212,9 @@ def _tokens_per_s_max(unit: Unit) -> float:
         return 0.0
     if unit.role == DECODE:
         step_ms = load.step_ms + load.overhead_ms
-        return unit.num_requests_max * unit.tokens_step / step_ms * 1e3 if load.step_ms > 0.0 else 0.0
+        return (
+            unit.num_requests_max * unit.tokens_step / step_ms * 1e3 if load.step_ms > 0.0 else 0.0
+        )
     return load.num_ranks / load.token_s if load.token_s > 0.0 else 0.0
 
 
