@@ -363,7 +363,12 @@ class Times:
 
 @dataclass
 class Meter:
-    """What one choice's deliveries said besides text."""
+    """What one choice's deliveries said besides text.
+
+    Tokens of one delivery come together, and the first one comes by itself, out of prefill. So the
+    time from first to last, over the tokens after the first, is the mean time between two whatever
+    number a step draws.
+    """
 
     num_cached: int = 0
     first_token_s: float | None = None

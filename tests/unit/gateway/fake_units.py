@@ -47,11 +47,13 @@ class Running:
 
 
 class FakeUnits:
-    """`step_s` is the time between two tokens. Nothing moves while `go` is cleared."""
+    """`step_s` is the time between two steps. Nothing moves while `go` is cleared."""
 
     def __init__(self, script: Script, step_s: float = 0.0) -> None:
         self.script = script
         self.step_s = step_s
+        self.tokens_step = 1
+        """Tokens that a decode step draws for a request."""
         self.prefilling: dict[tuple[str, int], Generation] = {}
         self.leased: set[tuple[str, int]] = set()
         self.decoding: dict[tuple[str, int], Running] = {}
@@ -135,14 +137,15 @@ class FakeUnits:
     def _decode(self) -> None:
         rows: list[Row] = []
         draws: dict[int, Draw] = {}
-        for key, running in list(self.decoding.items()):
-            token = self._token(running.generation, len(running.output))
-            running.output.append(token.token)
-            if token.logprob is not None:
-                draws[len(rows)] = Draw(token.logprob, token.top)
-            rows.append((running.generation.attempt_id, token.index, token.token, token.finish))
-            if token.finish is not None:
-                del self.decoding[key]
+        for _ in range(self.tokens_step):
+            for key, running in list(self.decoding.items()):
+                token = self._token(running.generation, len(running.output))
+                running.output.append(token.token)
+                if token.logprob is not None:
+                    draws[len(rows)] = Draw(token.logprob, token.top)
+                rows.append((running.generation.attempt_id, token.index, token.token, token.finish))
+                if token.finish is not None:
+                    del self.decoding[key]
         if rows:
             self._say(tokens_message("decode-0", rows, draws))
             self._say(

@@ -12,7 +12,7 @@ import pytest
 
 from hadal.core.config import Deployment
 from hadal.core.messages import Cancel, Generation, Submit
-from hadal.core.plans import DecodePlan, Join, Sampling, StepDone
+from hadal.core.plans import DecodePlan, Draw, Join, Sampling, StepDone
 from hadal.core.seams import DiskNews, Effect, Execute, RankReset, Send, Tick, WakeAt
 from hadal.roles.ranks.rank import RankProgress
 from hadal.roles.recording import (
@@ -27,7 +27,9 @@ from hadal.roles.recording import (
     parse,
     seconds_of,
 )
+from tests.columns import tokens_message
 
+DRAW = Draw(-1.5, ())
 OPENING = Opening(VERSION, "run", "front", MadeFront("e", 4096, "f"), Deployment(model="m"))
 CALLS = (
     Call(1.5, (), (WakeAt(2.5), Send("front", Cancel("a", 1)))),
@@ -42,6 +44,15 @@ CALLS = (
         (StepDone(0, (0,), (7,), {}, 0.25),),
         (Execute((DecodePlan(1, (), (), ()),)),),
         "ValueError: no",
+    ),
+    Call(
+        4.0,
+        (
+            StepDone(
+                1, (3, 0, 3), (7, 8, 9), {0: Draw(-0.5, ((7, -0.5),)), 2: Draw(-1.5, ())}, 0.25
+            ),
+        ),
+        (Send("front", tokens_message("d", [(5, 1, 7, None), (5, 2, 9, "stop")], {1: DRAW})),),
     ),
 )
 DATA = b"".join(map(frame, (OPENING, *CALLS)))

@@ -4,18 +4,33 @@ where something did.
 
 from __future__ import annotations
 
+import io
+
 import msgspec
 import pytest
 
 from hadal.commands.replay import make_role
-from hadal.core.messages import Decode, Prefill, PullEarly
-from hadal.core.seams import Send
+from hadal.core.messages import (
+    Decode,
+    KvLease,
+    Prefill,
+    PrefillDone,
+    PullEarly,
+    Submit,
+    Token,
+    UnitUp,
+)
+from hadal.core.plans import Draw
+from hadal.core.seams import Deliver, Send
 from hadal.roles.front import front as front_room
-from hadal.roles.recording import Call, Opening, Recording
+from hadal.roles.recording import VERSION, Call, MadeFront, Opening, Recording, parse
+from hadal.runtime.recorder import Tape
 from hadal.sim.replay.relived import RelivedRole
 from hadal.sim.replay.replay import decision_of, replay
+from tests.columns import Row, tokens_message
 from tests.fresh import fresh
-from tests.unit.sim.recorded import record, replay_alone
+from tests.unit.roles.driving import generation, of, sent
+from tests.unit.sim.recorded import DEPLOYMENT, Recorded, record, replay_alone
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +207,32 @@ def test_what_a_role_raises_is_compared(recordings: list[Recording]) -> None:
 def test_nothing_to_replay(recordings: list[Recording]) -> None:
     with pytest.raises(ValueError, match="nothing to replay"):
         replay([Recording(recordings[0].opening, ())], make_role)
+
+
+def test_messages_with_several_tokens_of_a_request_are_decided_again() -> None:
+    """By bytes: duplicates, a gap and an end in the middle among them."""
+    file = io.BytesIO()
+    opening = Opening(VERSION, "run", "front", MadeFront("f", 2048, ""), DEPLOYMENT)
+    tape = Tape(file.write)
+    tape.write(opening)
+    front, lease = Recorded(make_role(opening), tape), KvLease("pool", (1,), (0,), 9)
+    front.start(0.0)
+    front.handle(0.1, UnitUp("prefill-0", "prefill", "p", 40, 6))
+    front.handle(0.1, UnitUp("decode-0", "decode", "d", 40, 6))
+    ids = []
+    for at_s, name in ((0.2, "a"), (0.25, "b"), (0.3, "c")):
+        front.handle(at_s, Submit(generation(name, 62, max_tokens=90)))
+        effects = front.handle(at_s + 0.02, PrefillDone("prefill-0", Token(name, 0, 0, 5), lease))
+        ids += [decode.generation.attempt_id for decode in sent(effects, Decode)]
+    a, b, c = ids
+    first: list[Row] = [(one, index, 6 + index, None) for index in (1, 2, 3) for one in (a, b)]
+    second: list[Row] = [(c, 1, 7, None), (a, 3, 9, None), (a, 4, 10, "stop"), (c, 3, 9, None)]
+    draws = {1: Draw(-0.5, ()), 4: Draw(-1.5, ((9, -1.5),))}
+    front.handle(0.4, tokens_message("decode-0", first, draws))
+    front.handle(0.5, tokens_message("decode-0", [*second, (c, 2, 8, None), (b, 4, 10, None)]))
+    recording = parse(file.getvalue())
+    assert [len(of(call.effects, Deliver)) for call in recording.calls[-2:]] == [2, 3]
+    assert replay_alone(recording, make_role) is None
+    report = replay([recording], make_role)
+    assert report.difference is None, str(report.difference)
+    assert report.outside["Tokens"] == 2
