@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
-from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Recorder
+from hadal.model.mtp import MtpModule
 
 Ints = NDArray[np.int64]
 DRAFT = "draft"
@@ -40,14 +40,15 @@ class Drafter:
     step writes.
     """
 
-    def __init__(self, model: DeepseekV3, max_slots: int, num_drafts_max: int) -> None:
+    def __init__(self, module: MtpModule, max_slots: int, num_drafts_max: int) -> None:
         self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
         self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
-        self._model = model
+        self._module = module
         self._num_written_S: Ints = np.zeros(max_slots, np.int64)
         """Positions whose entries are in the cache, from 0 on."""
         self._tokens_SP: Ints = np.zeros((max_slots, BLOCK_TOKENS), np.int64)
         """Tokens at the positions behind those, by position % 64, and ..."""
+        model = module.model
         hidden_size, device = model.config.hidden_size, model.cache.cache_PLSD.device
         self._hidden_SPD = torch.zeros((max_slots, BLOCK_TOKENS, hidden_size), device=device)
         """... what the module sees before them."""
@@ -86,7 +87,7 @@ class Drafter:
         rows, positions = self._missing(slots_N, ends_N)
         if len(rows):
             tokens, hidden = self._at(slots_N[rows], positions)
-            self._model.write_entries(tokens, torch.from_numpy(positions), table_NM[rows], hidden)
+            self._module.write_rows(tokens, torch.from_numpy(positions), table_NM[rows], hidden)
         self._num_written_S[slots_N] = np.maximum(self._num_written_S[slots_N], ends_N)
 
     def draft(
@@ -113,7 +114,7 @@ class Drafter:
         tokens, hidden = self._at(slots_N[all_rows], positions)
         self._num_written_S[slots_N[rows]] = positions_N[rows] + 1
         for turn in range(num_drafts):
-            logits_NV, states_ND = self._model.draft(
+            logits_NV, states_ND = self._module.draft(
                 tokens, torch.from_numpy(positions), table_NM[all_rows], hidden, len(rows), recorder
             )
             # The likeliest: of drafts drawn with the sampler's own randomness no more were right.

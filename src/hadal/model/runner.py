@@ -35,6 +35,7 @@ from hadal.model.batch import PrefillBatch
 from hadal.model.deepseek import DeepseekV3, Rows
 from hadal.model.drafts import Drafter, PromptTails
 from hadal.model.execute import ComputeProgress, Recorder
+from hadal.model.mtp import MtpModule
 from hadal.model.experts import Membership, log_failure
 from hadal.model.sampler import Drawn, Sampler
 from hadal.overlap.plan import SCHEDULES, Schedule
@@ -233,7 +234,10 @@ class ModelRunner:
         self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
         self._decode_sampler = Sampler(max_slots, config.vocab_size, self._device)
         self._num_drafts_max = num_drafts_max
-        self._drafter = Drafter(model, max_slots, num_drafts_max) if num_drafts_max else None
+        self._module = MtpModule(model) if num_drafts_max else None
+        self._drafter = (
+            Drafter(self._module, max_slots, num_drafts_max) if self._module is not None else None
+        )
         self._tails = PromptTails(_TAILS * max_slots) if num_drafts_max else None
         self._progress = ComputeProgress()
         self._is_stepping = False
@@ -353,8 +357,9 @@ class ModelRunner:
 
         def write_entries(part: int, batch: PrefillBatch, hidden_TD: Tensor) -> None:
             assert tails is not None
+            assert self._module is not None
             before = [tails.before(chunk) for chunk in parts[part]]
-            self._model.write_prompt_entries(batch, hidden_TD, before)
+            self._module.write_entries(batch, hidden_TD, before)
             for chunk, span in zip(parts[part], batch.spans, strict=True):
                 tails.keep(chunk, hidden_TD[span.first + span.num_tokens - 1])
 
@@ -400,7 +405,8 @@ class ModelRunner:
         table = np.zeros((len(rows), max(map(len, block_ids))), np.int32)
         for blocks, of_row in zip(table, block_ids, strict=True):
             blocks[: len(of_row)] = of_row
-        self._model.write_entries(
+        assert self._module is not None
+        self._module.write_rows(
             torch.from_numpy(tokens[rows]),
             torch.from_numpy(ends[rows]),
             torch.from_numpy(table),
