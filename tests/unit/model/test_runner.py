@@ -408,7 +408,7 @@ def test_a_block_is_in_the_pool_when_the_step_that_fills_it_is_done(plain: Peer)
     holes = []
     for plan in (
         DecodePlan(1, (), (join,), ()),
-        DecodePlan(2, (), (), (), fills=(3,)),
+        DecodePlan(2, (), (), (), publishes_full=True),
         DecodePlan(3, (), (), ()),
     ):
         runner.execute(plan)

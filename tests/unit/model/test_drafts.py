@@ -1,0 +1,268 @@
+"""Drafts change no token, whatever is sampled, whoever comes and goes; and as many are right as the
+offline measure says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import Chunk, DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
+from hadal.model.cache import KvCache
+from hadal.model.checkpoint import AS_STORED, load_weights
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.drafts import PromptTails
+from hadal.model.runner import ModelRunner, RankTable
+from hadal.reference.params import ModelWeights
+from hadal.runtime.resolve import model_folder
+from tests.fresh import FULL, fresh
+
+SEEDS = [*range(3), *(fresh().randrange(1 << 30) for _ in range(20 if FULL else 1))]
+NUM_SLOTS = 4
+SAMPLINGS = (
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.0, num_logprobs=3),
+    Sampling(temperature=0.7, seed=5, num_logprobs=0),
+    Sampling(temperature=1.0, seed=6, top_p=0.9, top_k=20),
+    Sampling(temperature=1.1, seed=7, min_p=0.02, repetition_penalty=1.2),
+    Sampling(temperature=0.8, seed=8, presence_penalty=0.6, frequency_penalty=0.3),
+    Sampling(temperature=0.9, seed=9, logit_bias=((5, 4.0), (17, -8.0))),
+)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> ModelWeights:
+    """The model that ships: its drafts are mostly right."""
+    return load_weights(model_folder(""), held=AS_STORED, with_mtp=True)
+
+
+class Unit:
+    """A runner and just enough of a leader to drive it. With `split`, steps of two micro-batches."""
+
+    def __init__(self, weights: ModelWeights, num_drafts_max: int, *, num_blocks: int = 60) -> None:
+        num_layers = weights.config.num_hidden_layers + 1
+        cache = KvCache(weights.config, num_blocks, num_layers=num_layers)
+        self.runner = ModelRunner(
+            DeepseekV3(weights, cache), NUM_SLOTS, num_drafts_max=num_drafts_max
+        )
+        self.free = list(range(1, num_blocks))
+        random.Random(1).shuffle(self.free)
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    def take(self, count: int) -> list[int]:
+        return [self.free.pop() for _ in range(count)]
+
+    def run(self, plan: PrefillPlan | DecodePlan) -> StepDone:
+        done = self.runner.execute(plan)
+        assert isinstance(done, StepDone)
+        assert done.error is None, done.error
+        assert done.failed == {}
+        return done
+
+
+class Request:
+    """One text: how it is sampled, and what came of it."""
+
+    def __init__(self, number: int, rng: random.Random) -> None:
+        self.name = f"r{number}"
+        self.prompt = [rng.randrange(20, 400) for _ in range(rng.choice([3, 40, 63, 64, 65, 130]))]
+        sampling = SAMPLINGS[number % len(SAMPLINGS)]
+        self.sampling = replace_seed(sampling, number)
+        self.min_tokens = rng.choice([0, 0, 8])
+        self.output: list[int] = []
+        self.draws: list[Draw | None] = []
+        self.blocks: list[int] = []
+
+    @property
+    def known(self) -> list[int]:
+        return self.prompt + self.output
+
+    def history(self) -> dict[str, Any]:
+        return {
+            "prompt": tuple(self.prompt),
+            "output": tuple(self.output),
+            "stop_ids": (1,),
+            "min_tokens": self.min_tokens,
+        }
+
+
+def replace_seed(sampling: Sampling, number: int) -> Sampling:
+    return Sampling(
+        **{
+            **{name: getattr(sampling, name) for name in sampling.__struct_fields__},
+            "seed": 1000 + number,
+        }
+    )
+
+
+def serve(unit: Unit, seed: int, drafts: Iterator[int], num_tokens: int = 90) -> list[Request]:
+    """All requests with joins, leaves, cut prompts, growth and preemption; `drafts` says how many
+    each plan makes.
+    """
+    texts, rng = random.Random(seed), random.Random(seed + 1)
+    requests = [Request(number, texts) for number in range(10)]
+    waiting, running = list(requests), dict[int, Request]()
+    while waiting or running:
+        leaves = []
+        for slot, request in list(running.items()):
+            is_done = len(request.output) >= num_tokens
+            if is_done or rng.random() < 0.02:
+                leaves.append(slot)
+                unit.free += request.blocks
+                del running[slot]
+                if not is_done:
+                    waiting.append(request)
+        joins = []
+        while waiting and len(running) < NUM_SLOTS and rng.random() < 0.6:
+            request = waiting.pop(rng.randrange(len(waiting)))
+            slot = rng.choice([s for s in range(NUM_SLOTS) if s not in running])
+            joins.append(prefill(unit, request, slot, rng))
+            running[slot] = request
+        num_drafts = next(drafts)
+        grown = []
+        for slot, request in running.items():
+            # Two plans' drafts beside the token that is sure, as a leader has it.
+            wanted = -(-(len(request.known) + 6) // BLOCK_TOKENS)
+            while len(request.blocks) < wanted:
+                request.blocks += unit.take(1)
+                grown.append((slot, len(request.blocks) - 1, request.blocks[-1]))
+        plan = DecodePlan(
+            unit.num_steps, tuple(leaves), tuple(joins), tuple(grown), num_drafts=num_drafts
+        )
+        done = unit.run(plan)
+        unit.num_steps += 1
+        unit.num_tokens += len(done.tokens)
+        assert set(done.keys) == set(running)
+        for row, (slot, token) in enumerate(zip(done.keys, done.tokens, strict=True)):
+            running[slot].output.append(token)
+            running[slot].draws.append(done.draws.get(row))
+    return requests
+
+
+def prefill(unit: Unit, request: Request, slot: int, rng: random.Random) -> Join:
+    known = request.known
+    request.blocks = unit.take(-(-len(known) // BLOCK_TOKENS))
+    cut = rng.randrange(0, len(known))
+    if cut:
+        blocks = tuple(request.blocks[: -(-cut // BLOCK_TOKENS)])
+        unit.run(PrefillPlan(0, (Chunk(request.name, tuple(known[:cut]), 0, blocks, None, 0),)))
+    tail = Chunk(
+        request.name,
+        tuple(known[cut:]),
+        cut,
+        tuple(request.blocks),
+        request.sampling,
+        len(request.output),
+        **request.history(),
+    )
+    done = unit.run(PrefillPlan(0, (tail,)))
+    request.output += done.tokens
+    request.draws.append(done.draws.get(0))
+    return Join(
+        slot,
+        tuple(request.blocks),
+        len(known),
+        request.output[-1],
+        len(request.output),
+        request.sampling,
+        **request.history(),
+    )
+
+
+def always(num: int) -> Iterator[int]:
+    while True:
+        yield num
+
+
+def sometimes(seed: int) -> Iterator[int]:
+    rng = random.Random(seed)
+    while True:
+        num = rng.choice([0, 0, 1, 2, 3])
+        yield from [num] * rng.randint(1, 30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: int) -> None:
+    print("seed", seed)
+    plain = Unit(tiny, 0)
+    expected = serve(plain, seed, always(0))
+    for drafts in (always(1), always(2), always(3), sometimes(seed)):
+        unit = Unit(tiny, 3)
+        requests = serve(unit, seed, drafts)
+        for request, other in zip(requests, expected, strict=True):
+            length = min(len(request.output), len(other.output))
+            assert length >= 90
+            assert request.output[:length] == other.output[:length], request.name
+            assert request.draws[:length] == other.draws[:length], request.name
+        assert unit.num_tokens / unit.num_steps > plain.num_tokens / plain.num_steps
+
+
+def test_a_draft_without_room_is_not_checked(tiny: ModelWeights) -> None:
+    """The last block is full: the step gives one token, and what it says is right."""
+    unit, other = Unit(tiny, 3), Unit(tiny, 0)
+    outputs = []
+    for each, num_drafts in ((unit, 3), (other, 0)):
+        request = Request(0, random.Random(3))
+        request.prompt = request.prompt[:2] + [50] * 58
+        join = prefill(each, request, 0, random.Random(4))
+        each.run(DecodePlan(0, (), (join,), (), num_drafts=num_drafts))
+        tokens: list[int] = []
+        for step in range(1, 12):
+            grown = ()
+            if len(request.known) - 1 + len(tokens) + 1 >= BLOCK_TOKENS * len(request.blocks):
+                request.blocks += each.take(1)
+                grown = ((0, len(request.blocks) - 1, request.blocks[-1]),)
+            tokens += each.run(DecodePlan(step, (), (), grown, num_drafts=num_drafts)).tokens
+        outputs.append(tokens)
+    assert outputs[0][: len(outputs[1])] == outputs[1]
+
+
+def test_a_failed_request_fails_alone(tiny: ModelWeights) -> None:
+    """Nothing is left to draw: the others go on, with the drafts that they have."""
+    unit = Unit(tiny, 2)
+    rng = random.Random(2)
+    nothing = Sampling(temperature=0.0, logit_bias=tuple((t, -1e30) for t in range(0)))
+    good, bad = Request(0, rng), Request(1, rng)
+    bad.sampling = nothing
+    joins = tuple(prefill(unit, request, slot, rng) for slot, request in enumerate((good, bad)))
+    unit.run(DecodePlan(0, (), joins, (), num_drafts=2))
+    assert {0, 1} == set(unit.run(DecodePlan(1, (), (), (), num_drafts=2)).keys)
+
+
+def test_tails_are_of_the_text_that_goes_on() -> None:
+    tails = PromptTails(2)
+    head = Chunk("a", (1, 2, 3), 0, (1,), None, 0)
+    tails.keep(head, torch.ones(4))
+    assert tails.before(replace_start(head, 5)) is None  # Another part of it.
+    tails.keep(head, torch.ones(4))
+    found = tails.before(replace_start(head, 3))
+    assert found is not None
+    assert found.tolist() == [1.0] * 4
+    assert tails.before(replace_start(head, 3)) is None
+    for name in "bcd":
+        tails.keep(Chunk(name, (1,), 0, (1,), None, 0), torch.zeros(4))
+    assert tails.before(Chunk("b", (1,), 1, (1,), None, 0)) is None
+    assert tails.before(Chunk("d", (1,), 1, (1,), None, 0)) is not None
+
+
+def replace_start(chunk: Chunk, start: int) -> Chunk:
+    return Chunk(chunk.request_id, chunk.tokens, start, chunk.block_ids, None, 0)
+
+
+def test_rooms_follow_a_row_that_moves() -> None:
+    table = RankTable(3, 300)
+    table.join(Join(0, (4,), 10, 1, 1, Sampling()))
+    table.join(Join(1, (5, 6), 70, 1, 1, Sampling()))
+    table.leave(0)
+    assert table.rooms_B.tolist() == [128]
+    table.grow(1, 2, 9)
+    assert table.rooms_B.tolist() == [192]
+    table.advance(np.array([7]), np.array([3]))
+    assert (table.tokens_B.tolist(), table.positions_B.tolist()) == ([7], [73])
