@@ -55,7 +55,7 @@ class KvCache:
         is_staged: bool | None = None,
     ) -> None:
         """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller;
-        zeroed by nobody. `num_layers`: the model's if None; an MTP module's cache has one.
+        zeroed by nobody. `num_layers`: the model's if None; an MTP module takes the layer behind them.
         `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool that it is
         published to and fetched from; None: if `device` is not the CPU.
 
