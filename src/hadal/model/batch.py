@@ -76,6 +76,8 @@ class DecodeBatch:
     """Positions seen, the new token included."""
     is_selecting: bool
     """As in PrefillBatch."""
+    first: int = 0
+    """The first position that is attended to: 1 in an MTP module, which has none before."""
 
     def write(self, layer_index: int, entries_BD: Tensor) -> None:
         _write(self.cache_PLSD, self.rows_B, layer_index, entries_BD)
@@ -152,6 +154,7 @@ def decode_batch(
     cache_PLSD: Tensor,
     cos_sin: Tensor,
     index_topk: int | None = None,
+    first: int = 0,
 ) -> DecodeBatch:
     """Find where each token's entry goes and what it sees. A table is as wide as its longest row
     needs, or wider.
@@ -166,4 +169,5 @@ def decode_batch(
         block_table_BM=block_table_BM,
         lengths_B=positions_B + 1,
         is_selecting=index_topk is not None and int(positions_B.max()) >= index_topk,
+        first=first,
     )

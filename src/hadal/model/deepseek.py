@@ -29,7 +29,7 @@ from hadal.model.block import OPS, MicroBatch
 from hadal.model.cache import KvCache
 from hadal.model.execute import Recorder, execute
 from hadal.overlap.plan import SEQUENTIAL, Schedule
-from hadal.reference.params import ModelWeights
+from hadal.reference.params import LayerWeights, ModelWeights
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Rows of a decode micro-batch: tokens_B and positions_B (int64), block_table_BM (int32)."""
@@ -200,17 +200,32 @@ class DeepseekV3:
     def _through_layers(
         self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder
     ) -> None:
-        try:
-            execute(schedule, len(self.weights.layers), states, self._run_op, recorder)
-        except BaseException:
-            if self.comm is not None:
-                self.comm.abandon()
-            raise
-
-    def _run_op(self, state: MicroBatch, layer_index: int, op: str) -> Interval | None:
-        return OPS[op](state, self.weights.layers[layer_index], layer_index)
+        run_layers(self.weights.layers, 0, states, schedule, recorder, self.comm)
 
     def _norm(self, hidden_TD: Tensor) -> Tensor:
         return F.rms_norm(
             hidden_TD, hidden_TD.shape[-1:], self.weights.norm_D, self.config.rms_norm_eps
         )
+
+
+def run_layers(
+    layers: Sequence[LayerWeights],
+    first_layer: int,
+    states: Sequence[MicroBatch],
+    schedule: Schedule,
+    recorder: Recorder,
+    comm: ExpertComm | None,
+) -> None:
+    """Bring the micro-batches through these layers; the first one's KV is layer `first_layer` of
+    the cache. The exchanges of a step that fails are abandoned.
+    """
+
+    def run_op(state: MicroBatch, layer_index: int, op: str) -> Interval | None:
+        return OPS[op](state, layers[layer_index - first_layer], layer_index)
+
+    try:
+        execute(schedule, len(layers), states, run_op, recorder, first_layer)
+    except BaseException:
+        if comm is not None:
+            comm.abandon()
+        raise

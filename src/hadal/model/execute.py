@@ -123,9 +123,13 @@ def execute(
     micro_batches: Sequence[M],
     run_op: RunOp[M],
     recorder: Recorder | None = None,
+    first_layer: int = 0,
 ) -> None:
-    """Run all ops of `num_layers` layers on one or two micro-batches. What an op raises ends it."""
+    """Run all ops of `num_layers` layers from `first_layer` on, on one or two micro-batches. What
+    an op raises ends it.
+    """
     recorder = recorder if recorder is not None else Recorder()
-    for index, layer, op in order(schedule, num_layers, len(micro_batches)):
+    for index, offset, op in order(schedule, num_layers, len(micro_batches)):
+        layer = first_layer + offset
         recorder.begin(op)
         recorder.end(op, index, layer, run_op(micro_batches[index], layer, op))

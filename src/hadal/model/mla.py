@@ -281,6 +281,7 @@ def decode_core_attention(
         layer_index,
         batch.block_table_BM,
         batch.lengths_B,
+        batch.first,
     )
 
 
@@ -292,6 +293,7 @@ def _absorbed(
     layer_index: int,
     block_table_BM: Tensor,
     lengths_B: Tensor,
+    first: int = 0,
 ) -> Tensor:
     """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached
     latents.
@@ -302,9 +304,9 @@ def _absorbed(
         assert queries.index_weights_TJ is not None
         assert config.index_topk is not None
         selected_BK = select_positions(
-            queries.index_TJX, queries.index_weights_TJ, *seen, config.index_topk
+            queries.index_TJX, queries.index_weights_TJ, *seen, config.index_topk, first
         )
     q_latent_BHC = heads_in(queries.nope_THN, weights.kv_b)
     q_rope_BHR = queries.rope_THR.contiguous()
-    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, *seen, config.softmax_scale, selected_BK)
+    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, *seen, config.softmax_scale, selected_BK, first)
     return heads_out(o_BHC, weights.kv_b, config.v_head_dim).flatten(1)

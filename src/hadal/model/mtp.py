@@ -1,8 +1,23 @@
 """The multi-token-prediction module: drafts the token after the next from what the model already
 computed.
 
-It has a KV cache of its own, of one layer, addressed by the same blocks. Source: DeepSeek-V3 (arXiv
-2412.19437), section 2.2, eq. 21-23. Shapes: T packed tokens, D hidden, V vocabulary.
+Its KV is one more layer of the model's cache, behind the model's. Its entry at position q is made of
+token q and the model's hidden state, after the last norm, of position q-1:
+
+    position           0        1        2   ...   63       64       65
+    token             t0       t1       t2        t63      t64      t65
+    hidden state       0       h0       h1        h62        0      h64     zeros where a block begins
+    drafts                     t2       t3        t64      t65      t66
+
+So a block's entries depend on its own and earlier tokens alone: a prompt that continues from blocks
+of another one needs no hidden state of it. Position 0 has an entry, of zeros and its token, for a
+block has no gaps; but the module that was trained has none there, so nobody attends to it.
+
+Tokens of a prompt, and tokens that a check of drafts has accepted, only write their entry; the last
+accepted token of a sequence drafts, and its hidden state behind the module's last norm stands in for
+the model's where it drafts once more. With a `comm` the module's experts are spread over the unit
+like a layer's. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, eq. 21-23. Shapes: T tokens or
+rows, S spans of a prefill batch, M blocks of a row, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,77 +25,224 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
-from hadal.kernels.ops import linear
-from hadal.model.batch import prefill_batch
-from hadal.model.block import OPS, MicroBatch
-from hadal.model.cache import KvCache
-from hadal.model.deepseek import DeepseekV3
+from hadal.kernels.decode_step import DraftStep, draft_available
+from hadal.kernels.ops import linear, rms_norm
+from hadal.model import mla
+from hadal.model.batch import DecodeBatch, PrefillBatch, decode_batch
+from hadal.model.block import MicroBatch
+from hadal.model.deepseek import DeepseekV3, run_layers
+from hadal.model.execute import Recorder
 from hadal.overlap.plan import SEQUENTIAL
-from hadal.reference.params import ModelWeights
+from hadal.reference.params import MtpWeights
+
+FIRST_POSITION = 1
+"""The first one that is attended to, and at which a row can draft."""
+_PIECE = 64
+"""Rows that `acceptance` drafts at a time."""
 
 
 class MtpModule:
-    """The module over one rank's weights and a cache of its own."""
+    """The module of one model, over the model's cache and with its `comm`. Calls may overlap neither
+    each other nor the model's: they write to the cache.
+    """
 
-    def __init__(self, weights: ModelWeights, num_blocks: int) -> None:
-        """Raises ValueError if the weights were read without the module."""
-        if weights.mtp is None:
+    def __init__(self, model: DeepseekV3) -> None:
+        """Raises ValueError if the weights were read without the module, or the cache has no layer
+        for it.
+        """
+        if model.weights.mtp is None:
             raise ValueError(
                 "this model was read without its MTP module; read it with with_mtp=True"
             )
-        self._weights = weights
-        self._module = weights.mtp
-        self._cache = KvCache(
-            weights.config, num_blocks, num_layers=1, device=weights.norm_D.device
-        )
+        self.model = model
+        self._layer_index = model.config.num_hidden_layers
+        if model.cache.cache_PLSD.shape[1] <= self._layer_index:
+            raise ValueError(
+                f"the cache has {model.cache.cache_PLSD.shape[1]} layers; the MTP module needs one"
+                f" more than the model's {self._layer_index}."
+            )
+        self._fused_step: DraftStep | None = None
+        self._has_fused_step = model.comm is None and draft_available(model.weights)
+
+    @property
+    def _module(self) -> MtpWeights:
+        """As the model has it now: its experts may have been exchanged."""
+        assert self.model.weights.mtp is not None
+        return self.model.weights.mtp
+
+    @property
+    def has_fused_step(self) -> bool:
+        """Whether `draft` is one call outside Python."""
+        return self._has_fused_step
+
+    def prepare(self, max_rows: int, max_full: int | None = None) -> None:
+        """Make the fused step's buffers now, for calls of up to `max_rows` rows of which `max_full`
+        draft (None: all), so that no step has to.
+        """
+        if self._has_fused_step:
+            weights, cache_PLSD = self.model.weights, self.model.cache.cache_PLSD
+            self._fused_step = DraftStep(weights, cache_PLSD, max_rows, max_full=max_full)
 
     @torch.inference_mode()
-    def draft(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> Tensor:
-        """Return logits [T, V] for token t+2 of every position t of the chunks.
+    def write_entries(
+        self, batch: PrefillBatch, hidden_TD: Tensor, before: Sequence[Tensor | None]
+    ) -> None:
+        """Write the entries of a prefill batch's tokens, each rank for itself: nothing is exchanged.
 
-        A chunk's `tokens` are the next ones: tokens[i] is the token at position start+i+1.
-        `hidden_TD` are the model's states after the last norm at positions start .. start+len-1,
-        packed alike.
+        `hidden_TD`: the model's states of all these tokens after the last norm. `before`: for
+        each span the state [D] of the token before it; None: not known, or not used, as the span
+        begins with a block.
         """
-        weights, module, eps = self._weights, self._module, self._weights.config.rms_norm_eps
-        cache_PLSD, topk = self._cache.cache_PLSD, weights.config.index_topk
-        batch = prefill_batch(chunks, (), cache_PLSD, weights.cos_sin, topk)
-        dim = hidden_TD.shape[-1:]
-        embedded_TD = F.rms_norm(weights.embed.rows(batch.tokens_T), dim, module.enorm_D, eps)
-        seen_TD = F.rms_norm(hidden_TD, dim, module.hnorm_D, eps)
-        x_TD = linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
-        state = MicroBatch(batch, weights.config, x_TD)
-        for op in SEQUENTIAL.ops:
-            OPS[op](state, module.layer, 0)
-        return linear(F.rms_norm(state.hidden_TD, dim, module.head_norm_D, eps), weights.head)
+        seen_TD = hidden_TD.roll(1, 0)
+        for span, before_D in zip(batch.spans, before, strict=True):
+            seen_TD[span.first] = 0.0 if before_D is None else before_D
+        self._write(batch, _without_block_starts(seen_TD, batch.lengths_T - 1))
+
+    @torch.inference_mode()
+    def write_rows(
+        self, tokens_T: Tensor, positions_T: Tensor, block_table_TM: Tensor, hidden_TD: Tensor
+    ) -> None:
+        """Write each row's entry at its position, each rank for itself; see `draft`."""
+        if not len(tokens_T):
+            return
+        if self._has_fused_step:
+            step = self._step_for(len(tokens_T), 0)
+            step(tokens_T, positions_T, block_table_TM, hidden_TD, 0)
+        else:
+            self._write(self._batch(tokens_T, positions_T, block_table_TM), hidden_TD)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        block_table_TM: Tensor,
+        hidden_TD: Tensor,
+        num_full: int,
+        recorder: Recorder | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Write each row's entry at its position; return (logits [num_full, V] that the first rows
+        draft for the token behind theirs, hidden [num_full, D] after the module's last norm, which
+        a further draft takes).
+
+        `hidden_TD`: the state of the position before each row's, zeros at a block's first position.
+        With a `comm` all ranks make this call together, with rows or without. The results may be
+        views that the next call overwrites. Raises ValueError if a row is to draft at position 0,
+        or more rows are to draft than there are; nothing has been written then.
+        """
+        num_rows = len(tokens_T)
+        if not 0 <= num_full <= num_rows:
+            raise ValueError(f"{num_full} of {num_rows} rows cannot draft.")
+        if self._has_fused_step:
+            step = self._step_for(num_rows, num_full)
+            logits = step(tokens_T, positions_T, block_table_TM, hidden_TD, num_full)
+            return logits, step.hidden(num_full)
+        if num_full and int(positions_T[:num_full].min()) < FIRST_POSITION:
+            raise ValueError("a row is to draft at position 0, before which there is no token.")
+        rows = tokens_T, positions_T, block_table_TM
+        full, others = slice(num_full), slice(num_full, None)
+        # Before any row attends: an entry may be of the sequence that one drafts for.
+        if num_rows > num_full:
+            self._write(self._batch(*(part[others] for part in rows)), hidden_TD[others])
+        batch = self._batch(*(part[full] for part in rows)) if num_full else None
+        return self._through_layer(batch, hidden_TD[full], recorder)
+
+    def _through_layer(
+        self, batch: DecodeBatch | None, seen_TD: Tensor, recorder: Recorder | None
+    ) -> tuple[Tensor, Tensor]:
+        """(logits, hidden states) of rows that draft. Without any, the exchanges are joined."""
+        recorder = recorder if recorder is not None else Recorder()
+        weights, config, comm = self.model.weights, self.model.config, self.model.comm
+        if batch is None:
+            none_T = torch.empty(0, dtype=torch.int64, device=weights.norm_D.device)
+            x_TD = weights.embed.rows(none_T)
+        else:
+            x_TD = self._combined(batch.tokens_B, seen_TD)
+        state = MicroBatch(batch, config, x_TD, comm)
+        layers = (self._module.layer,)
+        run_layers(layers, self._layer_index, [state], SEQUENTIAL, recorder, comm)
+        recorder.begin("head")
+        hidden_TD = rms_norm(state.hidden_TD, self._module.head_norm_D, config.rms_norm_eps)
+        logits_TV = linear(hidden_TD, weights.head)
+        recorder.end("head")
+        return logits_TV, hidden_TD
+
+    def _write(self, batch: PrefillBatch | DecodeBatch, seen_TD: Tensor) -> None:
+        """What `attn_in` of a block does, without the queries."""
+        config, layer = self.model.config, self._module.layer
+        if isinstance(batch, PrefillBatch):
+            tokens_T, cos_sin_TR = batch.tokens_T, batch.cos_sin_TR
+        else:
+            tokens_T, cos_sin_TR = batch.tokens_B, batch.cos_sin_BR
+        x_TD = self._combined(tokens_T, seen_TD)
+        x_TD = rms_norm(x_TD, layer.attn_norm_D, config.rms_norm_eps)
+        entries_TD = mla.entries(x_TD, layer.attention, config, cos_sin_TR)
+        batch.write(self._layer_index, entries_TD)
+
+    def _combined(self, tokens_T: Tensor, seen_TD: Tensor) -> Tensor:
+        """What the module's block takes, [T, D] (eq. 21)."""
+        module, eps = self._module, self.model.config.rms_norm_eps
+        embedded_TD = rms_norm(self.model.weights.embed.rows(tokens_T), module.enorm_D, eps)
+        seen_TD = rms_norm(seen_TD, module.hnorm_D, eps)
+        return linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
+
+    def _batch(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> DecodeBatch:
+        return decode_batch(
+            tokens_B,
+            positions_B,
+            block_table_BM,
+            self.model.cache.cache_PLSD,
+            self.model.weights.cos_sin,
+            self.model.config.index_topk,
+            FIRST_POSITION,
+        )
+
+    def _step_for(self, num_rows: int, num_full: int) -> DraftStep:
+        step = self._fused_step
+        if step is None or step.max_rows < num_rows or step.max_full < num_full:
+            self.prepare(max(1, num_rows), max(1, num_full))
+        assert self._fused_step is not None
+        return self._fused_step
+
+
+def _without_block_starts(hidden_TD: Tensor, positions_T: Tensor) -> Tensor:
+    """The states before these positions as the module takes them: zeros where a block begins."""
+    return hidden_TD.masked_fill((positions_T % BLOCK_TOKENS == 0)[:, None], 0.0)
 
 
 @torch.inference_mode()
-def acceptance(
-    model: DeepseekV3, mtp: MtpModule, tokens: Sequence[int], first: int
-) -> tuple[int, int]:
+def acceptance(module: MtpModule, tokens: Sequence[int], first: int) -> tuple[int, int]:
     """Return (accepted, drafted): how often the draft of tokens[i], i >= first, is what the model
-    itself would choose.
+    itself would choose. What is drafted is what a decode rank would draft.
 
-    `first` is at least 2: the first token that can be drafted. Blocks 1, 2, ... of both caches are
-    overwritten.
+    `first` is at least 2: the first token that can be drafted. Blocks 1, 2, ... of the cache are
+    overwritten. Raises ValueError if there is no such token.
     """
     if not 2 <= first < len(tokens):
         raise ValueError(
             f"first is {first}; it must lie between 2 and the {len(tokens)} tokens of the text"
         )
+    model = module.model
     block_ids = tuple(range(1, 1 + -(-len(tokens) // BLOCK_TOKENS)))
-    text = Chunk("text", tuple(tokens[:-1]), 0, block_ids, None, 0)
-    hidden_TD = model.hidden([text])
+    hidden_TD = model.hidden([Chunk("text", tuple(tokens[:-1]), 0, block_ids, None, 0)])
     chosen_T = model.head(hidden_TD).argmax(-1)  # chosen_T[i] is for position i + 1
-    shifted = Chunk("draft", tuple(tokens[1:-1]), 0, block_ids, None, 0)
-    drafted_T = mtp.draft([shifted], hidden_TD[:-1]).argmax(
-        -1
-    )  # drafted_T[i] is for position i + 2
+    device = hidden_TD.device
+    tokens_T = torch.tensor(tokens[1:-1], device=device)
+    positions_T = torch.arange(1, len(tokens) - 1, device=device)
+    seen_TD = _without_block_starts(hidden_TD[:-1], positions_T)
+    table_1M = torch.tensor([block_ids], dtype=torch.int32, device=device)
+    drafted = []
+    for first_row in range(0, len(tokens_T), _PIECE):
+        rows = slice(first_row, first_row + _PIECE)
+        table_TM = table_1M.expand(len(tokens_T[rows]), -1)
+        logits_TV, _ = module.draft(
+            tokens_T[rows], positions_T[rows], table_TM, seen_TD[rows], len(table_TM)
+        )
+        drafted.append(logits_TV.argmax(-1))
+    drafted_T = torch.cat(drafted)  # drafted_T[i] is for position i + 2
     accepted = drafted_T[first - 2 :] == chosen_T[first - 1 :]
     return int(accepted.sum()), len(accepted)

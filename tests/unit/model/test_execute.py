@@ -28,7 +28,11 @@ def test_order_is_the_schedules(schedule: Schedule, num_micro_batches: int) -> N
         ran.append((micro_batch, layer, op))
 
     execute(schedule, NUM_LAYERS, range(num_micro_batches), run_op)
-    assert ran == list(order(schedule, NUM_LAYERS, num_micro_batches))
+    in_order = list(order(schedule, NUM_LAYERS, num_micro_batches))
+    assert ran == in_order
+    ran.clear()
+    execute(schedule, NUM_LAYERS, range(num_micro_batches), run_op, first_layer=5)
+    assert ran == [(index, 5 + layer, op) for index, layer, op in in_order]
 
 
 class VirtualLink:

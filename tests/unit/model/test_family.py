@@ -18,12 +18,12 @@ from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.mtp import MtpModule
 from hadal.reference.model import forward, mtp, no_latents
 from hadal.reference.params import ModelWeights
 from tests.family import CONFIGS, small
 from tests.unit.model.checkpoints import shake
 from tests.unit.model.test_deepseek import TOLERANCE, difference
+from tests.unit.model.test_mtp import drafts, make_module
 
 NUM_TOKENS = 100
 BLOCKS = (3, 1)
@@ -214,6 +214,7 @@ def test_the_mtp_layer_is_as_the_model_has_it(name: str, is_moe: bool, tmp_path:
     assert (weights.mtp.layer.moe is not None) == is_moe
     tokens = tokens_of(weights)
     _, hidden = forward(weights, torch.tensor(tokens[:-1]), no_latents(weights))
-    expected = mtp(weights, hidden, torch.tensor(tokens[1:]))
-    chunk = Chunk("d", tuple(tokens[1:]), 0, (2, 1), None, 0)
-    assert difference(MtpModule(weights, 4).draft([chunk], hidden), expected) <= TOLERANCE
+    expected, _ = mtp(weights, hidden, torch.tensor(tokens[1:]))
+    for is_fused in (True, False):
+        ours, _ = drafts(make_module(weights, is_fused=is_fused), tokens, hidden, 0)
+        assert difference(ours, expected) <= TOLERANCE
