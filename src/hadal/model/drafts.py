@@ -104,11 +104,25 @@ class Drafter:
         passes, with rows or without.
         """
         self.num_drafts_S[slots_N] = 0
+        if num_drafts:
+            with recorder.whole(DRAFT) as inner:
+                self._passes(num_drafts, slots_N, positions_N, rooms_N, table_NM, inner)
+
+    def _passes(
+        self,
+        num_drafts: int,
+        slots_N: Ints,
+        positions_N: Ints,
+        rooms_N: Ints,
+        table_NM: Tensor,
+        recorder: Recorder,
+    ) -> None:
         rows = np.flatnonzero(positions_N < rooms_N)
         self.num_drafts_S[slots_N[rows]] = num_drafts
-        if num_drafts == 0:
-            return
         before, before_positions = self._missing(slots_N[rows], positions_N[rows])
+        if 0 < self._module.max_rows < len(rows) + len(before):
+            self.write(slots_N[rows], positions_N[rows], table_NM[rows])
+            before, before_positions = before[:0], before_positions[:0]
         all_rows = np.concatenate((rows, rows[before]))
         positions = np.concatenate((positions_N[rows], before_positions))
         tokens, hidden = self._at(slots_N[all_rows], positions)

@@ -13,7 +13,8 @@ byte's arrival was waited for the link:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -103,6 +104,15 @@ class Recorder:
             self._add("post" if op in _STARTS else op, end_s - start_s)
         if self._is_traced:
             self._note("compute", op, micro_batch, layer, start_s, end_s)
+
+    @contextmanager
+    def whole(self, op: str) -> Iterator[Recorder]:
+        """What is recorded within counts as one op; its own ops are events alone."""
+        self.begin(op)
+        inner = Recorder(self._progress, rank=self._rank, is_traced=self._is_traced)
+        yield inner
+        self.events += inner.events
+        self.end(op)
 
     def op_times(self) -> tuple[OpTime, ...]:
         return tuple(OpTime(op, count, self._seconds[op]) for op, count in self._counts.items())

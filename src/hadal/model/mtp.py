@@ -79,6 +79,11 @@ class MtpModule:
         """Whether `draft` is one call outside Python."""
         return self._has_fused_step
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of a call for which there are buffers; 0: any number."""
+        return self._fused_step.max_rows if self._fused_step is not None else 0
+
     def prepare(self, max_rows: int, max_full: int | None = None) -> None:
         """Make the fused step's buffers now, for calls of up to `max_rows` rows of which `max_full`
         draft (None: all), so that no step has to.
@@ -107,13 +112,14 @@ class MtpModule:
         self, tokens_T: Tensor, positions_T: Tensor, block_table_TM: Tensor, hidden_TD: Tensor
     ) -> None:
         """Write each row's entry at its position, each rank for itself; see `draft`."""
-        if not len(tokens_T):
-            return
-        if self._has_fused_step:
-            step = self._step_for(len(tokens_T), 0)
-            step(tokens_T, positions_T, block_table_TM, hidden_TD, 0)
-        else:
-            self._write(self._batch(tokens_T, positions_T, block_table_TM), hidden_TD)
+        piece = self.max_rows or max(1, len(tokens_T))
+        for first in range(0, len(tokens_T), piece):
+            of = slice(first, first + piece)
+            rows = tokens_T[of], positions_T[of], block_table_TM[of]
+            if self._has_fused_step:
+                self._step_for(len(rows[0]), 0)(*rows, hidden_TD[of], 0)
+            else:
+                self._write(self._batch(*rows), hidden_TD[of])
 
     @torch.inference_mode()
     def draft(

@@ -35,8 +35,8 @@ from hadal.model.batch import PrefillBatch
 from hadal.model.deepseek import DeepseekV3, Rows
 from hadal.model.drafts import Drafter, PromptTails
 from hadal.model.execute import ComputeProgress, Recorder
-from hadal.model.mtp import MtpModule
 from hadal.model.experts import Membership, log_failure
+from hadal.model.mtp import MtpModule
 from hadal.model.sampler import Drawn, Sampler
 from hadal.overlap.plan import SCHEDULES, Schedule
 
@@ -445,6 +445,10 @@ class ModelRunner:
         table = self._table
         if not self._is_prepared:
             self._model.prepare_decode(self._max_slots * (1 + self._num_drafts_max))
+            if self._module is not None:
+                # A row that drafts for each slot, and before it the tokens that were drafts.
+                max_rows = self._max_slots * (2 + self._num_drafts_max)
+                self._module.prepare(max_rows, self._max_slots)
             self._is_prepared = True
         if not len(table) and self._membership is None:
             return [], _NOTHING

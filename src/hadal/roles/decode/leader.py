@@ -687,10 +687,7 @@ class DecodeLeader:
             )
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
-        # As what a token takes: the front reckons with one for each step.
-        num_tokens = max(len(done.keys), step.num_computed, 1)
-        per_token_s = done.elapsed_s * max(step.num_computed, 1) / num_tokens
-        self._line.add(step.num_requests, per_token_s)
+        self._line.add(step.num_requests, done.elapsed_s)
         self._reporter.step_s, request_s = self._line.line
         self._reporter.rates_s = (request_s, 0.0)
         self.scheduler.done(done.step_id, done.op_times)
