@@ -66,7 +66,10 @@ class MtpModule:
                 f" more than the model's {self._layer_index}."
             )
         self._fused_step: DraftStep | None = None
-        self._has_fused_step = model.comm is None and draft_available(model.weights)
+        moe = model.weights.mtp.layer.moe
+        # Where it has no experts it only writes entries.
+        can_draft = moe is None or len(moe.experts) > 0
+        self._has_fused_step = model.comm is None and can_draft and draft_available(model.weights)
 
     @property
     def _module(self) -> MtpWeights:
