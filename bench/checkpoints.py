@@ -104,6 +104,7 @@ _ALIKE: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "mid": MID,
+    "mid_mtp": {**MID, "num_nextn_predict_layers": 1},
     "large": {
         **MID,
         "hidden_size": 1024,
@@ -141,7 +142,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 192,
     },
 }
-"""The middle one; one of 1.5 B parameters, its parts as large to each other; and the shapes of
+"""The middle one; the same with an MTP module; one of 1.5 B parameters, its parts as large to each
+other; and the shapes of
 Moonlight-16B-A3B and, as far as they are known, of GigaChat3-10B-A1.8B: 16 and 11 B.
 """
 _FP8_FIELDS = {
@@ -288,11 +290,18 @@ def dequantised(path: Path, block: int = 128) -> Iterator[tuple[str, torch.Tenso
 
 
 def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the released checkpoint's tensor names and shapes for this config, without MTP."""
+    """Yield the released checkpoint's tensor names and shapes for this config. An MTP module's
+    copies of embedding and head are left out: nobody reads them.
+    """
     c = config
     dim, heads = c["hidden_size"], c["num_attention_heads"]
     yield "model.embed_tokens.weight", (c["vocab_size"], dim)
-    for layer in range(c["num_hidden_layers"]):
+    num_layers = c["num_hidden_layers"]
+    for layer in range(num_layers + c["num_nextn_predict_layers"]):
+        if layer >= num_layers:
+            for norm in ("enorm", "hnorm", "shared_head.norm"):
+                yield f"model.layers.{layer}.{norm}.weight", (dim,)
+            yield f"model.layers.{layer}.eh_proj.weight", (dim, 2 * dim)
         prefix = f"model.layers.{layer}."
         attention = f"{prefix}self_attn."
         yield f"{prefix}input_layernorm.weight", (dim,)

@@ -35,6 +35,31 @@ DRAFT = "draft"
 """Among the op times of a step: the module's entries and drafts."""
 
 
+def take(values: Tensor, *index: Ints) -> Tensor:
+    """values[index]. On a CPU without torch, whose threads take milliseconds to wake on a busy
+    machine, for some KB.
+    """
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy()[index])
+    return values[tuple(torch.from_numpy(rows).to(values.device) for rows in index)]
+
+
+def put(values: Tensor, new: Tensor | float, *index: Ints) -> None:
+    """values[index] = new, alike."""
+    if values.device.type == "cpu":
+        values.numpy()[index] = new.numpy() if isinstance(new, Tensor) else new
+    else:
+        values[tuple(torch.from_numpy(rows).to(values.device) for rows in index)] = new
+
+
+def likeliest(logits_NV: Tensor) -> Ints:
+    """[N] tokens."""
+    if logits_NV.device.type == "cpu":
+        found: Ints = logits_NV.numpy().argmax(-1)
+        return found
+    return logits_NV.argmax(-1).cpu().numpy()
+
+
 class Drafter:
     """Of a decode rank, by slot. Positions are those of a slot's last token, whose own KV the next
     step writes.
@@ -76,9 +101,9 @@ class Drafter:
         """
         at_N = positions_N % BLOCK_TOKENS
         self._tokens_SP[slots_N, at_N] = tokens_N
-        where = torch.from_numpy(slots_N), torch.from_numpy(at_N)
-        self._hidden_SPD[where] = hidden_ND.to(self._hidden_SPD.dtype)
-        self._hidden_SPD[slots_N[at_N == 0], 0] = 0.0
+        put(self._hidden_SPD, hidden_ND.to(self._hidden_SPD.dtype), slots_N, at_N)
+        first = slots_N[at_N == 0]
+        put(self._hidden_SPD, 0.0, first, np.zeros_like(first))
 
     def write(self, slots_N: Ints, ends_N: Ints, table_NM: Tensor) -> None:
         """Write what is not written yet of these slots' entries, up to `ends_N`, exclusive; blocks
@@ -87,7 +112,7 @@ class Drafter:
         rows, positions = self._missing(slots_N, ends_N)
         if len(rows):
             tokens, hidden = self._at(slots_N[rows], positions)
-            self._module.write_rows(tokens, torch.from_numpy(positions), table_NM[rows], hidden)
+            self._module.write_rows(*self._rows(tokens, positions, table_NM, rows), hidden)
         self._num_written_S[slots_N] = np.maximum(self._num_written_S[slots_N], ends_N)
 
     def draft(
@@ -129,10 +154,10 @@ class Drafter:
         self._num_written_S[slots_N[rows]] = positions_N[rows] + 1
         for turn in range(num_drafts):
             logits_NV, states_ND = self._module.draft(
-                tokens, torch.from_numpy(positions), table_NM[all_rows], hidden, len(rows), recorder
+                *self._rows(tokens, positions, table_NM, all_rows), hidden, len(rows), recorder
             )
             # The likeliest: of drafts drawn with the sampler's own randomness no more were right.
-            drafted = logits_NV.argmax(-1).cpu().numpy()
+            drafted = likeliest(logits_NV)
             self.drafts_SK[slots_N[rows], turn] = drafted
             # Behind it the module goes on from its own state, as long as there is room.
             positions = positions[: len(rows)] + 1
@@ -140,9 +165,9 @@ class Drafter:
             self.num_drafts_S[np.delete(slots_N[rows], kept)] = turn + 1
             all_rows = rows = rows[kept]
             positions = positions[kept]
-            tokens = torch.from_numpy(drafted[kept])
-            hidden = states_ND[kept].clone()
-            hidden[positions % BLOCK_TOKENS == 0] = 0.0
+            tokens = drafted[kept]
+            hidden = take(states_ND, kept)
+            put(hidden, 0.0, np.flatnonzero(positions % BLOCK_TOKENS == 0))
 
     def _missing(self, slots_N: Ints, ends_N: Ints) -> tuple[Ints, Ints]:
         """Rows and positions of entries before `ends_N` that are not written, row by row."""
@@ -152,11 +177,17 @@ class Drafter:
         within = np.arange(len(rows)) - np.repeat(np.cumsum(num_N) - num_N, num_N)
         return rows, first_N[rows] + within
 
-    def _at(self, slots: Ints, positions: Ints) -> tuple[Tensor, Tensor]:
+    def _at(self, slots: Ints, positions: Ints) -> tuple[Ints, Tensor]:
         """Tokens and what the module sees before them."""
         at = positions % BLOCK_TOKENS
-        hidden = self._hidden_SPD[torch.from_numpy(slots), torch.from_numpy(at)]
-        return torch.from_numpy(self._tokens_SP[slots, at]), hidden
+        return self._tokens_SP[slots, at], take(self._hidden_SPD, slots, at)
+
+    def _rows(
+        self, tokens: Ints, positions: Ints, table_NM: Tensor, rows: Ints
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = self._hidden_SPD.device
+        parts = torch.from_numpy(tokens), torch.from_numpy(positions), take(table_NM, rows)
+        return parts[0].to(device), parts[1].to(device), parts[2].to(device)
 
 
 class PromptTails:

@@ -33,7 +33,7 @@ from hadal.core.plans import (
 )
 from hadal.model.batch import PrefillBatch
 from hadal.model.deepseek import DeepseekV3, Rows
-from hadal.model.drafts import Drafter, PromptTails
+from hadal.model.drafts import Drafter, PromptTails, take
 from hadal.model.execute import ComputeProgress, Recorder
 from hadal.model.experts import Membership, log_failure
 from hadal.model.mtp import MtpModule
@@ -509,7 +509,7 @@ class ModelRunner:
             # Where those rows stand in the logits; all of a turn's need no copy.
             at = first + np.searchsorted(of_turn, rows)
             is_whole = len(rows) == len(of_turn)
-            logits_NV = logits_RV[first : first + len(rows)] if is_whole else logits_RV[at]
+            logits_NV = logits_RV[first : first + len(rows)] if is_whole else take(logits_RV, at)
             drawn = self._decode_sampler.draw(logits_NV, slots_B[rows])
             num_before = sum(len(drawn_slots) for drawn_slots in slots)
             draws.update({num_before + row: draw for row, draw in drawn.draws.items()})
@@ -521,7 +521,8 @@ class ModelRunner:
             if drafter is not None:
                 assert hidden_RD is not None
                 positions_N = table.positions_B[rows] + turn + 1
-                drafter.note(slots_B[rows], positions_N, drawn.tokens, hidden_RD[at])
+                hidden_ND = take(hidden_RD, at)
+                drafter.note(slots_B[rows], positions_N, drawn.tokens, hidden_ND)
             first += len(of_turn)
             if drafter is None or turn + 1 == len(checked.turns):
                 break
@@ -553,7 +554,7 @@ class ModelRunner:
                 positions_B[is_moving_B] % BLOCK_TOKENS > 0
             )
             ends_B = np.minimum(ends_B, table.rooms_B)
-            table_NM = table.table_BM(int(positions_B.max()))[rows]
+            table_NM = take(table.table_BM(int(positions_B.max())), rows)
             drafter.write(slots_B[rows], ends_B[rows], table_NM)
         blocks = {block_id for slot in plan.publishes for block_id in table.written_blocks(slot)}
         if plan.publishes_full:
@@ -605,7 +606,7 @@ class ModelRunner:
         """Logits [R, V] of the step's rows, and with drafts their hidden states [R, D]."""
         rows_R = np.concatenate(checked.turns)
         table_BM = self._table.table_BM(int(checked.positions_R.max(initial=0)))
-        table_RM = table_BM if len(checked.turns) == 1 else table_BM[torch.from_numpy(rows_R)]
+        table_RM = table_BM if len(checked.turns) == 1 else take(table_BM, rows_R)
         table_RM = table_RM.to(self._device)
         tokens_R = torch.from_numpy(checked.tokens_R).to(self._device)
         positions_R = torch.from_numpy(checked.positions_R).to(self._device)
