@@ -18,10 +18,19 @@ from rich.text import Text
 
 from hadal import __version__
 from hadal.comm.layout import MessageLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
-from hadal.core.balance import OFF
-from hadal.core.config import PREFILL, ROLES, UnitsConfig, units_of
+from hadal.core.balance import AUTO, OFF
+from hadal.core.config import (
+    DECODE,
+    PREFILL,
+    ROLES,
+    Deployment,
+    UnitsConfig,
+    num_drafts_max,
+    units_of,
+)
 from hadal.core.handshake import is_near
 from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
 from hadal.roles.leaders import first_placement
 from hadal.runtime.ledger.store import shown
@@ -71,6 +80,8 @@ def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:
             yield f"{role}: experts", list(_experts(role, resolved))
             yield f"{role}: dispatch and combine", list(_exchange(role, resolved))
         yield f"{role}: schedule", list(_schedule(units))
+        if role == DECODE and (text := _drafts(deployment, resolved.config)):
+            yield "decode: drafts", [("made", text)]
     yield "cache: KV that outlives its request", cache_rows(deployment, resolved.memory)
 
 
@@ -230,6 +241,15 @@ def _schedule(units: UnitsConfig) -> Iterator[Row]:
     yield "split", f"in two micro-batches from {units.min_split_tokens} tokens on a rank"
 
 
+def _drafts(deployment: Deployment, config: ModelConfig) -> str:
+    """Empty where none are made."""
+    most = num_drafts_max(deployment, config)
+    if not most:
+        return ""
+    number = f"up to {most}, as many as pay," if deployment.decode.drafts == AUTO else str(most)
+    return f"{number} a request and step, by the model's MTP module; no token changes by them"
+
+
 log = logging.getLogger(__name__)
 
 _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
@@ -284,6 +304,8 @@ class Banner:
             ),
         ]
         rows += [(name, text) for name, text in self._process_rows(status)]
+        if text := _drafts(deployment, config):
+            rows.append(("drafts", text))
         rows += [
             (
                 "memory",
