@@ -223,10 +223,18 @@ def _without_block_starts(hidden_TD: Tensor, positions_T: Tensor) -> Tensor:
     return hidden_TD.masked_fill((positions_T % BLOCK_TOKENS == 0)[:, None], 0.0)
 
 
-@torch.inference_mode()
 def acceptance(module: MtpModule, tokens: Sequence[int], first: int) -> tuple[int, int]:
     """Return (accepted, drafted): how often the draft of tokens[i], i >= first, is what the model
-    itself would choose. What is drafted is what a decode rank would draft.
+    itself would choose; see `right_drafts`.
+    """
+    is_right = right_drafts(module, tokens, first)
+    return int(is_right.sum()), len(is_right)
+
+
+@torch.inference_mode()
+def right_drafts(module: MtpModule, tokens: Sequence[int], first: int) -> Tensor:
+    """Return for each token from `first` on whether its draft is what the model itself would
+    choose: bool, one a token. What is drafted is what a decode rank would draft.
 
     `first` is at least 2: the first token that can be drafted. Blocks 1, 2, ... of the cache are
     overwritten. Raises ValueError if there is no such token.
@@ -253,5 +261,4 @@ def acceptance(module: MtpModule, tokens: Sequence[int], first: int) -> tuple[in
         )
         drafted.append(logits_TV.argmax(-1))
     drafted_T = torch.cat(drafted)  # drafted_T[i] is for position i + 2
-    accepted = drafted_T[first - 2 :] == chosen_T[first - 1 :]
-    return int(accepted.sum()), len(accepted)
+    return drafted_T[first - 2 :] == chosen_T[first - 1 :]

@@ -720,10 +720,10 @@ class DecodeLeader:
             num_kept = np.full(table.num_slots, len(slots))
             np.minimum.at(num_kept, slots[is_end], ahead[is_end] + 1)
             is_kept &= ahead < num_kept[slots]
-        self._learn(step, num_drawn, done.elapsed_s)
         drawn = np.flatnonzero(step.computed)
         table.settle(step.num_checked, drawn, num_drawn[drawn] - 1)
         rows = np.flatnonzero(is_kept)
+        self._learn(step, slots[rows], slots[rows[is_end[rows]]], done.elapsed_s)
         if not rows.size:
             return
         slots, values, index, ahead = slots[rows], values[rows], index[rows], ahead[rows]
@@ -747,17 +747,17 @@ class DecodeLeader:
         self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
         self.slots.end(slots[ends])
 
-    def _learn(self, step: _DecodeStep, num_drawn: Ints, elapsed_s: float) -> None:
-        """How often drafts were right, and what the step took."""
-        places = range(1, 1 + self._drafts.num_max)
-        tried = [
-            int(np.count_nonzero((step.num_checked >= place) & (num_drawn >= place)))
-            for place in places
-        ]
-        right = [
-            int(np.count_nonzero((step.num_checked >= place) & (num_drawn > place)))
-            for place in places
-        ]
+    def _learn(self, step: _DecodeStep, slots: Ints, ended: Ints, elapsed_s: float) -> None:
+        """How often drafts were right, and what the step took. `slots`: of the tokens that somebody
+        gets, `ended`: of those whose request they end, behind which no draft means anything.
+        """
+        num_kept = np.bincount(slots, minlength=self.table.num_slots)
+        num_gone_on = num_kept - np.bincount(ended, minlength=self.table.num_slots)
+        tried, right = [], []
+        for place in range(1, 1 + self._drafts.num_max):
+            is_checked = step.num_checked >= place
+            tried.append(int(np.count_nonzero(is_checked & (num_gone_on >= place))))
+            right.append(int(np.count_nonzero(is_checked & (num_kept > place))))
         self._drafts.done(step.num_requests, *step.num_drafts, elapsed_s, tried, right)
         self._reporter.drafts_tried = self._drafts.num_tried
         self._reporter.drafts_accepted = self._drafts.num_right
