@@ -85,9 +85,8 @@ class KvPool:
         costs two microseconds a page in the middle of a step, and all of them at the start as many
         seconds as there are GB. Without the interpreter's lock.
         """
-        madvise = ctypes.CDLL(
-            None
-        ).madvise  # Older kernels do not know the advice: nothing happens.
+        # Older kernels do not know the advice: nothing happens.
+        madvise = ctypes.CDLL(None).madvise
         for offset in range(0, len(self._map), _TOUCHED_BYTES):
             if self._fd < 0:
                 return
