@@ -5,6 +5,7 @@ it.
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,8 +37,10 @@ class Batch:
     """Sequences laid end to end. `targets` is the next token where it is part of a reply, else
     -100.
 
-    `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next. `sequence`
-    numbers the sequence of each token; `examples` are those sequences.
+    `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next.
+    `second_tokens` feeds the layer's second application, whose target `second_targets` is one
+    further: the third token from here. None of them looks past the end of its sequence.
+    `sequence` numbers the sequence of each token; `examples` are those sequences.
     """
 
     tokens: Tensor
@@ -46,6 +49,8 @@ class Batch:
     targets: Tensor
     next_tokens: Tensor
     mtp_targets: Tensor
+    second_tokens: Tensor
+    second_targets: Tensor
     sequence: Tensor
     examples: tuple[Example, ...]
 
@@ -68,6 +73,11 @@ def encode(tokenizer: Tokenizer, example: Example) -> tuple[list[int], list[int]
     return prompt, tokenizer.encode(render_reply(example), add_special_tokens=False).ids
 
 
+def _ahead(values: list[int], distance: int, fill: int) -> list[int]:
+    """Return for each place the value `distance` further on, or `fill` past the end."""
+    return (values[distance:] + [fill] * distance)[: len(values)]
+
+
 def pack(
     encoded: list[tuple[list[int], list[int]]], examples: list[Example], num_tokens: int = 0
 ) -> Batch:
@@ -75,19 +85,18 @@ def pack(
     short = num_tokens - sum(len(prompt) + len(reply) for prompt, reply in encoded)
     if short > 0:
         encoded = [*encoded, ([PAD_ID] * short, [])]
-    rows = {
-        name: []
-        for name in ("tokens", "positions", "targets", "next_tokens", "mtp_targets", "sequence")
-    }
+    rows: dict[str, list[int]] = defaultdict(list)
     bounds = [0]
     for index, (prompt, reply) in enumerate(encoded):
         ids, size = prompt + reply, len(prompt) + len(reply)
         marked = [-100] * len(prompt) + reply
         rows["tokens"] += ids
         rows["positions"] += range(size)
-        rows["targets"] += [*marked[1:], -100]
-        rows["next_tokens"] += [*ids[1:], 0]
-        rows["mtp_targets"] += [*marked[2:], -100, -100]
+        rows["targets"] += _ahead(marked, 1, -100)
+        rows["next_tokens"] += _ahead(ids, 1, 0)
+        rows["mtp_targets"] += _ahead(marked, 2, -100)
+        rows["second_tokens"] += _ahead(ids, 2, 0)
+        rows["second_targets"] += _ahead(marked, 3, -100)
         rows["sequence"] += [index] * size
         bounds.append(bounds[-1] + size)
     return Batch(

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from evals.tasks import TASKS, Example, is_correct, sample_split
-from train.data import encode, pack, render_prompt
+from train.data import Batch, encode, pack, render_prompt
 from train.export import load
 from train.model import Layer, Model, MoE, rope_table
 
@@ -95,25 +95,39 @@ def generate(model: Model, prompts: list[list[int]], num_new: int = 320) -> list
 
 
 @torch.no_grad()
-def acceptance_and_load(
-    model: Model, prompts: list[list[int]], replies: list[list[int]]
-) -> tuple[float, list[float], list[float]]:
-    """Return how often the MTP layer names the model's own greedy next-but-one token over the
-    generated text, and per mixture layer the largest expert load over the mean and the share of
-    experts with no token.
+def acceptance(model: Model, batch: Batch) -> tuple[float, float]:
+    """Return how often the MTP layer's first draft is the model's own greedy choice, and how often
+    its second is where the first one was.
+
+    They are made as in serving: the first from the model's state and the next token, the second
+    from the layer's own state and its own first draft.
     """
-    batch = pack(list(zip(prompts, replies, strict=True)), [])
+    h = model.hidden(batch.tokens, batch.positions, batch.bounds)
+    text = (h, batch.next_tokens, batch.positions, batch.bounds)
+    states = model.mtp_hidden(*text)
+    rows = (batch.mtp_targets >= 0).nonzero()[:, 0]
+    drafts = model.lm_head(states[rows]).argmax(-1)
+    is_right = drafts == model.lm_head(h[rows + 1]).argmax(-1)
+    # A second draft counts where a step would look at it, and where a third token is there.
+    goes_on = is_right & (batch.second_targets[rows] >= 0)
+    rows, drafts = rows[goes_on], drafts[goes_on]
+    again = model.lm_head(model.mtp_second_hidden(*text, states, rows, drafts)).argmax(-1)
+    is_right_again = again == model.lm_head(h[rows + 2]).argmax(-1)
+    return is_right.float().mean().item(), is_right_again.float().mean().item()
+
+
+@torch.no_grad()
+def expert_load(model: Model, batch: Batch) -> tuple[list[float], list[float]]:
+    """Return per mixture layer the largest expert load over the mean and the share of experts with
+    no token. The MTP layer is applied once.
+    """
     for module in model.modules():
         if isinstance(module, MoE):
             module.counts.zero_()
     h = model.hidden(batch.tokens, batch.positions, batch.bounds)
-    h2 = model.mtp_hidden(h, batch.next_tokens, batch.positions, batch.bounds)
-    rows = (batch.mtp_targets >= 0).nonzero()[:, 0]
-    own = model.lm_head(h[rows + 1]).argmax(-1)
-    agree = (model.lm_head(h2[rows]).argmax(-1) == own).float().mean().item()
+    model.mtp_hidden(h, batch.next_tokens, batch.positions, batch.bounds)
     counts = [module.counts for module in model.modules() if isinstance(module, MoE)]
     return (
-        agree,
         [(c.max() / c.mean()).item() for c in counts],
         [(c == 0).float().mean().item() for c in counts],
     )
@@ -160,20 +174,22 @@ def main() -> None:
             print(f"   said   {text!r}")
         all_prompts += prompts
         all_replies += replies
-    agree, skew, idle = acceptance_and_load(model, all_prompts, all_replies)
+    encoded = list(zip(all_prompts, all_replies, strict=True))
+    batch = pack(encoded, [])
+    first, second = acceptance(model, batch)
+    skew, idle = expert_load(model, batch)
     by_task = {}
     for index, task in enumerate(TASKS):
-        part = slice(index * args.count, (index + 1) * args.count)
-        by_task[task] = [
-            round(s, 1) for s in acceptance_and_load(model, all_prompts[part], all_replies[part])[1]
-        ]
+        part = pack(encoded[index * args.count : (index + 1) * args.count], [])
+        by_task[task] = [round(s, 1) for s in expert_load(model, part)[0]]
     print(
         json.dumps(
             {
                 "overall": round(sum(right.values()) / (args.count * len(TASKS)), 4),
                 "questions": args.count * len(TASKS),
                 **{task: right[task] / args.count for task in TASKS},
-                "mtp_acceptance": round(agree, 4),
+                "mtp_acceptance": round(first, 4),
+                "mtp_acceptance_second": round(second, 4),
                 "load_max_over_mean": [round(s, 2) for s in skew],
                 "of_one_task": by_task,
                 "idle_experts": [round(s, 3) for s in idle],

@@ -114,6 +114,39 @@ def packed_attention(
     return torch.cat(outs)
 
 
+def attention_one_further(
+    q_RHK: Tensor,
+    own: tuple[Tensor, Tensor],
+    earlier: tuple[Tensor, Tensor],
+    rows_R: Tensor,
+    bounds: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return attention of one more token after each of the ascending `rows_R`: over its own key
+    and value [R, H, *] and over those of all T tokens [T, H, *], from its sequence's begin up to
+    its row.
+
+    The tokens do not see each other: each is the only one after its row.
+    """
+    (own_k_RHK, own_v_RHV), (k_THK, v_THV) = own, earlier
+    own_score_RH = (q_RHK * own_k_RHK).sum(-1)
+    at_R = rows_R - bounds[torch.searchsorted(bounds, rows_R, right=True) - 1]
+    # Split, not sliced: the gradient of a slice is as large as all tokens.
+    sizes, counts = bounds.diff().tolist(), torch.searchsorted(rows_R, bounds).diff().tolist()
+    of_rows = [x.split(counts) for x in (q_RHK, own_score_RH, own_v_RHV, at_R)]
+    outs = []
+    for q, own_score, own_v, at, k, v in zip(
+        *of_rows, k_THK.split(sizes), v_THV.split(sizes), strict=True
+    ):
+        if len(at) == 0:
+            continue
+        scores = torch.einsum("rhk,lhk->rhl", q, k)
+        scores = scores.masked_fill(torch.arange(len(k)) > at[:, None, None], float("-inf"))
+        both = (torch.cat([scores, own_score[..., None]], dim=-1) * scale).softmax(-1)
+        outs.append(torch.einsum("rhl,lhv->rhv", both[..., :-1], v) + both[..., -1:] * own_v)
+    return torch.cat(outs)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.experts import grouped_experts, packed_attention, rms_norm, route
+from train.experts import (
+    attention_one_further,
+    grouped_experts,
+    packed_attention,
+    rms_norm,
+    route,
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,17 @@ class Attention(nn.Module):
         k, v = self.expand(*self.latents(x, table))
         return self.o_proj(packed_attention(q, k, v, bounds, self.scale).flatten(1))
 
+    def one_further(
+        self, x: Tensor, table: Tensor, earlier: tuple[Tensor, Tensor], rows: Tensor, bounds: Tensor
+    ) -> Tensor:
+        """Attention of a token after each of `rows`, over the `earlier` keys and values of all
+        tokens up to that row and its own.
+        """
+        q, own = self.queries(x, table), self.expand(*self.latents(x, table))
+        return self.o_proj(
+            attention_one_further(q, own, earlier, rows, bounds, self.scale).flatten(1)
+        )
+
 
 class MLP(nn.Module):
     def __init__(self, dim: int, width: int) -> None:
@@ -212,6 +229,19 @@ class MTPLayer(Layer):
     def combine(self, next_embedding: Tensor, h: Tensor) -> Tensor:
         return self.eh_proj(torch.cat([self.enorm(next_embedding), self.hnorm(h)], dim=-1))
 
+    def entries(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values the first application attends over."""
+        return self.self_attn.expand(*self.self_attn.latents(self.input_layernorm(x), table))
+
+    def second(
+        self, x: Tensor, table: Tensor, earlier: tuple[Tensor, Tensor], rows: Tensor, bounds: Tensor
+    ) -> Tensor:
+        """The layer once more, for a token after each of `rows`; `earlier` are the keys and values
+        of the first application.
+        """
+        x = x + self.self_attn.one_further(self.input_layernorm(x), table, earlier, rows, bounds)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
 
 class Body(nn.Module):
     def __init__(self, c: Config) -> None:
@@ -262,3 +292,28 @@ class Model(nn.Module):
         table = rope_table(self.c, positions)
         x = self.mtp.combine(self.model.embed_tokens(next_tokens), h)
         return self.mtp.shared_head["norm"](self.mtp(x, table, bounds))
+
+    def mtp_second_hidden(
+        self,
+        h: Tensor,
+        next_tokens: Tensor,
+        positions: Tensor,
+        bounds: Tensor,
+        states: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Return the states [R, D] of the MTP layer applied once more after each of the ascending
+        `rows` [R], for the third token from there.
+
+        `states` [T, D] are the layer's own of the first application, to the same `h` and
+        `next_tokens`; `tokens` [R] is each row's token after the next, or the draft of it. This
+        application stands one position further on. It attends as in serving: over the entries of
+        the first application up to its row and over its own, which nobody else sees, because the
+        first application overwrites it once that token is decided. So all rows go at once.
+        """
+        earlier_x = self.mtp.combine(self.model.embed_tokens(next_tokens), h)
+        earlier = self.mtp.entries(earlier_x, rope_table(self.c, positions))
+        x = self.mtp.combine(self.model.embed_tokens(tokens), states[rows])
+        table = rope_table(self.c, positions[rows] + 1)
+        return self.mtp.shared_head["norm"](self.mtp.second(x, table, earlier, rows, bounds))

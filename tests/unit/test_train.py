@@ -1,0 +1,213 @@
+"""Training of the MTP layer's two applications: what each is asked, that the second one computes
+what serving computes, that it learns, and when it is trained.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from train import experts, train
+from train.data import Batch, pack
+from train.evaluate import acceptance
+from train.model import Config, Model, rope_table
+from train.train import losses
+
+TOKENIZER = Path(__file__).parents[2] / "models" / "hadal-tiny" / "tokenizer.json"
+NUM_WORDS = 11
+TINY = Config(
+    vocab_size=NUM_WORDS,
+    hidden_size=32,
+    num_hidden_layers=2,
+    intermediate_size=32,
+    moe_intermediate_size=16,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    num_attention_heads=2,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test waits for a compiler, or leaves another precision behind."""
+    monkeypatch.setenv("HADAL_PLAIN", "1")
+    experts.kernels.cache_clear()
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+    experts.kernels.cache_clear()
+
+
+def counting(*sizes: int) -> Batch:
+    """Sequences that count on from different words, the first two of each being the prompt."""
+    words = [[(3 * index + i) % NUM_WORDS for i in range(size)] for index, size in enumerate(sizes)]
+    return pack([(ids[:2], ids[2:]) for ids in words], [])
+
+
+def gradients(model: Model, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_targets_end_with_their_sequence() -> None:
+    batch = pack([([5, 6], [7, 8, 9]), ([1, 2, 3], [4])], [])
+    assert batch.targets.tolist() == [-100, 7, 8, 9, -100, -100, -100, 4, -100]
+    assert batch.mtp_targets.tolist() == [7, 8, 9, -100, -100, -100, 4, -100, -100]
+    assert batch.second_tokens.tolist() == [7, 8, 9, 0, 0, 3, 4, 0, 0]
+    assert batch.second_targets.tolist() == [8, 9, -100, -100, -100, 4, -100, -100, -100]
+
+
+@pytest.mark.parametrize("num_padded", [1, 2, 3])
+def test_a_sequence_shorter_than_the_distance_has_no_target(num_padded: int) -> None:
+    batch = pack([([5, 6], [7, 8])], [], 4 + num_padded)
+    for name in ("tokens", "targets", "mtp_targets", "second_tokens", "second_targets"):
+        assert len(getattr(batch, name)) == 4 + num_padded, name
+    assert batch.second_targets.tolist() == [8, *[-100] * (3 + num_padded)]
+
+
+def test_the_second_application_is_the_one_of_serving() -> None:
+    """The layer over the first application's entries up to a row and its own, one row by one."""
+    model, batch = Model(TINY), counting(7, 3, 9)
+    text = (
+        model.hidden(batch.tokens, batch.positions, batch.bounds),
+        batch.next_tokens,
+        batch.positions,
+        batch.bounds,
+    )
+    states = model.mtp_hidden(*text)
+    rows = torch.tensor([0, 2, 4, 10, 15])  # None of the second sequence.
+    drafts = torch.tensor([4, 0, 9, 1, 1])
+    got = model.mtp_second_hidden(*text, states, rows, drafts)
+
+    embed, mtp = model.model.embed_tokens, model.mtp
+    first_x = mtp.combine(embed(batch.next_tokens), text[0])
+    for index, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+        begin = batch.bounds[batch.sequence[row]]
+        x = mtp.combine(embed(draft[None]), states[row][None])
+        chain = torch.cat([first_x[begin : row + 1], x])
+        table = rope_table(TINY, torch.arange(len(chain)))
+        out = mtp(chain, table, torch.tensor([0, len(chain)]))
+        expected = mtp.shared_head["norm"](out)[-1]
+        torch.testing.assert_close(got[index], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_second_loss_reaches_the_layer_and_leaves_the_model_alone() -> None:
+    model = Model(TINY)
+    reached = gradients(model, losses(model, counting(9, 12), with_second=True).second)
+    mtp = f"model.layers.{TINY.num_hidden_layers}."
+    for name, gradient in reached.items():
+        if name.startswith(mtp):
+            assert gradient is not None, name
+            assert gradient.abs().sum() > 0, name
+        elif "embed_tokens" not in name and "lm_head" not in name:
+            assert gradient is None or not gradient.any(), name
+
+
+def test_with_the_weight_0_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "MTP_SECOND_WEIGHT", 0.0)
+    model, batch = Model(TINY), counting(9, 12)
+    with_second, before = losses(model, batch, with_second=True), losses(model, batch)
+    assert before.second == 0
+    assert with_second.second > 0
+    assert torch.equal(with_second.main, before.main)
+    assert torch.equal(with_second.mtp, before.mtp)
+    expected = gradients(model, before.main + train.MTP_WEIGHT * before.mtp)
+    got = gradients(model, with_second.total)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=0, atol=0)
+
+
+def interleaved() -> Batch:
+    """Two counts in turns: a word is told by the last but one before it, and not by the last. The
+    first application finds its target in the model's state, the second has to look elsewhere.
+    """
+    encoded = []
+    for start in range(NUM_WORDS):
+        ids = [(start * (1 + 3 * (i % 2)) + i // 2) % NUM_WORDS for i in range(12)]
+        encoded.append((ids[:2], ids[2:]))
+    return pack(encoded, [])
+
+
+def train_some(weight: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], float]:
+    """Return the second application's losses of some steps with such a weight, and how often its
+    drafts are accepted then.
+    """
+    monkeypatch.setattr(train, "MTP_SECOND_WEIGHT", weight)
+    torch.manual_seed(0)
+    model, batch, seen = Model(TINY), interleaved(), []
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(25):
+        found = losses(model, batch, with_second=True)
+        found.total.backward()
+        seen.append(found.second.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return seen, acceptance(model, batch)[1]
+
+
+def test_the_second_application_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, accepted = train_some(0.1, monkeypatch)
+    untaught, accepted_untaught = train_some(0.0, monkeypatch)
+    assert seen[-1] < 0.1 * seen[0]
+    assert seen[-1] < 0.3 * untaught[-1]
+    assert accepted > accepted_untaught
+
+
+def test_a_second_draft_follows_the_first_draft_and_counts_only_behind_a_right_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = Model(TINY), counting(9, 12)
+    h = model.hidden(batch.tokens, batch.positions, batch.bounds)
+    states = model.mtp_hidden(h, batch.next_tokens, batch.positions, batch.bounds)
+    chosen, drafts = model.lm_head(h).argmax(-1), model.lm_head(states).argmax(-1)
+    rows = [row for row in range(21) if batch.mtp_targets[row] >= 0]
+    right = [row for row in rows if drafts[row] == chosen[row + 1]]
+    seen: list[tuple[list[int], list[int]]] = []
+    real = model.mtp_second_hidden
+
+    def spy(*arguments: torch.Tensor) -> torch.Tensor:
+        seen.append((arguments[5].tolist(), arguments[6].tolist()))
+        return real(*arguments)
+
+    monkeypatch.setattr(model, "mtp_second_hidden", spy)
+    first, _ = acceptance(model, batch)
+    looked_at = [row for row in right if batch.second_targets[row] >= 0]
+    assert first == pytest.approx(len(right) / len(rows))
+    assert seen == [(looked_at, drafts[looked_at].tolist())]
+
+
+@pytest.mark.parametrize(
+    ("progress", "step", "weight", "trained_parts"),
+    [
+        (0.01, 0, 0.02, (True, False)),
+        (0.5, 0, 0.02, (False, False)),
+        (0.8, 1, 0.02, (False, False)),
+        (0.8, 2, 0.02, (True, True)),
+        (0.8, 2, 0.0, (True, False)),
+    ],
+)
+def test_the_second_application_is_trained_late(
+    progress: float,
+    step: int,
+    weight: float,
+    trained_parts: tuple[bool, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train, "MTP_SECOND_WEIGHT", weight)
+    monkeypatch.setattr(train, "Config", lambda vocab_size: TINY)
+    shutil.copy(TOKENIZER, tmp_path / "tokenizer.json")
+    run = train.Run(tmp_path, minutes=1, lr=0.008, seed=0)
+    run.elapsed, run.step = progress * run.seconds, step
+    found, _ = run.update(counting(9, 12))
+    assert (found.mtp.item() > 0, found.second.item() > 0) == trained_parts
