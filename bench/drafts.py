@@ -2,11 +2,12 @@
 
     python -m bench.drafts [--model tiny|mid|mid-fp8 ...] [--batch 1 8 32] [--quick]
 
-hadal-tiny drafts for itself. The middle model's weights are random, so nothing that its module drafts
-is right: there a coin says which drafts are, at equal cost (what was drafted is written over, after
+The middle model's weights are random, and the prompts are for hadal-tiny, so little that a module
+drafts is right: a coin says which drafts are, at equal cost (what was drafted is written over, after
 it was computed, with the token that will be drawn, or another one). Every number of drafts runs in
-turn on the same requests, and their tokens are compared; "auto" chooses as a leader does, and is
-also asked with a coin that falls to nothing halfway. Knows no server.
+turn on the same requests, and their tokens are compared; "auto" chooses as a leader does, and
+"falls" is the same with a coin that falls to nothing halfway. "off" is a rank without the module,
+"0" one that has it and makes no drafts. Knows no server.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -62,7 +64,8 @@ class CoinDrafter(Drafter):
             return
         for slot, position in zip(slots_N.tolist(), positions_N.tolist(), strict=True):
             for place in range(num_drafts):
-                token = int(self.texts[slot][position + 1 + place])
+                text = self.texts[slot]
+                token = int(text[min(position + 1 + place, len(text) - 1)])
                 is_right = random.random() < self.coin(position - CONTEXT)
                 self.drafts_SK[slot, place] = token if is_right else token ^ 1
 
@@ -78,15 +81,22 @@ class Rank:
         cache = KvCache(
             config, 1 + batch * self._blocks_each, num_layers=config.num_hidden_layers + 1
         )
-        model = DeepseekV3(weights, cache)
-        self._runner = ModelRunner(model, batch, num_drafts_max=NUM_DRAFTS_MAX)
-        module = self._runner._module
+        self._drafting = ModelRunner(
+            DeepseekV3(weights, cache), batch, num_drafts_max=NUM_DRAFTS_MAX
+        )
+        module = self._drafting._module
         assert module is not None
-        self.drafter = self._runner._drafter = CoinDrafter(module, batch, NUM_DRAFTS_MAX)
+        self.drafter = self._drafting._drafter = CoinDrafter(module, batch, NUM_DRAFTS_MAX)
+        # Without a module, and without its layer in the cache.
+        plain = KvCache(config, 1 + batch * self._blocks_each)
+        self._plain = ModelRunner(DeepseekV3(replace(weights, mtp=None), plain), batch)
         self._step_ids = count()
         self.num_tokens = num_tokens
         self._prompts = prompts(batch, CONTEXT, config.vocab_size, 1)
-        self._firsts = [self._prefill(slot, prompt) for slot, prompt in enumerate(self._prompts)]
+        for runner in (self._plain, self._drafting):
+            self._runner = runner
+            prefilled = [self._prefill(slot, prompt) for slot, prompt in enumerate(self._prompts)]
+        self._firsts = prefilled
         self.drafter.texts = {}
         self.drafter.coin = None
         _, texts = self.decode(lambda: 0, num_tokens + 2 * (1 + NUM_DRAFTS_MAX))
@@ -94,6 +104,10 @@ class Rank:
         self.drafter.texts = {
             slot: np.array([*self._prompts[slot], *text]) for slot, text in texts.items()
         }
+
+    def use(self, *, drafts: bool) -> None:
+        """Decode with the runner that can draft, or with the other one, from now on."""
+        self._runner = self._drafting if drafts else self._plain
 
     def decode(
         self,
@@ -170,45 +184,44 @@ def automatic(rank: Rank, batch: int, chooser: DraftChooser) -> tuple[float, lis
     return rate, chosen
 
 
-def measure(
-    console: Console, name: str, rank: Rank, batch: int, coin: float | None, rounds: int
-) -> None:
-    """One line: every number of drafts, and auto, beside none."""
+def measure(console: Console, name: str, rank: Rank, batch: int, coin: float, rounds: int) -> None:
+    """One line: every number of drafts, and auto, beside a rank that cannot draft."""
 
     def falling(position: int) -> float:
-        assert coin is not None
         return coin if position < rank.num_tokens // 2 else 0.0
 
     numbers = range(1 + NUM_DRAFTS_MAX)
-    ways = [*map(str, numbers), "auto", *(["falls"] if coin else [])]
+    ways = ["off", *map(str, numbers), "auto", *(["falls"] if coin else [])]
     ratios: dict[str, list[float]] = {way: [] for way in ways[1:]}
     chooser, used = DraftChooser(NUM_AUTO_MAX), [0] * (1 + NUM_AUTO_MAX)
     rates: list[float] = []
     for turn in range(-1, rounds):
         found: dict[str, float] = {}
         for way in ways if turn % 2 else ways[::-1]:
-            rank.drafter.coin = None if coin is None else (lambda _: coin)
+            rank.drafter.coin = lambda _: coin
             if way == "falls":
                 rank.drafter.coin = falling
+            rank.use(drafts=True)
             if way in ("auto", "falls"):
                 # It learns once, as a unit does, and is measured while it goes on.
                 found[way], chosen = automatic(rank, batch, chooser)
                 if way == "auto" and turn >= 0:
                     used = [used[num] + chosen.count(num) for num in range(1 + NUM_AUTO_MAX)]
                 continue
-            number = int(way)
+            rank.use(drafts=way != "off")
+            number = 0 if way == "off" else int(way)
             found[way], texts = rank.decode(lambda number=number: number)  # type: ignore[misc]
             rank.check(texts)
         if turn < 0:
             continue  # Everything was touched once.
-        rates.append(found["0"])
+        rates.append(found["off"])
         for way in ratios:
-            ratios[way].append(found[way] / found["0"])
+            ratios[way].append(found[way] / found["off"])
     each = "  ".join(f"{way} {statistics.median(of):.3f}" for way, of in ratios.items())
     shares = "/".join(f"{num / max(1, sum(used)):.0%}" for num in used)
-    accepted = "own" if coin is None else f"{coin:g}"
+    accepted = f"{coin:g}"
     console.print(
-        f"  {name} batch {batch:2d}, right {accepted:4s}: none {statistics.median(rates):6.0f} tokens/s"
+        f"  {name} batch {batch:2d}, right {accepted:4s}: off {statistics.median(rates):6.0f} tokens/s"
         f"  {each}  [dim](auto made 0/1/2: {shares})[/dim]"
     )
 
@@ -240,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder, is_fp32 = folder_of(model)
         for batch in options.batch:
             rank = Rank(folder, is_fp32=is_fp32, batch=batch, num_tokens=num_tokens)
-            for coin in [None] if model == "tiny" else options.coin:
+            for coin in options.coin:
                 measure(console, model, rank, batch, coin, rounds)
             del rank
 

@@ -102,8 +102,9 @@ class Drafter:
         at_N = positions_N % BLOCK_TOKENS
         self._tokens_SP[slots_N, at_N] = tokens_N
         put(self._hidden_SPD, hidden_ND.to(self._hidden_SPD.dtype), slots_N, at_N)
-        first = slots_N[at_N == 0]
-        put(self._hidden_SPD, 0.0, first, np.zeros_like(first))
+        if not at_N.all():
+            first = slots_N[at_N == 0]
+            put(self._hidden_SPD, 0.0, first, np.zeros_like(first))
 
     def write(self, slots_N: Ints, ends_N: Ints, table_NM: Tensor) -> None:
         """Write what is not written yet of these slots' entries, up to `ends_N`, exclusive; blocks
@@ -159,6 +160,8 @@ class Drafter:
             # The likeliest: of drafts drawn with the sampler's own randomness no more were right.
             drafted = likeliest(logits_NV)
             self.drafts_SK[slots_N[rows], turn] = drafted
+            if turn + 1 == num_drafts:
+                break
             # Behind it the module goes on from its own state, as long as there is room.
             positions = positions[: len(rows)] + 1
             kept = np.flatnonzero(positions < rooms_N[rows])

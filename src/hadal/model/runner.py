@@ -480,6 +480,8 @@ class ModelRunner:
             return _Checked((all_rows,), table.tokens_B, table.positions_B)
         slots_B, positions_B = table.slots_B, table.positions_B
         num_checked_B = self._drafter.num_checked(slots_B, positions_B, table.rooms_B)
+        if not num_checked_B.any():
+            return _Checked((all_rows,), table.tokens_B, positions_B)
         turns = [
             np.flatnonzero(num_checked_B >= turn) for turn in range(1, self._num_drafts_max + 1)
         ]
@@ -507,9 +509,12 @@ class ModelRunner:
             if not len(rows):
                 break
             # Where those rows stand in the logits; all of a turn's need no copy.
-            at = first + np.searchsorted(of_turn, rows)
             is_whole = len(rows) == len(of_turn)
-            logits_NV = logits_RV[first : first + len(rows)] if is_whole else take(logits_RV, at)
+            if is_whole:
+                logits_NV = logits_RV[first : first + len(rows)]
+            else:
+                at = first + np.searchsorted(of_turn, rows)
+                logits_NV = take(logits_RV, at)
             drawn = self._decode_sampler.draw(logits_NV, slots_B[rows])
             num_before = sum(len(drawn_slots) for drawn_slots in slots)
             draws.update({num_before + row: draw for row, draw in drawn.draws.items()})
@@ -521,13 +526,16 @@ class ModelRunner:
             if drafter is not None:
                 assert hidden_RD is not None
                 positions_N = table.positions_B[rows] + turn + 1
-                hidden_ND = take(hidden_RD, at)
+                hidden_ND = (
+                    hidden_RD[first : first + len(rows)] if is_whole else take(hidden_RD, at)
+                )
                 drafter.note(slots_B[rows], positions_N, drawn.tokens, hidden_ND)
             first += len(of_turn)
             if drafter is None or turn + 1 == len(checked.turns):
                 break
             is_right = drafter.drafts_SK[slots_B[rows], turn] == drawn.tokens
-            is_right &= np.isin(rows, checked.turns[turn + 1])
+            if len(checked.turns[turn + 1]) < len(table):
+                is_right &= np.isin(rows, checked.turns[turn + 1])
             if drawn.failed:
                 is_right &= ~np.isin(slots_B[rows], list(drawn.failed))
             rows = rows[is_right]
@@ -542,11 +550,11 @@ class ModelRunner:
         num_full_B = table.positions_B // BLOCK_TOKENS
         table.advance(drawn.last_B, drawn.num_drawn_B)
         slots_B, positions_B = table.slots_B, table.positions_B
-        is_moving_B = np.isin(slots_B, plan.publishes)
         is_filling_B = positions_B // BLOCK_TOKENS > num_full_B
-        rows = np.flatnonzero(is_moving_B | is_filling_B)
-        if not len(rows):
+        if not plan.publishes and not is_filling_B.any():
             return
+        is_moving_B = np.isin(slots_B, plan.publishes)
+        rows = np.flatnonzero(is_moving_B | is_filling_B)
         if drafter is not None:
             # Of one that moves, the last token's entry as well, if it lies in a block that moves.
             ends_B = positions_B - positions_B % BLOCK_TOKENS

@@ -17,7 +17,7 @@ from math import log2
 
 HYSTERESIS = 0.02
 """How much better another number must be than the one in use."""
-PROBE_STEPS = 6
+PROBE_STEPS = 4
 """Steps of a trial. The first has no drafts to check yet, and the last plans of before are still in
 flight.
 """
@@ -31,9 +31,14 @@ _GAIN = 0.1
 """Weight of a new step in the seconds of its number, once ten are in it."""
 _OUTLIER = 2.0
 """A step so many times as long as the mean counts as that: the machine did something else."""
-_ACCEPT_GAIN = 0.02
-"""Weight of one draft in how often those of its place are right."""
-_ACCEPT_PRIOR = 0.8
+_MEMORY_STEPS = 64.0
+"""Steps for which a draft counts in full ..."""
+_KEPT_DRAFTS = 4.0
+"""... and of what is older, no more than so many: where none were made for long, the drafts of one
+trial say as much as all before.
+"""
+_PRIOR = 0.8, 1.0
+"""How often drafts are right before any were seen, and as how many drafts that counts."""
 _SEEN_MIN = 3
 """Steps that a number needs before it can be chosen."""
 
@@ -75,8 +80,8 @@ class DraftChooser:
         """Drafts by place that were compared with what was drawn ..."""
         self.num_right = [0] * num_max
         """... and those that were that."""
-        self.accepted: list[float] = [_ACCEPT_PRIOR] * num_max
-        """How often the draft of each place is right where those before it are: recent mean."""
+        self._recent = [[0.0, 0.0] for _ in range(num_max)]
+        """By place: drafts tried and right, of late."""
         self._is_fixed = is_fixed
         self._sizes: dict[int, _Size] = {}
         self._last = 0
@@ -117,9 +122,10 @@ class DraftChooser:
         for place, (num_tried, num_right) in enumerate(zip(tried, right, strict=True)):
             self.num_tried[place] += num_tried
             self.num_right[place] += num_right
-            if num_tried:
-                gain = 1.0 - (1.0 - _ACCEPT_GAIN) ** num_tried
-                self.accepted[place] += gain * (num_right / num_tried - self.accepted[place])
+            was_tried, was_right = self._recent[place]
+            fading = max(0.0, was_tried - _KEPT_DRAFTS) / _MEMORY_STEPS
+            kept = 1.0 - fading / max(was_tried, 1.0)
+            self._recent[place] = [kept * was_tried + num_tried, kept * was_right + num_right]
         if self._is_fixed or num_checked != num_drafts or not num_requests:
             return  # Neither the one nor the other: it says nothing of either.
         size = self._size(num_requests)
@@ -132,9 +138,9 @@ class DraftChooser:
 
     def tokens(self, num_drafts: int) -> float:
         """Tokens of a request in a step that checks so many drafts, as drafts were lately."""
-        sum_, chance = 1.0, 1.0
-        for accepted in self.accepted[:num_drafts]:
-            chance *= accepted
+        sum_, chance, (share, weight) = 1.0, 1.0, _PRIOR
+        for tried, right in self._recent[:num_drafts]:
+            chance *= (right + share * weight) / (tried + weight)
             sum_ += chance
         return sum_
 
@@ -150,10 +156,13 @@ class DraftChooser:
         return self._sizes[key]
 
     def _begin_probe(self, size: _Size) -> None:
-        """Try the number that was not used for longest."""
-        others = [num for num in range(1 + self.num_max) if num != size.chosen]
-        tried = min(others, key=lambda num: size.tried_at[num])
+        """Try the number that was not used for longest; once all were tried, of those next to the
+        chosen one.
+        """
         is_known = min(size.tried_at) >= 0
+        most = 1 if is_known else self.num_max
+        others = [num for num in range(1 + self.num_max) if 0 < abs(num - size.chosen) <= most]
+        tried = min(others, key=lambda num: size.tried_at[num])
         size.tried_at[tried] = self._num_steps
         size.num_steps = 0
         size.period = (

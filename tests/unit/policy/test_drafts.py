@@ -1,0 +1,117 @@
+"""The number of drafts that pays is found, kept, and given up when it does not pay any more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from hadal.policy.drafts import DraftChooser
+
+
+class Machine:
+    """Steps of so many seconds by the drafts that they check, and a coin for each draft."""
+
+    def __init__(self, seconds: tuple[float, ...], seed: int, noise: float = 0.05) -> None:
+        self.seconds = seconds
+        self.random = Random(seed)
+        self.noise = noise
+        self.used: Counter[int] = Counter()
+        self.time_s = self.num_tokens = 0.0
+        self._checked = 0
+
+    def run(self, chooser: DraftChooser, num_steps: int, right: float, requests: int = 1) -> None:
+        places = range(1, 1 + chooser.num_max)
+        for _ in range(num_steps):
+            drafts = chooser.choose(requests)
+            self.used[drafts] += 1
+            # A step checks what the last one made, and makes anew.
+            seconds = (self.seconds[self._checked] + self.seconds[drafts]) / 2
+            seconds *= 1 + self.noise * self.random.gauss(0.0, 1.0)
+            num_right = [0] * requests
+            for request in range(requests):
+                while num_right[request] < self._checked and self.random.random() < right:
+                    num_right[request] += 1
+            tried = [
+                sum(num + 1 >= place and self._checked >= place for num in num_right)
+                for place in places
+            ]
+            found = [sum(num >= place for num in num_right) for place in places]
+            chooser.done(requests, self._checked, drafts, seconds, tried, found)
+            self._checked = drafts
+            self.time_s += seconds
+            self.num_tokens += requests + sum(num_right)
+
+
+def best(seconds: tuple[float, ...], right: float) -> float:
+    """Tokens/s of a request with the best fixed number."""
+    return max(
+        sum(right**place for place in range(num + 1)) / seconds[num] for num in range(len(seconds))
+    )
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32])
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("seconds", [(1.0, 1.2, 1.4), (1.0, 1.5, 2.0), (1.0, 1.9, 2.8)])
+def test_the_best_number_is_found_and_trials_cost_little(
+    seconds: tuple[float, ...], right: float, requests: int
+) -> None:
+    machine, chooser = Machine(seconds, seed=1), DraftChooser(2)
+    machine.run(chooser, 400, right, requests)
+    machine.time_s = machine.num_tokens = 0.0
+    machine.run(chooser, 4000, right, requests)
+    reached = machine.num_tokens / machine.time_s / requests / best(seconds, right)
+    assert reached >= 0.975, machine.used
+
+
+def test_nothing_right_costs_one_percent_at_most() -> None:
+    machine, chooser = Machine((1.0, 1.6, 2.2), seed=2), DraftChooser(2)
+    machine.run(chooser, 400, 0.0)
+    machine.time_s = machine.num_tokens = 0.0
+    machine.run(chooser, 4000, 0.0)
+    assert machine.num_tokens / machine.time_s >= 0.99
+
+
+def test_drafts_are_given_up_when_they_become_wrong_and_come_again() -> None:
+    machine, chooser = Machine((1.0, 1.3, 1.6), seed=3), DraftChooser(2)
+    machine.run(chooser, 600, 0.97)
+    assert machine.used[2] > 400
+    machine.used.clear()
+    machine.time_s = machine.num_tokens = 0.0
+    machine.run(chooser, 2000, 0.0)
+    assert machine.used[0] > 1850
+    assert machine.num_tokens / machine.time_s >= 0.97
+    machine.used.clear()
+    machine.run(chooser, 2000, 0.97)
+    assert machine.used[2] > 1000
+
+
+def test_a_fixed_number_is_always_made() -> None:
+    chooser = DraftChooser(3, is_fixed=True)
+    assert {chooser.choose(number) for number in range(50)} == {3}
+    none = DraftChooser(0)
+    assert {none.choose(number) for number in range(50)} == {0}
+    none.done(1, 0, 0, 0.1, [], [])
+
+
+def test_sizes_are_learned_apart() -> None:
+    """What pays for one request does not for many."""
+    small, large, chooser = (
+        Machine((1.0, 1.1, 1.2), 4),
+        Machine((1.0, 2.0, 3.0), 4),
+        DraftChooser(2),
+    )
+    for _ in range(30):
+        small.run(chooser, 60, 0.9, 1)
+        large.run(chooser, 60, 0.9, 32)
+    assert small.used[2] > 1200, small.used
+    assert large.used[0] > 1200, large.used
+
+
+def test_what_was_tried_and_right_is_counted_by_place() -> None:
+    chooser = DraftChooser(2)
+    chooser.done(4, 2, 2, 0.1, [4, 3], [3, 1])
+    chooser.done(4, 2, 0, 0.1, [4, 2], [2, 2])
+    assert (chooser.num_tried, chooser.num_right) == ([8, 5], [5, 3])
+    assert 1.0 < chooser.tokens(1) < chooser.tokens(2) < 3.0
