@@ -203,6 +203,8 @@ def serve(
     """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one
     process or of many.
     """
+    if drafts is not None and drafts not in ("auto", "0", "1", "2", "3"):
+        raise typer.BadParameter("0, 1, 2, 3 or auto", param_hint="--drafts")
     overrides = {"model": model, "host": host, "port": port, "model_name": model_name}
     tables: _Tables = {
         "cache": {"folder": cache_folder, "disk_mb": cache_mb},

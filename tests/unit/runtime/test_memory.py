@@ -79,17 +79,45 @@ def test_deepseek_v3_has_671_billion_parameters_of_which_37_for_a_token(v3: Mode
 )
 def test_every_tensor_is_counted(make: Callable[[], ModelWeights]) -> None:
     weights = make()
-
-    def elements(value: object) -> int:
-        if isinstance(value, torch.Tensor):
-            return value.numel()
-        if isinstance(value, tuple):
-            return sum(map(elements, value))
-        if dataclasses.is_dataclass(value) and not isinstance(value, ModelConfig):
-            return sum(elements(getattr(value, f.name)) for f in dataclasses.fields(value))
-        return 0
-
     assert count_parameters(weights.config)[0] == elements(weights) - weights.cos_sin.numel()
+
+
+def elements(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, tuple):
+        return sum(map(elements, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, ModelConfig):
+        return sum(elements(getattr(value, f.name)) for f in dataclasses.fields(value))
+    return 0
+
+
+def test_a_module_that_drafts_is_counted() -> None:
+    """Held in FP32: all of it on a decode rank, what writes its KV on a prefill rank; and a layer
+    more in every block.
+    """
+    folder = model_folder("")
+    config = read_model_config(folder)
+    module = load_weights(folder, with_mtp=True).mtp
+    assert module is not None
+    plans = [
+        plan_memory(
+            Deployment(device="cpu", decode=UnitsConfig(drafts=drafts)), config, is_plain=True
+        )
+        for drafts in (0, 1)
+    ]
+    decode, prefill = (
+        [getattr(each, role).weight_bytes for each in plans] for role in ("decode", "prefill")
+    )
+    assert decode[1] - decode[0] == 4 * elements(module)
+    assert 0 < prefill[1] - prefill[0] < (decode[1] - decode[0]) / 10
+    num_layers = config.num_hidden_layers
+    assert plans[1].block_bytes * num_layers == plans[0].block_bytes * (num_layers + 1)
+    mapped = [
+        plan_memory(Deployment(device="cpu", decode=UnitsConfig(drafts=drafts)), config, "F8_E4M3")
+        for drafts in (0, 1)
+    ]
+    assert mapped[1].weight_bytes > mapped[0].weight_bytes
 
 
 def test_pools_are_what_the_memory_holds() -> None:

@@ -1,10 +1,12 @@
 """From what was asked to what will run: defaults found, early mistakes named."""
 
+import json
 import os
 import socket
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import hadal.runtime.resolve as resolve_module
 from hadal.core.config import CacheConfig, Deployment, LedgerConfig, UnitsConfig
@@ -39,6 +41,38 @@ def test_everything_derived_is_filled_in() -> None:
     assert (deployment.prefill.threads, deployment.decode.threads) == (num_cores(), 1)
     assert deployment.prefill.kv_blocks > 1 < deployment.decode.kv_blocks
     assert resolve(deployment).deployment == deployment
+
+
+def test_drafts_need_a_module_in_the_files(model: Path) -> None:
+    """By price: then none are made. By number: that is said."""
+
+    def with_drafts(drafts: int | str) -> Deployment:
+        return Deployment(model=str(model), decode=UnitsConfig(drafts=drafts))
+
+    assert resolve(with_drafts(3)).deployment.decode.drafts == 3
+    assert resolve(with_drafts("auto")).deployment.decode.drafts == "auto"
+    num_layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    for path in model.glob("*.safetensors"):
+        tensors = load_file(path)
+        path.unlink()
+        others = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith(f"model.layers.{num_layers}.")
+        }
+        save_file(others, path, metadata={"format": "pt"})
+    assert resolve(with_drafts("auto")).deployment.decode.drafts == 0
+    assert resolve(with_drafts(0)).deployment.decode.drafts == 0
+    with pytest.raises(ConfigError, match=f"no MTP module.*layer {num_layers}"):
+        resolve(with_drafts(2))
+
+
+def test_prefill_makes_no_drafts() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.drafts"):
+        Deployment(prefill=UnitsConfig(drafts=1))
+    for wrong in (4, -1, "some"):
+        with pytest.raises(ConfigError, match="drafts"):
+            UnitsConfig(drafts=wrong)
 
 
 def test_a_deployment_that_ships_is_found_by_its_name(
