@@ -193,7 +193,8 @@ def measure(console: Console, name: str, rank: Rank, batch: int, coin: float, ro
     numbers = range(1 + NUM_DRAFTS_MAX)
     ways = ["off", *map(str, numbers), "auto", *(["falls"] if coin else [])]
     ratios: dict[str, list[float]] = {way: [] for way in ways[1:]}
-    chooser, used = DraftChooser(NUM_AUTO_MAX), [0] * (1 + NUM_AUTO_MAX)
+    choosers = {way: DraftChooser(NUM_AUTO_MAX) for way in ("auto", "falls")}
+    used = [0] * (1 + NUM_AUTO_MAX)
     rates: list[float] = []
     for turn in range(-1, rounds):
         found: dict[str, float] = {}
@@ -204,7 +205,7 @@ def measure(console: Console, name: str, rank: Rank, batch: int, coin: float, ro
             rank.use(drafts=True)
             if way in ("auto", "falls"):
                 # It learns once, as a unit does, and is measured while it goes on.
-                found[way], chosen = automatic(rank, batch, chooser)
+                found[way], chosen = automatic(rank, batch, choosers[way])
                 if way == "auto" and turn >= 0:
                     used = [used[num] + chosen.count(num) for num in range(1 + NUM_AUTO_MAX)]
                 continue

@@ -17,10 +17,12 @@ from math import log2
 
 HYSTERESIS = 0.02
 """How much better another number must be than the one in use."""
-PROBE_STEPS = 4
-"""Steps of a trial. The first has no drafts to check yet, and the last plans of before are still in
-flight.
+PROBE_STEPS, PROBE_STEPS_MAX = 4, 20
+"""Steps of a trial, of which the first has no drafts to check yet; and of one in which most drafts
+are right, which costs nothing and shows that they are.
 """
+_RIGHT = 0.75
+"""Share of right drafts with which a trial goes on."""
 FIRST_PROBE = 8
 """Steps of a size before the first trial, and between the first ones."""
 PERIOD, PERIOD_MAX = 128, 512
@@ -31,9 +33,9 @@ _GAIN = 0.1
 """Weight of a new step in the seconds of its number, once ten are in it."""
 _OUTLIER = 2.0
 """A step so many times as long as the mean counts as that: the machine did something else."""
-_MEMORY_STEPS = 64.0
+_MEMORY_STEPS = 32.0
 """Steps for which a draft counts in full ..."""
-_KEPT_DRAFTS = 4.0
+_KEPT_DRAFTS = 2.0
 """... and of what is older, no more than so many: where none were made for long, the drafts of one
 trial say as much as all before.
 """
@@ -88,6 +90,9 @@ class DraftChooser:
         self._num_steps = 0
         self._probe: tuple[int, int] = (0, 0)
         """What is tried, and for how many more plans."""
+        self._probe_steps = 0
+        self._probe_drafts = [0, 0]
+        """Tried and right in this trial."""
 
     def choose(self, num_requests: int) -> int:
         """How many drafts the next plan makes, of so many requests on the rank that has most."""
@@ -95,8 +100,14 @@ class DraftChooser:
             return self.num_max
         self._num_steps += 1
         tried, num_left = self._probe
+        num_tried, num_right = self._probe_drafts
+        if num_left == 0 and num_right and num_right >= _RIGHT * num_tried:
+            if self._probe_steps < PROBE_STEPS_MAX:
+                num_left = PROBE_STEPS
+            self._probe_drafts = [0, 0]
         if num_left:
             self._probe = tried, num_left - 1
+            self._probe_steps += 1
             return tried
         size = self._size(num_requests)
         size.num_steps += 1
@@ -126,6 +137,9 @@ class DraftChooser:
             fading = max(0.0, was_tried - _KEPT_DRAFTS) / _MEMORY_STEPS
             kept = 1.0 - fading / max(was_tried, 1.0)
             self._recent[place] = [kept * was_tried + num_tried, kept * was_right + num_right]
+        if num_checked and self._probe[1]:
+            self._probe_drafts[0] += sum(tried)
+            self._probe_drafts[1] += sum(right)
         if self._is_fixed or num_checked != num_drafts or not num_requests:
             return  # Neither the one nor the other: it says nothing of either.
         size = self._size(num_requests)
@@ -168,4 +182,4 @@ class DraftChooser:
         size.period = (
             min(2 * max(size.period, PERIOD // 2), PERIOD_MAX) if is_known else FIRST_PROBE
         )
-        self._probe = tried, PROBE_STEPS
+        self._probe, self._probe_steps, self._probe_drafts = (tried, PROBE_STEPS), 0, [0, 0]
