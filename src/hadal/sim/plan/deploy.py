@@ -9,12 +9,11 @@ import math
 from hadal.core.balance import AUTO
 from hadal.core.config import Deployment, FleetConfig, LedgerConfig, LimitsConfig, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.sim.plan.plan import DeploymentPlan, RolePlan
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import BATCH_MAX, prefill_kv_bytes
-from hadal.sim.world.units import kv_blocks
+from hadal.sim.world.units import kv_blocks, token_bytes
 
 SLOTS_OVER = 1.1
 """Slots of a decode rank over its planned batch: what comes unevenly gets a slot, a little slower,
@@ -41,14 +40,20 @@ def deployment_of(
     arrivals = QUEUE_S * traffic.requests_per_s * traffic.peak
 
     def units(
-        role: RolePlan, model: StepModel, num: int, num_requests: int, chunk_tokens: int = 0
+        role: RolePlan,
+        model: StepModel,
+        num: int,
+        num_requests: int,
+        chunk_tokens: int = 0,
+        drafts: int = 0,
     ) -> UnitsConfig:
         return UnitsConfig(
             num,
             ranks=role.num_ranks,
             ranks_per_node=hardware.gpus_per_node,
             redundant_experts=model.num_redundant,
-            kv_memory_mb=_kv_memory_mb(model, chunk_tokens),
+            drafts=drafts,
+            kv_memory_mb=_kv_memory_mb(model, chunk_tokens, drafts),
             max_requests=num_requests,
             max_waiting=max(256, 2 * num_requests),
         )
@@ -69,7 +74,11 @@ def deployment_of(
             unit.chunk_tokens,
         ),
         decode=units(
-            decode, plan.decode_unit.model, num_decode if is_part else decode.num_least, slots
+            decode,
+            plan.decode_unit.model,
+            num_decode if is_part else decode.num_least,
+            slots,
+            drafts=plan.decode_unit.mtp_tokens,
         ),
         limits=LimitsConfig(max_running=running, max_queued=max(512, math.ceil(arrivals))),
         ledger=LedgerConfig(gpu_hour_usd=plan.rent.usd, gpu=hardware.name),
@@ -124,8 +133,14 @@ def heading_of(plan: DeploymentPlan) -> list[str]:
             ),
             "nodes mount, and --cache-mb enough of it.",
         ]
-    if plan.decode_unit.mtp_tokens:
-        lines += ["", "It counts on MTP drafts in decode, which `hadal serve` does not make yet."]
+    if num := plan.decode_unit.mtp_tokens:
+        lines += [
+            "",
+            (
+                f"It counts on MTP drafts in decode: {num} of each request in a step, of which"
+                f" {plan.mtp_accept:.0%} are right if those before are."
+            ),
+        ]
     if plan.decode_unit.model.expert_dtype != "fp8":
         lines += ["", "It counts on experts in FP4, which `hadal serve` does not load yet."]
     return lines
@@ -158,7 +173,7 @@ def notes_of(plan: DeploymentPlan) -> dict[str, str]:
     }
 
 
-def _kv_memory_mb(model: StepModel, chunk_tokens: int) -> int:
+def _kv_memory_mb(model: StepModel, chunk_tokens: int, drafts: int) -> int:
     """The pool that a simulated rank has; of prefill less where its buffers need more."""
-    pool = float(kv_blocks(model) * BLOCK_TOKENS * kv_bytes_per_token(model.model))
+    pool = float(kv_blocks(model, drafts) * BLOCK_TOKENS * token_bytes(model, drafts))
     return max(1, int(min(pool, prefill_kv_bytes(model, chunk_tokens)) // MIB))

@@ -30,7 +30,7 @@ from hadal.perf.step import MTP_ACCEPT, StepModel, expected_maximum, prefill_fla
 from hadal.policy.capacity import MEAN, USE_MAX, Slo, prefill_use
 from hadal.sim.expert_loads import expert_share
 from hadal.sim.plan.traffic import Traffic
-from hadal.sim.world.units import HBM_SHARE
+from hadal.sim.world.units import HBM_SHARE, token_bytes
 
 DECODE_UNITS = (
     (4, 0),
@@ -228,8 +228,8 @@ class Pricing:
         most = self._batch_in_memory(model, mtp_tokens)
         if most < 1:
             return no(self._no_room(model, mtp_tokens))
-        if self._kv_bytes(model, mtp_tokens) < self._context_tokens * kv_bytes_per_token(
-            self.model
+        if self._kv_bytes(model, mtp_tokens) < self._context_tokens * token_bytes(
+            model, mtp_tokens
         ):
             return no(
                 f"a whole context of {self.model.max_position_embeddings:,} tokens does not fit"
