@@ -85,6 +85,7 @@ def test_nodes_are_those_of_the_hardware() -> None:
         ({"tpot_ms": float("nan")}, "tpot_ms is nan: a finite number"),
         ({"seed": -1}, "seed is -1: 0 or more"),
         ({"drafts": -1}, "drafts is -1: 0 or more"),
+        ({"drafts": 4}, "drafts"),
         ({"mtp_accept": 1.5}, "mtp_accept is 1.5: 0 to 1"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0: 1 or more"),
         (part("cache", disk_pb=-1.0), "cache.disk_pb is -1.0"),
