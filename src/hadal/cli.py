@@ -670,7 +670,7 @@ def plan(
         list[str] | None, typer.Option(help="Dollars per GPU-hour, h20=1.2; may be given again.")
     ] = None,
     mtp_tokens: Annotated[
-        int, typer.Option(help="Drafts in decode; `hadal serve` makes none yet.", min=0, max=4)
+        int, typer.Option(help="Tokens that decode drafts a step.", min=0, max=3)
     ] = 0,
     mtp_accept: Annotated[
         float, typer.Option(help="Share of drafts that is accepted.", min=0, max=1)

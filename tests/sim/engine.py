@@ -10,7 +10,7 @@ request must produce is computed here without blocks or steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -195,14 +195,24 @@ class _Row:
     last_token: int
     output: list[int]
     index: int
+    drafts: list[int] = field(default_factory=list)
+    """What the last plan drafted behind `last_token`."""
 
 
 class DecodeEngine:
-    """Executes decode plans on a pool, keeping the table that the plans are differences of."""
+    """Executes decode plans on a pool, keeping the table that the plans are differences of.
 
-    def __init__(self, pool: Pool, num_slots: int) -> None:
+    Drafts are what will be drawn, of which so many are spoilt that `accept` are right. The cells of
+    all that a step checks are written first, as a model's are: those of a wrong draft stay until
+    the right token's are written over them.
+    """
+
+    def __init__(self, pool: Pool, num_slots: int, accept: float = 0.7) -> None:
+        self.num_tried = self.num_right = 0
+        """Drafts that were compared with what was drawn, and those that were that."""
         self._pool = pool
         self._num_slots = num_slots
+        self._accept = accept
         self._rows: dict[int, _Row] = {}
         self._num_failures = 0
 
@@ -237,14 +247,21 @@ class DecodeEngine:
         if error is not None:
             return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
         self._verify()
-        slots = sorted(self._rows)
-        tokens = tuple(self._advance(self._rows[slot]) for slot in slots)
+        # Turn by turn, as a rank draws: the first token of each, then what its drafts bring.
+        made = {slot: self._advance(self._rows[slot]) for slot in sorted(self._rows)}
+        most = max(map(len, made.values()), default=0)
+        keys = [slot for turn in range(most) for slot in made if turn < len(made[slot])]
+        tokens = [
+            made[slot][turn] for turn in range(most) for slot in made if turn < len(made[slot])
+        ]
         draws = {
             row: Draw(-float(token), ())
-            for row, (slot, token) in enumerate(zip(slots, tokens, strict=True))
+            for row, (slot, token) in enumerate(zip(keys, tokens, strict=True))
             if self._rows[slot].join.sampling.num_logprobs >= 0
         }
-        return StepDone(plan.step_id, tuple(slots), tokens, draws, elapsed_s)
+        for row in self._rows.values():
+            row.drafts = self._drafted(row, plan.num_drafts)
+        return StepDone(plan.step_id, tuple(keys), tuple(tokens), draws, elapsed_s)
 
     def _verify(self) -> None:
         """Every request has a slot of the rank, and its blocks for itself."""
@@ -255,29 +272,68 @@ class DecodeEngine:
         assert len(set(held)) == len(held), "two requests of a rank have a block in common"
         assert SCRATCH_BLOCK not in held, "the scratch block is nobody's"
 
-    def _advance(self, row: _Row) -> int:
-        join = row.join
-        self._pool.write(row.block_ids, row.length, [cell_of(row.last_token, row.length)])
+    def _advance(self, row: _Row) -> list[int]:
+        """The tokens of a step: one, and one more for each draft that is what is drawn."""
+        room = len(row.block_ids) * BLOCK_TOKENS
+        if row.length >= room:
+            # The request's end was drawn a plan ago. What a rank writes now goes to its scratch
+            # block, and nobody wants the token: a client's check finds out if somebody does.
+            row.length += 1
+            return [VOCAB - 1]
+        checked = row.drafts[: max(0, room - 1 - row.length)]
+        for ahead, token in enumerate((row.last_token, *checked)):
+            at = row.length + ahead
+            self._pool.write(row.block_ids, at, [cell_of(token, at)])
+        made = [self._draw(row)]
+        for draft in checked:
+            self.num_tried += 1
+            if draft != made[-1]:
+                break
+            self.num_right += 1
+            made.append(self._draw(row))
+        return made
+
+    def _draw(self, row: _Row) -> int:
         row.length += 1
-        cells = self._pool.read(row.block_ids, row.length)
-        token = draw_token(
-            state_of(cells),
-            len(cells),
-            row.index,
-            join.sampling,
-            join.prompt,
-            row.output,
-            join.stop_ids,
-            join.min_tokens,
-        )
+        state = state_of(self._pool.read(row.block_ids, row.length))
+        token = self._token(row, state, row.length, row.index, row.output)
         row.last_token = token
         row.index += 1
         row.output.append(token)
         return token
 
+    def _token(self, row: _Row, state: int, num_cells: int, index: int, output: list[int]) -> int:
+        join = row.join
+        return draw_token(
+            state,
+            num_cells,
+            index,
+            join.sampling,
+            join.prompt,
+            output,
+            join.stop_ids,
+            join.min_tokens,
+        )
 
-def engine_for(role: str, pool: Pool, config: Deployment) -> PrefillEngine | DecodeEngine:
+    def _drafted(self, row: _Row, num_drafts: int) -> list[int]:
+        if not num_drafts or row.length >= len(row.block_ids) * BLOCK_TOKENS:
+            return []
+        state = state_of(self._pool.read(row.block_ids, row.length))
+        token, position, output = row.last_token, row.length, [*row.output]
+        for index in range(row.index, row.index + num_drafts):
+            state = (state + cell_of(token, position) * _WEIGHT_OF[position]) & _BITS
+            position += 1
+            token = self._token(row, state, position, index, output)
+            if hash((row.join.sampling.seed, index, 1)) % 1000 >= 1000 * self._accept:
+                token = (token + 1) % VOCAB
+            output.append(token)
+        return output[-num_drafts:]
+
+
+def engine_for(
+    role: str, pool: Pool, config: Deployment, draft_accept: float = 0.7
+) -> PrefillEngine | DecodeEngine:
     """A rank's."""
     if role == PREFILL:
         return PrefillEngine(pool, config.chunk_tokens)
-    return DecodeEngine(pool, config.decode.max_requests)
+    return DecodeEngine(pool, config.decode.max_requests, draft_accept)

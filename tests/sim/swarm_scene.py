@@ -28,10 +28,10 @@ from tests.sim.fleet import FleetFaults
 from tests.sim.scenario import RANK_TIMEOUT_S
 from tests.sim.world import Faults
 
-PRESSURES = ("uneven", "tight", "hasty")
-"""Requests that have to move from rank to rank, or outgrow their rank; and clients that leave while
-they are prefilled. Drawn by themselves, behind the others: without them a seed is what it was
-before they were thought of.
+PRESSURES = ("uneven", "tight", "hasty", "drafts")
+"""Requests that have to move from rank to rank, or outgrow their rank; clients that leave while
+they are prefilled; and steps that check what the last ones drafted. Drawn by themselves, behind the
+others: without them a seed is what it was before they were thought of.
 """
 FEATURES = (
     "many units",
@@ -132,6 +132,8 @@ class Scene:
     disk_blocks: int
     wire_s: float
     pull_s: float
+    draft_accept: float
+    """How often drafts are right."""
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
@@ -147,7 +149,7 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
     }
     on |= {name for name in FAULTS if random.random() < random.choice([0.0, share, share])}
     pressure = Random(f"swarm pressure {seed}")
-    pressures = {name for name in PRESSURES if pressure.random() < 0.3} - without
+    pressures = {name for name in PRESSURES[:3] if pressure.random() < 0.3} - without
     on = (on | pressures) - without
     if pressures & {"uneven", "tight"}:
         on -= _AWAY_ALWAYS | {name for name in _AWAY_OFTEN if pressure.random() < 0.7}
@@ -193,6 +195,10 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         else None,
         shutdown_s=random.uniform(1.0, 6.0) if "shutdown" in on else None,
     )
+    drafts = Random(f"swarm drafts {seed}")
+    num_drafts, draft_accept = drafts.choice([1, 2, 3, AUTO]), drafts.choice([0.0, 0.3, 0.7, 1.0])
+    if drafts.random() < 0.6:
+        on |= {"drafts"} - without
     scene = Scene(
         seed,
         frozenset(on),
@@ -206,8 +212,13 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         disk_blocks=random.choice([6, 40, 1000]),
         wire_s=random.choice([0.0005, 0.002, 0.02]),
         pull_s=random.choice([0.005, 0.02, 0.2]),
+        draft_accept=draft_accept,
     )
-    return _pressed(scene, pressure)
+    scene = _pressed(scene, pressure)
+    if "drafts" not in on:
+        return scene
+    decode = msgspec.structs.replace(scene.config.decode, drafts=num_drafts)
+    return replace(scene, config=msgspec.structs.replace(scene.config, decode=decode))
 
 
 def _pressed(scene: Scene, random: Random) -> Scene:

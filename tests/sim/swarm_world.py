@@ -37,7 +37,7 @@ from hadal.stats.tally import Tally
 from tests.columns import rows_of
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults
-from tests.sim.engine import expected_output
+from tests.sim.engine import DecodeEngine, expected_output
 from tests.sim.fleet import FleetWorld
 from tests.sim.host import Host
 from tests.sim.ranks import RankHost
@@ -100,6 +100,7 @@ class SwarmWorld(FleetWorld):
             disk_blocks=scene.disk_blocks,
             disk_faults=scene.disk_faults,
         )
+        self.draft_accept = scene.draft_accept
         self._plan_troubles()
         add_requests(self, scene, Random(f"swarm requests {scene.seed}"))
 
@@ -469,6 +470,10 @@ class SwarmWorld(FleetWorld):
                         if num
                     }
                 )
+        for engine in self.engines:
+            if isinstance(engine, DecodeEngine):
+                seen["drafts checked"] += engine.num_tried
+                seen["drafts right"] += engine.num_right
         seen["preemptions"] = self.num_returned[PREEMPTED]
         seen["faults"] = sum(seen[what] for what in FAULTS_SEEN)
         for leader in self._leaders:

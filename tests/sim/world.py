@@ -50,7 +50,7 @@ from hadal.sim.world.process import SimClock
 from tests.columns import rows_of
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults, SimDisk
-from tests.sim.engine import Pool, engine_for, expected_output
+from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, engine_for, expected_output
 from tests.sim.experts import GROWING_S, NUM_EXPERTS, NUM_LAYERS, PORT, TERMS
 from tests.sim.host import Host
 from tests.sim.names import FINGERPRINT, Names
@@ -121,6 +121,10 @@ class World:
         """Reasons for which units gave attempts back."""
         self.quiet_from_s = max(faults.until_s, 0.2)
         """Nobody comes, and nothing goes wrong, after this."""
+        self.draft_accept = 0.7
+        """How often decode's drafts are right."""
+        self.engines: list[PrefillEngine | DecodeEngine] = []
+        """Of every life of a rank."""
         self._step_s = step_s
         self._pull_s = pull_s
         self._wire_s = wire_s
@@ -206,7 +210,7 @@ class World:
             )
             return
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
-        engine = engine_for(role, pool, self.config)
+        engine = self._engine(role, pool)
         self._start(
             name,
             Host(
@@ -260,11 +264,15 @@ class World:
             growing_s=lambda: GROWING_S,
         )
 
+    def _engine(self, role: str, pool: Pool) -> PrefillEngine | DecodeEngine:
+        self.engines.append(engine_for(role, pool, self.config, self.draft_accept))
+        return self.engines[-1]
+
     def _rank_host(self, name: str, role: str, epoch: str) -> RankHost:
         unit, _, rank = name.partition(".")
         pool_name = f"{name}.{epoch}"
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
-        engine = engine_for(role, pool, self.config)
+        engine = self._engine(role, pool)
         rank_role = RankRole(
             unit, int(rank), epoch, "host", 1, pool_name, expert_port=PORT + int(rank)
         )

@@ -451,6 +451,11 @@ def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[
             f"none of {', '.join(one.name for one in priced)} has FP4; fp4 runs on b200 and gb200."
         )
     shape = DEEPSEEK_V3 if asked.model is None else read_model_config(asked.model)
+    if asked.mtp_tokens and not shape.num_nextn_predict_layers:
+        raise ValueError(
+            f"--mtp-tokens is {asked.mtp_tokens}, and the model in {asked.model} has no MTP module"
+            " that could draft (num_nextn_predict_layers is 0). Leave it 0."
+        )
     found: list[HardwarePlans] = []
     for done, one in enumerate(priced):
         advance(f"pricing {one.name}", done / len(priced))

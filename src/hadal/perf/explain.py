@@ -197,9 +197,8 @@ def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str
     """A Trace Event Format object of (begin in seconds, price) of successive steps; times in us
     from the first's begin.
 
-    A step that begins before the one before it is over is not drawn, only counted: where drafts are
-    verified, several of a leader's steps are one that ran. Raises ValueError for times that are not
-    finite or go back.
+    A step that begins before the one before it is over is not drawn, only counted. Raises ValueError
+    for times that are not finite or go back.
     """
     begins = [begin_s for begin_s, _ in steps]
     if not all(map(math.isfinite, begins)) or begins != sorted(begins):

@@ -518,11 +518,13 @@ class StepModel:
         *,
         num_rows: float,
         mtp_tokens: int = 0,
+        num_draft_rows: float | None = None,
     ) -> StepPrice:
         """Price a step of given micro-batches: a simulator's way in. `num_rows` rows go to the
-        head.
+        head, and then `num_draft_rows` for each of `mtp_tokens` drafts that are made; None: the
+        step checks as many as it makes.
         """
-        return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows)
+        return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows, num_draft_rows)
 
     def expected_imbalance(
         self, phase: str, tokens_per_rank: float, text_tokens: float = 1.0
@@ -598,6 +600,7 @@ class StepModel:
         micro_batches: Sequence[MicroBatchLoad],
         mtp_tokens: int,
         num_rows: float,
+        num_draft_rows: float | None = None,
     ) -> StepPrice:
         is_overlapped = schedule.offset is not None and len(micro_batches) > 1
         post_s = self.constants.small_kernel_s if self.num_ranks > 1 else 0.0
@@ -631,7 +634,9 @@ class StepModel:
             ]
             parts.append(part_of("draft projection", projections, mtp_tokens))
         # Every row is verified by the one head; each draft then goes through it once more.
-        drafts = [num_rows / (1 + mtp_tokens)] * mtp_tokens
+        if num_draft_rows is None:
+            num_draft_rows = num_rows / (1 + mtp_tokens)
+        drafts = [num_draft_rows] * mtp_tokens
         heads = [
             line.gemm(rows, self.model.vocab_size, hidden, BF16) for rows in (num_rows, *drafts)
         ]

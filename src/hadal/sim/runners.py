@@ -3,9 +3,10 @@ time out.
 
 A step takes what perf/step says of the very plans: the micro-batches the leader cut, each as its
 slowest rank has it, under the schedule it chose. Op times go back to the leader as a rank would
-have measured them, so its own choice of schedules, balances and moves is made from the same numbers
-as live. Tokens are 0 until a request's output is as long as its user wanted it; then the stop id is
-drawn, and the leader notices one plan late, as it does live.
+have measured them, so its own choice of schedules, balances, moves and drafts is made from the same
+numbers as live. Tokens are 0 until a request's output is as long as its user wanted it; then the
+stop id is drawn, and the leader notices one plan late, as it does live. What a plan drafts, the
+next one checks: a draft is right by chance, and the same drafts of a request are right in every run.
 
 Shapes: R ranks, S slots of a rank.
 """
@@ -20,15 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.config import DECODE, PREFILL
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 from hadal.perf.explain import StepPrice
 from hadal.perf.layer import MicroBatchLoad, op_seconds
-from hadal.perf.step import StepModel, tokens_per_step
+from hadal.perf.step import MTP_ACCEPT, StepModel
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Chances = NDArray[np.uint64]
 
 STOP_ID = 1
 """The stop id of every simulated request: `Generation.stop_ids` has it."""
@@ -44,15 +47,15 @@ class StepWork(NamedTuple):
     """What a step did, for whoever adds up (sim/world/seen)."""
 
     tokens: int
-    """Prefill: computed. Decode: requests, a token each."""
+    """Prefill: computed. Decode: made, one of each request and its drafts that were right."""
     positions: int
-    """Prefill: (token, position that it attends to) pairs. Decode: positions in the cache, the new
-    one among them.
+    """Prefill: (token, position that it attends to) pairs. Decode: positions in the cache, once a
+    request, its first new one among them.
     """
     texts: int
     """Prefill: chunks. Decode: requests."""
     most_tokens: int
-    """Most tokens of a rank."""
+    """Prefill: most tokens of a rank. Decode: most requests."""
     most_positions: int
     imbalance: float
     """Imbalance of experts, the mean of the micro-batches."""
@@ -220,9 +223,9 @@ def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBat
 class DecodeRunner:
     """Executes a decode unit's steps. Its ranks' tables are arrays, slot by slot.
 
-    With `mtp_tokens` drafts a step is one that verifies them, and takes a request on by
-    `tokens_per_step` tokens: the leader plans token by token, so each of its steps is that part of
-    a verified one.
+    A draft is right with probability `mtp_accept` if those before it were. Which are is drawn from
+    the request's seed and the token's place in its output: whoever else runs, and however many are
+    drafted, `num_drafts_max` at most. Raises ValueError for what is no probability.
     """
 
     def __init__(
@@ -231,9 +234,11 @@ class DecodeRunner:
         num_slots: int,
         output_tokens: OutputTokens,
         *,
-        mtp_tokens: int = 0,
-        mtp_accept: float = 0.0,
+        num_drafts_max: int = 0,
+        mtp_accept: float = MTP_ACCEPT,
     ) -> None:
+        if not 0.0 <= mtp_accept <= 1.0:
+            raise ValueError(f"mtp_accept is {mtp_accept}: 0 to 1 can be.")
         self.work = NO_WORK
         """What the last step computed."""
         self.price: StepPrice | None = None
@@ -244,14 +249,22 @@ class DecodeRunner:
         self._model = model
         self._num_slots = num_slots
         self._output_tokens = output_tokens
-        self._mtp_tokens = mtp_tokens
-        self._tokens_step = tokens_per_step(mtp_tokens, mtp_accept)
+        self._num_drafts_max = num_drafts_max
+        self._accepted_below = mtp_accept * 2.0**_CHANCE_BITS
         size = model.num_ranks * num_slots
         self.is_taken: Bools = np.zeros(size, np.bool_)
         self._left: Ints = np.zeros(size, np.int64)
         """Tokens until the output is as long as it was wanted."""
         self._length: Ints = np.zeros(size, np.int64)
         """Positions in the cache."""
+        self._room: Ints = np.zeros(size, np.int64)
+        """Positions that fit into its blocks: no draft is checked beyond them."""
+        self._chance: Chances = np.zeros(size, np.uint64)
+        """Made of the request's seed: what its drafts' chances are drawn from."""
+        self._num_drafted: Ints = np.zeros(size, np.int64)
+        """Drafts of the last plan."""
+        self._has_drafts = False
+        """Whether any of those is above 0."""
         self._is_second: Bools = np.zeros(size, np.bool_)
         self._second: tuple[tuple[int, ...], ...] = ()
 
@@ -260,19 +273,31 @@ class DecodeRunner:
         for rank, plan in enumerate(plans):
             if plan.leaves or plan.joins:
                 self._change(rank * self._num_slots, plan)
-        slots = np.flatnonzero(self.is_taken)
+        if self._num_drafts_max:
+            self._grow(plans)
+        slots, num_drafts = np.flatnonzero(self.is_taken), plans[0].num_drafts
+        assert num_drafts <= self._num_drafts_max, "a plan drafts more than was said"
+        num_checked = self._num_checked(slots) if self._has_drafts else None
         self._length[slots] += 1
-        self._left[slots] -= 1
-        tokens = np.where(self._left[slots] <= 0, STOP_ID, WORD_ID)
         is_in = self._halves(plans)
-        batches = [self._micro_batch(half) for half in is_in]
-        self._note(slots, batches)
-        num_rows = slots.size * (1 + self._mtp_tokens) / self._num_living
+        num_tokens = None  # One of each slot, which takes less time to count.
+        if num_checked is not None:
+            num_tokens = self.is_taken.astype(np.int64)
+            num_tokens[slots] += num_checked
+        batches = [self._micro_batch(half, num_tokens) for half in is_in]
+        num_requests = slots.size / self._num_living
+        num_rows = num_requests
+        if num_tokens is not None:
+            num_rows = float(num_tokens.sum()) / self._num_living
 
         def price_of(batches: Sequence[MicroBatchLoad]) -> StepPrice:
-            schedule = SCHEDULES[plans[0].schedule]
             return self._model.price_works(
-                DECODE, schedule, batches, num_rows=num_rows, mtp_tokens=self._mtp_tokens
+                DECODE,
+                SCHEDULES[plans[0].schedule],
+                batches,
+                num_rows=num_rows,
+                mtp_tokens=num_drafts,
+                num_draft_rows=num_requests,
             )
 
         self.price = price = price_of(batches)
@@ -280,12 +305,18 @@ class DecodeRunner:
         part = _slowed(
             price,
             self.slow,
-            lambda rank: price_of([self._micro_batch(half, rank) for half in is_in]),
+            lambda rank: price_of([self._micro_batch(half, num_tokens, rank) for half in is_in]),
         )
-        part /= self._tokens_step
+        self._note(slots, batches)
+        drawn, tokens = self._draw(slots, num_checked)
+        if drawn.size > slots.size:
+            self.work = self.work._replace(tokens=drawn.size)
+        if num_drafts or self._has_drafts:
+            self._num_drafted[:] = num_drafts * self.is_taken
+            self._has_drafts = num_drafts > 0
         # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of
         # them.
-        keys, values = cast("tuple[int, ...]", slots), cast("tuple[int, ...]", tokens)
+        keys, values = cast("tuple[int, ...]", drawn), cast("tuple[int, ...]", tokens)
         elapsed_s = price.seconds * part
         return StepDone(
             plans[0].step_id, keys, values, {}, elapsed_s, op_times=_op_times(price, part)
@@ -295,12 +326,45 @@ class DecodeRunner:
         """Let `num_living` ranks take part from now on, with nobody in their tables."""
         self._num_living = max(1, num_living)
         self.is_taken[:] = False
+        self._has_drafts = False
 
     @property
     def requests_R(self) -> Ints:
         """Requests by rank."""
         requests_R: Ints = np.count_nonzero(self.is_taken.reshape(-1, self._num_slots), axis=1)
         return requests_R
+
+    def _num_checked(self, slots: Ints) -> Ints:
+        """Drafts of these slots that the step checks: as many as have room."""
+        num_fitting = self._room[slots] - 1 - self._length[slots]
+        num_checked: Ints = np.minimum(self._num_drafted[slots], num_fitting)
+        return np.maximum(num_checked, 0, out=num_checked)
+
+    def _draw(self, slots: Ints, num_checked: Ints | None) -> tuple[Ints, Ints]:
+        """Return whose tokens the step draws, and the tokens: the first of each of these slots,
+        then, draft by draft, those that come behind it.
+        """
+        self._left[slots] -= 1
+        left = self._left[slots]
+        tokens = np.where(left <= 0, STOP_ID, WORD_ID)
+        if num_checked is None:
+            return slots, tokens
+        keys, values = [slots], [tokens]
+        rows = np.arange(slots.size)
+        for place in range(1, 1 + int(num_checked.max(initial=0))):
+            rows = rows[num_checked[rows] >= place]
+            rows = rows[self._is_right(slots[rows], left[rows] - place + 1)]
+            keys.append(slots[rows])
+            values.append(np.where(left[rows] == place, STOP_ID, WORD_ID))
+            self._length[keys[-1]] += 1
+            self._left[keys[-1]] -= 1
+        return np.concatenate(keys), np.concatenate(values)
+
+    def _is_right(self, slots: Ints, left: Ints) -> Bools:
+        """Whether each slot's draft is right of the token behind which so many are left to draw."""
+        chances = _mixed(self._chance[slots] + left.astype(np.uint64) * _OF_TOKEN)
+        is_right: Bools = (chances >> np.uint64(64 - _CHANCE_BITS)) < self._accepted_below
+        return is_right
 
     def _note(self, slots: Ints, batches: Sequence[MicroBatchLoad]) -> None:
         lengths, ranks = self._length[slots], slots // self._num_slots
@@ -323,8 +387,16 @@ class DecodeRunner:
         for join in plan.joins:
             slot = first + join.slot
             self.is_taken[slot] = True
+            self._room[slot] = len(join.block_ids) * BLOCK_TOKENS
+            self._chance[slot] = join.sampling.seed * _OF_SEED % 2**64
+            self._num_drafted[slot] = 0  # It comes with one token, and nobody drafted behind it.
             self._length[slot] = join.num_tokens
             self._left[slot] = self._output_tokens(join.sampling.seed) - join.output_index
+
+    def _grow(self, plans: Sequence[DecodePlan]) -> None:
+        for rank, plan in enumerate(plans):
+            for slot, _, _ in plan.grown:
+                self._room[rank * self._num_slots + slot] += BLOCK_TOKENS
 
     def _halves(self, plans: Sequence[DecodePlan]) -> list[Bools]:
         """Who is in which micro-batch."""
@@ -338,17 +410,42 @@ class DecodeRunner:
                 self._is_second[rank * self._num_slots + np.array(slots, np.int64)] = True
         return [self.is_taken & ~self._is_second, self.is_taken & self._is_second]
 
-    def _micro_batch(self, is_in: Bools, rank: int | None = None) -> MicroBatchLoad:
-        """Return the micro-batch as its slowest rank has it, or as `rank` has it."""
-        queries = 1 + self._mtp_tokens
+    def _micro_batch(
+        self, is_in: Bools, num_tokens: Ints | None, rank: int | None = None
+    ) -> MicroBatchLoad:
+        """Return the micro-batch as its slowest rank has it, or as `rank` has it. `num_tokens`: of
+        each slot, its drafts among them; None: one of each.
+        """
         shape = (-1, self._num_slots)
-        requests_R = np.count_nonzero(is_in.reshape(shape), axis=1)
-        positions_R = (self._length * is_in).reshape(shape).sum(axis=1)
-        slowest = int(positions_R.argmax()) if rank is None else rank
-        num_tokens, context = float(requests_R[slowest] * queries), float(positions_R[slowest])
-        mean_tokens = float(requests_R.sum()) / self._num_living * queries
-        imbalance = self._model.expected_imbalance(DECODE, mean_tokens) if mean_tokens else 1.0
-        return MicroBatchLoad(num_tokens, context * queries, context, mean_tokens, imbalance)
+        lengths = self._length * is_in
+        positions_R = pairs_R = lengths.reshape(shape).sum(axis=1)
+        if num_tokens is None:
+            tokens_R = np.count_nonzero(is_in.reshape(shape), axis=1)
+        else:
+            tokens_R = (num_tokens * is_in).reshape(shape).sum(axis=1)
+            pairs_R = (lengths * num_tokens).reshape(shape).sum(axis=1)
+        slowest = int(pairs_R.argmax()) if rank is None else rank
+        mean_tokens = float(tokens_R.sum()) / self._num_living
+        return MicroBatchLoad(
+            float(tokens_R[slowest]),
+            float(pairs_R[slowest]),
+            float(positions_R[slowest]),
+            mean_tokens,
+            self._model.expected_imbalance(DECODE, mean_tokens) if mean_tokens else 1.0,
+        )
+
+
+_CHANCE_BITS = 53
+"""Of a chance: as many as a float tells apart."""
+_OF_SEED, _OF_TOKEN = 0xD1342543DE82EF95, np.uint64(0x9E3779B97F4A7C15)
+"""Odd, and no small multiples of one another: no two requests' tokens have the same chance."""
+
+
+def _mixed(values: Chances) -> Chances:
+    """A 64-bit hash of each (the finaliser of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def _slowed(

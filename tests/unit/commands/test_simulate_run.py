@@ -63,8 +63,8 @@ def alternatives() -> tuple[tuple[str, Study], ...]:
         ("dearer", tiny(gpu_hour_usd=5.0)),
         ("no promise", tiny(tpot_ms=1.0)),
         ("small cache", tiny(cache=replace(tiny().cache, disk_pb=1e-4))),
-        ("no drafts", tiny(mtp_tokens=0)),
-        ("neither", tiny(mtp_tokens=0, tpot_ms=1.0)),
+        ("no drafts", tiny(drafts=0)),
+        ("neither", tiny(drafts=0, tpot_ms=1.0)),
     )
 
 

@@ -4,12 +4,14 @@ these very plans.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling
+from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SEQUENTIAL
+from hadal.perf.hardware import HARDWARE
 from hadal.perf.step import StepModel
 from hadal.sim.runners import STOP_ID, WORD_ID, DecodeRunner, PrefillRunner
 
@@ -108,14 +110,118 @@ def test_a_decode_step_takes_what_the_step_model_says() -> None:
     )
 
 
-def test_drafts_make_a_step_part_of_a_verified_one() -> None:
+def drafting(
+    num_drafts: int, joins: tuple[Join, ...] = (), step_id: int = 0, num_ranks: int = 1
+) -> list[DecodePlan]:
+    """Every rank has the same joins."""
+    return [DecodePlan(step_id, (), joins, (), num_drafts=num_drafts)] * num_ranks
+
+
+def roomy(slot: int, num_tokens: int, number: int, room: int = 1000) -> Join:
+    return msgspec.structs.replace(join(slot, num_tokens, number), block_ids=(1,) * room)
+
+
+def made_of(done: StepDone, num_slots: int) -> list[list[int]]:
+    """The tokens of each slot, in their order."""
+    tokens: list[list[int]] = [[] for _ in range(num_slots)]
+    for key, token in zip(done.keys, done.tokens, strict=True):
+        tokens[key].append(int(token))
+    return tokens
+
+
+def test_a_step_costs_what_it_checks_and_what_it_drafts() -> None:
     model = StepModel(16)
-    runner = DecodeRunner(model, 8, lambda number: 1000, mtp_tokens=1, mtp_accept=0.8)
-    full = {f"r{rank}": tuple(join(slot, 3999, 0) for slot in range(8)) for rank in range(16)}
-    verified = model.decode(8, 4000, mtp_tokens=1, mtp_accept=0.8, schedule=SEQUENTIAL.name)
-    assert runner.run(decode_plans(16, **full)).elapsed_s == pytest.approx(
-        verified.seconds / 1.8, rel=1e-6
+    runner = DecodeRunner(model, 8, long, num_drafts_max=3, mtp_accept=0.0)
+    joins = tuple(roomy(slot, 3999, 0) for slot in range(8))
+    plain, checked = (
+        model.decode(8, at, mtp_tokens=num, schedule=SEQUENTIAL.name).seconds
+        for at, num in ((4000, 0), (4001, 1))
     )
+    first = runner.run(drafting(1, joins, num_ranks=16)).elapsed_s
+    assert plain < first < checked, "nobody who joins has anything to check"
+    assert runner.run(drafting(1, (), 1, 16)).elapsed_s == pytest.approx(checked, rel=1e-6)
+    last = runner.run(drafting(0, (), 2, 16)).elapsed_s
+    assert plain < last < checked, "two tokens of each are checked, and none is drafted"
+    after = runner.run(drafting(0, (), 3, 16)).elapsed_s
+    assert after == pytest.approx(
+        model.decode(8, 4003, schedule=SEQUENTIAL.name).seconds, rel=1e-6
+    ), "no draft was right"
+
+
+def test_drafts_are_right_as_often_as_they_are_said_to_be() -> None:
+    runner = DecodeRunner(
+        StepModel(1, HARDWARE["b200"]), 500, long, num_drafts_max=3, mtp_accept=0.8
+    )
+    runner.run(drafting(3, tuple(roomy(slot, 10, slot) for slot in range(500))))
+    counts = np.zeros(5)
+    for step in range(1, 41):
+        done = runner.run(drafting(3, (), step))
+        each = np.bincount(np.asarray(done.keys), minlength=500)
+        counts += np.bincount(each, minlength=5)
+        assert runner.work[:4] == (len(done.keys), runner.work.context_tokens, 500, 500)
+    assert counts[0] == 0
+    reached = counts[::-1].cumsum()[::-1]
+    assert reached[2:] / reached[1:-1] == pytest.approx(0.8, abs=0.01), "each after those before it"
+    for accept, num in ((0.0, 1), (1.0, 4)):
+        runner = DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=accept)
+        runner.run(drafting(3, (roomy(0, 10, 0),), num_ranks=8))
+        assert len(runner.run(drafting(3, (), 1, 8)).keys) == num * 8
+    with pytest.raises(ValueError, match=r"mtp_accept is 1\.1"):
+        DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=1.1)
+
+
+def test_a_request_s_drafts_are_right_whoever_else_runs_and_however_many_there_are() -> None:
+    def ends(num_drafts: int, *joins: Join, slot: int) -> list[int]:
+        """Of what of the output the steps draw the last token."""
+        runner = DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=0.7)
+        runner.run(drafting(num_drafts, joins, num_ranks=8))
+        made = [1]
+        for step in range(1, 100):
+            made.append(
+                made[-1] + len(made_of(runner.run(drafting(num_drafts, (), step, 8)), 32)[slot])
+            )
+        return made
+
+    alone = ends(1, roomy(0, 50, 7), slot=0)
+    assert ends(1, roomy(0, 9, 3), roomy(2, 50, 7), roomy(1, 99, 8), slot=2) == alone
+    assert ends(1, roomy(0, 50, 8), slot=0) != alone
+    three = ends(3, roomy(0, 50, 7), slot=0)
+    assert three[-1] > alone[-1]
+
+
+def test_a_stop_id_comes_where_the_output_ends_and_nothing_behind_it_is_one() -> None:
+    for wanted in range(2, 12):
+        runner = DecodeRunner(
+            StepModel(8), SLOTS, lambda number, n=wanted: n, num_drafts_max=3, mtp_accept=1.0
+        )  # type: ignore[misc]
+        made = made_of(runner.run(drafting(3, (roomy(0, 50, 1),), num_ranks=8)), 32)[0]
+        for step in range(1, 4):
+            made += made_of(runner.run(drafting(3, (), step, 8)), 32)[0]
+        assert made.index(STOP_ID) == wanted - 2, "the first token was prefill's"
+        before = wanted - 1 + -(wanted - 2) % 4  # To the end of its step.
+        assert made[wanted - 1 : before] == [WORD_ID] * (before - wanted + 1)
+
+
+def test_no_draft_is_checked_beyond_a_request_s_blocks() -> None:
+    runner = DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=1.0)
+    runner.run(drafting(3, (roomy(0, 60, 1, room=1),), num_ranks=8))
+    nums = [len(runner.run(drafting(3, (), step, 8)).keys) // 8 for step in range(1, 3)]
+    assert nums == [3, 1], (
+        "positions 61 to 63, and one that the leader would have grown a block for"
+    )
+    grown = [DecodePlan(3, (), (), ((0, 1, 5),), num_drafts=3)] * 8
+    assert len(runner.run(grown).keys) == 8 * 4
+
+
+def test_nobody_has_drafts_who_left_or_came_again_or_whose_unit_formed_anew() -> None:
+    runner = DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=1.0)
+    runner.run(drafting(2, (roomy(0, 60, 1), roomy(1, 60, 1)), num_ranks=8))
+    again = [DecodePlan(1, (0,), (roomy(0, 60, 1),), (), num_drafts=2)] * 8
+    assert len(runner.run(again).keys) == 8 * (1 + 3)
+    runner.formed(8)
+    assert len(runner.run(drafting(2, (roomy(1, 60, 1),), 2, 8)).keys) == 8
+    assert len(runner.run(drafting(0, (), 3, 8)).keys) == 8 * 3
+    assert len(runner.run(drafting(0, (), 4, 8)).keys) == 8
 
 
 @pytest.mark.parametrize(

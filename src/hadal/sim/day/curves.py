@@ -231,7 +231,6 @@ def _run_hour(
         study.deployment(setting.units.prefill, setting.units.decode),
         {role: study.step_model(role, placed[role]) for role in (PREFILL, DECODE)},
         requests_of(drawn, begin_s, has_cache=cache is not None),
-        mtp_tokens=study.mtp_tokens,
         mtp_accept=study.mtp_accept,
         sample_s=SAMPLE_S,
     )
@@ -383,9 +382,7 @@ def batch_within(study: Study, placed: float, kv_length: float) -> float:
 def _priced_tpot_s(
     study: Study, model: StepModel, requests_per_rank: float, kv_length: float
 ) -> float:
-    priced = model.decode(
-        requests_per_rank, kv_length, study.mtp_tokens, mtp_accept=study.mtp_accept
-    )
+    priced = model.decode(requests_per_rank, kv_length, study.drafts, mtp_accept=study.mtp_accept)
     assert priced.tokens_per_s_user is not None
     return 1.0 / priced.tokens_per_s_user
 
@@ -515,7 +512,6 @@ def _world(
         study.deployment(num_prefill, 1),
         models,
         requests_of(drawn, _AT_S, has_cache=cache is not None),
-        mtp_tokens=study.mtp_tokens,
         mtp_accept=study.mtp_accept,
     )
     with uncollected():
@@ -530,7 +526,7 @@ def batch_max(study: Study, load: DemandFigures) -> float:
     """Requests of a decode rank, at most: as many as it has slots, or room for their KV. Raises
     ValueError for none.
     """
-    blocks = kv_blocks(study.step_model(DECODE, 1.0))
+    blocks = kv_blocks(study.step_model(DECODE, 1.0), study.drafts)
     return min(float(study.decode.max_requests), blocks / (load.kv_length / BLOCK_TOKENS + 1.0))
 
 

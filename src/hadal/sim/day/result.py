@@ -364,7 +364,7 @@ def _ranks_json(result: DayResult) -> dict[str, Any] | None:
     unit = min(window.reading.kv_share)
     rng, prefill = generator(result.study, "ranks"), window.reading.prefill
     role_to_tokens = {
-        DECODE: window.reading.decode.requests_per_rank * (1 + result.study.mtp_tokens),
+        DECODE: window.reading.decode.requests_per_rank * (1 + result.study.drafts),
         PREFILL: prefill.tokens / max(prefill.num_steps, 1.0) / result.study.prefill.ranks,
     }
     rows = {  # Of a micro-batch, half a step: each token goes to 8 experts.
@@ -404,9 +404,9 @@ def _notes(result: DayResult) -> list[str]:
         notes.append(
             f"The fleet is too small at times: the longest queue would have taken {late:,.0f} s."
         )
-    if result.study.mtp_tokens:
+    if result.study.drafts:
         notes.append(
-            f"Decode verifies {result.study.mtp_tokens} draft(s) a step, accepted with"
+            f"Decode verifies {result.study.drafts} draft(s) a step, accepted with"
             f" {result.study.mtp_accept:g}: not published of that day, see docs/calibration.md."
         )
     if not any(result.windows):

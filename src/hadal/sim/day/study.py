@@ -125,9 +125,12 @@ class Study:
     """Most of a rank in a prefill step; ranks are given two thirds of it in the mean
     (roles/prefill/prompts), which is the 16K a GPU of the published prefill profile.
     """
-    mtp_tokens: int = 1
-    """Drafts that a decode step verifies. Not published; DeepSeek's profile of decode shows one."""
+    drafts: int = 1
+    """Tokens that decode drafts a step for each request, always as many (UnitsConfig.drafts). Not
+    published; DeepSeek's profile of decode shows one.
+    """
     mtp_accept: float = MTP_ACCEPT
+    """How often a draft is right if those before it were."""
     seed: int = 1
     prefill: UnitsStudy = UnitsStudy(
         32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=1.0
@@ -158,7 +161,7 @@ class Study:
         _check_numbers(self)
         self.rules()
         for role in ROLES:
-            kv_blocks(self.step_model(role, 1.0))
+            kv_blocks(self.step_model(role, 1.0), self.drafts, role)
         self.deployment(1, 1)
 
     def units_of(self, role: str) -> UnitsStudy:
@@ -204,7 +207,7 @@ class Study:
     def deployment(self, num_prefill: int, num_decode: int) -> Deployment:
         """Return the deployment of so many units, as they would be configured to serve."""
 
-        def units(count: int, study: UnitsStudy) -> UnitsConfig:
+        def units(count: int, study: UnitsStudy, drafts: int = 0) -> UnitsConfig:
             return UnitsConfig(
                 count,
                 ranks=study.ranks,
@@ -212,13 +215,14 @@ class Study:
                 redundant_experts=study.redundant_experts,
                 request_balance=study.request_balance,
                 expert_balance=study.expert_balance,
+                drafts=drafts,
                 max_requests=study.max_requests,
                 max_waiting=_NUM_MAX,
             )
 
         return Deployment(
             prefill=units(num_prefill, self.prefill),
-            decode=units(num_decode, self.decode),
+            decode=units(num_decode, self.decode, self.drafts),
             limits=LimitsConfig(max_running=_NUM_MAX, max_queued=_NUM_MAX),
             cache=CacheConfig(memory=OFF),
             fleet=FleetConfig(start_s=self.fleet.start_s, hold_s=self.fleet.hold_s),
@@ -239,7 +243,7 @@ def _check_numbers(study: Study) -> None:
             raise ValueError(f"{name} is {value}: a finite number is needed.")
     for name, value, least in (
         ("seed", study.seed, 0),
-        ("mtp_tokens", study.mtp_tokens, 0),
+        ("drafts", study.drafts, 0),
         ("chunk_tokens", study.chunk_tokens, 1),
         ("cache.disk_pb", cache.disk_pb, 0),
         ("cache.sample", cache.sample, 1),
@@ -311,7 +315,7 @@ def what_ifs(study: Study) -> list[tuple[str, Study]]:
         ),
         ("a tenth of the cache", {"cache": replace(study.cache, disk_pb=study.cache.disk_pb / 10)}),
         ("R1's prices as charged, cheaper at night", {"prices": R1.name}),
-        ("no drafts in decode", {"mtp_tokens": 0}),
+        ("no drafts in decode", {"drafts": 0}),
     ]
     found = []
     for name, changes in wanted:
@@ -342,7 +346,7 @@ def _units(study: Study) -> tuple[object, ...]:
     return (
         study.hardware,
         study.chunk_tokens,
-        study.mtp_tokens,
+        study.drafts,
         study.mtp_accept,
         units,
         study.workload,

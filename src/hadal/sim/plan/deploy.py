@@ -7,19 +7,22 @@ from __future__ import annotations
 import math
 
 from hadal.core.balance import AUTO
-from hadal.core.config import Deployment, FleetConfig, LedgerConfig, LimitsConfig, UnitsConfig
+from hadal.core.config import (
+    DECODE,
+    PREFILL,
+    Deployment,
+    FleetConfig,
+    LedgerConfig,
+    LimitsConfig,
+    UnitsConfig,
+)
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.sim.plan.plan import DeploymentPlan, RolePlan
 from hadal.sim.plan.traffic import Traffic
-from hadal.sim.plan.units import BATCH_MAX, prefill_kv_bytes
-from hadal.sim.world.units import kv_blocks
+from hadal.sim.plan.units import BATCH_MAX, SLOTS_OVER, decode_kv_bytes, prefill_kv_bytes
+from hadal.sim.world.units import kv_blocks, token_bytes
 
-SLOTS_OVER = 1.1
-"""Slots of a decode rank over its planned batch: what comes unevenly gets a slot, a little slower,
-and does not wait.
-"""
 QUEUE_S = 20.0
 """Seconds of the peak's requests that the front queues."""
 MIB = 2**20
@@ -40,15 +43,27 @@ def deployment_of(
     running = most[0] * prefill.num_ranks * prompts + most[1] * decode.num_ranks * slots
     arrivals = QUEUE_S * traffic.requests_per_s * traffic.peak
 
+    drafts, decode_model = plan.decode_unit.mtp_tokens, plan.decode_unit.model
+
+    def pool_bytes(model: StepModel, role: str) -> float:
+        """The pool that a simulated rank has."""
+        return kv_blocks(model, drafts, role) * BLOCK_TOKENS * token_bytes(model, drafts)
+
     def units(
-        role: RolePlan, model: StepModel, num: int, num_requests: int, chunk_tokens: int = 0
+        role: RolePlan,
+        model: StepModel,
+        num: int,
+        num_requests: int,
+        kv_bytes: float,
+        drafts: int = 0,
     ) -> UnitsConfig:
         return UnitsConfig(
             num,
             ranks=role.num_ranks,
             ranks_per_node=hardware.gpus_per_node,
             redundant_experts=model.num_redundant,
-            kv_memory_mb=_kv_memory_mb(model, chunk_tokens),
+            drafts=drafts,
+            kv_memory_mb=max(1, int(kv_bytes // MIB)),
             max_requests=num_requests,
             max_waiting=max(256, 2 * num_requests),
         )
@@ -66,10 +81,18 @@ def deployment_of(
             unit.model,
             num_prefill if is_part else prefill.num_least,
             prompts,
-            unit.chunk_tokens,
+            min(pool_bytes(unit.model, PREFILL), prefill_kv_bytes(unit.model, unit.chunk_tokens)),
         ),
         decode=units(
-            decode, plan.decode_unit.model, num_decode if is_part else decode.num_least, slots
+            decode,
+            decode_model,
+            num_decode if is_part else decode.num_least,
+            slots,
+            min(
+                pool_bytes(decode_model, DECODE),
+                decode_kv_bytes(decode_model, slots * (1 + drafts), drafts),
+            ),
+            drafts,
         ),
         limits=LimitsConfig(max_running=running, max_queued=max(512, math.ceil(arrivals))),
         ledger=LedgerConfig(gpu_hour_usd=plan.rent.usd, gpu=hardware.name),
@@ -124,8 +147,14 @@ def heading_of(plan: DeploymentPlan) -> list[str]:
             ),
             "nodes mount, and --cache-mb enough of it.",
         ]
-    if plan.decode_unit.mtp_tokens:
-        lines += ["", "It counts on MTP drafts in decode, which `hadal serve` does not make yet."]
+    if num := plan.decode_unit.mtp_tokens:
+        lines += [
+            "",
+            (
+                f"It counts on MTP drafts in decode: {num} of each request in a step, of which"
+                f" {plan.mtp_accept:.0%} are right if those before are."
+            ),
+        ]
     if plan.decode_unit.model.expert_dtype != "fp8":
         lines += ["", "It counts on experts in FP4, which `hadal serve` does not load yet."]
     return lines
@@ -156,9 +185,3 @@ def notes_of(plan: DeploymentPlan) -> dict[str, str]:
         "fleet.prefill_use": "for TTFT, and for what comes unevenly",
         "fleet.decode_use": "for what comes unevenly",
     }
-
-
-def _kv_memory_mb(model: StepModel, chunk_tokens: int) -> int:
-    """The pool that a simulated rank has; of prefill less where its buffers need more."""
-    pool = float(kv_blocks(model) * BLOCK_TOKENS * kv_bytes_per_token(model.model))
-    return max(1, int(min(pool, prefill_kv_bytes(model, chunk_tokens)) // MIB))

@@ -181,7 +181,6 @@ def measure(
         {PREFILL: plan.prefill_unit.model, DECODE: unit.model},
         requests_of(plan, per_s, end_s, rng),
         max_context=CONTEXT_MAX,
-        mtp_tokens=unit.mtp_tokens,
         mtp_accept=plan.mtp_accept,
     )
     for step in range(1, _STEPS + 1):
@@ -477,12 +476,12 @@ def what_if_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
         static = replace(choice, rules=replace(choice.rules, is_static=True))
         yield from row("fleet", "the peak's units all day", static, "")
         yield _bundles(best)
-    if 1 not in choice.mtp_tokens:
+    if 1 not in choice.mtp_tokens and pricing.model.num_nextn_predict_layers:
         yield from row(
             "MTP",
             "1 draft",
             replace(choice, mtp_tokens=(1,)),
-            f"{pricing.mtp_accept:.0%} of drafts accepted; `hadal serve` makes none yet",
+            f"{pricing.mtp_accept:.0%} of drafts accepted; --mtp-tokens 1 asks for it",
         )
     if FP4 not in choice.dtypes and pricing.hardware.fp4_flops:
         yield from row(

@@ -30,7 +30,7 @@ from hadal.perf.step import MTP_ACCEPT, StepModel, expected_maximum, prefill_fla
 from hadal.policy.capacity import MEAN, USE_MAX, Slo, prefill_use
 from hadal.sim.expert_loads import expert_share
 from hadal.sim.plan.traffic import Traffic
-from hadal.sim.world.units import HBM_SHARE
+from hadal.sim.world.units import HBM_SHARE, token_bytes
 
 DECODE_UNITS = (
     (4, 0),
@@ -68,6 +68,10 @@ HBM_FULL = 0.98
 KV_USE = 0.9
 """Share of a KV pool that is in use as planned: the rest is for requests that are longer than the
 mean.
+"""
+SLOTS_OVER = 1.1
+"""Slots of a decode rank over its planned batch: what comes unevenly gets a slot, a little slower,
+and does not wait.
 """
 KV_UNEVEN = 1.03
 """Core attention of the busiest decode rank over the mean."""
@@ -228,8 +232,8 @@ class Pricing:
         most = self._batch_in_memory(model, mtp_tokens)
         if most < 1:
             return no(self._no_room(model, mtp_tokens))
-        if self._kv_bytes(model, mtp_tokens) < self._context_tokens * kv_bytes_per_token(
-            self.model
+        if self._kv_bytes(model, mtp_tokens) < self._context_tokens * token_bytes(
+            model, mtp_tokens
         ):
             return no(
                 f"a whole context of {self.model.max_position_embeddings:,} tokens does not fit"
@@ -268,7 +272,10 @@ class Pricing:
     def _batch_in_memory(self, model: StepModel, mtp_tokens: int) -> int:
         one_tokens = self.traffic.kv_length_mean + BLOCK_TOKENS / 2
         one = model.hbm_bytes(one_tokens, mtp_tokens) - model.hbm_bytes(0, mtp_tokens)
-        return min(BATCH_MAX, max(0, int(KV_USE * self._kv_bytes(model, mtp_tokens) / one)))
+        most = KV_USE * self._kv_bytes(model, mtp_tokens) / one
+        buffers = SLOTS_OVER * (1 + mtp_tokens) * decode_buffer_bytes(model)
+        free = HBM_FULL * self.hardware.hbm_bytes - model.hbm_bytes(0, mtp_tokens)
+        return min(BATCH_MAX, max(0, int(min(most, free / (one / KV_USE + buffers)))))
 
     # ---- prefill ----
     def prefill_units(self, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[PrefillUnit | Rejected]:
@@ -469,6 +476,23 @@ def prefill_kv_bytes(model: StepModel, chunk_tokens: int) -> float:
     hbm_bytes, weights = model.hardware.hbm_bytes, model.hbm_bytes(0)
     buffers = 10.1 * chunk_tokens * model.model.num_experts_per_tok * model.model.hidden_size
     return min(HBM_SHARE * hbm_bytes, HBM_FULL * hbm_bytes - buffers) - weights
+
+
+def decode_buffer_bytes(model: StepModel) -> float:
+    """Bytes of DeepEP's low-latency buffer for each token that a decode rank may have in a step:
+    every replica could be sent all of them, in BF16, twice out and twice in (comm/layout).
+    """
+    num_replicas = model.num_expert_slots * model.num_ranks
+    return 8.2 * num_replicas * model.model.hidden_size if model.num_ranks > 1 else 0.0
+
+
+def decode_kv_bytes(model: StepModel, num_tokens: int, mtp_tokens: int) -> float:
+    """Return the bytes of a decode rank's pool: what weights leave, and the buffers for so many
+    tokens of a step, drafts among them.
+    """
+    hbm_bytes, buffers = model.hardware.hbm_bytes, num_tokens * decode_buffer_bytes(model)
+    room = min(HBM_SHARE * hbm_bytes, HBM_FULL * hbm_bytes - buffers)
+    return room - model.hbm_bytes(0, mtp_tokens)
 
 
 def _longest(

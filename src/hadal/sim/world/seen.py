@@ -191,11 +191,13 @@ class StepReading:
     tokens: float
     """Prefill: computed. Decode: made, first tokens aside."""
     positions: float
-    """Prefill: (token, position) pairs. Decode: KV positions read, summed over tokens."""
+    """Prefill: (token, position) pairs. Decode: the KV lengths of requests, summed over the tokens
+    that they got.
+    """
     busy_share: float
     """Share of the units' time in which they worked."""
     step_s: float
-    """Mean of steps. With drafts, of a step of the leader: a token each."""
+    """Mean of steps."""
     token_s: float
     """Decode: mean time from token to token, as users of the step have it."""
     requests_per_rank: float
@@ -207,7 +209,9 @@ class StepReading:
     two_micro_batches_share: float
     """Share of the time at work with two micro-batches."""
     seconds_K: Floats
-    """Seconds of each step that has a part in the interval, with"""
+    """Seconds of each step that has a part in the interval, of decode's by the tokens that a request
+    got in it on average: from token to token. With
+    """
     tokens_K: Floats
     """the tokens of that part: what a distribution over tokens is made of."""
 
@@ -286,7 +290,7 @@ def read(
     tokens_left = requests.tokens_out - requests.tokens_done
     paced = ended & ~seen.is_failed & (tokens_left >= TPOT_TOKENS)
     steps = {
-        role: _read_steps(log.steps[role], begin_s, end_s, num_units[role], num_ranks[role])
+        role: _read_steps(role, log.steps[role], begin_s, end_s, num_units[role], num_ranks[role])
         for role in (PREFILL, DECODE)
     }
     samples = [one for one in log.ranks if begin_s <= one[0] < end_s]
@@ -352,6 +356,7 @@ def _rank_sums(
 
 
 def _read_steps(
+    role: str,
     steps: Sequence[tuple[str, float, float, StepWork]],
     begin_s: float,
     end_s: float,
@@ -367,6 +372,11 @@ def _read_steps(
     part = part_inside(at_s, seconds, begin_s, end_s)
     part_s = part * seconds
     made = tokens * part
+    # Ranks are compared by what of it is theirs: in decode requests, however many tokens they get.
+    amounts, num_each = tokens, np.ones(len(tokens))
+    if role == DECODE:
+        amounts, num_each = texts, np.maximum(tokens, 1.0) / np.maximum(texts, 1.0)
+    each_s = seconds / num_each
 
     def over_mean(most: Floats, amount: Floats) -> float:
         has = amount > 0.0
@@ -379,16 +389,16 @@ def _read_steps(
     return StepReading(
         num_steps=float(part.sum()),
         tokens=float(made.sum()),
-        positions=float((positions * part).sum()),
+        positions=float((positions * num_each * part).sum()),
         busy_share=float(part_s.sum()) / ((end_s - begin_s) * num_units),
         step_s=float(part_s.sum() / part.sum()),
-        token_s=float(np.average(seconds, weights=made)) if made.any() else 0.0,
+        token_s=float(np.average(each_s, weights=made)) if made.any() else 0.0,
         requests_per_rank=float(np.average(texts, weights=part_s)) / num_ranks,
-        tokens_imbalance=over_mean(most_tokens, tokens),
+        tokens_imbalance=over_mean(most_tokens, amounts),
         positions_imbalance=over_mean(most_positions, positions),
         expert_imbalance=float(np.average(imbalance, weights=part_s)),
         two_micro_batches_share=float(np.average(num_micro_batches > 1, weights=part_s)),
-        seconds_K=seconds,
+        seconds_K=each_s,
         tokens_K=made,
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.cache import NAME_BYTES, DiskLocation, num_names, split
-from hadal.core.config import PREFILL, Deployment, units_of
+from hadal.core.config import DECODE, PREFILL, Deployment, num_drafts_max, units_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import BlocksRead, BlocksStored, StepDone
 from hadal.core.seams import RankReset, ReadBlocks, StoreBlocks
@@ -221,18 +221,26 @@ FINGERPRINT = "simulated"
 """Fingerprint of the disk cache's folder, and in the names of what decode writes there."""
 
 
-def kv_blocks(model: StepModel) -> int:
-    """Blocks of a rank's KV pool: what its memory has beside the weights. Raises ValueError if that
-    is nothing.
+def kv_blocks(model: StepModel, num_drafts: int = 0, role: str = DECODE) -> int:
+    """Blocks of a rank's KV pool: what its memory has beside the weights, where decode makes so
+    many drafts at most. Raises ValueError if that is nothing.
     """
-    free_bytes = HBM_SHARE * model.hardware.hbm_bytes - model.hbm_bytes(0)
-    num_blocks = int(free_bytes // (BLOCK_TOKENS * kv_bytes_per_token(model.model)))
+    # Prefill hands the module's KV over with the rest and has little of its weights, no experts.
+    weights = model.hbm_bytes(0, num_drafts if role == DECODE else 0)
+    free_bytes = HBM_SHARE * model.hardware.hbm_bytes - weights
+    num_blocks = int(free_bytes // (BLOCK_TOKENS * token_bytes(model, num_drafts)))
     if num_blocks < 2:
         raise ValueError(
             f"{model.hardware.name} has no memory left for KV with {model.num_expert_slots} experts on a"
             " rank: units of more ranks have fewer."
         )
     return num_blocks
+
+
+def token_bytes(model: StepModel, num_drafts: int) -> float:
+    """KV bytes of a token, the MTP module's among them where drafts are made."""
+    has_module = num_drafts > 0 and model.model.num_nextn_predict_layers > 0
+    return kv_bytes_per_token(model.model, model.model.num_hidden_layers + has_module)
 
 
 def simulated_leader(
@@ -249,7 +257,8 @@ def simulated_leader(
     `stores`: what is computed, and blocks that generated text fills, are written there.
     """
     role = name.partition("-")[0]
-    units = msgspec.structs.replace(units_of(config, role), kv_blocks=kv_blocks(model))
+    num_blocks = kv_blocks(model, num_drafts_max(config, model.model), role)
+    units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
     cache = msgspec.structs.replace(config.cache, folder=FINGERPRINT if stores else "")
     deployment = (
         msgspec.structs.replace(config, cache=cache, prefill=units)
@@ -367,11 +376,15 @@ def runner_of(
     model: StepModel,
     config: Deployment,
     output_tokens: OutputTokens,
-    drafts: tuple[int, float],
+    mtp_accept: float,
 ) -> Runner:
-    """`drafts`: how many in a step, and how often one is accepted (decode)."""
+    """`mtp_accept`: how often a draft is right if those before it were (decode)."""
     if role == PREFILL:
         return PrefillRunner(model, output_tokens)
     return DecodeRunner(
-        model, config.decode.max_requests, output_tokens, mtp_tokens=drafts[0], mtp_accept=drafts[1]
+        model,
+        config.decode.max_requests,
+        output_tokens,
+        num_drafts_max=num_drafts_max(config, model.model),
+        mtp_accept=mtp_accept,
     )

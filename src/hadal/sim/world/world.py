@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, num_drafts_max, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     BLOCK_TOKENS,
@@ -40,8 +40,7 @@ from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import Deliver, Effect, Event, Pull, ReadBlocks, Send, StoreBlocks, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.perf.explain import StepPrice
-from hadal.perf.shapes import kv_bytes_per_token
-from hadal.perf.step import StepModel
+from hadal.perf.step import MTP_ACCEPT, StepModel
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.front.front import Front
 from hadal.roles.prefill.leader import PrefillLeader
@@ -56,6 +55,7 @@ from hadal.sim.world.units import (
     WorldDisk,
     runner_of,
     simulated_leader,
+    token_bytes,
 )
 
 # What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow,
@@ -236,11 +236,11 @@ class FleetWorld:
     """One run. `models`: by role, whose ranks must be the deployment's. `max_context`: longest
     prompt and output.
 
-    `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`,
-    `mtp_accept`: drafts in decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached`
-    tells of; `stores`: what is computed and generated is written to it, else it is not. `sample_s`:
-    how often KV use is looked at; 0: never. `faults`: what goes wrong; a unit
-    that dies is started again, as by a supervisor.
+    `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_accept`: how
+    often drafts are right, as many as the deployment makes (sim/runners). `disk`: of the cache that
+    `Requests.tokens_cached` tells of; `stores`: what is computed and generated is written to it,
+    else it is not. `sample_s`: how often KV use is looked at; 0: never. `faults`: what goes wrong;
+    a unit that dies is started again, as by a supervisor.
     """
 
     def __init__(
@@ -252,8 +252,7 @@ class FleetWorld:
         max_context: int = 65_536,
         wire_s: float = 0.0005,
         look_s: float = 0.005,
-        mtp_tokens: int = 0,
-        mtp_accept: float = 0.0,
+        mtp_accept: float = MTP_ACCEPT,
         disk: DiskSpeed | None = None,
         stores: bool = False,
         sample_s: float = 0.0,
@@ -275,7 +274,7 @@ class FleetWorld:
         self._max_context = max_context
         self._wire_s = wire_s
         self._look_s = look_s
-        self._drafts = mtp_tokens, mtp_accept
+        self._mtp_accept = mtp_accept
         self._stores = stores
         self._sample_s = sample_s
         self._faults = faults or WorldFaults()
@@ -285,7 +284,8 @@ class FleetWorld:
         self._pools = {WARM}
         """Names of all that KV can be pulled from."""
         self._num_lives = 0
-        self._token_bytes = kv_bytes_per_token(models[DECODE].model)
+        num_drafts = num_drafts_max(config, models[DECODE].model)
+        self._token_bytes = token_bytes(models[DECODE], num_drafts)
         self.disk = WorldDisk(
             requests.blocks_cached,
             BLOCK_TOKENS * self._token_bytes,
@@ -397,7 +397,7 @@ class FleetWorld:
             self.disk.view(),
             stores=self._stores,
         )
-        runner = runner_of(role, model, config, self._output_tokens, self._drafts)
+        runner = runner_of(role, model, config, self._output_tokens, self._mtp_accept)
         process = self._start(name, leader, LoggedRunner(name, role, runner, self.clock, self.log))
         unit = SimUnit(
             name, self._num_lives, process, runner, self._unit_to_ranks[name], self._pools

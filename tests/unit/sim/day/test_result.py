@@ -326,9 +326,7 @@ def test_the_published_day_stands_beside_its_own_preset_only() -> None:
 
 def test_notes_say_what_is_assumed_and_what_went_wrong() -> None:
     assert "Decode verifies 1 draft(s)" in " ".join(written()["notes"])
-    assert "draft" not in " ".join(
-        result_json(joined(looked(), study=small(mtp_tokens=0)))["notes"]
-    )
+    assert "draft" not in " ".join(result_json(joined(looked(), study=small(drafts=0)))["notes"])
     broken = replace(looked(), problems=("a block is nobody's", "another one"))
     assert "2 problems" in " ".join(result_json(joined(broken))["notes"])
     late = replace(fluid().day.hours[0], wait_s_max=90.0)

@@ -36,14 +36,14 @@ def test_each_changes_what_it_says_and_nothing_else() -> None:
         {"hardware": "h200", "gpu_hour_usd": 2.5},
         {"cache.disk_pb": pytest.approx(day.cache.disk_pb / 10)},
         {"prices": "deepseek-reasoner"},
-        {"mtp_tokens": 0},
+        {"drafts": 0},
     ]
     assert len(changed) == 6, "each has a name of its own"
     assert "H200 at $2.50 an hour" in changed
 
 
 def test_what_is_so_already_is_no_alternative() -> None:
-    day = Study(prices="deepseek-reasoner", mtp_tokens=0, cache=replace(Study().cache, disk_pb=0.0))
+    day = Study(prices="deepseek-reasoner", drafts=0, cache=replace(Study().cache, disk_pb=0.0))
     assert [name for name, _ in what_ifs(day)] == [name for name, _ in what_ifs(Study())][:3]
 
 
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_no_alternative() -> None:
         ({"gpu_hour_usd": 9.0}, True, True),
         ({"tpot_ms": 50.0}, True, True),
         ({"hardware": "h200"}, False, True),
-        ({"mtp_tokens": 0}, False, True),
+        ({"drafts": 0}, False, True),
         ({"seed": 2}, False, False),
         ({"cache": replace(Study().cache, disk_pb=1.0)}, True, False),
         ({"workload": WorkloadParams(sessions_per_day=1e6)}, False, False),

@@ -45,6 +45,20 @@ def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_p
     model = plan.decode_unit.model
     planned = kv_blocks(model) * 64 * kv_bytes_per_token(model.model)
     assert memory.decode.kv_bytes == pytest.approx(planned, rel=0.01)
+    assert read.decode.drafts == 0
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_plan_with_drafts_makes_them_and_has_room_for_what_they_take(num: int) -> None:
+    plan = best(mtp_tokens=(num,))
+    made = deployment_of(plan, model=str(MODEL))
+    assert (made.prefill.drafts, made.decode.drafts) == (0, num)
+    memory, model = resolve(made).memory, plan.decode_unit.model
+    for rank in (memory.prefill, memory.decode):
+        assert rank.total_bytes <= plan.hardware.hbm_bytes
+    planned = kv_blocks(model, num) * 64 * kv_bytes_per_token(model.model, 62)
+    assert 0.9 < memory.decode.kv_bytes / planned <= 1.0, "less where buffers are large"
+    assert kv_blocks(model, num) < kv_blocks(model)
 
 
 def test_a_static_fleet_and_a_part_have_no_fleet_table() -> None:

@@ -47,6 +47,24 @@ def test_steps_count_for_the_part_that_lies_inside() -> None:
     assert decode.tokens_K.tolist() == [16.0, 4.0]
 
 
+def test_a_step_of_several_tokens_a_request_is_as_long_as_it_is_to_each_of_them() -> None:
+    log = WorldLog()
+    log.steps[DECODE] += [
+        ("decode-0", 1.0, 1.0, StepWork(24, 1600, 16, 4, 400, 1.2, 1, 1600)),
+        ("decode-1", 9.0, 2.0, StepWork(16, 4000, 8, 2, 500, 1.4, 2, 4000)),
+    ]
+    decode = reading(log).decode
+    assert (decode.num_steps, decode.tokens) == (1.5, 24 + 8)
+    assert decode.positions == pytest.approx(100 * 24 + 500 * 8), "lengths, once a token"
+    assert decode.step_s == pytest.approx(2.0 / 1.5)
+    assert decode.token_s == pytest.approx((16 * 1.0 + 4 * 2.0) / 32)
+    assert decode.seconds_K.tolist() == pytest.approx([16 / 24, 1.0])
+    assert decode.tokens_K.tolist() == [24.0, 8.0]
+    assert decode.requests_per_rank == pytest.approx((16 + 8) / 2 / 8)
+    assert decode.tokens_imbalance == pytest.approx((4 * 8 / 16 + 2 * 8 / 8) / 2), "of requests"
+    assert decode.positions_imbalance == pytest.approx((400 * 8 / 1600 + 500 * 8 / 4000) / 2)
+
+
 def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
     log = WorldLog()
     for unit, at_s, ranks in (

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hadal.core.balance import OFF
+from hadal.core.balance import AUTO, OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.step import StepModel
@@ -25,10 +25,10 @@ SPAN_S = 10.0 if FULL else 4.0
 """Of requests that come, where more of them are compared with fewer."""
 
 
-def deployment(*, early_pull: str = "off", **limits: int) -> Deployment:
+def deployment(*, early_pull: str = "off", drafts: str | int = 0, **limits: int) -> Deployment:
     return Deployment(
         prefill=UnitsConfig(2, ranks=8, max_requests=8, max_waiting=1000),
-        decode=UnitsConfig(2, ranks=16, max_requests=16, max_waiting=1000),
+        decode=UnitsConfig(2, ranks=16, max_requests=16, max_waiting=1000, drafts=drafts),
         limits=LimitsConfig(**{"max_running": 4000, "max_queued": 4000, **limits}),
         cache=CacheConfig(memory=OFF),
         chunk_tokens=4096,
@@ -54,10 +54,10 @@ def world(asked: Requests, config: Deployment | None = None, **options: Any) -> 
     return FleetWorld(config or deployment(), models(), asked, max_context=16_384, **options)
 
 
-@pytest.mark.parametrize("early_pull", ["off", "auto"])
-def test_every_request_ends_once_and_has_its_tokens(early_pull: str) -> None:
+@pytest.mark.parametrize(("early_pull", "drafts"), [("off", 0), ("auto", 0), ("auto", 3)])
+def test_every_request_ends_once_and_has_its_tokens(early_pull: str, drafts: int) -> None:
     asked = requests(1, 600, 200.0)
-    made = world(asked, deployment(early_pull=early_pull))
+    made = world(asked, deployment(early_pull=early_pull, drafts=drafts))
     made.run(300.0)
     assert np.isfinite(made.seen.end_s).all()
     assert not made.seen.is_failed.any()
@@ -106,15 +106,64 @@ def test_alone_a_request_takes_what_its_steps_take() -> None:
 
 
 def test_more_load_makes_steps_longer_and_drafts_tokens_faster() -> None:
-    def tpot_s(per_s: float, **options: Any) -> float:
+    def tpot_s(per_s: float, drafts: int = 0) -> float:
         asked = requests(4, int(SPAN_S * per_s), per_s, tokens_out=100)
-        made = world(asked, **options)
+        made = world(asked, deployment(drafts=drafts))
         made.run(200.0)
         return float(np.mean((made.seen.end_s - made.seen.first_token_s) / asked.tokens_out))
 
     light, heavy = tpot_s(20.0), tpot_s(120.0)
     assert light < heavy
-    assert tpot_s(20.0, mtp_tokens=1, mtp_accept=0.8) < light
+    assert tpot_s(20.0, drafts=1) < light
+
+
+def running(size: int, num_done: int = 10) -> Requests:
+    """So many that run at the start and go on for long."""
+    wanted = np.full(size, 10_000)
+    return Requests(
+        np.full(size, -1.0),
+        np.linspace(500, 3000, size).astype(np.int64),
+        wanted,
+        tokens_done=np.full(size, num_done),
+    )
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.5, 0.8, 0.95])
+def test_what_a_world_checks_takes_and_makes_what_the_mean_says(accept: float) -> None:
+    """Tokens of each request by what steps take: as perf/step has them of means."""
+    made = world(running(300), deployment(drafts=1), mtp_accept=accept)
+    made.run(3.0)
+    decode = made.read(1.0, 3.0).decode
+    ranks = models()["decode"].num_ranks
+    assert decode.requests_per_rank == pytest.approx(300 / 2 / ranks)
+    assert decode.positions_per_token == pytest.approx(
+        np.mean(made.requests.tokens_in) + decode.tokens / 300, rel=0.05
+    )
+    priced = models()["decode"].decode(
+        decode.requests_per_rank, decode.positions_per_token, 1, mtp_accept=accept
+    )
+    assert priced.tokens_per_s_user is not None
+    assert decode.tokens / (decode.num_steps * 150) == pytest.approx(1.0 + accept, abs=0.01)
+    assert 1.0 / decode.token_s == pytest.approx(priced.tokens_per_s_user, rel=0.05)
+    assert decode.tokens_imbalance == pytest.approx(10 / (150 / ranks), rel=0.1)
+    assert made.check() == []
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.3, 0.9])
+def test_a_unit_that_chooses_its_drafts_makes_as_much_as_with_the_best_number(
+    accept: float,
+) -> None:
+    def tokens(drafts: str | int) -> float:
+        config = deployment(drafts=drafts)
+        alone = msgspec.structs.replace(config.decode, units=1)
+        config = msgspec.structs.replace(config, decode=alone)
+        made = world(running(48), config, mtp_accept=accept)
+        made.run(20.0)
+        return made.read(12.0, 20.0).decode.tokens
+
+    fixed = [tokens(drafts) for drafts in (0, 1, 2)]
+    assert fixed.index(max(fixed)) == {0.0: 0, 0.3: 1, 0.9: 2}[accept]
+    assert tokens(AUTO) >= 0.99 * max(fixed)
 
 
 def test_an_overloaded_fleet_refuses_and_the_rest_is_served() -> None:
