@@ -18,8 +18,8 @@ from math import log2
 HYSTERESIS = 0.02
 """How much better another number must be than the one in use."""
 PROBE_STEPS, PROBE_STEPS_MAX = 4, 20
-"""Steps of a trial, of which the first has no drafts to check yet; and of one in which most drafts
-are right, which costs nothing and shows that they are.
+"""Steps of a trial, of which the first has no drafts to check yet; and of one of more drafts most of
+which are right, which costs little and shows that they are.
 """
 _RIGHT = 0.75
 """Share of right drafts with which a trial goes on."""
@@ -102,7 +102,7 @@ class DraftChooser:
         tried, num_left = self._probe
         num_tried, num_right = self._probe_drafts
         if num_left == 0 and num_right and num_right >= _RIGHT * num_tried:
-            if self._probe_steps < PROBE_STEPS_MAX:
+            if tried > self._last and self._probe_steps < PROBE_STEPS_MAX:
                 num_left = PROBE_STEPS
             self._probe_drafts = [0, 0]
         if num_left:
