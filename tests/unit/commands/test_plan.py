@@ -249,3 +249,12 @@ def test_a_seed_below_zero_is_refused_by_its_name() -> None:
     result = run("--seed", "-1")
     assert result.exit_code == 2
     assert "--seed" in result.stderr
+
+
+def test_drafts_are_not_asked_of_a_model_that_has_no_module(tmp_path: Path) -> None:
+    config = Path(__file__).resolve().parents[3] / "configs" / "deepseek_v3" / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8")) | {"num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    result = run("--model", str(tmp_path), "--mtp-tokens", "1", "--no-verify")
+    assert result.exit_code == 2
+    assert f"--mtp-tokens is 1, and the model in {tmp_path} has no MTP module" in result.stderr
