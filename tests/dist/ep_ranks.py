@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,8 +98,9 @@ class Listened(DeepseekV3):
         wanted: Sequence[Sequence[int]],
         schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
+        **options: Any,
     ) -> list[Tensor]:
-        self._kept[:] = super().prefill_split(chunks, wanted, schedule, recorder)
+        self._kept[:] = super().prefill_split(chunks, wanted, schedule, recorder, **options)
         return self._kept
 
 

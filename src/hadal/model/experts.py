@@ -97,8 +97,12 @@ class ExpertStore:
         """
         self._open = functools.partial(_Reader, folder, weights.config, held)
         self._config = config = weights.config
-        layers = [*weights.layers, *(() if weights.mtp is None else (weights.mtp.layer,))]
-        moes = [layer.moe for layer in layers if layer.moe is not None and layer.moe.experts]
+        moes = [layer.moe for layer in weights.layers if layer.moe is not None]
+        module = None if weights.mtp is None else weights.mtp.layer.moe
+        # Its experts move like a layer's, unless the slots have no layer for it (`load_weights`).
+        is_without_module = slot_to_expert_LS is not None and len(slot_to_expert_LS) == len(moes)
+        if module is not None and module.experts and not is_without_module:
+            moes.append(module)
         all_LS = np.tile(np.arange(config.n_routed_experts, dtype=np.int16), (len(moes), 1))
         slots = (all_LS if slot_to_expert_LS is None else slot_to_expert_LS).tolist()
         self._held = [

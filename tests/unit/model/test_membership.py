@@ -32,14 +32,11 @@ from hadal.core.plans import (
     StepDone,
 )
 from hadal.kernels import library
-from hadal.model.block import MicroBatch
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.execute import Recorder
 from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
-from hadal.overlap.plan import Schedule
 from hadal.reference.model import generate
 from hadal.reference.params import MlpWeights
 from tests.fresh import fresh
@@ -56,11 +53,9 @@ SOON_S = 5.0
 class Listened(DeepseekV3):
     """A model that keeps its logits."""
 
-    def _all_layers(
-        self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder | None
-    ) -> list[Tensor]:
-        logits = super()._all_layers(states, schedule, recorder)
-        self.kept = [*getattr(self, "kept", []), torch.cat(logits).clone()]
+    def head(self, hidden_TD: Tensor) -> Tensor:
+        logits = super().head(hidden_TD)
+        self.kept = [*getattr(self, "kept", []), logits.clone()]
         return logits
 
 
