@@ -19,6 +19,7 @@ Nothing runs in the forked process before `go`, so one that the supervisor gave 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -260,13 +261,17 @@ def main() -> int:
     gc.enable()
     if len(os.listdir("/proc/self/task")) > 1:
         return 1  # A thread that holds a lock would hold it for ever in a forked process.
-    line.send(_READY)
+    with contextlib.suppress(BrokenPipeError):  # It is gone; the next line sees it.
+        line.send(_READY)
     del waiting[:-1]
     while True:
         if waiting and not select.select([line], [], [], _QUIET_S)[0]:
             importlib.import_module(waiting.pop())  # Nobody waits: for the gateway's next life.
             continue
-        data, fds, _, _ = socket.recv_fds(line, _MAX_BYTES, _MAX_FDS)
+        try:
+            data, fds, _, _ = socket.recv_fds(line, _MAX_BYTES, _MAX_FDS)
+        except ConnectionResetError:  # It went without having heard that this is ready.
+            data, fds = b"", []
         if not data:
             _clear(left)
             return 0

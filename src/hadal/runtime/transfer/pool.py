@@ -77,8 +77,9 @@ class KvPool:
             self.num_blocks, self.block_bytes
         )
         """[P, bytes of a block]"""
+        self._toucher = threading.Thread(target=self._touch, name="touch", daemon=True)
         if is_owner:
-            threading.Thread(target=self._touch, name="touch", daemon=True).start()
+            self._toucher.start()
 
     def _touch(self) -> None:
         """Have the page tables filled in, from the first block, which is used first: a first touch
@@ -211,6 +212,8 @@ class KvPool:
             (SHM_FOLDER / self.name).unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
+        if self._is_owner:
+            self._toucher.join()  # At most the milliseconds of a piece.
 
 
 FREED_BEFORE = "the leased blocks were freed before the copy"
