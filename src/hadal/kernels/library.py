@@ -34,7 +34,7 @@ _STATUS = {
     2: "a position or length is negative or beyond the model's last position",
     3: "a block table names a block that the cache does not have, or is too short for its length",
     4: "an expert id is out of range, or the expert has no replica",
-    6: "a row index is out of range",
+    6: "a row index is out of range, or a slot comes twice",
     7: "a row is to draft at a position before which there is none to attend to",
 }
 _OUT_OF_MEMORY = 5
@@ -56,7 +56,7 @@ _ABI = {
     "hadal_unpack": ("p" * 11, ctypes.c_int),
     "hadal_heads_in": ("ppll" + "iiipiiip", ctypes.c_int),
     "hadal_heads_out": ("ppiiipiiip", ctypes.c_int),
-    "hadal_sample": ("pplii" + "pppippp" + "ipp", ctypes.c_int),
+    "hadal_sample": ("ppliii" + "ppppippp" + "ippppp", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
     "hadal_step_run": ("pppiipppl" + "ppp", ctypes.c_int),

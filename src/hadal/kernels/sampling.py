@@ -16,46 +16,63 @@ from hadal.reference.sampling import ROW, SLOT, TOKEN_VALUE, SlotTable
 
 
 def sample(
-    logits_BV: Tensor, slots_B: np.ndarray, indices_B: np.ndarray, table: SlotTable
-) -> tuple[np.ndarray, np.ndarray]:
-    """See the twin. Raises ValueError if shapes or types do not match, or there is no such slot."""
+    logits_RV: Tensor,
+    slots_B: np.ndarray,
+    num_B: np.ndarray,
+    fed_R: np.ndarray,
+    table: SlotTable,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """See the twin. Raises ValueError if shapes or types do not match, there is no such slot, or one
+    comes twice; nothing is drawn then.
+    """
     lib = library.load()
-    if lib is None or logits_BV.device.type != "cpu":
-        return twin.sample(logits_BV, slots_B, indices_B, table)
-    logits_BV = logits_BV.float()
-    if logits_BV.stride(1) != 1:
-        logits_BV = logits_BV.contiguous()
-    batch, vocabulary = logits_BV.shape
-    num_slots = len(table.slots_S)
+    if lib is None or logits_RV.device.type != "cpu":
+        return twin.sample(logits_RV, slots_B, num_B, fed_R, table)
+    logits_RV = logits_RV.float()
+    if logits_RV.stride(1) != 1:
+        logits_RV = logits_RV.contiguous()
+    num_rows, vocabulary = logits_RV.shape
+    batch, num_slots = len(slots_B), len(table.slots_S)
     _check("slots_B", slots_B, batch, np.int64)
-    _check("indices_B", indices_B, batch, np.int64)
+    _check("num_B", num_B, batch, np.int64)
+    _check("fed_R", fed_R, num_rows, np.int64)
     _check("slots_S", table.slots_S, num_slots, SLOT)
     _check("bias", table.bias, len(table.bias), TOKEN_VALUE)
     for name, history_SV in (("counts_SV", table.counts_SV), ("seen_SV", table.seen_SV)):
         if history_SV is not None:
             library.check_shape(name, history_SV, (num_slots, vocabulary))
-    num_best = max(int(table.slots_S["num_logprobs"][slots_B].max(initial=0)), 0)
-    rows_B, best_BN = np.empty(batch, ROW), np.empty((batch, num_best), TOKEN_VALUE)
+    # C refuses a slot that is not there.
+    num_best = int(table.slots_S["num_logprobs"].take(slots_B, mode="clip").max(initial=0))
+    ints = np.empty(1 + batch + num_rows, np.int64)  # How many in all, num_drawn_B, at_R.
+    rows_R, best_RK = np.empty(num_rows, ROW), np.empty((num_rows, num_best), TOKEN_VALUE)
+    at = ints.ctypes.data
     library.check_status(
         lib.hadal_sample(
             library.team(),
-            logits_BV.data_ptr(),
-            logits_BV.stride(0),
+            logits_RV.data_ptr(),
+            logits_RV.stride(0),
+            num_rows,
             batch,
             vocabulary,
             slots_B.ctypes.data,
-            indices_B.ctypes.data,
+            num_B.ctypes.data,
+            fed_R.ctypes.data,
             table.slots_S.ctypes.data,
             num_slots,
             table.bias.ctypes.data,
             None if table.counts_SV is None else table.counts_SV.data_ptr(),
             None if table.seen_SV is None else table.seen_SV.data_ptr(),
             num_best,
-            rows_B.ctypes.data,
-            best_BN.ctypes.data,
+            at + 8,
+            at + 8 * (1 + batch),
+            rows_R.ctypes.data,
+            best_RK.ctypes.data,
+            at,
         )
     )
-    return rows_B, best_BN
+    num_drawn = int(ints[0])
+    num_drawn_B, at_N = ints[1 : 1 + batch], ints[1 + batch :][:num_drawn]
+    return num_drawn_B, at_N, rows_R[:num_drawn], best_RK[:num_drawn]
 
 
 def _check(name: str, values: np.ndarray, length: int, dtype: npt.DTypeLike) -> None:

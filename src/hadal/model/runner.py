@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from hadal.core.plans import (
     FLIP,
     Chunk,
     DecodePlan,
-    Draw,
     Formed,
     FormPlan,
     Join,
@@ -177,29 +176,22 @@ class RankTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
-    """Rows of a decode step: first the last token of every row of the table, then of those with
-    drafts the first one, and so on. R rows in all.
+class _Fed:
+    """Rows of a decode step: of each row of the table its last token, then its drafts that are
+    checked, side by side. R rows in all.
     """
 
-    turns: tuple[np.ndarray, ...]
-    """Rows of the table, ascending, turn by turn."""
+    num_B: np.ndarray
+    """How many they are of each row of the table."""
+    of_R: np.ndarray
+    """Rows of the table."""
     tokens_R: np.ndarray
     positions_R: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class _DrawnRows:
-    """What a decode step drew. N tokens, those of a slot in their order; B rows of the table."""
-
-    slots_N: np.ndarray
-    drawn: Drawn
-    last_B: np.ndarray
-    num_drawn_B: np.ndarray
-
-
 _log = logging.getLogger(__name__)
-_NOTHING = Drawn(np.zeros(0, np.int64))
+_NONE = np.zeros(0, np.int64)
+_NOTHING = Drawn(_NONE, _NONE, _NONE)
 _TAILS = 4
 """Prompts for each that may draw in a step, whose last hidden state is kept between chunks."""
 
@@ -388,7 +380,7 @@ class ModelRunner:
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
         failed = {keys[slot]: reason for slot, reason in drawn.failed.items()}
-        return keys, Drawn(drawn.tokens, drawn.draws, failed)
+        return keys, replace(drawn, failed=failed)
 
     def _write_first_entries(
         self, chunks: Sequence[Chunk], tokens: np.ndarray, tails: PromptTails
@@ -452,16 +444,16 @@ class ModelRunner:
             self._is_prepared = True
         if not len(table) and self._membership is None:
             return [], _NOTHING
-        checked = self._checked()
-        logits_RV, hidden_RD = self._decode_logits(plan, checked, recorder)
+        fed = self._fed()
+        logits_RV, hidden_RD = self._decode_logits(plan, fed, recorder)
+        slots_N, drawn = _NONE, _NOTHING
         if len(table):
             recorder.begin("draw")
-        drawn = self._draw(checked, logits_RV, hidden_RD)
-        self._finish(plan, drawn)
-        if len(table):
+            drawn = self._decode_sampler.draw(logits_RV, table.slots_B, fed.num_B, fed.tokens_R)
+            slots_N = self._go_on(plan, fed, drawn, hidden_RD)
             recorder.end("draw")
         self._draft(plan, recorder)
-        return drawn.slots_N.tolist(), drawn.drawn
+        return slots_N.tolist(), drawn
 
     def _write_entries(self) -> None:
         """Nobody knows afterwards which of the module's entries are not written yet."""
@@ -472,87 +464,40 @@ class ModelRunner:
             table_BM = table.table_BM(int(positions_B.max()))
             self._drafter.write(table.slots_B, ends_B, table_BM)
 
-    def _checked(self) -> _Checked:
-        """The rows of this step: of each slot its last token, then its drafts that have room."""
-        table, num_rows = self._table, len(self._table)
-        all_rows = np.arange(num_rows)
-        if self._drafter is None:
-            return _Checked((all_rows,), table.tokens_B, table.positions_B)
-        slots_B, positions_B = table.slots_B, table.positions_B
-        num_checked_B = self._drafter.num_checked(slots_B, positions_B, table.rooms_B)
-        if not num_checked_B.any():
-            return _Checked((all_rows,), table.tokens_B, positions_B)
-        turns = [
-            np.flatnonzero(num_checked_B >= turn) for turn in range(1, self._num_drafts_max + 1)
-        ]
-        turns = [all_rows, *(rows for rows in turns if len(rows))]
-        tokens = [
-            table.tokens_B,
-            *(self._drafter.drafts_SK[slots_B[rows], turn] for turn, rows in enumerate(turns[1:])),
-        ]
-        positions = [positions_B[rows] + turn for turn, rows in enumerate(turns)]
-        return _Checked(tuple(turns), np.concatenate(tokens), np.concatenate(positions))
+    def _fed(self) -> _Fed:
+        """What this step feeds: of each slot its last token, then its drafts that have room."""
+        table, drafter = self._table, self._drafter
+        all_rows, num_B = np.arange(len(table)), np.ones(len(table), np.int64)
+        if drafter is not None:
+            num_B += drafter.num_checked(table.slots_B, table.positions_B, table.rooms_B)
+        if int(num_B.sum()) == len(num_B):
+            return _Fed(num_B, all_rows, table.tokens_B, table.positions_B)
+        assert drafter is not None
+        of_R = np.repeat(all_rows, num_B)
+        within_R = np.arange(len(of_R)) - np.repeat(num_B.cumsum() - num_B, num_B)
+        drafted_R = drafter.drafts_SK[table.slots_B[of_R], within_R - 1]
+        tokens_R = np.where(within_R == 0, table.tokens_B[of_R], drafted_R)
+        return _Fed(num_B, of_R, tokens_R, table.positions_B[of_R] + within_R)
 
-    def _draw(self, checked: _Checked, logits_RV: Tensor, hidden_RD: Tensor | None) -> _DrawnRows:
-        """Draw each slot's next token, and one more as long as the last is what was drafted: what
-        the sampler draws is what counts, so drafts change no token.
+    def _go_on(
+        self, plan: DecodePlan, fed: _Fed, drawn: Drawn, hidden_RD: Tensor | None
+    ) -> np.ndarray:
+        """Go on behind the drawn tokens, and have in the pool what others will read there. Returns
+        the tokens' slots.
         """
         table, drafter = self._table, self._drafter
-        slots_B, last_B = table.slots_B, table.tokens_B.copy()
-        num_drawn_B = np.zeros(len(table), np.int64)
-        slots: list[np.ndarray] = []
-        tokens: list[np.ndarray] = []
-        draws: dict[int, Draw] = {}
-        failed: dict[int, str] = {}
-        rows, first = checked.turns[0], 0
-        for turn, of_turn in enumerate(checked.turns):
-            if not len(rows):
-                break
-            # Where those rows stand in the logits; all of a turn's need no copy.
-            is_whole = len(rows) == len(of_turn)
-            if is_whole:
-                logits_NV = logits_RV[first : first + len(rows)]
-            else:
-                at = first + np.searchsorted(of_turn, rows)
-                logits_NV = take(logits_RV, at)
-            drawn = self._decode_sampler.draw(logits_NV, slots_B[rows])
-            num_before = sum(len(drawn_slots) for drawn_slots in slots)
-            draws.update({num_before + row: draw for row, draw in drawn.draws.items()})
-            failed.update(drawn.failed)
-            slots.append(slots_B[rows])
-            tokens.append(drawn.tokens)
-            last_B[rows] = drawn.tokens
-            num_drawn_B[rows] += 1
-            if drafter is not None:
-                assert hidden_RD is not None
-                positions_N = table.positions_B[rows] + turn + 1
-                hidden_ND = (
-                    hidden_RD[first : first + len(rows)] if is_whole else take(hidden_RD, at)
-                )
-                drafter.note(slots_B[rows], positions_N, drawn.tokens, hidden_ND)
-            first += len(of_turn)
-            if drafter is None or turn + 1 == len(checked.turns):
-                break
-            is_right = drafter.drafts_SK[slots_B[rows], turn] == drawn.tokens
-            if len(checked.turns[turn + 1]) < len(table):
-                is_right &= np.isin(rows, checked.turns[turn + 1])
-            if drawn.failed:
-                is_right &= ~np.isin(slots_B[rows], list(drawn.failed))
-            rows = rows[is_right]
-        if not slots:
-            return _DrawnRows(np.zeros(0, np.int64), _NOTHING, last_B, num_drawn_B)
-        values = Drawn(np.concatenate(tokens), draws, failed)
-        return _DrawnRows(np.concatenate(slots), values, last_B, num_drawn_B)
-
-    def _finish(self, plan: DecodePlan, drawn: _DrawnRows) -> None:
-        """Go on behind the drawn tokens, and have in the pool what others will read there."""
-        table, drafter = self._table, self._drafter
+        slots_N: np.ndarray = table.slots_B[fed.of_R[drawn.rows]]
+        if drafter is not None:
+            assert hidden_RD is not None
+            is_whole = len(drawn.rows) == len(hidden_RD)
+            hidden_ND = hidden_RD if is_whole else take(hidden_RD, drawn.rows)
+            drafter.note(slots_N, fed.positions_R[drawn.rows] + 1, drawn.tokens, hidden_ND)
         num_full_B = table.positions_B // BLOCK_TOKENS
-        table.advance(drawn.last_B, drawn.num_drawn_B)
+        table.advance(drawn.tokens[drawn.num_B.cumsum() - 1], drawn.num_B)
         slots_B, positions_B = table.slots_B, table.positions_B
         is_filling_B = positions_B // BLOCK_TOKENS > num_full_B
         if not plan.publishes and not is_filling_B.any():
-            return
+            return slots_N
         is_moving_B = np.isin(slots_B, plan.publishes)
         rows = np.flatnonzero(is_moving_B | is_filling_B)
         if drafter is not None:
@@ -569,6 +514,7 @@ class ModelRunner:
             blocks |= table.full_blocks(np.flatnonzero(is_filling_B), num_full_B)
         if blocks:
             self._model.cache.publish(sorted(blocks))
+        return slots_N
 
     def _draft(self, plan: DecodePlan, recorder: Recorder) -> None:
         drafter, table = self._drafter, self._table
@@ -609,27 +555,26 @@ class ModelRunner:
             table.grow(slot, index, block_id)
 
     def _decode_logits(
-        self, plan: DecodePlan, checked: _Checked, recorder: Recorder
+        self, plan: DecodePlan, fed: _Fed, recorder: Recorder
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] of the step's rows, and with drafts their hidden states [R, D]."""
-        rows_R = np.concatenate(checked.turns)
-        table_BM = self._table.table_BM(int(checked.positions_R.max(initial=0)))
-        table_RM = table_BM if len(checked.turns) == 1 else take(table_BM, rows_R)
-        table_RM = table_RM.to(self._device)
-        tokens_R = torch.from_numpy(checked.tokens_R).to(self._device)
-        positions_R = torch.from_numpy(checked.positions_R).to(self._device)
+        table_BM = self._table.table_BM(int(fed.positions_R.max(initial=0)))
+        is_plain = len(fed.of_R) == len(self._table)
+        table_RM = (table_BM if is_plain else take(table_BM, fed.of_R)).to(self._device)
+        tokens_R = torch.from_numpy(fed.tokens_R).to(self._device)
+        positions_R = torch.from_numpy(fed.positions_R).to(self._device)
         has_drafts = self._drafter is not None
         if plan.num_micro_batches == 1 and self._model.has_fused_step:
             recorder.begin("step")
             logits_RV = self._model.decode(tokens_R, positions_R, table_RM)
             recorder.end("step")
-            return logits_RV, self._model.decoded_hidden(len(rows_R)) if has_drafts else None
-        parts = [np.arange(len(rows_R))]
+            return logits_RV, self._model.decoded_hidden(len(fed.of_R)) if has_drafts else None
+        parts = [np.arange(len(fed.of_R))]
         if plan.num_micro_batches == 2:
             # A slot's drafts go with its last token.
             second_B = np.zeros(len(self._table), np.bool_)
             second_B[self._table.split(plan.second)[1]] = True
-            parts = [np.flatnonzero(~second_B[rows_R]), np.flatnonzero(second_B[rows_R])]
+            parts = [np.flatnonzero(~second_B[fed.of_R]), np.flatnonzero(second_B[fed.of_R])]
         split: list[Rows] = []
         for part in parts:
             index = torch.from_numpy(part).to(self._device)

@@ -2,10 +2,10 @@
 once.
 
 Knows no requests: a slot gets its sampling when a request joins it. The draw at output index i
-depends on (seed, i) and the row's logits alone, so batch composition, retries and preemption never
-change it. What is drawn is `hadal.reference.sampling`'s to say.
+depends on (seed, i) and the row's logits alone, so batch composition, retries, preemption and drafts
+never change it. What is drawn is `hadal.reference.sampling`'s to say.
 
-Shapes: B rows, V vocabulary.
+Shapes: B slots, R rows of all of them, N drawn tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """One step's tokens. A row in `failed` has no valid token."""
+    """One step's tokens, those of a slot in their order. A slot in `failed` has no valid last one."""
 
     tokens: np.ndarray
+    num_B: np.ndarray
+    """How many of them each slot drew."""
+    rows: np.ndarray
+    """From which row each was drawn."""
     draws: dict[int, Draw] = field(default_factory=dict)
-    """Row -> log-probabilities, where asked for."""
+    """Index of a token -> its log-probabilities, where asked for."""
     failed: dict[int, str] = field(default_factory=dict)
     """slot -> why nothing could be drawn."""
 
@@ -47,10 +51,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._slots = np.zeros(num_slots, SLOT)
-        self._output_index = np.zeros(num_slots, np.int64)
         self._bias: dict[int, np.ndarray] = {}
-        self._bias_later: dict[int, tuple[int, np.ndarray]] = {}
-        """slot -> from which output index on its stop ids may be drawn, and its bias then."""
         # Its counts, for all slots, are made when the first one with a penalty joins.
         self._table = SlotTable(self._slots, np.empty(0, TOKEN_VALUE))
 
@@ -77,69 +78,68 @@ class Sampler:
         row["repetition"] = sampling.repetition_penalty
         row["seed"] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
         row["num_logprobs"] = min(sampling.num_logprobs, self._vocab_size)
-        self._output_index[slot] = output_index
-        self.leave(slot)
+        row["index"] = output_index
+        row["min_tokens"] = min_tokens
         bias = self._known(sampling.logit_bias)
-        if min_tokens > output_index:
-            self._bias_later[slot] = min_tokens, bias
-            forbidden = self._known((token, -np.inf) for token in stop_ids)
-            bias = np.concatenate([bias, forbidden])
-        self._set_bias(slot, bias)
+        is_early = min_tokens > output_index
+        forbidden = self._known((token, -np.inf) for token in stop_ids if is_early)
+        self._set_bias(slot, np.concatenate([bias, forbidden]), len(forbidden))
         if sampling.presence_penalty or sampling.frequency_penalty or row["repetition"] != 1:
             self._remember(slot, prompt, output)
 
     def leave(self, slot: int) -> None:
         """Forget what only some slots have."""
-        self._bias_later.pop(slot, None)
         self._set_bias(slot, self._table.bias[:0])
 
-    def draw(self, logits_BV: Tensor, slots_B: np.ndarray) -> Drawn:
-        """Draw one token for each row; row i belongs to `slots_B[i]`. Advances the slots that
-        drew.
+    def draw(
+        self,
+        logits_RV: Tensor,
+        slots_B: np.ndarray,
+        num_B: np.ndarray | None = None,
+        fed_R: np.ndarray | None = None,
+    ) -> Drawn:
+        """Draw for each slot from its row; or from its `num_B` rows, side by side, which were fed
+        the tokens `fed_R`, one after the other as long as what is drawn is what the next row was fed.
+        Advances the slots by what they drew. Raises ValueError if a slot comes twice.
         """
-        rows_B, best_BN = sample(logits_BV, slots_B, self._output_index[slots_B], self._table)
-        tokens_B, is_drawn_B = rows_B["token"], rows_B["status"] == DRAWN
-        failed = {
-            int(slots_B[row]): _REASONS[int(rows_B["status"][row])]
-            for row in (~is_drawn_B).nonzero()[0]
-        }
-        num_best_B = self._slots["num_logprobs"][slots_B]
-        draws = {
-            int(row): Draw(
-                float(rows_B["logprob"][row]), tuple(best_BN[row, : num_best_B[row]].tolist())
-            )
-            for row in (is_drawn_B & (num_best_B >= 0)).nonzero()[0]
-        }
-        self._advance(slots_B[is_drawn_B], tokens_B[is_drawn_B])
-        return Drawn(tokens_B, draws, failed)
-
-    def _advance(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        self._output_index[slots] += 1
-        for slot, (min_tokens, bias) in list(self._bias_later.items()):
-            if self._output_index[slot] >= min_tokens:
-                del self._bias_later[slot]
-                self._set_bias(slot, bias)
-        counts_SV, seen_SV = self._table.counts_SV, self._table.seen_SV
-        if counts_SV is not None and seen_SV is not None:
-            # Of slots without a penalty, too: nobody reads theirs.
-            at = self._ids(slots), self._ids(tokens)
-            counts_SV[at] += 1
-            seen_SV[at] = True
+        if num_B is None:
+            num_B = np.ones(len(slots_B), np.int64)
+        if fed_R is None:
+            fed_R = num_B  # Of one row each, nothing is compared.
+        num_drawn_B, at_N, rows_N, best_NK = sample(logits_RV, slots_B, num_B, fed_R, self._table)
+        is_drawn_N = rows_N["status"] == DRAWN
+        if not is_drawn_N.all() or (self._slots["num_logprobs"][slots_B] >= 0).any():
+            slots_N = np.repeat(slots_B, num_drawn_B)
+            num_best_N = self._slots["num_logprobs"][slots_N]
+            failed = {
+                int(slots_N[i]): _REASONS[int(rows_N["status"][i])]
+                for i in (~is_drawn_N).nonzero()[0]
+            }
+            draws = {
+                int(i): Draw(
+                    float(rows_N["logprob"][i]), tuple(best_NK[i, : num_best_N[i]].tolist())
+                )
+                for i in (is_drawn_N & (num_best_N >= 0)).nonzero()[0]
+            }
+            return Drawn(rows_N["token"], num_drawn_B, at_N, draws, failed)
+        return Drawn(rows_N["token"], num_drawn_B, at_N)
 
     def _known(self, bias: Iterable[tuple[int, float]]) -> np.ndarray:
         """Without the ids that are outside the vocabulary, and never drawn anyway."""
         return np.array([pair for pair in bias if 0 <= pair[0] < self._vocab_size], TOKEN_VALUE)
 
-    def _set_bias(self, slot: int, bias: np.ndarray) -> None:
+    def _set_bias(self, slot: int, bias: np.ndarray, num_forbidden: int = 0) -> None:
+        """The last `num_forbidden` hold before min_tokens."""
         if not len(bias) and slot not in self._bias:
             return
         self._bias[slot] = bias
         if not len(bias):
             del self._bias[slot]
-            self._slots["num_bias"][slot] = 0
+        self._slots["num_bias"][slot] = len(bias) - num_forbidden
+        self._slots["num_forbidden"][slot] = num_forbidden
         begin = 0
         for other, part in self._bias.items():
-            self._slots["bias_begin"][other], self._slots["num_bias"][other] = begin, len(part)
+            self._slots["bias_begin"][other] = begin
             begin += len(part)
         self._table.bias = np.concatenate([bias[:0], *self._bias.values()])
 

@@ -5,7 +5,11 @@ kernels cannot. A row's draw depends on its logits, its slot's numbers and its o
 Ties are never broken by the order of a sort: a threshold keeps all tokens as likely as the last one
 kept.
 
-Shapes: B rows, S slots, V vocabulary, N best tokens.
+A slot has several rows where drafts are checked: its last token's and those of the tokens drafted
+behind it, in order. It draws from one after the other as long as the token drawn is what the next
+row was fed, so drafts change no token.
+
+Shapes: B rows or slots, R rows of all slots, S slots, V vocabulary, K best tokens, N drawn tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ SLOT = np.dtype(
     [
         ("top_p", np.float64),
         ("seed", np.uint64),
+        ("index", np.int64),
         ("temperature", np.float32),
         ("min_p", np.float32),
         ("presence", np.float32),
@@ -29,11 +34,14 @@ SLOT = np.dtype(
         ("num_logprobs", np.int32),
         ("bias_begin", np.int32),
         ("num_bias", np.int32),
+        ("num_forbidden", np.int32),
+        ("min_tokens", np.int32),
     ],
     align=True,
 )
 """How one slot is drawn; kernels/cpu/sample.h has the same layout. temperature 0 is greedy, top_k 0
-keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 where none are wanted.
+keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 where none are wanted. `index`: of the
+next token in the output. The `num_forbidden` biases behind the `num_bias` hold before min_tokens.
 """
 
 TOKEN_VALUE = np.dtype([("token", np.int32), ("value", np.float32)])
@@ -86,20 +94,65 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def sample(
-    logits_BV: Tensor, slots_B: np.ndarray, indices_B: np.ndarray, table: SlotTable
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw row b as slot `slots_B[b]` asks, at output index `indices_B[b]` (both int64).
+    logits_RV: Tensor,
+    slots_B: np.ndarray,
+    num_B: np.ndarray,
+    fed_R: np.ndarray,
+    table: SlotTable,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Draw what slot `slots_B[b]` draws from its `num_B[b]` rows, at least one, which lie side by
+    side; they were fed the tokens `fed_R`. No slot comes twice. All of int64.
 
-    Several rows may be of one slot. The logits may be of any float type and are not changed.
-    Returns (rows [B] of ROW, best [B, N] of TOKEN_VALUE): of a row's likeliest tokens as many mean
-    something as its slot wants, the lower id first among equals. N is the most that one wants.
+    Advances the slots' indices and histories. The logits may be of any float type and are not
+    changed. Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): how many tokens each
+    slot drew, and of each which row drew it and what. The last of a slot may have failed. Of a row's
+    likeliest tokens as many mean something as its slot wants, the lower id first among equals; K is
+    the most that one wants.
+    """
+    first_B = num_B.cumsum() - num_B
+    num_drawn_B = np.zeros_like(num_B)
+    num_best = max(int(table.slots_S["num_logprobs"][slots_B].max(initial=0)), 0)
+    rows_R = np.zeros(len(fed_R), ROW)
+    best_RK = np.empty((len(fed_R), num_best), TOKEN_VALUE)
+    going = np.arange(len(slots_B))
+    while len(going):
+        at, slots = first_B[going] + num_drawn_B[going], slots_B[going]
+        rows, best = sample_rows(logits_RV[_on(logits_RV, at)], slots, table)
+        rows_R[at] = rows
+        best_RK[at, : best.shape[1]] = best
+        num_drawn_B[going] += 1
+        is_drawn = rows["status"] == DRAWN
+        _advance(slots[is_drawn], rows["token"][is_drawn], table)
+        has_next = num_drawn_B[going] < num_B[going]
+        fed = fed_R[np.where(has_next, at + 1, at)]
+        going = going[is_drawn & has_next & (fed == rows["token"])]
+    within_R = np.arange(len(fed_R)) - np.repeat(first_B, num_B)
+    at_N = np.flatnonzero(within_R < np.repeat(num_drawn_B, num_B))
+    return num_drawn_B, at_N, rows_R[at_N], best_RK[at_N]
+
+
+def _advance(slots: np.ndarray, tokens: np.ndarray, table: SlotTable) -> None:
+    table.slots_S["index"][slots] += 1
+    if table.counts_SV is not None and table.seen_SV is not None:
+        # Of slots without a penalty, too: nobody reads theirs.
+        at = _on(table.counts_SV, slots), _on(table.counts_SV, tokens)
+        table.counts_SV[at] += 1
+        table.seen_SV[at] = True
+
+
+def sample_rows(
+    logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw row b as slot `slots_B[b]` asks, at its index; nothing advances.
+
+    Returns (rows [B] of ROW, best [B, K] of TOKEN_VALUE).
     """
     logits_BV, slot_B = logits_BV.float(), table.slots_S[slots_B]
     adjusted_BV = adjust(logits_BV, slots_B, table)
     best_B, tokens_B = adjusted_BV.max(-1)
     is_random_B = slot_B["temperature"] > 0
     if is_random_B.any():
-        u_B = uniform(slot_B["seed"], indices_B.astype(np.uint64))
+        u_B = uniform(slot_B["seed"], slot_B["index"].astype(np.uint64))
         rows = _on(logits_BV, np.flatnonzero(is_random_B))
         p_BV = kept(adjusted_BV[rows], slot_B[is_random_B])
         tokens_B[rows] = pick(p_BV, _on(p_BV, u_B[is_random_B]))
@@ -107,7 +160,7 @@ def sample(
     status_B = torch.where(is_left_B, DRAWN, NOTHING_LEFT).where(is_finite_B, NOT_FINITE)
     tokens_B = tokens_B.where(status_B == DRAWN, 0)
     num_best = int(slot_B["num_logprobs"].max(initial=-1))
-    rows_B, best_BN = (
+    rows_B, best_BK = (
         np.zeros(len(slots_B), ROW),
         np.empty((len(slots_B), max(num_best, 0)), TOKEN_VALUE),
     )
@@ -117,9 +170,9 @@ def sample(
         logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float64)
         rows_B["logprob"] = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0].cpu()
         # A stable sort, because it leaves equals in order.
-        ids_BN = logits_BV.argsort(dim=-1, descending=True, stable=True)[:, :num_best]
-        best_BN["token"], best_BN["value"] = ids_BN.cpu(), logprobs_BV.gather(-1, ids_BN).cpu()
-    return rows_B, best_BN
+        ids_BK = logits_BV.argsort(dim=-1, descending=True, stable=True)[:, :num_best]
+        best_BK["token"], best_BK["value"] = ids_BK.cpu(), logprobs_BV.gather(-1, ids_BK).cpu()
+    return rows_B, best_BK
 
 
 def adjust(logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable) -> Tensor:
@@ -130,9 +183,11 @@ def adjust(logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable) -> Tensor:
     the output, presence once (as OpenAI does); in FP64, where their products are exact.
     """
     slot_B, logits_BV = table.slots_S[slots_B], logits_BV.clone()
-    for row in np.flatnonzero(slot_B["num_bias"]):
+    is_early_B = slot_B["index"] < slot_B["min_tokens"]
+    num_B = slot_B["num_bias"] + np.where(is_early_B, slot_B["num_forbidden"], 0)
+    for row in np.flatnonzero(num_B):
         begin = slot_B["bias_begin"][row]
-        bias = table.bias[begin : begin + slot_B["num_bias"][row]]
+        bias = table.bias[begin : begin + num_B[row]]
         logits_BV[row].index_add_(0, *(_on(logits_BV, bias[name]) for name in ("token", "value")))
     penalised = np.flatnonzero(
         (slot_B["repetition"] != 1) | (slot_B["frequency"] != 0) | (slot_B["presence"] != 0)

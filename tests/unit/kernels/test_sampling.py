@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -71,12 +73,35 @@ def logits_of(rng: np.random.Generator, kind: str, vocabulary: int) -> Tensor:
     return x_BV * {"flat": 0.01, "equal": 0.0, "usual": 3.0, "huge": 1e4}[kind]
 
 
+def draw_rows(
+    module: ModuleType,
+    logits_BV: Tensor,
+    slots_B: np.ndarray,
+    indices_B: np.ndarray,
+    table: SlotTable,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each row alone, as slot `slots_B[b]` asks, at that index: several may be of one slot."""
+    slots_S = table.slots_S[slots_B]
+    slots_S["index"] = indices_B
+    history = [
+        None if of_slots is None else of_slots[torch.from_numpy(slots_B)]
+        for of_slots in (table.counts_SV, table.seen_SV)
+    ]
+    each = np.arange(len(slots_B))
+    rows = SlotTable(slots_S, table.bias, *history)
+    num_B, at_N, rows_N, best_NK = module.sample(logits_BV, each, np.ones_like(each), each, rows)
+    assert num_B.tolist() == [1] * len(each)
+    assert at_N.tolist() == each.tolist()
+    assert (rows.slots_S["index"] - indices_B).tolist() == (rows_N["status"] == DRAWN).tolist()
+    return rows_N, best_NK
+
+
 def assert_equal_draws(
     logits_BV: Tensor, slots_B: np.ndarray, indices_B: np.ndarray, table: SlotTable
 ) -> np.ndarray:
     """The status of each row."""
     (ours, our_best), (expected, best) = (
-        module.sample(logits_BV, slots_B, indices_B, table) for module in (sampling, twin)
+        draw_rows(module, logits_BV, slots_B, indices_B, table) for module in (sampling, twin)
     )
     assert ours["status"].tolist() == expected["status"].tolist()
     assert ours["token"].tolist() == expected["token"].tolist()
@@ -125,7 +150,7 @@ def test_what_leaves_one_token_draws_the_best(columns: dict[str, float]) -> None
     x_BV = logits_of(np.random.default_rng(0), "usual", 1000)
     slots_B = np.zeros(NUM_ROWS, np.int64)
     assert_equal_draws(x_BV, slots_B, np.arange(NUM_ROWS), plain_table(**columns))
-    rows_B, _ = sampling.sample(x_BV, slots_B, np.arange(NUM_ROWS), plain_table(**columns))
+    rows_B, _ = draw_rows(sampling, x_BV, slots_B, np.arange(NUM_ROWS), plain_table(**columns))
     assert rows_B["token"].tolist() == x_BV.argmax(-1).tolist()
 
 
@@ -133,7 +158,8 @@ def test_the_only_word_there_is_is_drawn() -> None:
     x_BV = torch.full((1, 300), -torch.inf)
     x_BV[0, 77] = -1e30
     table = plain_table(temperature=1.0, top_p=0.9, top_k=9)
-    rows_B, best_BN = sampling.sample(x_BV, np.zeros(1, np.int64), np.zeros(1, np.int64), table)
+    zeros = np.zeros(1, np.int64)
+    rows_B, best_BN = draw_rows(sampling, x_BV, zeros, zeros, table)
     assert rows_B[0].item() == (77, 0.0, DRAWN)
     assert best_BN[0].tolist() == [(77, 0.0), (0, -np.inf), (1, -np.inf)]
 
@@ -141,9 +167,8 @@ def test_the_only_word_there_is_is_drawn() -> None:
 def test_greedy_takes_the_first_of_equals() -> None:
     x_BV = torch.zeros(1, 301)
     x_BV[0, [300, 40, 41]] = 2.0
-    rows_B, best_BN = sampling.sample(
-        x_BV, np.zeros(1, np.int64), np.zeros(1, np.int64), plain_table()
-    )
+    zeros = np.zeros(1, np.int64)
+    rows_B, best_BN = draw_rows(sampling, x_BV, zeros, zeros, plain_table())
     assert rows_B["token"].tolist() == [40]
     assert best_BN["token"].tolist() == [[40, 41, 300]]
 
@@ -171,20 +196,84 @@ def test_a_row_is_the_same_alone_and_with_others(
         np.arange(NUM_ROWS),
     )
     table.slots_S["num_logprobs"] = 3
-    rows_B, best_BN = sampling.sample(x_BV, slots_B, indices_B, table)
+    rows_B, best_BN = draw_rows(sampling, x_BV, slots_B, indices_B, table)
     for b in range(NUM_ROWS):
         one = slice(b, b + 1)
-        row, best = sampling.sample(x_BV[one].clone(), slots_B[one], indices_B[one], table)
+        row, best = draw_rows(sampling, x_BV[one].clone(), slots_B[one], indices_B[one], table)
         assert row.tobytes() == rows_B[one].tobytes()
         assert best.tobytes() == best_BN[one].tobytes()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_a_slot_are_drawn_while_the_next_was_fed_what_was_drawn(seed: int) -> None:
+    """The same tokens one row at a time, and no more rows; histories and indices go along."""
+    rng, vocabulary, num_slots = np.random.default_rng(seed), 40, 9
+    slots_B = rng.permutation(num_slots)[:6]
+    num_B = rng.integers(1, 5, len(slots_B))
+    num_rows = int(num_B.sum())
+    x_RV = torch.from_numpy(rng.standard_normal((num_rows, vocabulary), dtype=np.float32) * 9)
+    if seed % 4 == 0:
+        x_RV[rng.integers(num_rows)] = torch.nan
+    tables = []
+    for _ in range(3):
+        table = table_of(np.random.default_rng(seed), vocabulary, num_slots)
+        table.slots_S["num_forbidden"] = table.slots_S["num_bias"] > 0
+        table.slots_S["num_bias"] -= table.slots_S["num_forbidden"]
+        table.slots_S["min_tokens"] = 2
+        tables.append(table)
+    one_by_one, ours, expected = tables
+    fed_R = rng.integers(0, vocabulary, num_rows)
+    drawn: list[tuple[int, ...]] = []
+    counts = []
+    for first, slot, num in zip(num_B.cumsum() - num_B, slots_B, num_B, strict=True):
+        for at in range(first, first + num):
+            one = np.array([slot]), np.array([1]), np.array([0])
+            _, _, rows, _ = twin.sample(x_RV[at : at + 1], *one, one_by_one)
+            drawn.append((at, int(rows["token"][0]), int(rows["status"][0])))
+            is_last = at + 1 == first + num or rng.random() < 0.3
+            if is_last or rows["status"][0] != DRAWN:
+                counts.append(at + 1 - first)
+                if at + 1 < first + num:  # What was fed behind it is something else.
+                    fed_R[at + 1] = (rows["token"][0] + 1) % vocabulary
+                break
+            fed_R[at + 1] = rows["token"][0]
+    found = [
+        module.sample(x_RV, slots_B, num_B, fed_R, table)
+        for module, table in ((sampling, ours), (twin, expected))
+    ]
+    for num_drawn_B, at_N, rows_N, _ in found:
+        assert num_drawn_B.tolist() == counts
+        fields = (at_N, rows_N["token"], rows_N["status"])
+        assert list(zip(*(of_rows.tolist() for of_rows in fields), strict=True)) == drawn
+    best, of_twin = found[0][3], found[1][3]
+    for i, slot in enumerate(np.repeat(slots_B, counts)):
+        wanted = table.slots_S["num_logprobs"][slot]
+        if wanted >= 0 and drawn[i][2] == DRAWN:
+            assert best["token"][i, :wanted].tolist() == of_twin["token"][i, :wanted].tolist()
+    for table in (ours, expected):
+        assert (table.slots_S == one_by_one.slots_S).all()
+        assert torch.equal(table.counts_SV, one_by_one.counts_SV)
+        assert torch.equal(table.seen_SV, one_by_one.seen_SV)
+
+
 def test_what_does_not_fit_is_refused() -> None:
-    x_BV, zeros = torch.zeros(2, 50), np.zeros(2, np.int64)
-    table = plain_table()
-    for slots_B in (zeros[:1], zeros.astype(np.int32), zeros - 1):
-        with pytest.raises(ValueError, match=r"slots_B|row index"):
-            sampling.sample(x_BV, slots_B, zeros, table)
-    table.seen_SV = torch.zeros(1, 49, dtype=torch.bool)
+    x_BV, two, ones = torch.zeros(2, 50), np.arange(2), np.ones(2, np.int64)
+    table = SlotTable(np.repeat(plain_table().slots_S, 2), np.empty(0, TOKEN_VALUE))
+    wrong = [
+        (two[:1], ones, two, "num_B"),
+        (two.astype(np.int32), ones, two, "slots_B"),
+        (two - 1, ones, two, "row index"),
+        (two + 1, ones, two, "row index"),
+        (np.zeros(2, np.int64), ones, two, "a slot comes twice"),
+        (two, ones * 2, two, "row index"),
+        (two, ones - 1, two, "row index"),
+        (two[:1], ones[:1], two, "row index"),
+        (two, ones, two[:1], "fed_R"),
+    ]
+    for *arrays, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            sampling.sample(x_BV, *arrays, table)
+    table.seen_SV = torch.zeros(2, 49, dtype=torch.bool)
     with pytest.raises(ValueError, match="seen_SV"):
-        sampling.sample(x_BV, zeros, zeros, table)
+        sampling.sample(x_BV, two, ones, two, table)
+    assert not table.slots_S["index"].any()

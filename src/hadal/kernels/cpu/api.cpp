@@ -366,30 +366,52 @@ int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages,
     return kOk;
 }
 
-// See sample.h. The tokens of a bias are below V; counts and seen may be null where no slot has a penalty.
-int hadal_sample(void* team_, const float* logits, long stride, int B, int V, const int64_t* slots_B,
-                 const int64_t* indices_B, const SamplingSlot* slots_S, int S, const TokenValue* bias,
-                 const int32_t* counts_SV, const uint8_t* seen_SV, int N, SampledRow* rows_B, TokenValue* best_BN) {
-    for (int b = 0; b < B; b++)
-        if (slots_B[b] < 0 || slots_B[b] >= S) return kBadRow;
-    const SampleCall call{logits, stride, B, V, N, slots_B, indices_B, slots_S, bias, counts_SV, seen_SV, rows_B,
-                          best_BN};
+// See sample.h. The tokens of a bias are below V; counts and seen may be null where no slot has a penalty. R: rows of all
+// slots, no slot twice. What was drawn is left side by side: at_R says which row drew, *num_drawn how many did.
+int hadal_sample(void* team_, const float* logits, long stride, int R, int B, int V, const int64_t* slots_B,
+                 const int64_t* num_B, const int64_t* fed_R, SamplingSlot* slots_S, int S, const TokenValue* bias,
+                 int32_t* counts_SV, uint8_t* seen_SV, int N, int64_t* num_drawn_B, int64_t* at_R, SampledRow* rows_R,
+                 TokenValue* best_RN, int64_t* num_drawn) {
+    const SampleCall call{logits, stride, B, V, N, slots_B, num_B, fed_R, slots_S, bias, counts_SV, seen_SV, num_drawn_B,
+                          rows_R, best_RN};
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     std::vector<SampleScratch> scratch(B == 1 ? 1 : size_t(team.count()));
+    long* first_B = nullptr;
+    uint8_t* is_taken_S = nullptr;
     const auto carve = [&](Carver& c) {
+        first_B = c.take<long>(size_t(B));
+        is_taken_S = c.take<uint8_t>(size_t(S));
         for (SampleScratch& own : scratch) own.carve(c, V);
     };
     if (!lay_out(team, carve)) return kNoMemory;
+    std::memset(is_taken_S, 0, size_t(S));
+    long num_rows = 0;
+    for (int b = 0; b < B; b++) {
+        if (slots_B[b] < 0 || slots_B[b] >= S || is_taken_S[slots_B[b]]++) return kBadRow;
+        first_B[b] = num_rows;
+        if (num_B[b] < 1 || (num_rows += num_B[b]) > R) return kBadRow;
+    }
+    if (num_rows != R) return kBadRow;
     const auto draw = [&](const Member& me) {
         int begin, end;
         me.share(B, 1, begin, end);
-        for (long b = begin; b < end; b++) rows_B[b].status = sample_row(call, b, scratch[size_t(me.index)]);
+        for (int b = begin; b < end; b++) num_drawn_B[b] = sample_slot(call, b, first_B[b], scratch[size_t(me.index)]);
     };
     if (B == 1)
         draw(Member{&team, 0, 1});  // nobody to wake
     else
         team.run(draw);
+    long to = 0;
+    for (int b = 0; b < B; b++) {
+        for (long i = 0; i < num_drawn_B[b]; i++, to++) {
+            const long from = at_R[to] = first_B[b] + i;
+            if (from == to) continue;
+            rows_R[to] = rows_R[from];
+            std::copy(best_RN + from * N, best_RN + (from + 1) * N, best_RN + to * N);
+        }
+    }
+    *num_drawn = to;
     return kOk;
 }
 

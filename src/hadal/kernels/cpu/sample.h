@@ -29,10 +29,12 @@ enum RowStatus { kDrawn = 0, kNotFinite = 1, kNothingLeft = 2 };
 struct SamplingSlot {
     double top_p;
     uint64_t seed;
+    int64_t index;
     float temperature, min_p, presence, frequency, repetition;
-    int32_t top_k, num_logprobs, bias_begin, num_bias;
+    int32_t top_k, num_logprobs, bias_begin, num_bias, num_forbidden, min_tokens;
 
     bool has_penalty() const { return presence != 0.0f || frequency != 0.0f || repetition != 1.0f; }
+    int num_adjusted() const { return num_bias + (index < min_tokens ? num_forbidden : 0); }
 };
 
 struct TokenValue {  // TOKEN_VALUE there
@@ -46,19 +48,21 @@ struct SampledRow {  // ROW there
     int32_t status;
 };
 
-// B rows of V logits, `stride` apart; row b is drawn as slot slots_B[b] asks, at output index indices_B[b]. Bias and
-// history are indexed by slot. N: the most log-probabilities that a row wants.
+// B slots with num_B[b] rows each of V logits, side by side, the rows `stride` apart; R rows in all. A row's logits come
+// from the token fed_R of it: the slot's last one, then what was drafted behind it. Bias and history are indexed by slot.
+// N: the most log-probabilities that a slot wants.
 struct SampleCall {
-    const float* logits_BV;
+    const float* logits_RV;
     long stride;
     int B, V, N;
-    const int64_t *slots_B, *indices_B;
-    const SamplingSlot* slots_S;
+    const int64_t *slots_B, *num_B, *fed_R;
+    SamplingSlot* slots_S;
     const TokenValue* bias;
-    const int32_t* counts_SV;
-    const uint8_t* seen_SV;
-    SampledRow* rows_B;
-    TokenValue* best_BN;
+    int32_t* counts_SV;
+    uint8_t* seen_SV;
+    int64_t* num_drawn_B;
+    SampledRow* rows_R;
+    TokenValue* best_RN;
 };
 
 struct SampleScratch {
@@ -257,7 +261,7 @@ inline int pick(const float* x, int n, const Probabilities& p, double u, double*
 // The row's logits after its slot's bias and penalties, at.adjusted.
 inline void adjust(const SampleCall& call, const SamplingSlot& slot, long slot_index, const float* x, float* y) {
     std::copy(x, x + call.V, y);
-    for (int i = slot.bias_begin; i < slot.bias_begin + slot.num_bias; i++) y[call.bias[i].token] += call.bias[i].value;
+    for (int i = slot.bias_begin; i < slot.bias_begin + slot.num_adjusted(); i++) y[call.bias[i].token] += call.bias[i].value;
     if (!slot.has_penalty()) return;
     const int32_t* counts = call.counts_SV + slot_index * call.V;
     const uint8_t* seen = call.seen_SV + slot_index * call.V;
@@ -302,23 +306,23 @@ inline void write_logprobs(const SampleCall& call, long row, const float* x, flo
                            const SampleScratch& at) {
     const double log_total = std::log(mass(x, call.V, Probabilities(best, 1.0f)));
     const auto logprob = [&](float logit) { return float(double(logit) - double(best) - log_total); };
-    call.rows_B[row].logprob = logprob(x[call.rows_B[row].token]);
+    call.rows_R[row].logprob = logprob(x[call.rows_R[row].token]);
     if (!num_best) return;
-    TokenValue* best_N = call.best_BN + row * call.N;
+    TokenValue* best_N = call.best_RN + row * call.N;
     find_best_tokens(x, call.V, num_best, at, best_N);
     for (int i = 0; i < num_best; i++) best_N[i].value = logprob(best_N[i].value);
 }
 
-inline RowStatus sample_row(const SampleCall& call, long row, const SampleScratch& at) {
-    const SamplingSlot& slot = call.slots_S[call.slots_B[row]];
-    const float* x = call.logits_BV + row * call.stride;
+inline RowStatus sample_row(const SampleCall& call, long slot_index, long row, const SampleScratch& at) {
+    const SamplingSlot& slot = call.slots_S[slot_index];
+    const float* x = call.logits_RV + row * call.stride;
     const float raw_best = find_best(x, call.V);
-    call.rows_B[row].token = 0;
+    call.rows_R[row].token = 0;
     if (!std::isfinite(raw_best)) return kNotFinite;
     const float* y = x;
     float best = raw_best;
-    if (slot.num_bias || slot.has_penalty()) {
-        adjust(call, slot, call.slots_B[row], x, at.adjusted);
+    if (slot.num_adjusted() || slot.has_penalty()) {
+        adjust(call, slot, slot_index, x, at.adjusted);
         y = at.adjusted;
         best = find_best(y, call.V);
         if (!std::isfinite(best)) return kNothingLeft;
@@ -328,12 +332,29 @@ inline RowStatus sample_row(const SampleCall& call, long row, const SampleScratc
         if (slot.top_k > 0 || slot.top_p < 1.0)
             p.threshold = v_max(p.threshold, v_set(find_threshold(slot, y, call.V, best, p, at)));
         p.min_p = v_set(slot.min_p);
-        call.rows_B[row].token = pick(y, call.V, p, uniform(slot.seed, uint64_t(call.indices_B[row])), at.sums);
+        call.rows_R[row].token = pick(y, call.V, p, uniform(slot.seed, uint64_t(slot.index)), at.sums);
     } else {
-        call.rows_B[row].token = find_first(y, call.V, best);
+        call.rows_R[row].token = find_first(y, call.V, best);
     }
     if (slot.num_logprobs >= 0) write_logprobs(call, row, x, raw_best, slot.num_logprobs, at);
     return kDrawn;
+}
+
+// Slot b's rows from `first` on, as long as what is drawn is what the next row was fed. Returns how many were drawn,
+// the last of which may have failed.
+inline int64_t sample_slot(const SampleCall& call, int b, long first, const SampleScratch& at) {
+    const int64_t s = call.slots_B[b];
+    for (int64_t i = 0;; i++) {
+        SampledRow& row = call.rows_R[first + i];
+        row.status = sample_row(call, s, first + i, at);
+        if (row.status != kDrawn) return i + 1;
+        call.slots_S[s].index++;
+        if (call.counts_SV) {  // of slots without a penalty, too: nobody reads theirs
+            call.counts_SV[s * call.V + row.token]++;
+            call.seen_SV[s * call.V + row.token] = 1;
+        }
+        if (i + 1 == call.num_B[b] || row.token != call.fed_R[first + i + 1]) return i + 1;
+    }
 }
 
 }  // namespace hadal
