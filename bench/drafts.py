@@ -58,8 +58,8 @@ class CoinDrafter(Drafter):
     texts: dict[int, np.ndarray]
     """Slot -> what it will draw, by position."""
 
-    def _passes(self, num_drafts, slots_N, positions_N, *more) -> None:  # type: ignore[no-untyped-def]
-        super()._passes(num_drafts, slots_N, positions_N, *more)
+    def draft(self, num_drafts, slots_N, positions_N, *more) -> None:  # type: ignore[no-untyped-def]
+        super().draft(num_drafts, slots_N, positions_N, *more)
         if self.coin is None:
             return
         for slot, position in zip(slots_N.tolist(), positions_N.tolist(), strict=True):

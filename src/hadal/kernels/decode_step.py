@@ -14,6 +14,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,6 +154,74 @@ class DecodeStep:
         return self._step.normed_BD[:batch]
 
 
+class _DraftTable(ctypes.Structure):
+    """cpu/draft.h, DraftTable."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("drafts_SK", "num_drafts_S", "num_written_S", "tokens_SP", "hidden_SPD")
+    ] + [(name, ctypes.c_int32) for name in "SKD"]
+
+
+class DraftTable:
+    """What a rank keeps for the module by slot. All on the CPU; integers are int64.
+
+    C reads and writes the arrays where they lie. What they mean: `hadal.model.drafts.Drafter`.
+    """
+
+    def __init__(
+        self,
+        drafts_SK: np.ndarray,
+        num_drafts_S: np.ndarray,
+        num_written_S: np.ndarray,
+        tokens_SP: np.ndarray,
+        hidden_SPD: Tensor,
+    ) -> None:
+        lib = library.load()
+        assert lib is not None, "ask draft_available() first"
+        self._kept = drafts_SK, num_drafts_S, num_written_S, tokens_SP, hidden_SPD
+        arrays = [array.ctypes.data for array in self._kept[:-1]]
+        num_slots, num_drafts_max = drafts_SK.shape
+        self._c = _DraftTable(
+            *arrays, hidden_SPD.data_ptr(), num_slots, num_drafts_max, hidden_SPD.shape[-1]
+        )
+        self.address = ctypes.addressof(self._c)
+        self._note = lib.hadal_note
+
+    def note(
+        self,
+        slots_N: np.ndarray,
+        positions_N: np.ndarray,
+        tokens_N: np.ndarray,
+        at_N: np.ndarray,
+        hidden_RD: Tensor,
+    ) -> None:
+        """Keep drawn tokens, and for each the state at row `at_N` as what came before it; zeros at a
+        block's first position. Raises ValueError if there is no such slot.
+        """
+        check_ints(slots_N=slots_N, positions_N=positions_N, tokens_N=tokens_N, at_N=at_N)
+        hidden_RD = hidden_RD.to(torch.float32).contiguous()
+        library.check_status(
+            self._note(
+                self.address,
+                len(slots_N),
+                slots_N.ctypes.data,
+                positions_N.ctypes.data,
+                tokens_N.ctypes.data,
+                at_N.ctypes.data,
+                hidden_RD.data_ptr(),
+            )
+        )
+
+
+def check_ints(**arrays_N: np.ndarray) -> None:
+    """Raise ValueError unless all are as many int64 side by side."""
+    length = len(next(iter(arrays_N.values())))
+    for name, values in arrays_N.items():
+        if values.shape != (length,) or values.dtype != np.int64 or not values.flags.c_contiguous:
+            raise ValueError(f"{name} must be {length} values of int64 side by side.")
+
+
 class DraftStep:
     """The step of a model's MTP module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23) over the model's
     cache, of which the module has the layer behind the model's. One call at a time.
@@ -231,6 +300,30 @@ class DraftStep:
         hidden_TD = hidden_TD.to(device="cpu", dtype=torch.float32).contiguous()
         return self._step.run(tokens_T, positions_T, block_table_TM, hidden_TD, num_full)
 
+    def draft(
+        self,
+        table: DraftTable,
+        num_drafts: int,
+        slots_N: np.ndarray,
+        positions_N: np.ndarray,
+        rooms_N: np.ndarray,
+        block_table_NM: Tensor,
+    ) -> None:
+        """Write the entries of these slots that are not written yet, that of the last token, at its
+        position, included; then draft `num_drafts` tokens behind it, each as the likeliest behind the
+        one before: all in one call. A slot has drafts as far as `rooms_N` positions go. No slot comes
+        twice. Raises ValueError if a value is out of range.
+        """
+        check_ints(slots_N=slots_N, positions_N=positions_N, rooms_N=rooms_N)
+        width = block_table_NM.shape[-1]
+        library.check_shape("block_table_NM", block_table_NM, (len(slots_N), width))
+        if not num_drafts >= 0 or len(slots_N) > self.max_full:
+            raise ValueError(
+                f"{num_drafts} drafts of {len(slots_N)} slots; this step was made for at most"
+                f" {self.max_full}."
+            )
+        self._step.draft(table, num_drafts, slots_N, positions_N, rooms_N, block_table_NM)
+
     def hidden(self, num_full: int) -> Tensor:
         """The last call's hidden states [num_full, D] after the module's last norm: what the head
         took, and what a further draft wants. A view, too.
@@ -272,7 +365,7 @@ class _Step:
         if not handle:
             raise MemoryError("the step's working memory could not be allocated.")
         self._handle = handle
-        self._run = lib.hadal_step_run
+        self._run, self._draft = lib.hadal_step_run, lib.hadal_draft
         weakref.finalize(self, lib.hadal_step_free, handle)
 
     def run(
@@ -311,6 +404,35 @@ class _Step:
             )
         )
         return logits_BV
+
+    def draft(
+        self,
+        table: DraftTable,
+        num_drafts: int,
+        slots_N: np.ndarray,
+        positions_N: np.ndarray,
+        rooms_N: np.ndarray,
+        block_table_NM: Tensor,
+    ) -> None:
+        """See DraftStep."""
+        table_NM = library.as_int(block_table_NM, torch.int32)
+        library.check_status(
+            self._draft(
+                self._handle,
+                self._team,
+                ctypes.addressof(self._shape),
+                table.address,
+                num_drafts,
+                len(slots_N),
+                slots_N.ctypes.data,
+                positions_N.ctypes.data,
+                rooms_N.ctypes.data,
+                table_NM.data_ptr(),
+                table_NM.shape[1],
+                self.normed_BD.data_ptr(),
+                self._logits_BV.data_ptr(),
+            )
+        )
 
 
 def _address(part: Tensor | Matrix | MlpWeights | Experts | None) -> int | None:

@@ -60,6 +60,8 @@ _ABI = {
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
     "hadal_step_run": ("pppiipppl" + "ppp", ctypes.c_int),
+    "hadal_note": ("pi" + "ppppp", ctypes.c_int),
+    "hadal_draft": ("ppppii" + "ppppl" + "pp", ctypes.c_int),
     "hadal_isa": ("", ctypes.c_char_p),
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
+from hadal.kernels import library
+from hadal.kernels.decode_step import DraftTable
 from hadal.model.execute import Recorder
 from hadal.model.mtp import MtpModule
 
@@ -77,6 +79,16 @@ class Drafter:
         hidden_size, device = model.config.hidden_size, model.cache.cache_PLSD.device
         self._hidden_SPD = torch.zeros((max_slots, BLOCK_TOKENS, hidden_size), device=device)
         """... what the module sees before them."""
+        self._table: DraftTable | None = None
+        """The same for the kernels, where they run."""
+        if device.type == "cpu" and library.load() is not None:
+            self._table = DraftTable(
+                self.drafts_SK,
+                self.num_drafts_S,
+                self._num_written_S,
+                self._tokens_SP,
+                self._hidden_SPD,
+            )
 
     def join(self, slot: int, position: int, token: int) -> None:
         """A request comes to a slot with KV up to its last token. Who computed that wrote that
@@ -88,23 +100,28 @@ class Drafter:
         self._tokens_SP[slot, at] = token
         self._hidden_SPD[slot, at] = 0.0
 
-    def num_checked(self, slots_N: Ints, positions_N: Ints, rooms_N: Ints) -> Ints:
-        """How many drafts of these slots the step checks: their KV must fit into `rooms_N`
-        positions.
+    def checked(self, slots_N: Ints, positions_N: Ints, rooms_N: Ints) -> tuple[Ints, Ints]:
+        """(drafts_NK, num_N): what was drafted for these slots, and how much of it the step checks:
+        its KV must fit into `rooms_N` positions.
         """
         num_N: Ints = np.minimum(self.num_drafts_S[slots_N], rooms_N - 1 - positions_N)
-        return np.maximum(num_N, 0)
+        return self.drafts_SK[slots_N], np.maximum(num_N, 0, out=num_N)
 
-    def note(self, slots_N: Ints, positions_N: Ints, tokens_N: Ints, hidden_ND: Tensor) -> None:
-        """These tokens are drawn, for these positions; the model's hidden states are those behind
-        the tokens before them. A slot may come several times, with successive positions.
+    def note(
+        self, slots_N: Ints, positions_N: Ints, tokens_N: Ints, at_N: Ints, hidden_RD: Tensor
+    ) -> None:
+        """These tokens are drawn, for these positions; row `at_N` of the model's hidden states is that
+        behind the token before. A slot may come several times, with successive positions.
         """
-        at_N = positions_N % BLOCK_TOKENS
-        self._tokens_SP[slots_N, at_N] = tokens_N
-        put(self._hidden_SPD, hidden_ND.to(self._hidden_SPD.dtype), slots_N, at_N)
-        if not at_N.all():
-            first = slots_N[at_N == 0]
-            put(self._hidden_SPD, 0.0, first, np.zeros_like(first))
+        if self._table is not None:
+            self._table.note(slots_N, positions_N, tokens_N, at_N, hidden_RD)
+            return
+        within_N = positions_N % BLOCK_TOKENS
+        self._tokens_SP[slots_N, within_N] = tokens_N
+        hidden_ND = take(hidden_RD, at_N).to(self._hidden_SPD.dtype)
+        put(self._hidden_SPD, hidden_ND, slots_N, within_N)
+        begins = (within_N == 0).nonzero()[0]
+        put(self._hidden_SPD, 0.0, slots_N[begins], within_N[begins])
 
     def write(self, slots_N: Ints, ends_N: Ints, table_NM: Tensor) -> None:
         """Write what is not written yet of these slots' entries, up to `ends_N`, exclusive; blocks
@@ -130,7 +147,13 @@ class Drafter:
         passes, with rows or without.
         """
         self.num_drafts_S[slots_N] = 0
-        if num_drafts:
+        if num_drafts and self._table is not None and self._module.has_fused_step:
+            recorder.begin(DRAFT)
+            self._module.draft_slots(
+                self._table, num_drafts, slots_N, positions_N, rooms_N, table_NM
+            )
+            recorder.end(DRAFT)
+        elif num_drafts:
             with recorder.whole(DRAFT) as inner:
                 self._passes(num_drafts, slots_N, positions_N, rooms_N, table_NM, inner)
 
@@ -143,39 +166,51 @@ class Drafter:
         table_NM: Tensor,
         recorder: Recorder,
     ) -> None:
-        rows = np.flatnonzero(positions_N < rooms_N)
-        self.num_drafts_S[slots_N[rows]] = num_drafts
-        before, before_positions = self._missing(slots_N[rows], positions_N[rows])
-        if 0 < self._module.max_rows < len(rows) + len(before):
-            self.write(slots_N[rows], positions_N[rows], table_NM[rows])
-            before, before_positions = before[:0], before_positions[:0]
-        all_rows = np.concatenate((rows, rows[before]))
-        positions = np.concatenate((positions_N[rows], before_positions))
-        tokens, hidden = self._at(slots_N[all_rows], positions)
-        self._num_written_S[slots_N[rows]] = positions_N[rows] + 1
+        has_room_N = positions_N < rooms_N
+        if not has_room_N.all():
+            rows = has_room_N.nonzero()[0]
+            slots_N, positions_N, rooms_N = slots_N[rows], positions_N[rows], rooms_N[rows]
+            table_NM = take(table_NM, rows)
+        num_rows = len(slots_N)
+        self.num_drafts_S[slots_N] = num_drafts
+        before, before_positions = self._missing(slots_N, positions_N)
+        if 0 < self._module.max_rows < num_rows + len(before):
+            self.write(slots_N, positions_N, table_NM)
+            before = before[:0]
+        self._num_written_S[slots_N] = positions_N + 1
+        rows, slots, positions = np.arange(num_rows), slots_N, positions_N
+        if len(before):
+            rows = np.concatenate((rows, before))
+            slots, positions = slots_N[rows], np.concatenate((positions_N, before_positions))
+        tokens, hidden = self._at(slots, positions)
         for turn in range(num_drafts):
             logits_NV, states_ND = self._module.draft(
-                *self._rows(tokens, positions, table_NM, all_rows), hidden, len(rows), recorder
+                *self._rows(tokens, positions, table_NM, rows), hidden, num_rows, recorder
             )
             # The likeliest: of drafts drawn with the sampler's own randomness no more were right.
-            drafted = likeliest(logits_NV)
-            self.drafts_SK[slots_N[rows], turn] = drafted
+            tokens = likeliest(logits_NV)
+            self.drafts_SK[slots_N, turn] = tokens
             if turn + 1 == num_drafts:
                 break
             # Behind it the module goes on from its own state, as long as there is room.
-            positions = positions[: len(rows)] + 1
-            kept = np.flatnonzero(positions < rooms_N[rows])
-            self.num_drafts_S[np.delete(slots_N[rows], kept)] = turn + 1
-            all_rows = rows = rows[kept]
-            positions = positions[kept]
-            tokens = drafted[kept]
-            hidden = take(states_ND, kept)
-            put(hidden, 0.0, np.flatnonzero(positions % BLOCK_TOKENS == 0))
+            rows, positions, hidden = rows[:num_rows], positions[:num_rows] + 1, states_ND
+            has_room_N = positions < rooms_N
+            if not has_room_N.all():
+                self.num_drafts_S[slots_N[~has_room_N]] = turn + 1
+                kept = has_room_N.nonzero()[0]
+                rows, positions, tokens = rows[kept], positions[kept], tokens[kept]
+                slots_N, rooms_N, num_rows = slots_N[kept], rooms_N[kept], len(kept)
+                hidden = take(hidden, kept)
+            begins = (positions % BLOCK_TOKENS == 0).nonzero()[0]
+            if len(begins):
+                put(hidden, 0.0, begins)
 
     def _missing(self, slots_N: Ints, ends_N: Ints) -> tuple[Ints, Ints]:
         """Rows and positions of entries before `ends_N` that are not written, row by row."""
         first_N = self._num_written_S[slots_N]
         num_N = np.maximum(ends_N - first_N, 0)
+        if not num_N.any():
+            return first_N[:0], first_N[:0]
         rows = np.repeat(np.arange(len(slots_N)), num_N)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(num_N) - num_N, num_N)
         return rows, first_N[rows] + within

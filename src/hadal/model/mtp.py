@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
-from hadal.kernels.decode_step import DraftStep, draft_available
+from hadal.kernels.decode_step import DraftStep, DraftTable, draft_available
 from hadal.kernels.ops import linear, rms_norm
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch, decode_batch
@@ -159,6 +160,19 @@ class MtpModule:
             self._write(self._batch(*(part[others] for part in rows)), hidden_TD[others])
         batch = self._batch(*(part[full] for part in rows)) if num_full else None
         return self._through_layer(batch, hidden_TD[full], recorder)
+
+    def draft_slots(
+        self,
+        table: DraftTable,
+        num_drafts: int,
+        slots_N: np.ndarray,
+        positions_N: np.ndarray,
+        rooms_N: np.ndarray,
+        block_table_NM: Tensor,
+    ) -> None:
+        """All passes in one call, where there `has_fused_step`; see `DraftStep.draft`."""
+        step = self._step_for(len(slots_N), len(slots_N))
+        step.draft(table, num_drafts, slots_N, positions_N, rooms_N, block_table_NM)
 
     def _through_layer(
         self, batch: DecodeBatch | None, seen_TD: Tensor, recorder: Recorder | None

@@ -57,7 +57,7 @@ class RankTable:
         self._slots = np.zeros(max_slots, np.int64)
         self._tokens = np.zeros(max_slots, np.int64)
         self._positions = np.zeros(max_slots, np.int64)
-        self._num_blocks = np.zeros(max_slots, np.int64)
+        self._rooms = np.zeros(max_slots, np.int64)
         # What was never set is the scratch block: a step past the last block harms nobody.
         self._blocks = np.full((max_slots, max_blocks), SCRATCH_BLOCK, np.int32)
 
@@ -71,7 +71,7 @@ class RankTable:
             return
         last = len(self)  # The last row moves into the gap.
         if row != last:
-            arrays = self._slots, self._tokens, self._positions, self._num_blocks, self._blocks
+            arrays = self._slots, self._tokens, self._positions, self._rooms, self._blocks
             for array in arrays:
                 array[row] = array[last]
             self._row_of_slot[int(self._slots[row])] = row
@@ -94,14 +94,14 @@ class RankTable:
         self._positions[row] = join.num_tokens
         self._blocks[row] = SCRATCH_BLOCK
         self._blocks[row, : len(join.block_ids)] = join.block_ids
-        self._num_blocks[row] = len(join.block_ids)
+        self._rooms[row] = self._room(len(join.block_ids))
 
     def grow(self, slot: int, index: int, block_id: int) -> None:
         """Give a slot another block."""
         row = self._row_of_slot.get(slot)
         if row is not None:
             self._blocks[row, index] = block_id
-            self._num_blocks[row] = index + 1
+            self._rooms[row] = self._room(index + 1)
 
     def written_blocks(self, slot: int) -> list[int]:
         """The blocks that hold the positions so far; none for a slot that is not there."""
@@ -131,7 +131,7 @@ class RankTable:
     @property
     def rooms_B(self) -> np.ndarray:
         """Positions that each row's blocks hold."""
-        return np.minimum(self._num_blocks[: len(self)] * BLOCK_TOKENS, self._max_positions)
+        return self._rooms[: len(self)]
 
     def table_BM(self, last_position: int) -> Tensor:
         """The rows' blocks, int32, M as wide as this position needs; a view."""
@@ -155,6 +155,9 @@ class RankTable:
         is_second = np.zeros(len(self), np.bool_)
         is_second[[self._row_of_slot[slot] for slot in second]] = True
         return np.flatnonzero(~is_second), np.flatnonzero(is_second)
+
+    def _room(self, num_blocks: int) -> int:
+        return min(num_blocks * BLOCK_TOKENS, self._max_positions)
 
     def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray | int = 1) -> None:
         """Every row got so many tokens; the last is what the next step feeds."""
@@ -467,17 +470,18 @@ class ModelRunner:
     def _fed(self) -> _Fed:
         """What this step feeds: of each slot its last token, then its drafts that have room."""
         table, drafter = self._table, self._drafter
-        all_rows, num_B = np.arange(len(table)), np.ones(len(table), np.int64)
+        positions_B = table.positions_B
         if drafter is not None:
-            num_B += drafter.num_checked(table.slots_B, table.positions_B, table.rooms_B)
-        if int(num_B.sum()) == len(num_B):
-            return _Fed(num_B, all_rows, table.tokens_B, table.positions_B)
-        assert drafter is not None
-        of_R = np.repeat(all_rows, num_B)
-        within_R = np.arange(len(of_R)) - np.repeat(num_B.cumsum() - num_B, num_B)
-        drafted_R = drafter.drafts_SK[table.slots_B[of_R], within_R - 1]
-        tokens_R = np.where(within_R == 0, table.tokens_B[of_R], drafted_R)
-        return _Fed(num_B, of_R, tokens_R, table.positions_B[of_R] + within_R)
+            drafted_BK, num_B = drafter.checked(table.slots_B, positions_B, table.rooms_B)
+            if num_B.any():
+                tokens_BK = np.concatenate((table.tokens_B[:, None], drafted_BK), axis=1)
+                is_fed_BK = np.arange(tokens_BK.shape[1]) <= num_B[:, None]
+                of_R, within_R = is_fed_BK.nonzero()
+                positions_R = positions_B[of_R] + within_R
+                return _Fed(num_B + 1, of_R, tokens_BK[is_fed_BK], positions_R)
+        num_rows = len(table)
+        all_rows, num_B = np.arange(num_rows), np.ones(num_rows, np.int64)
+        return _Fed(num_B, all_rows, table.tokens_B, positions_B)
 
     def _go_on(
         self, plan: DecodePlan, fed: _Fed, drawn: Drawn, hidden_RD: Tensor | None
@@ -489,9 +493,8 @@ class ModelRunner:
         slots_N: np.ndarray = table.slots_B[fed.of_R[drawn.rows]]
         if drafter is not None:
             assert hidden_RD is not None
-            is_whole = len(drawn.rows) == len(hidden_RD)
-            hidden_ND = hidden_RD if is_whole else take(hidden_RD, drawn.rows)
-            drafter.note(slots_N, fed.positions_R[drawn.rows] + 1, drawn.tokens, hidden_ND)
+            positions_N = fed.positions_R[drawn.rows] + 1
+            drafter.note(slots_N, positions_N, drawn.tokens, drawn.rows, hidden_RD)
         num_full_B = table.positions_B // BLOCK_TOKENS
         table.advance(drawn.tokens[drawn.num_B.cumsum() - 1], drawn.num_B)
         slots_B, positions_B = table.slots_B, table.positions_B

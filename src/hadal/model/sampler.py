@@ -107,7 +107,7 @@ class Sampler:
         if fed_R is None:
             fed_R = num_B  # Of one row each, nothing is compared.
         num_drawn_B, at_N, rows_N, best_NK = sample(logits_RV, slots_B, num_B, fed_R, self._table)
-        is_drawn_N = rows_N["status"] == DRAWN
+        tokens_N, is_drawn_N = np.ascontiguousarray(rows_N["token"]), rows_N["status"] == DRAWN
         if not is_drawn_N.all() or (self._slots["num_logprobs"][slots_B] >= 0).any():
             slots_N = np.repeat(slots_B, num_drawn_B)
             num_best_N = self._slots["num_logprobs"][slots_N]
@@ -121,8 +121,8 @@ class Sampler:
                 )
                 for i in (is_drawn_N & (num_best_N >= 0)).nonzero()[0]
             }
-            return Drawn(rows_N["token"], num_drawn_B, at_N, draws, failed)
-        return Drawn(rows_N["token"], num_drawn_B, at_N)
+            return Drawn(tokens_N, num_drawn_B, at_N, draws, failed)
+        return Drawn(tokens_N, num_drawn_B, at_N)
 
     def _known(self, bias: Iterable[tuple[int, float]]) -> np.ndarray:
         """Without the ids that are outside the vocabulary, and never drawn anyway."""

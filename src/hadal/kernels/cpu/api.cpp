@@ -2,10 +2,9 @@
 // that index memory (ids, positions, blocks) are checked here, because reading them in Python would cost more than the
 // step. A team runs one call at a time; calls from several threads take turns.
 #include "codec.h"
+#include "draft.h"
 #include "message.h"
 #include "route.h"
-#include "sample.h"
-#include "step.h"
 
 using namespace hadal;
 
@@ -16,6 +15,24 @@ enum Status { kOk = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3, kBadExper
 bool good_blocks(const int32_t* table, long max_blocks, int64_t length, int num_blocks) {
     for (int64_t i = 0; i * kBlock < length; i++)
         if (i >= max_blocks || table[i] < 0 || table[i] >= num_blocks) return false;
+    return true;
+}
+
+// Rows of a step, of which the first B attend.
+int check_rows(const StepShape& shape, int T, int B, const int64_t* tokens, const int64_t* positions,
+               const int32_t* table, long max_blocks) {
+    for (int t = 0; t < T; t++) {
+        if (tokens[t] < 0 || tokens[t] >= shape.vocab) return kBadToken;
+        if (positions[t] < 0 || positions[t] >= shape.max_position) return kBadPosition;
+        if (t < B && positions[t] < shape.first_position) return kNothingBefore;
+        if (!good_blocks(table + t * max_blocks, max_blocks, positions[t] + 1, shape.num_blocks)) return kBadBlock;
+    }
+    return kOk;
+}
+
+bool good_slots(const DraftTable& table, int N, const int64_t* slots, const int64_t* positions) {
+    for (int n = 0; n < N; n++)
+        if (slots[n] < 0 || slots[n] >= table.S || positions[n] < 0) return false;
     return true;
 }
 
@@ -429,12 +446,7 @@ void hadal_step_free(void* step) { delete static_cast<Step*>(step); }
 int hadal_step_run(void* step_, void* team_, const StepShape* shape, int T, int B, const int64_t* tokens,
                    const int64_t* positions, const int32_t* table, long max_blocks, const float* seen, float* normed,
                    float* logits) {
-    for (int t = 0; t < T; t++) {
-        if (tokens[t] < 0 || tokens[t] >= shape->vocab) return kBadToken;
-        if (positions[t] < 0 || positions[t] >= shape->max_position) return kBadPosition;
-        if (t < B && positions[t] < shape->first_position) return kNothingBefore;
-        if (!good_blocks(table + t * max_blocks, max_blocks, positions[t] + 1, shape->num_blocks)) return kBadBlock;
-    }
+    if (const int status = check_rows(*shape, T, B, tokens, positions, table, max_blocks)) return status;
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     try {
@@ -443,6 +455,39 @@ int hadal_step_run(void* step_, void* team_, const StepShape* shape, int T, int 
         return kNoMemory;
     }
     return kOk;
+}
+
+// See draft.h. at_N: below the rows of hidden.
+int hadal_note(const DraftTable* table, int N, const int64_t* slots, const int64_t* positions, const int64_t* tokens,
+               const int64_t* at_N, const float* hidden) {
+    if (!good_slots(*table, N, slots, positions)) return kBadRow;
+    note(*table, N, slots, positions, tokens, at_N, hidden);
+    return kOk;
+}
+
+// See draft.h. No slot comes twice; blocks: M of each of the N.
+int hadal_draft(void* step_, void* team_, const StepShape* shape, const DraftTable* table, int num_drafts, int N,
+                const int64_t* slots, const int64_t* positions, const int64_t* rooms, const int32_t* blocks, long M,
+                float* normed, float* logits) {
+    static thread_local DraftRows rows;
+    if (N > shape->max_batch || num_drafts > table->K || !good_slots(*table, N, slots, positions)) return kBadRow;
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    const auto run = [&](int T, int B) {
+        const int64_t *tokens = rows.tokens.data(), *at = rows.positions.data();
+        const int32_t* of_rows = rows.blocks_TM.data();
+        if (T == 0) return int(kOk);
+        if (const int status = check_rows(*shape, T, B, tokens, at, of_rows, M)) return status;
+        static_cast<Step*>(step_)->run(T, B, tokens, at, of_rows, M, rows.seen_TD.data(), normed, logits);
+        return int(kOk);
+    };
+    try {
+        rows.begin(*table, blocks, M);
+        return draft(team, *table, rows, num_drafts, N, slots, positions, rooms, shape->max_rows, shape->vocab, logits,
+                     normed, run);
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
 }
 
 }  // extern "C"

@@ -1,0 +1,103 @@
+"""A server that drafts beside one that does not: what a client sees, in turns, on hadal-tiny's own
+tasks.
+
+    python -m bench.drafts_served [--drafts auto 1 2] [--concurrency 1 8] [--rounds 5] [--chats 32]
+
+The servers run at once, and only one is asked at a time; the clients share their cores. Greedy, so
+that the answers are the same, which is checked. A ratio is the median of the rounds' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import track
+
+from bench.client import Stream
+from bench.load import bodies, run_load
+from bench.machine import describe
+from bench.server import Running, launched, wait_ready
+from hadal.kernels.library import isa
+
+OFF = "0"
+
+
+def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list[Stream], float]:
+    """(tokens/s, answers, seconds) of all chats."""
+    requests = [{**body, "temperature": 0} for body in bodies(num_chats)]
+    start_s = time.perf_counter()
+    streams = asyncio.run(run_load(server.address, requests, concurrency))
+    seconds = time.perf_counter() - start_s
+    errors = [answer.error for answer in streams if answer.error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} chats failed; the first: {errors[0]}")
+    return sum(answer.num_tokens for answer in streams) / seconds, streams, seconds
+
+
+def accepted(server: Running) -> str:
+    """Of all drafts so far, by place."""
+    sums: dict[str, dict[str, float]] = {}
+    for key, value in server.metrics().items():
+        for kind in ("tried", "accepted"):
+            if key.startswith(f"hadal_drafts_{kind}_total"):
+                place = key.split('place="')[1].split('"')[0]
+                of_place = sums.setdefault(place, {"tried": 0.0, "accepted": 0.0})
+                of_place[kind] += value
+    return ", ".join(
+        f"{of['accepted'] / of['tried']:.1%} of {of['tried']:.0f}"
+        for _, of in sorted(sums.items())
+        if of["tried"]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.drafts_served", description=__doc__.split("\n\n", 1)[0]
+    )
+    parser.add_argument("--drafts", nargs="+", default=["auto", "1", "2"])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chats", type=int, default=32, help="in a round")
+    options = parser.parse_args(arguments)
+    console = Console(width=120)
+    console.print(f"[bold]drafts, served[/bold]: {describe()}, {isa()} kernels")
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for drafts in [OFF, *options.drafts]:
+            value = f'"{drafts}"' if drafts == "auto" else drafts
+            servers[drafts] = stack.enter_context(launched(f"[decode]\ndrafts = {value}\n"))
+        for server in servers.values():
+            wait_ready(server)
+        for concurrency in options.concurrency:
+            rates: dict[str, list[float]] = {drafts: [] for drafts in servers}
+            pauses: dict[str, list[float]] = {drafts: [] for drafts in servers}
+            num_tokens = set()
+            for turn in track(range(-1, options.rounds), f"{concurrency} at once", console=console):
+                for drafts in servers if turn % 2 else [*servers][::-1]:
+                    rate, answers, _ = once(servers[drafts], options.chats, concurrency)
+                    num_tokens.add(sum(answer.num_tokens for answer in answers))
+                    if turn >= 0:  # Before, everything was touched once.
+                        rates[drafts].append(rate)
+                        pauses[drafts] += [answer.per_token_s for answer in answers]
+            if len(num_tokens) != 1:
+                raise RuntimeError(f"the answers differ: {num_tokens} tokens")
+            for drafts, of in rates.items():
+                ratios = [rate / off for rate, off in zip(of, rates[OFF], strict=True)]
+                between = statistics.median(pauses[drafts]) / statistics.median(pauses[OFF])
+                console.print(
+                    f"  {concurrency} at once, {drafts} drafts: {statistics.median(of):5.0f} tokens/s,"
+                    f" {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f});"
+                    f" between tokens {between:.2f};"
+                    f" right {accepted(servers[drafts]) or 'none'}"
+                )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
