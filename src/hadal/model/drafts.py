@@ -70,6 +70,8 @@ class Drafter:
     def __init__(self, module: MtpModule, max_slots: int, num_drafts_max: int) -> None:
         self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
         self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
+        self.has_drafts = False
+        """Whether a slot may have some."""
         self._module = module
         self._num_written_S: Ints = np.zeros(max_slots, np.int64)
         """Positions whose entries are in the cache, from 0 on."""
@@ -147,6 +149,7 @@ class Drafter:
         passes, with rows or without.
         """
         self.num_drafts_S[slots_N] = 0
+        self.has_drafts = num_drafts > 0
         if num_drafts and self._table is not None and self._module.has_fused_step:
             recorder.begin(DRAFT)
             self._module.draft_slots(

@@ -443,7 +443,7 @@ class ModelRunner:
             if self._module is not None:
                 # A row that drafts for each slot, and before it the tokens that were drafts.
                 max_rows = self._max_slots * (2 + self._num_drafts_max)
-                self._module.prepare(max_rows, self._max_slots)
+                self._module.prepare(max(max_rows, BLOCK_TOKENS), self._max_slots)
             self._is_prepared = True
         if not len(table) and self._membership is None:
             return [], _NOTHING
@@ -471,7 +471,7 @@ class ModelRunner:
         """What this step feeds: of each slot its last token, then its drafts that have room."""
         table, drafter = self._table, self._drafter
         positions_B = table.positions_B
-        if drafter is not None:
+        if drafter is not None and drafter.has_drafts:
             drafted_BK, num_B = drafter.checked(table.slots_B, positions_B, table.rooms_B)
             if num_B.any():
                 tokens_BK = np.concatenate((table.tokens_B[:, None], drafted_BK), axis=1)
@@ -521,7 +521,7 @@ class ModelRunner:
 
     def _draft(self, plan: DecodePlan, recorder: Recorder) -> None:
         drafter, table = self._drafter, self._table
-        if drafter is None:
+        if drafter is None or not (plan.num_drafts or drafter.has_drafts):
             return
         slots_B, positions_B = table.slots_B, table.positions_B
         last_position = int(positions_B.max(initial=0)) + plan.num_drafts

@@ -4,11 +4,13 @@ measured against. It takes 4 s to import, so it is imported by who makes a check
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from hadal.model.checkpoint import load_weights
 from hadal.reference.params import ModelWeights
@@ -135,3 +137,24 @@ def shake(model: Any) -> None:
     for key, buffer in model.named_buffers():
         if "e_score_correction_bias" in key:
             buffer.normal_(0.0, 0.2)
+
+
+def dequantise(folder: Path, into: Path) -> None:
+    """Write the same checkpoint with plain weights, by the definition: code times scale."""
+    config = json.loads((folder / "config.json").read_text())
+    sides = config.pop("quantization_config")["weight_block_size"]
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    plain = {}
+    for name, tensor in tensors.items():
+        scales = tensors.get(f"{name}_scale_inv")
+        if name.endswith("_scale_inv"):
+            continue
+        if scales is not None:
+            for axis, side in enumerate(sides):
+                scales = scales.float().repeat_interleave(side, axis)
+            tensor = tensor.float() * scales[: tensor.shape[0], : tensor.shape[1]]
+        plain[name] = tensor
+    save_file(plain, into / "model.safetensors", metadata={"format": "pt"})
+    (into / "config.json").write_text(json.dumps(config))

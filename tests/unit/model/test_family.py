@@ -21,7 +21,7 @@ from hadal.model.deepseek import DeepseekV3
 from hadal.reference.model import forward, mtp, no_latents
 from hadal.reference.params import ModelWeights
 from tests.family import CONFIGS, small
-from tests.unit.model.checkpoints import shake
+from tests.unit.model.checkpoints import dequantise, shake
 from tests.unit.model.test_deepseek import TOLERANCE, difference
 from tests.unit.model.test_mtp import drafts, make_module
 
@@ -88,24 +88,6 @@ def quantise(folder: Path, *, pow2: bool, as_e8m0: bool = False) -> None:
         tensors[name] = codes.to(torch.float8_e4m3fn).contiguous()
         tensors[f"{name}_scale_inv"] = scales.to(torch.float8_e8m0fnu) if as_e8m0 else scales
     save_file(tensors, path)
-
-
-def dequantise(folder: Path, into: Path) -> None:
-    """Write the same checkpoint with plain weights, by the definition: code times scale."""
-    tensors = load_file(folder / "model.safetensors")
-    plain = {}
-    for name, tensor in tensors.items():
-        scales = tensors.get(f"{name}_scale_inv")
-        if name.endswith("_scale_inv"):
-            continue
-        if scales is not None:
-            spread = scales.float().repeat_interleave(SIDE, 0).repeat_interleave(SIDE, 1)
-            tensor = tensor.float() * spread[: tensor.shape[0], : tensor.shape[1]]
-        plain[name] = tensor
-    save_file(plain, into / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (into / "config.json").write_text(json.dumps(config))
 
 
 def tokens_of(weights: ModelWeights) -> list[int]:

@@ -26,10 +26,13 @@ from hadal.model.mtp import MtpModule, acceptance
 from hadal.reference.model import draft_step, forward, no_latents
 from hadal.reference.model import mtp as reference_mtp
 from hadal.reference.params import Experts, Matrix, ModelWeights
+from hadal.runtime.resolve import model_folder
+from tests.dist.oracle import everyday_cases
+from tests.fresh import FULL
 from tests.stored import KINDS
 from tests.unit.comm.queues import in_threads, queue_groups
 from tests.unit.kernels.shapes import odd_config, random_weights
-from tests.unit.model.checkpoints import CONFIGS, Peer, save_random
+from tests.unit.model.checkpoints import CONFIGS, Peer, dequantise, save_random
 from tests.unit.model.test_deepseek import TOLERANCE, difference, random_tokens
 
 BLOCKS = (2, 1, 3)
@@ -345,3 +348,79 @@ def test_a_cache_without_its_layer_and_rows_that_are_not_there() -> None:
         assert states.shape == (0, weights.config.hidden_size)
         with pytest.raises(ValueError, match="1 of 0 rows"):
             module.draft(*empty, 1)
+
+
+@pytest.fixture(scope="module")
+def shipped_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
+    """hadal-tiny as transformers reads it and as we do. Of a model whose first layer is dense
+    transformers would make the module dense: it is told of none.
+    """
+    from transformers import DeepseekV3ForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    folder = tmp_path_factory.mktemp("shipped")
+    dequantise(model_folder(""), folder)
+    main = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    num_layers, num_dense = main.config.num_hidden_layers, main.config.first_k_dense_replace
+    main.config.first_k_dense_replace = 0
+    module = MtpModel(main, 1).eval()
+    main.config.first_k_dense_replace = num_dense
+    tensors = load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{num_layers}."
+    state = module.layers[0].state_dict()
+    for key in state:
+        name = key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        experts = f"{prefix}mlp.experts."
+        each = range(main.config.n_routed_experts)
+        if name == "mlp.experts.gate_up_proj":
+            both = [
+                [tensors[f"{experts}{i}.{part}_proj.weight"] for part in ("gate", "up")]
+                for i in each
+            ]
+            state[key] = torch.stack([torch.cat(parts) for parts in both])
+        elif name == "mlp.experts.down_proj":
+            state[key] = torch.stack([tensors[f"{experts}{i}.down_proj.weight"] for i in each])
+        else:
+            state[key] = tensors[prefix + name]
+        state[key] = state[key].float()
+    module.layers[0].load_state_dict(state)
+    return main, module, load_weights(model_folder(""), with_mtp=True)
+
+
+def test_the_shipped_module_drafts_what_transformers_does(
+    shipped_peer: tuple[Any, Any, ModelWeights],
+) -> None:
+    """On 50 texts at full size. Behind a block's end, where transformers goes on with a hidden state
+    and we with zeros, as many are right.
+    """
+    main, module, weights = shipped_peer
+    ours = make_module(weights, is_fused=True)
+    num_first, num_close, num_same, num_all, right = 0, 0, 0, 0, torch.zeros(2)
+    num_answers = 0
+    for case in everyday_cases(50 if FULL else 12, 21):
+        tokens = [*case.prompt, *case.output][: 3 * BLOCK_TOKENS]
+        theirs = their_drafts(main, module, tokens)
+        _, hidden = forward(weights, torch.tensor(tokens[:-1]), no_latents(weights))
+        logits, _ = drafts(ours, tokens, hidden, 0)
+        both = torch.stack([logits.argmax(-1), theirs.argmax(-1)])
+        is_same = both[0] == both[1]
+        # Where two tokens are as likely but for rounding, either is right.
+        best = theirs.topk(2).values
+        is_close = best[:, 0] - best[:, 1] < 1e-3
+        first = slice(BLOCK_TOKENS - 1)
+        assert (is_same | is_close)[first].all()
+        num_first += len(is_same[first])
+        num_close += int(is_close[first].sum())
+        num_same += int(is_same.sum())
+        num_all += len(is_same)
+        answer = torch.tensor(tokens[len(case.prompt) + 1 :])
+        num_answers += len(answer)
+        if len(answer):
+            right += (both[:, -1 - len(answer) : -1] == answer).sum(-1)
+    shares = (right / num_answers).tolist()
+    print(
+        f"{num_first} drafts in a first block, {num_close} of them close; {num_same} of {num_all} in"
+        f" all; of {num_answers} tokens of answers ours {shares[0]:.1%}, theirs {shares[1]:.1%} right"
+    )
+    assert num_close < 0.01 * num_first
+    assert abs(shares[0] - shares[1]) <= 0.01
