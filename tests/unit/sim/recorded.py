@@ -37,6 +37,8 @@ from hadal.sim.world.process import Process, SimClock
 MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
 UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)
 DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256)
+DRAFTING = msgspec.structs.replace(DEPLOYMENT, decode=msgspec.structs.replace(UNITS, drafts="auto"))
+"""Its decode units draft as many tokens as pay."""
 
 
 def replay_alone(recording: Recording, make_role: MakeRole) -> Difference | None:
@@ -66,11 +68,15 @@ class Recorded:
 
 
 class Runner:
-    """Draws nothing but token 0; a step takes as long as the generator says. One rank."""
+    """Draws nothing but token 0; a step takes as long as the generator says, and of what the step
+    before it drafted as much is right. One rank.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._slots: set[int] = set()
+        self._num_drafts = 0
+        """Of the last plan."""
 
     def run(self, plans: tuple[Any, ...]) -> StepDone:
         (plan,) = plans
@@ -80,8 +86,14 @@ class Runner:
             keys = tuple(key for key, chunk in enumerate(chunks) if chunk.sampling is not None)
             return StepDone(plan.step_id, keys, (0,) * len(keys), {}, elapsed_s)
         assert isinstance(plan, DecodePlan)
+        drafted = self._slots - set(plan.leaves) - {join.slot for join in plan.joins}
         self._slots = self._slots - set(plan.leaves) | {join.slot for join in plan.joins}
-        keys = tuple(sorted(self._slots))
+        keys = tuple(
+            slot
+            for slot in sorted(self._slots)
+            for _ in range(1 + (slot in drafted and self._rng.randint(0, self._num_drafts)))
+        )
+        self._num_drafts = plan.num_drafts
         return StepDone(plan.step_id, keys, (0,) * len(keys), {}, elapsed_s)
 
 

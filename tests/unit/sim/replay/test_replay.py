@@ -20,7 +20,7 @@ from hadal.core.messages import (
     Token,
     UnitUp,
 )
-from hadal.core.plans import Draw
+from hadal.core.plans import Draw, StepDone
 from hadal.core.seams import Deliver, Send
 from hadal.roles.front import front as front_room
 from hadal.roles.recording import VERSION, Call, MadeFront, Opening, Recording, parse
@@ -30,7 +30,7 @@ from hadal.sim.replay.replay import decision_of, replay
 from tests.columns import Row, tokens_message
 from tests.fresh import fresh
 from tests.unit.roles.driving import generation, of, sent
-from tests.unit.sim.recorded import DEPLOYMENT, Recorded, record, replay_alone
+from tests.unit.sim.recorded import DEPLOYMENT, DRAFTING, Recorded, record, replay_alone
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,24 @@ def test_the_same_decisions_in_the_same_order(look_s: float) -> None:
     assert report.decisions["Deliver"] > 100
     assert report.outside.keys() == {"Submit", "Cancel"}
     assert report.outside["Submit"] == 30
+    for recording in recordings:
+        assert replay_alone(recording, make_role) is None
+
+
+def test_steps_of_several_tokens_are_decided_again_alike() -> None:
+    seed = fresh().randrange(2**31)
+    print(f"seed {seed}")
+    recordings = record(seed, deployment=DRAFTING)
+    steps = [
+        event
+        for recording in recordings
+        for call in recording.calls
+        for event in call.events
+        if isinstance(event, StepDone) and recording.opening.process.startswith("decode")
+    ]
+    assert any(len(set(step.keys)) < len(step.keys) for step in steps), "no draft was right"
+    report = replay(recordings, make_role)
+    assert report.difference is None, str(report.difference)
     for recording in recordings:
         assert replay_alone(recording, make_role) is None
 
