@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES, Deployment, units_of
+from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
@@ -86,8 +86,8 @@ from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (
     GATEWAY,
     gateway_names,
+    launch_plan,
     open_listener,
-    process_names,
     rank_name,
     unit_of,
     url_of,
@@ -341,8 +341,18 @@ class Supervisor:
         patterns = [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
         forks.clear_after(Left(patterns, [] if options.run_folder else [str(folder)]))
         self._wire = ZmqWire(SUPERVISOR, folder)
+        if options.log_dir is not None:
+            _make_log_dir(options.log_dir)
+        self._plans = {plan.name: plan for plan in launch_plan(resolved.deployment)}
         self._children = {
-            child.name: child for child in _children(resolved.deployment, folder, options)
+            plan.name: Child(
+                plan.name,
+                plan.role,
+                [plan.module, *plan.arguments, "--folder", str(folder)],
+                None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
+                options.log_format,
+            )
+            for plan in self._plans.values()
         }
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
@@ -449,14 +459,14 @@ class Supervisor:
         if self._forks.is_warming:  # Gateways import other things, and need not wait for torch.
             due = [child for child in due if child.role == GATEWAY]
         for child in due:
+            threads = str(self._plans[child.name].threads)
+            environment = {**self._environment, "OMP_NUM_THREADS": threads}
             if child.role == GATEWAY:
                 fd = self._listener.fileno()
-                environment = {**self._environment, LISTEN_FD: str(fd), API_KEYS: self._api_keys}
+                environment |= {LISTEN_FD: str(fd), API_KEYS: self._api_keys}
                 more = (HAS_SERVED,) if self._has_served else ()
                 child.start(now_s, environment, (fd,), more, self._forks)
             else:
-                threads = units_of(self._deployment, child.role).threads
-                environment = {**self._environment, "OMP_NUM_THREADS": str(threads)}
                 child.start(now_s, environment, forks=self._forks)
         if due:
             self._write_status()
@@ -547,11 +557,7 @@ class Supervisor:
 
     def _ranks_of(self, unit: str) -> list[Child]:
         """The ranks of a unit of many; empty for one that is a process by itself."""
-        return [
-            other
-            for other in self._children.values()
-            if other.name != unit and unit_of(other.name)[0] == unit
-        ]
+        return [self._children[name] for name in self._plans[unit].ready_after]
 
     def _has_successor(self, child: Child) -> bool:
         """Whether it led ranks that live, and the next one may take them over: not if that was
@@ -752,27 +758,12 @@ class Supervisor:
         write_status(self._folder, self.status())
 
 
-def _children(deployment: Deployment, folder: Path, options: Options) -> Iterator[Child]:
-    def child(name: str, role: str, module: str, *arguments: str) -> Child:
-        log_path = None if options.log_dir is None else options.log_dir / f"{name}.log"
-        return Child(
-            name, role, [module, *arguments, "--folder", str(folder)], log_path, options.log_format
-        )
-
-    if options.log_dir is not None:
-        try:
-            options.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise ConfigError(
-                f"--log-dir {options.log_dir}: cannot be made ({error.strerror})."
-            ) from error
-    # Units first: they take longest.
-    for name, role, rank in process_names(deployment):
-        unit, _ = unit_of(name)
-        number = () if rank is None else ("--rank", str(rank))
-        yield child(name, role, "hadal.runtime.unit", "--unit", unit, "--role", role, *number)
-    for name in gateway_names(deployment):
-        yield child(name, GATEWAY, "hadal.gateway.process", "--name", name)
+def _make_log_dir(path: Path) -> None:
+    """Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {path}: cannot be made ({error.strerror}).") from error
 
 
 def _secret(path: Path | None) -> bytes:

@@ -50,7 +50,7 @@ from hadal.runtime.process.process import LiveClock, Run
 from hadal.runtime.recorder import recorded
 from hadal.runtime.store.disk import DiskStore, make_store
 from hadal.runtime.store.view import make_view
-from hadal.runtime.topology import device_index, rank_name
+from hadal.runtime.topology import rank_name
 from hadal.runtime.transfer.experts import PURPOSE, ExpertTransfer, Stager
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.kv import KvTransfer, live_transfer
@@ -69,13 +69,13 @@ _ONLY = "cuda:0"
 """The one GPU that the process sees."""
 
 
-def open_device(deployment: Deployment, unit: str, rank: int = 0) -> str:
-    """The device that this rank computes on, "cpu" or "cuda:0". Raises ConfigError where torch sees
-    no GPU.
+def open_device(gpu: int | None) -> str:
+    """The device that this rank computes on, "cpu" or "cuda:0": of the node's GPUs number `gpu`.
+    Raises ConfigError where torch sees no GPU.
     """
-    if deployment.device != "cuda":
+    if gpu is None:
         return "cpu"
-    take_gpu(device_index(deployment, unit, rank))
+    take_gpu(gpu)
     if not torch.cuda.is_available():
         raise ConfigError(
             f"device is 'cuda', and torch {torch.__version__} sees no GPU. Install a torch built"
@@ -206,11 +206,11 @@ class RankProcess:
 
 
 def make_host(
-    run: Run, unit: str, role: str, rank: int | None, folder: Path
+    run: Run, unit: str, role: str, rank: int | None, gpu: int | None, folder: Path
 ) -> tuple[UnitHost, list[Effect]]:
     """Load the model, or one rank's part of it, and put the process together; also return its first
-    effects. `rank` None: the unit has no other rank, and its leader is in this process. Raises
-    ConfigError.
+    effects. `rank` None: the unit has no other rank, and its leader is in this process. `gpu`: of
+    this node; None: it computes on the CPU. Raises ConfigError.
     """
     deployment = run.deployment
     units = units_of(deployment, role)
@@ -218,7 +218,7 @@ def make_host(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
     name = unit if rank is None else rank_name(unit, rank)
-    device = open_device(deployment, unit, rank or 0)
+    device = open_device(gpu)
     config = read_model_config(Path(deployment.model))
     watch_model(Path(deployment.model))
     check_model(run)

@@ -48,7 +48,7 @@ from hadal.runtime.memory import (
     why_not_fit,
     with_blocks,
 )
-from hadal.runtime.topology import device_index, place_units, why_not_here
+from hadal.runtime.topology import launch_plan, why_not_here
 from hadal.runtime.transfer.nixl import require_nixl
 from hadal.runtime.transfer.pool import POOL_DTYPE, SHM_FOLDER, no_room
 from hadal.stats.prices import micro_usd, price_list
@@ -312,9 +312,9 @@ def _gpus_too_small(
 ) -> list[str]:
     """Ranks of all units may lie on one GPU; what they hold together must fit."""
     held = [0] * len(found)
-    for unit in place_units(deployment):
-        for rank in range(unit.num_ranks):
-            held[device_index(deployment, unit.name, rank) % len(found)] += role_to_bytes[unit.role]
+    for process in launch_plan(deployment):
+        if process.device is not None:
+            held[process.device % len(found)] += role_to_bytes[process.role]
     return [
         f"its ranks on GPU {index} hold {gb(needed)} in FP32 (plain torch ops), and the GPU has"
         f" {gb(there)}."

@@ -1,5 +1,5 @@
-"""Which ranks a deployment has and on which nodes they lie; whether this host can run them. Pure
-arithmetic.
+"""The launch plan of a deployment: which processes it has, on which nodes they lie, and what each is
+given; whether this host can run them. Pure arithmetic.
 
 A unit that is larger than a node takes nodes of its own. Smaller ones share nodes: GPUs are
 counted, CPU ranks are processes and share one host.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hadal.core.config import ROLES, Deployment, units_of
@@ -56,6 +55,7 @@ def url_of(listener: socket.socket, host: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+_UNIT_MODULE, _GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
 GATEWAY = "gateway"
 """Role of every gateway's process, and the name of the one that holds the front."""
 
@@ -87,17 +87,63 @@ def unit_of(name: str) -> tuple[str, int | None]:
     return (unit, int(rank)) if dot else (name, None)
 
 
-def process_names(deployment: Deployment) -> Iterator[tuple[str, str, int | None]]:
-    """Yield (name, role, rank) of every process of all units there may be; rank None: the leader,
-    or a unit that is one process.
-    """
-    for role in ROLES:
-        units = units_of(deployment, role)
-        for index in range(deployment.num_units_max(role)):
-            unit = f"{role}-{index}"
-            yield unit, role, None
-            if units.ranks > 1:
-                yield from ((rank_name(unit, rank), role, rank) for rank in range(units.ranks))
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process that `hadal serve` starts, whoever carries it out."""
+
+    name: str
+    role: str
+    node: int
+    """Of those that the deployment takes, from 0 on."""
+    device: int | None
+    """GPU of a rank on that node; None: it computes on the CPU, or not at all."""
+    threads: int
+    """Threads that it computes with."""
+    module: str
+    arguments: tuple[str, ...]
+    ready_after: tuple[str, ...] = ()
+    """Whom it waits for: a leader can do nothing before there are ranks."""
+
+
+def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
+    """All processes of all units there may be, and the gateways. Units first: they take longest."""
+    plans: list[ProcessPlan] = []
+    for unit in place_units(deployment):
+        units = units_of(deployment, unit.role)
+        of_unit = "--unit", unit.name, "--role", unit.role
+        ranks = [
+            _rank_plan(deployment, unit, rank, units.threads, of_unit)
+            for rank in range(unit.num_ranks)
+        ]
+        if unit.num_ranks == 1:
+            (alone,) = ranks
+            plans.append(alone)
+            continue
+        names = tuple(rank.name for rank in ranks)
+        leader = ProcessPlan(
+            unit.name, unit.role, unit.nodes[0], None, 1, _UNIT_MODULE, of_unit, ready_after=names
+        )
+        plans += [leader, *ranks]
+    for name in gateway_names(deployment):
+        plans.append(ProcessPlan(name, GATEWAY, 0, None, 1, _GATEWAY_MODULE, ("--name", name)))
+    return tuple(plans)
+
+
+def _rank_plan(
+    deployment: Deployment, unit: UnitNodes, rank: int, threads: int, of_unit: tuple[str, ...]
+) -> ProcessPlan:
+    """A rank, or a unit that is one process."""
+    per_node = units_of(deployment, unit.role).ranks_per_node
+    node, arguments = unit.nodes[rank // per_node], of_unit
+    if unit.num_ranks > 1:
+        arguments += "--rank", str(rank)
+    device = None
+    if deployment.device == "cuda":
+        # Counted round where the node has fewer GPUs: ranks then share them.
+        device = (unit.first_device + rank) % per_node
+        arguments += "--device", str(device)
+    name = rank_name(unit.name, rank) if unit.num_ranks > 1 else unit.name
+    return ProcessPlan(name, unit.role, node, device, threads, _UNIT_MODULE, arguments)
 
 
 def place_units(deployment: Deployment) -> list[UnitNodes]:
@@ -128,14 +174,6 @@ def place_units(deployment: Deployment) -> list[UnitNodes]:
             placed.append(UnitNodes(name, role, units.ranks, (node,), used[node]))
             used[node] += units.ranks
     return placed
-
-
-def device_index(deployment: Deployment, unit: str, rank: int) -> int:
-    """Index of a rank among those of its node; counted round where the node has fewer GPUs: ranks
-    then share them.
-    """
-    (on,) = (each for each in place_units(deployment) if each.name == unit)
-    return (on.first_device + rank) % units_of(deployment, on.role).ranks_per_node
 
 
 def num_nodes(units: list[UnitNodes]) -> int:

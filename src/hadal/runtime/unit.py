@@ -1,7 +1,7 @@
 """A process of a unit: its leader with the unit's only rank beside it, its leader alone where the
 ranks are processes of their own, or one of those ranks.
 
-python -m hadal.runtime.unit --unit decode-0 --role decode [--rank 2] --folder RUN_FOLDER
+python -m hadal.runtime.unit --unit decode-0 --role decode [--rank 2] [--device 2] --folder RUN_FOLDER
 
 A leader alone holds no model and loads no torch.
 """
@@ -54,7 +54,9 @@ def main() -> int:
     if asked.rank is None and units_of(run.deployment, asked.role).ranks > 1:
         return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
     make = importlib.import_module(_WITH_RUNNER).make_host
-    return run_host(lambda: make(run, asked.unit, asked.role, asked.rank, asked.folder))
+    return run_host(
+        lambda: make(run, asked.unit, asked.role, asked.rank, asked.device, asked.folder)
+    )
 
 
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:

@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.runtime.rank import open_device
 
 
 def test_a_cpu_is_always_there() -> None:
-    assert open_device(Deployment(device="cpu"), "decode-0", 3) == "cpu"
+    assert open_device(None) == "cpu"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_torch_does_not_see_is_named() -> None:
     with pytest.raises(ConfigError, match="sees no GPU"):
-        open_device(Deployment(device="cuda"), "decode-0")
+        open_device(0)

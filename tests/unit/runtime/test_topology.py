@@ -5,10 +5,9 @@ import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.runtime.topology import (
-    device_index,
+    launch_plan,
     num_nodes,
     place_units,
-    process_names,
     rank_name,
     unit_of,
     why_not_here,
@@ -28,16 +27,38 @@ def test_a_name_says_what_it_is() -> None:
 
 
 def test_units_of_one_rank_are_one_process_and_larger_ones_have_a_leader() -> None:
-    deployment = Deployment(decode=UnitsConfig(units=2, ranks=2))
-    assert list(process_names(deployment)) == [
-        ("prefill-0", "prefill", None),
-        ("decode-0", "decode", None),
-        ("decode-0.0", "decode", 0),
-        ("decode-0.1", "decode", 1),
-        ("decode-1", "decode", None),
-        ("decode-1.0", "decode", 0),
-        ("decode-1.1", "decode", 1),
+    deployment = Deployment(decode=UnitsConfig(units=2, ranks=2, threads=3))
+    plans = launch_plan(deployment)
+    assert [(plan.name, plan.role, plan.threads) for plan in plans] == [
+        ("prefill-0", "prefill", 0),
+        ("decode-0", "decode", 1),
+        ("decode-0.0", "decode", 3),
+        ("decode-0.1", "decode", 3),
+        ("decode-1", "decode", 1),
+        ("decode-1.0", "decode", 3),
+        ("decode-1.1", "decode", 3),
+        ("gateway", "gateway", 1),
     ]
+    leader, rank = plans[1:3]
+    assert leader.ready_after == ("decode-0.0", "decode-0.1")
+    assert rank.arguments == ("--unit", "decode-0", "--role", "decode", "--rank", "0")
+    assert {(plan.node, plan.device) for plan in plans} == {(0, None)}
+
+
+def test_a_fleet_s_plan_names_every_process_once_and_fills_whole_nodes() -> None:
+    fleet = msgspec.structs.replace(
+        V3,
+        prefill=msgspec.structs.replace(V3.prefill, units=29),
+        decode=msgspec.structs.replace(V3.decode, units=9),
+    )
+    plans = launch_plan(fleet)
+    assert len({plan.name for plan in plans}) == len(plans) == 29 * 33 + 9 * 145 + 1
+    gpus = [(plan.node, plan.device) for plan in plans if plan.device is not None]
+    assert sorted(gpus) == [(node, device) for node in range(278) for device in range(8)]
+    nodes_of = {unit.name: unit.nodes for unit in place_units(fleet)}
+    for plan in plans[:-1]:
+        assert plan.node in nodes_of[unit_of(plan.name)[0]]
+        assert (plan.device is None) == bool(plan.ready_after)
 
 
 def test_the_published_bundle_is_thirty_nodes() -> None:
@@ -88,11 +109,10 @@ def test_what_a_host_lacks_is_said(device: str, transport: str, num_gpus: int, w
 def test_ranks_of_a_node_have_places_of_their_own() -> None:
     units = UnitsConfig(ranks=4)
     deployment = Deployment(device="cuda", transport="nccl", prefill=units, decode=units)
-    names = ("prefill-0", "decode-0")
-    assert [device_index(deployment, name, rank) for name in names for rank in range(4)] == list(
-        range(8)
-    )
-    assert [device_index(V3, "decode-0", rank) for rank in (0, 7, 8, 143)] == [0, 7, 0, 7]
+    devices = [plan.device for plan in launch_plan(deployment) if plan.device is not None]
+    assert devices == list(range(8))
+    of_v3 = {plan.name: plan.device for plan in launch_plan(V3)}
+    assert [of_v3[f"decode-0.{rank}"] for rank in (0, 7, 8, 143)] == [0, 7, 0, 7]
 
 
 def test_units_of_one_rank_may_share_a_gpu() -> None:

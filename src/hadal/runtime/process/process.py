@@ -129,7 +129,9 @@ def read_run(folder: Path) -> Run:
 
 
 def unit_arguments(description: str | None) -> argparse.Namespace:
-    """The command line of a unit's process: unit, role, folder and, where there are several, rank."""
+    """The command line of a unit's process: unit, role, folder and, where there are several, rank
+    and GPU.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -138,6 +140,7 @@ def unit_arguments(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--role", required=True, choices=ROLES)
     parser.add_argument("--rank", type=int, help="place in the unit, from 0; none: its leader")
+    parser.add_argument("--device", type=int, help="which GPU of its node; none: the CPU")
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     return parser.parse_args()
 
