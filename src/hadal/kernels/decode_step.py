@@ -193,33 +193,31 @@ class DraftTable:
         slots_N: np.ndarray,
         positions_N: np.ndarray,
         tokens_N: np.ndarray,
-        at_N: np.ndarray,
+        rows_N: np.ndarray,
         hidden_RD: Tensor,
     ) -> None:
-        """Keep drawn tokens, and for each the state at row `at_N` as what came before it; zeros at a
-        block's first position. Raises ValueError if there is no such slot.
+        """Keep drawn tokens, and for each the state at row `rows_N` as what came before it; zeros at
+        a block's first position. Raises ValueError if there is no such slot or row.
         """
-        check_ints(slots_N=slots_N, positions_N=positions_N, tokens_N=tokens_N, at_N=at_N)
+        num_tokens = len(slots_N)
+        library.check_array("slots_N", slots_N, num_tokens, np.int64)
+        library.check_array("positions_N", positions_N, num_tokens, np.int64)
+        library.check_array("tokens_N", tokens_N, num_tokens, np.int64)
+        library.check_array("rows_N", rows_N, num_tokens, np.int64)
+        library.check_shape("hidden_RD", hidden_RD, (len(hidden_RD), self._c.D))
         hidden_RD = hidden_RD.to(torch.float32).contiguous()
         library.check_status(
             self._note(
                 self.address,
-                len(slots_N),
+                num_tokens,
                 slots_N.ctypes.data,
                 positions_N.ctypes.data,
                 tokens_N.ctypes.data,
-                at_N.ctypes.data,
+                rows_N.ctypes.data,
+                len(hidden_RD),
                 hidden_RD.data_ptr(),
             )
         )
-
-
-def check_ints(**arrays_N: np.ndarray) -> None:
-    """Raise ValueError unless all are as many int64 side by side."""
-    length = len(next(iter(arrays_N.values())))
-    for name, values in arrays_N.items():
-        if values.shape != (length,) or values.dtype != np.int64 or not values.flags.c_contiguous:
-            raise ValueError(f"{name} must be {length} values of int64 side by side.")
 
 
 class DraftStep:
@@ -314,14 +312,12 @@ class DraftStep:
         one before: all in one call. A slot has drafts as far as `rooms_N` positions go. No slot comes
         twice. Raises ValueError if a value is out of range.
         """
-        check_ints(slots_N=slots_N, positions_N=positions_N, rooms_N=rooms_N)
+        num_slots = len(slots_N)
+        library.check_array("slots_N", slots_N, num_slots, np.int64)
+        library.check_array("positions_N", positions_N, num_slots, np.int64)
+        library.check_array("rooms_N", rooms_N, num_slots, np.int64)
         width = block_table_NM.shape[-1]
         library.check_shape("block_table_NM", block_table_NM, (len(slots_N), width))
-        if not num_drafts >= 0 or len(slots_N) > self.max_full:
-            raise ValueError(
-                f"{num_drafts} drafts of {len(slots_N)} slots; this step was made for at most"
-                f" {self.max_full}."
-            )
         self._step.draft(table, num_drafts, slots_N, positions_N, rooms_N, block_table_NM)
 
     def hidden(self, num_full: int) -> Tensor:

@@ -16,6 +16,8 @@ import threading
 import weakref
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ _STATUS = {
     2: "a position or length is negative or beyond the model's last position",
     3: "a block table names a block that the cache does not have, or is too short for its length",
     4: "an expert id is out of range, or the expert has no replica",
-    6: "a row index is out of range, or a slot comes twice",
+    6: "a row or slot is out of range, or a slot comes twice",
     7: "a row is to draft at a position before which there is none to attend to",
 }
 _OUT_OF_MEMORY = 5
@@ -60,7 +62,7 @@ _ABI = {
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
     "hadal_step_run": ("pppiipppl" + "ppp", ctypes.c_int),
-    "hadal_note": ("pi" + "ppppp", ctypes.c_int),
+    "hadal_note": ("pi" + "ppppip", ctypes.c_int),
     "hadal_draft": ("ppppii" + "ppppl" + "pp", ctypes.c_int),
     "hadal_isa": ("", ctypes.c_char_p),
 }
@@ -237,6 +239,12 @@ def check_shape(name: str, tensor: Tensor | Matrix, shape: tuple[int, ...]) -> N
     """Raise ValueError unless the tensor has this shape; C would read past its end."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} is needed.")
+
+
+def check_array(name: str, values: np.ndarray, length: int, dtype: npt.DTypeLike) -> None:
+    """Raise ValueError unless these are so many values of that type side by side."""
+    if values.shape != (length,) or values.dtype != dtype or not values.flags.c_contiguous:
+        raise ValueError(f"{name} must be {length} values of {dtype} side by side.")
 
 
 def as_int(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,6 @@ A row's token is bit-equal whatever the batch and the number of threads.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from hadal.kernels import library
@@ -33,11 +32,11 @@ def sample(
         logits_RV = logits_RV.contiguous()
     num_rows, vocabulary = logits_RV.shape
     batch, num_slots = len(slots_B), len(table.slots_S)
-    _check("slots_B", slots_B, batch, np.int64)
-    _check("num_B", num_B, batch, np.int64)
-    _check("fed_R", fed_R, num_rows, np.int64)
-    _check("slots_S", table.slots_S, num_slots, SLOT)
-    _check("bias", table.bias, len(table.bias), TOKEN_VALUE)
+    library.check_array("slots_B", slots_B, batch, np.int64)
+    library.check_array("num_B", num_B, batch, np.int64)
+    library.check_array("fed_R", fed_R, num_rows, np.int64)
+    library.check_array("slots_S", table.slots_S, num_slots, SLOT)
+    library.check_array("bias", table.bias, len(table.bias), TOKEN_VALUE)
     for name, history_SV in (("counts_SV", table.counts_SV), ("seen_SV", table.seen_SV)):
         if history_SV is not None:
             library.check_shape(name, history_SV, (num_slots, vocabulary))
@@ -73,8 +72,3 @@ def sample(
     num_drawn = int(ints[0])
     num_drawn_B, at_N = ints[1 : 1 + batch], ints[1 + batch :][:num_drawn]
     return num_drawn_B, at_N, rows_R[:num_drawn], best_RK[:num_drawn]
-
-
-def _check(name: str, values: np.ndarray, length: int, dtype: npt.DTypeLike) -> None:
-    if values.shape != (length,) or values.dtype != dtype or not values.flags.c_contiguous:
-        raise ValueError(f"{name} must be {length} values of {dtype} side by side.")

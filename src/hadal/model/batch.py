@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -171,3 +174,28 @@ def decode_batch(
         is_selecting=index_topk is not None and int(positions_B.max()) >= index_topk,
         first=first,
     )
+
+
+def take(values: Tensor, *index: Ints) -> Tensor:
+    """Return values[index]. On a CPU without torch: for some KB its threads take milliseconds to
+    wake on a busy machine (LOG, 2026-11-25, drafts in the engine).
+    """
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy()[index])
+    return values[tuple(torch.from_numpy(rows).to(values.device) for rows in index)]
+
+
+def put(values: Tensor, new: Tensor | float, *index: Ints) -> None:
+    """Assign values[index] = new; see `take`."""
+    if values.device.type == "cpu":
+        values.numpy()[index] = new.numpy() if isinstance(new, Tensor) else new
+    else:
+        values[tuple(torch.from_numpy(rows).to(values.device) for rows in index)] = new
+
+
+def likeliest(logits_NV: Tensor) -> Ints:
+    """Return each row's most likely token, [N]."""
+    if logits_NV.device.type == "cpu":
+        found: Ints = logits_NV.numpy().argmax(-1)
+        return found
+    return logits_NV.argmax(-1).cpu().numpy()

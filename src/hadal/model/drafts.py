@@ -7,7 +7,7 @@ block depends on its own and earlier text alone and can be found by its name. Pr
 knows; a decode rank keeps the rest by slot and writes it before it drafts, and when a block is full:
 
     step        t t d d         the last token, then its drafts, at successive positions
-    drawn       x x .           as many as are what the sampler draws anyway, and one more
+    drawn       x x .           the drafts that were right, and one token more
     entries         x x         of those tokens, with the hidden states behind the tokens before them
     drafts            d d       anew; their own entries are written over when the tokens are known
 
@@ -29,6 +29,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
 from hadal.kernels import library
 from hadal.kernels.decode_step import DraftTable
+from hadal.model.batch import likeliest, put, take
 from hadal.model.execute import Recorder
 from hadal.model.mtp import MtpModule
 
@@ -37,41 +38,16 @@ DRAFT = "draft"
 """Among the op times of a step: the module's entries and drafts."""
 
 
-def take(values: Tensor, *index: Ints) -> Tensor:
-    """values[index]. On a CPU without torch, whose threads take milliseconds to wake on a busy
-    machine, for some KB.
-    """
-    if values.device.type == "cpu":
-        return torch.from_numpy(values.numpy()[index])
-    return values[tuple(torch.from_numpy(rows).to(values.device) for rows in index)]
-
-
-def put(values: Tensor, new: Tensor | float, *index: Ints) -> None:
-    """values[index] = new, alike."""
-    if values.device.type == "cpu":
-        values.numpy()[index] = new.numpy() if isinstance(new, Tensor) else new
-    else:
-        values[tuple(torch.from_numpy(rows).to(values.device) for rows in index)] = new
-
-
-def likeliest(logits_NV: Tensor) -> Ints:
-    """[N] tokens."""
-    if logits_NV.device.type == "cpu":
-        found: Ints = logits_NV.numpy().argmax(-1)
-        return found
-    return logits_NV.argmax(-1).cpu().numpy()
-
-
 class Drafter:
-    """Of a decode rank, by slot. Positions are those of a slot's last token, whose own KV the next
-    step writes.
+    """What a decode rank keeps for each slot to draft with. A position is that of the slot's last
+    token, whose own KV the next step writes.
     """
 
     def __init__(self, module: MtpModule, max_slots: int, num_drafts_max: int) -> None:
         self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
         self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
         self.has_drafts = False
-        """Whether a slot may have some."""
+        """False if no slot has a draft to check, so that a step without drafts looks at none."""
         self._module = module
         self._num_written_S: Ints = np.zeros(max_slots, np.int64)
         """Positions whose entries are in the cache, from 0 on."""
@@ -96,11 +72,11 @@ class Drafter:
         """A request comes to a slot with KV up to its last token. Who computed that wrote that
         token's entry, too, unless it is the first of a block, which was not there yet.
         """
-        at = position % BLOCK_TOKENS
+        within = position % BLOCK_TOKENS
         self.num_drafts_S[slot] = 0
-        self._num_written_S[slot] = position + (at > 0)
-        self._tokens_SP[slot, at] = token
-        self._hidden_SPD[slot, at] = 0.0
+        self._num_written_S[slot] = position + (within > 0)
+        self._tokens_SP[slot, within] = token
+        self._hidden_SPD[slot, within] = 0.0
 
     def checked(self, slots_N: Ints, positions_N: Ints, rooms_N: Ints) -> tuple[Ints, Ints]:
         """(drafts_NK, num_N): what was drafted for these slots, and how much of it the step checks:
@@ -110,17 +86,18 @@ class Drafter:
         return self.drafts_SK[slots_N], np.maximum(num_N, 0, out=num_N)
 
     def note(
-        self, slots_N: Ints, positions_N: Ints, tokens_N: Ints, at_N: Ints, hidden_RD: Tensor
+        self, slots_N: Ints, positions_N: Ints, tokens_N: Ints, rows_N: Ints, hidden_RD: Tensor
     ) -> None:
-        """These tokens are drawn, for these positions; row `at_N` of the model's hidden states is that
-        behind the token before. A slot may come several times, with successive positions.
+        """These tokens are drawn, for these positions; row `rows_N` of the model's hidden states is
+        that behind the token before. A slot may come several times, with successive positions. What
+        is kept of an earlier block must be written before.
         """
         if self._table is not None:
-            self._table.note(slots_N, positions_N, tokens_N, at_N, hidden_RD)
+            self._table.note(slots_N, positions_N, tokens_N, rows_N, hidden_RD)
             return
         within_N = positions_N % BLOCK_TOKENS
         self._tokens_SP[slots_N, within_N] = tokens_N
-        hidden_ND = take(hidden_RD, at_N).to(self._hidden_SPD.dtype)
+        hidden_ND = take(hidden_RD, rows_N).to(self._hidden_SPD.dtype)
         put(self._hidden_SPD, hidden_ND, slots_N, within_N)
         begins = (within_N == 0).nonzero()[0]
         put(self._hidden_SPD, 0.0, slots_N[begins], within_N[begins])
@@ -160,6 +137,7 @@ class Drafter:
             with recorder.whole(DRAFT) as inner:
                 self._passes(num_drafts, slots_N, positions_N, rooms_N, table_NM, inner)
 
+    @torch.inference_mode()
     def _passes(
         self,
         num_drafts: int,
@@ -177,10 +155,9 @@ class Drafter:
         num_rows = len(slots_N)
         self.num_drafts_S[slots_N] = num_drafts
         before, before_positions = self._missing(slots_N, positions_N)
-        if 0 < self._module.max_rows < num_rows + len(before):
+        if 0 < self._module.max_rows < num_rows + len(before):  # As C does.
             self.write(slots_N, positions_N, table_NM)
             before = before[:0]
-        self._num_written_S[slots_N] = positions_N + 1
         rows, slots, positions = np.arange(num_rows), slots_N, positions_N
         if len(before):
             rows = np.concatenate((rows, before))
@@ -190,7 +167,9 @@ class Drafter:
             logits_NV, states_ND = self._module.draft(
                 *self._rows(tokens, positions, table_NM, rows), hidden, num_rows, recorder
             )
-            # The likeliest: of drafts drawn with the sampler's own randomness no more were right.
+            if turn == 0:
+                self._num_written_S[slots_N] = positions_N + 1
+            # Greedy: drafts drawn with the sampler's own randomness were right no more often.
             tokens = likeliest(logits_NV)
             self.drafts_SK[slots_N, turn] = tokens
             if turn + 1 == num_drafts:
@@ -220,8 +199,8 @@ class Drafter:
 
     def _at(self, slots: Ints, positions: Ints) -> tuple[Ints, Tensor]:
         """Tokens and what the module sees before them."""
-        at = positions % BLOCK_TOKENS
-        return self._tokens_SP[slots, at], take(self._hidden_SPD, slots, at)
+        within = positions % BLOCK_TOKENS
+        return self._tokens_SP[slots, within], take(self._hidden_SPD, slots, within)
 
     def _rows(
         self, tokens: Ints, positions: Ints, table_NM: Tensor, rows: Ints
@@ -232,8 +211,8 @@ class Drafter:
 
 
 class PromptTails:
-    """Of a prefill rank: the hidden states behind prompts' last computed tokens, for the entries of
-    the tokens that come next.
+    """The hidden states behind prompts' last computed tokens, which a prefill rank needs for the
+    next chunk's first entry.
     """
 
     def __init__(self, num_max: int) -> None:
@@ -245,7 +224,9 @@ class PromptTails:
         self._num_max = num_max
 
     def before(self, chunk: Chunk) -> Tensor | None:
-        """[D], behind the token before the chunk's first; None: not known, or not used."""
+        """Return the state [D] of the token before the chunk; None if it is unknown, or the chunk
+        begins a block.
+        """
         end, hidden_D = self._hidden.pop(chunk.request_id, (0, None))
         return hidden_D if chunk.start % BLOCK_TOKENS and end == chunk.start else None
 
@@ -256,5 +237,5 @@ class PromptTails:
             self._hidden.popitem(last=False)
 
     def behind(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Those kept of these chunks, once: their prompts are done."""
+        """Remove and return the states behind these chunks, whose prompts are done."""
         return [self._hidden.pop(chunk.request_id)[1] for chunk in chunks]

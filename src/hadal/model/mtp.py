@@ -43,7 +43,7 @@ from hadal.reference.params import MtpWeights
 FIRST_POSITION = 1
 """The first one that is attended to, and at which a row can draft."""
 _PIECE = 64
-"""Rows that `acceptance` drafts at a time."""
+"""Rows that `right_drafts` drafts at a time."""
 
 
 class MtpModule:
@@ -115,7 +115,12 @@ class MtpModule:
     def write_rows(
         self, tokens_T: Tensor, positions_T: Tensor, block_table_TM: Tensor, hidden_TD: Tensor
     ) -> None:
-        """Write each row's entry at its position, each rank for itself; see `draft`."""
+        """Write each row's entry at its position, each rank for itself; see `draft`. Tokens,
+        positions and table may be on the CPU.
+        """
+        device = hidden_TD.device
+        tokens_T, positions_T = tokens_T.to(device), positions_T.to(device)
+        block_table_TM = block_table_TM.to(device)
         piece = self.max_rows or max(1, len(tokens_T))
         for first in range(0, len(tokens_T), piece):
             of = slice(first, first + piece)
@@ -226,8 +231,10 @@ class MtpModule:
 
     def _step_for(self, num_rows: int, num_full: int) -> DraftStep:
         step = self._fused_step
-        if step is None or step.max_rows < num_rows or step.max_full < num_full:
-            self.prepare(max(1, num_rows), max(1, num_full))
+        if step is None:
+            self.prepare(max(BLOCK_TOKENS, num_rows), max(1, num_full))
+        elif step.max_rows < num_rows or step.max_full < num_full:
+            self.prepare(max(step.max_rows, num_rows), max(step.max_full, num_full))
         assert self._fused_step is not None
         return self._fused_step
 
@@ -235,14 +242,6 @@ class MtpModule:
 def _without_block_starts(hidden_TD: Tensor, positions_T: Tensor) -> Tensor:
     """The states before these positions as the module takes them: zeros where a block begins."""
     return hidden_TD.masked_fill((positions_T % BLOCK_TOKENS == 0)[:, None], 0.0)
-
-
-def acceptance(module: MtpModule, tokens: Sequence[int], first: int) -> tuple[int, int]:
-    """Return (accepted, drafted): how often the draft of tokens[i], i >= first, is what the model
-    itself would choose; see `right_drafts`.
-    """
-    is_right = right_drafts(module, tokens, first)
-    return int(is_right.sum()), len(is_right)
 
 
 @torch.inference_mode()

@@ -30,9 +30,9 @@ from hadal.core.plans import (
     StepDone,
     StepPlan,
 )
-from hadal.model.batch import PrefillBatch
+from hadal.model.batch import PrefillBatch, take
 from hadal.model.deepseek import DeepseekV3, Rows
-from hadal.model.drafts import Drafter, PromptTails, take
+from hadal.model.drafts import Drafter, PromptTails
 from hadal.model.execute import ComputeProgress, Recorder
 from hadal.model.experts import Membership, log_failure
 from hadal.model.mtp import MtpModule
@@ -138,13 +138,6 @@ class RankTable:
         num_blocks = min(last_position // BLOCK_TOKENS + 1, self._blocks.shape[1])
         return torch.from_numpy(self._blocks[: len(self), :num_blocks])
 
-    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens_B, positions_B int64, block_table_BM int32) as views, M as wide as the longest
-        row needs.
-        """
-        table_BM = self.table_BM(int(self.positions_B.max(initial=0)))
-        return torch.from_numpy(self.tokens_B), torch.from_numpy(self.positions_B), table_BM
-
     def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the two micro-batches; `second` are slots. Raises ValueError for one that is not
         occupied.
@@ -159,7 +152,7 @@ class RankTable:
     def _room(self, num_blocks: int) -> int:
         return min(num_blocks * BLOCK_TOKENS, self._max_positions)
 
-    def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray | int = 1) -> None:
+    def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray) -> None:
         """Every row got so many tokens; the last is what the next step feeds."""
         num_rows = len(self)
         self._tokens[:num_rows] = tokens_B
@@ -313,8 +306,7 @@ class ModelRunner:
 
     def _form(self, plan: FormPlan) -> Formed:
         assert self._membership is not None, "a rank by itself has no peers to form with"
-        self._write_entries()
-        self._table.clear()
+        self._clear_table()
         self._lost_slots.clear()
         vocab_size = self._model.config.vocab_size
         self._prefill_sampler = Sampler(self._max_slots, vocab_size, self._device)
@@ -432,7 +424,7 @@ class ModelRunner:
             return self._decode_rows(plan, recorder)
         except Exception:
             self._lost_slots = joining | set(table.slots_B.tolist())
-            table.clear()
+            self._clear_table()
             raise
 
     def _decode_rows(self, plan: DecodePlan, recorder: Recorder) -> tuple[list[int], Drawn]:
@@ -442,7 +434,7 @@ class ModelRunner:
             self._model.prepare_decode(self._max_slots * (1 + self._num_drafts_max))
             if self._module is not None:
                 # A row that drafts for each slot, and before it the tokens that were drafts.
-                max_rows = self._max_slots * (2 + self._num_drafts_max)
+                max_rows = self._max_slots * (1 + self._num_drafts_max)
                 self._module.prepare(max(max_rows, BLOCK_TOKENS), self._max_slots)
             self._is_prepared = True
         if not len(table) and self._membership is None:
@@ -458,14 +450,27 @@ class ModelRunner:
         self._draft(plan, recorder)
         return slots_N.tolist(), drawn
 
-    def _write_entries(self) -> None:
-        """Nobody knows afterwards which of the module's entries are not written yet."""
+    def _write_entries(self, rows: np.ndarray) -> None:
+        """Write all of the module's entries of these rows that can be, those of the last tokens
+        included.
+        """
+        assert self._drafter is not None
+        table = self._table
+        ends_B = np.minimum(table.positions_B + 1, table.rooms_B)
+        table_NM = take(table.table_BM(int(table.positions_B.max())), rows)
+        self._drafter.write(table.slots_B[rows], ends_B[rows], table_NM)
+
+    def _clear_table(self) -> None:
+        """Nobody knows afterwards which of the module's entries are not written yet. Where they
+        cannot be now, drafts will be worse and no token another.
+        """
         table = self._table
         if self._drafter is not None and len(table):
-            positions_B, rooms_B = table.positions_B, table.rooms_B
-            ends_B = np.minimum(positions_B + 1, rooms_B)
-            table_BM = table.table_BM(int(positions_B.max()))
-            self._drafter.write(table.slots_B, ends_B, table_BM)
+            try:
+                self._write_entries(np.arange(len(table)))
+            except Exception as error:
+                log_failure("entries of the MTP module were not written", error)
+        table.clear()
 
     def _fed(self) -> _Fed:
         """What this step feeds: of each slot its last token, then its drafts that have room."""
@@ -491,14 +496,17 @@ class ModelRunner:
         """
         table, drafter = self._table, self._drafter
         slots_N: np.ndarray = table.slots_B[fed.of_R[drawn.rows]]
+        num_full_B = table.positions_B // BLOCK_TOKENS
+        is_filling_B = (table.positions_B + drawn.num_B) // BLOCK_TOKENS > num_full_B
         if drafter is not None:
             assert hidden_RD is not None
+            if is_filling_B.any():
+                # It keeps tokens of one block: those of this one go before the next one's come.
+                self._write_entries(is_filling_B.nonzero()[0])
             positions_N = fed.positions_R[drawn.rows] + 1
             drafter.note(slots_N, positions_N, drawn.tokens, drawn.rows, hidden_RD)
-        num_full_B = table.positions_B // BLOCK_TOKENS
         table.advance(drawn.tokens[drawn.num_B.cumsum() - 1], drawn.num_B)
         slots_B, positions_B = table.slots_B, table.positions_B
-        is_filling_B = positions_B // BLOCK_TOKENS > num_full_B
         if not plan.publishes and not is_filling_B.any():
             return slots_N
         is_moving_B = np.isin(slots_B, plan.publishes)

@@ -54,9 +54,9 @@ class _Size:
     num_steps: int = 0
     """Since the last trial."""
     period: int = FIRST_PROBE
-    seconds: list[float] = field(default_factory=list)
-    num_seen: list[int] = field(default_factory=list)
-    tried_at: list[int] = field(default_factory=list)
+    seconds: list[float] = field(init=False)
+    num_seen: list[int] = field(init=False)
+    tried_at: list[int] = field(init=False)
     """When each number was last tried or used."""
 
     def __post_init__(self) -> None:
@@ -137,7 +137,8 @@ class DraftChooser:
             fading = max(0.0, was_tried - _KEPT_DRAFTS) / _MEMORY_STEPS
             kept = 1.0 - fading / max(was_tried, 1.0)
             self._recent[place] = [kept * was_tried + num_tried, kept * was_right + num_right]
-        if num_checked and self._probe[1]:
+        # Of what was tried: steps of before are still under way when a trial begins.
+        if num_checked and num_checked == self._probe[0]:
             self._probe_drafts[0] += sum(tried)
             self._probe_drafts[1] += sum(right)
         if self._is_fixed or num_checked != num_drafts or not num_requests:

@@ -107,8 +107,12 @@ def sample(
     changed. Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): how many tokens each
     slot drew, and of each which row drew it and what. The last of a slot may have failed. Of a row's
     likeliest tokens as many mean something as its slot wants, the lower id first among equals; K is
-    the most that one wants.
+    the most that one wants. Raises ValueError if a slot comes twice, or its rows are not all there.
     """
+    if len(np.unique(slots_B)) < len(slots_B):
+        raise ValueError("a slot comes twice.")
+    if (num_B < 1).any() or int(num_B.sum()) != len(fed_R):
+        raise ValueError(f"{num_B.tolist()} rows of the slots are not the {len(fed_R)} there are.")
     first_B = num_B.cumsum() - num_B
     num_drawn_B = np.zeros_like(num_B)
     num_best = max(int(table.slots_S["num_logprobs"][slots_B].max(initial=0)), 0)

@@ -89,6 +89,8 @@ class RankMemory:
     """One MoE layer's experts once more: while replicas move, a layer is in memory as it was and as
     it will be.
     """
+    kept_bytes: int = 0
+    """What each slot keeps of a block for the MTP module, in FP32 (model/drafts)."""
 
     @property
     def weight_bytes(self) -> int:
@@ -96,7 +98,8 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.comm_bytes + self.staged_bytes
+        beside = self.comm_bytes + self.staged_bytes + self.kept_bytes
+        return self.weight_bytes + self.kv_bytes + beside
 
 
 @dataclass(frozen=True)
@@ -462,7 +465,7 @@ def _rank_memory(
     units: UnitsConfig = getattr(deployment, kind)
     matrices, others, gates, expert = _parameters(config)
     slots = num_slots(kind, units, config)
-    replicas = num_moe_layers(config) * slots
+    replicas, kept_bytes = num_moe_layers(config) * slots, 0
     if num_drafts_max(deployment, config):
         of_module, norms, gates_of_module, num_experts = _module_parameters(config)
         others += norms
@@ -471,6 +474,7 @@ def _rank_memory(
         else:
             matrices, gates = matrices + of_module, gates + gates_of_module
             replicas += slots if num_experts else 0
+            kept_bytes = 4 * units.max_requests * BLOCK_TOKENS * config.hidden_size
     num_layers = num_cache_layers(deployment, config)
     return RankMemory(
         num_slots=slots,
@@ -481,6 +485,7 @@ def _rank_memory(
         kv_bytes=kv_blocks * BLOCK_TOKENS * kv_bytes_per_token(config, precision, num_layers),
         comm_bytes=_comm_bytes(kind, deployment, config),
         staged_bytes=int(slots * expert * precision.matrix) if moves_experts(units) else 0,
+        kept_bytes=kept_bytes,
     )
 
 
@@ -517,6 +522,8 @@ def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) ->
     )
     if rank.staged_bytes:
         parts += f", a layer being staged {gb(rank.staged_bytes)}"
+    if rank.kept_bytes:
+        parts += f", what drafts are made of {gb(rank.kept_bytes)}"
     if rank.total_bytes - rank.kv_bytes < limit_bytes:
         excess_mb = (rank.total_bytes - limit_bytes) / 2**20
         remedy = (

@@ -262,12 +262,12 @@ def test_what_does_not_fit_is_refused() -> None:
     wrong = [
         (two[:1], ones, two, "num_B"),
         (two.astype(np.int32), ones, two, "slots_B"),
-        (two - 1, ones, two, "row index"),
-        (two + 1, ones, two, "row index"),
+        (two - 1, ones, two, "row or slot"),
+        (two + 1, ones, two, "row or slot"),
         (np.zeros(2, np.int64), ones, two, "a slot comes twice"),
-        (two, ones * 2, two, "row index"),
-        (two, ones - 1, two, "row index"),
-        (two[:1], ones[:1], two, "row index"),
+        (two, ones * 2, two, "row or slot"),
+        (two, ones - 1, two, "row or slot"),
+        (two[:1], ones[:1], two, "row or slot"),
         (two, ones, two[:1], "fed_R"),
     ]
     for *arrays, message in wrong:

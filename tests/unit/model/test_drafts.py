@@ -6,21 +6,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from hadal.core.config import DRAFTS_MAX
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk, DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import AS_STORED, load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.drafts import PromptTails
-from hadal.model.mtp import acceptance
+from hadal.model.drafts import Drafter, PromptTails
+from hadal.model.execute import Recorder
+from hadal.model.mtp import MtpModule, right_drafts
 from hadal.model.runner import ModelRunner, RankTable
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
@@ -385,8 +388,145 @@ def test_as_many_drafts_are_right_as_the_offline_measure_says(tiny: ModelWeights
         text = [*case.prompt, *case.output]
         if len(case.output) < 6:
             continue
-        right, tried = acceptance(module, text, len(case.prompt) + 2)
-        expected += (tried, right)
+        is_right = right_drafts(module, text, len(case.prompt) + 2)
+        expected += (len(is_right), int(is_right.sum()))
         found += live(way, tiny, case, rng)
     print(way, expected, found, expected[1] / expected[0], found[1] / found[0])
     assert abs(expected[1] / expected[0] - found[1] / found[0]) <= 0.01
+
+
+def entries_of(tiny: ModelWeights, num_drafts: int, num_tokens: int) -> tuple[list[int], Tensor]:
+    """(text, the module's entries of its full blocks [B, 64, D]) of a request decoded with so many
+    drafts in each step.
+    """
+    unit = Unit(tiny, DRAFTS_MAX)
+    request = Request(0, random.Random(3))
+    request.prompt = [random.Random(5).randrange(20, 400) for _ in range(60)]
+    joins: tuple[Join, ...] = (prefill(unit, request, 0, random.Random(4)),)
+    grown: tuple[tuple[int, int, int], ...] = ()
+    drawn: list[int] = []
+    for step in count():
+        if len(drawn) >= num_tokens:
+            break
+        done = unit.run(DecodePlan(step, (), joins, grown, num_drafts=num_drafts))
+        drawn += done.tokens
+        joins, new = (), []
+        while len(request.known) + len(drawn) + 8 > BLOCK_TOKENS * len(request.blocks):
+            request.blocks += unit.take(1)
+            new.append((0, len(request.blocks) - 1, request.blocks[-1]))
+        grown = tuple(new)
+    text = [*request.known, *drawn]
+    layer = tiny.config.num_hidden_layers
+    cache_PLSD = unit.runner._model.cache.cache_PLSD
+    full = request.blocks[: (len(text) - 1) // BLOCK_TOKENS]
+    return text, cache_PLSD[full, layer].clone()
+
+
+def test_a_block_has_the_same_entries_however_many_are_drafted(tiny: ModelWeights) -> None:
+    """Also where none are, and a rank keeps a whole block's tokens until it is full."""
+    expected_text, expected = entries_of(tiny, 3, 150)
+    for num_drafts in (0, 1, 2):
+        text, entries = entries_of(tiny, num_drafts, 150)
+        num_same = min(len(text), len(expected_text))
+        assert text[:num_same] == expected_text[:num_same]
+        num_blocks = (num_same - 1) // BLOCK_TOKENS
+        assert num_blocks >= 3
+        assert (entries[:num_blocks] - expected[:num_blocks]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("max_rows", [4, 5, 7, 64])
+def test_one_call_does_what_its_passes_do(tiny: ModelWeights, max_rows: int) -> None:
+    """Entries written and drafts made by C, and step by step; rooms end anywhere."""
+    num_slots, rng = 4, random.Random(max_rows)
+    config, vocabulary = tiny.config, tiny.config.vocab_size
+    sides = []
+    for is_in_c in (True, False):
+        cache = KvCache(config, 1 + 8 * num_slots, num_layers=config.num_hidden_layers + 1)
+        module = MtpModule(DeepseekV3(tiny, cache))
+        module.prepare(max_rows, num_slots)
+        drafter = Drafter(module, num_slots, DRAFTS_MAX)
+        if not is_in_c:
+            drafter._table = None
+        sides.append((drafter, cache.cache_PLSD))
+    slots = np.arange(num_slots)
+    table = torch.arange(1, 1 + 8 * num_slots, dtype=torch.int32).reshape(num_slots, 8)
+    positions = np.array([rng.choice([5, 60, 63, 64, 70]) for _ in slots])
+    for drafter, _ in sides:
+        for slot in slots.tolist():
+            drafter.join(slot, int(positions[slot]), 7 + slot)
+    for step in range(80):
+        num_drawn = np.array([rng.randint(1, 1 + DRAFTS_MAX) for _ in slots])
+        new = positions + num_drawn
+        of = np.repeat(slots, num_drawn)
+        within = np.arange(len(of)) - np.repeat(num_drawn.cumsum() - num_drawn, num_drawn)
+        tokens = np.array([rng.randrange(vocabulary) for _ in of])
+        states = torch.randn(
+            len(of), config.hidden_size, generator=torch.Generator().manual_seed(step)
+        )
+        filling = np.flatnonzero(new // BLOCK_TOKENS > positions // BLOCK_TOKENS)
+        rooms = (new + rng.choice([0, 1, 2, 64]) + 63) // BLOCK_TOKENS * BLOCK_TOKENS
+        num_drafts = rng.choice([0, 0, 1, 2, 3])
+        for drafter, _ in sides:
+            drafter.write(slots[filling], positions[filling] + 1, table[filling])
+            drafter.note(of, positions[of] + within + 1, tokens, np.arange(len(of)), states)
+            drafter.draft(num_drafts, slots, new, rooms, table, Recorder())
+        in_c, by_passes = (drafter for drafter, _ in sides)
+        assert (in_c.num_drafts_S == by_passes.num_drafts_S).all()
+        for slot, num in enumerate(in_c.num_drafts_S):
+            assert (in_c.drafts_SK[slot, :num] == by_passes.drafts_SK[slot, :num]).all()
+        assert (in_c._num_written_S == by_passes._num_written_S).all()
+        positions = new
+        if positions.max() > 500:
+            break
+    assert torch.equal(sides[0][1], sides[1][1])
+
+
+def test_what_the_module_s_kernels_cannot_use_is_refused(tiny: ModelWeights) -> None:
+    cache = KvCache(tiny.config, 4, num_layers=tiny.config.num_hidden_layers + 1)
+    drafter = Drafter(MtpModule(DeepseekV3(tiny, cache)), 2, 1)
+    one, states = np.array([1]), torch.zeros(1, tiny.config.hidden_size)
+    for slots, rows in ((np.array([2]), np.array([0])), (one, one), (one, -one)):
+        with pytest.raises(ValueError, match="out of range"):
+            drafter.note(slots, one, one, rows, states)
+    with pytest.raises(ValueError, match="hidden_RD"):
+        drafter.note(one, one, one, one - 1, states[:, :5])
+    table = torch.ones(1, 1, dtype=torch.int32)
+    for num_drafts, slots in ((2, one), (1, np.array([2])), (-1, one)):
+        with pytest.raises(ValueError, match="out of range"):
+            drafter._module.draft_slots(drafter._table, num_drafts, slots, one, one * 64, table)
+
+
+def test_a_step_that_fails_loses_no_entries(
+    tiny: ModelWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was kept for later is written when the rows go: nobody knows of it afterwards."""
+    unit = Unit(tiny, 1)
+    request = Request(0, random.Random(3))
+    request.prompt = list(range(20, 50))
+    join = prefill(unit, request, 0, random.Random(4))
+    known = [*request.known, *unit.run(DecodePlan(0, (), (join,), ())).tokens]
+    for step in range(1, 20):
+        known += unit.run(DecodePlan(step, (), (), ())).tokens
+
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as context:
+        context.setattr(unit.runner._model, "decode", fail)
+        done = unit.runner.execute(DecodePlan(20, (), (), ()))
+    assert isinstance(done, StepDone)
+    assert done.error is not None
+    layer, (block,) = tiny.config.num_hidden_layers, request.blocks
+    entries = unit.runner._model.cache.cache_PLSD[block, layer, : len(known)]
+    assert entries.abs().amax(-1).min() > 0
+    _, expected = entries_of_prompt(tiny, known)
+    assert (entries - expected[: len(known)]).abs().max() < 1e-3
+
+
+def entries_of_prompt(tiny: ModelWeights, prompt: list[int]) -> tuple[Request, Tensor]:
+    """The module's entries of a prompt's first block."""
+    unit, request = Unit(tiny, 1), Request(0, random.Random(3))
+    request.prompt = [*prompt, 20]
+    prefill(unit, request, 0, random.Random(4))
+    cache_PLSD = unit.runner._model.cache.cache_PLSD
+    return request, cache_PLSD[request.blocks[0], tiny.config.num_hidden_layers]

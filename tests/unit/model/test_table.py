@@ -17,7 +17,7 @@ def test_written_blocks_are_those_of_the_positions_so_far() -> None:
         [3],
         [],
     )
-    table.advance(np.array([1, 1]))
+    table.advance(np.array([1, 1]), np.array([1, 1]))
     assert table.written_blocks(2) == [7, 5]
-    table.advance(np.array([1, 1]))
+    table.advance(np.array([1, 1]), np.array([1, 1]))
     assert table.written_blocks(2) == [7, 5, 9]

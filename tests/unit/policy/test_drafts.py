@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from hadal.policy.drafts import DraftChooser
+from hadal.policy.drafts import PROBE_STEPS, DraftChooser
 
 
 class Machine:
@@ -115,3 +115,20 @@ def test_what_was_tried_and_right_is_counted_by_place() -> None:
     chooser.done(4, 2, 0, 0.1, [4, 2], [2, 2])
     assert (chooser.num_tried, chooser.num_right) == ([8, 5], [5, 3])
     assert 1.0 < chooser.tokens(1) < chooser.tokens(2) < 3.0
+
+
+def test_a_trial_is_judged_by_its_own_drafts_however_many_steps_are_under_way() -> None:
+    """Steps end three plans late: right drafts of the number in use say nothing of one more."""
+    chooser, under_way = DraftChooser(2), [0, 0, 0]
+    for _ in range(60):  # One draft is worth it, and always right; a second never is.
+        under_way.append(chooser.choose(1))
+        checked, made = under_way[-4], under_way[-3]
+        right = [min(checked, 1), 0]
+        seconds = (1.0, 1.1, 1.9)[checked]
+        chooser.done(1, checked, made, seconds, [min(checked, 1), int(checked == 2)], right)
+    last_trial = [1, *under_way[3:], 1]
+    lengths = [
+        len(run) for run in "".join(map(str, last_trial)).replace("0", "1").split("1") if run
+    ]
+    assert lengths
+    assert max(lengths) <= PROBE_STEPS

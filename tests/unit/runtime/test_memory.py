@@ -111,6 +111,9 @@ def test_a_module_that_drafts_is_counted() -> None:
     )
     assert decode[1] - decode[0] == 4 * elements(module)
     assert 0 < prefill[1] - prefill[0] < (decode[1] - decode[0]) / 10
+    per_slot = 4 * BLOCK_TOKENS * config.hidden_size
+    assert plans[1].decode.kept_bytes == per_slot * UnitsConfig().max_requests
+    assert plans[0].decode.kept_bytes == plans[1].prefill.kept_bytes == 0
     num_layers = config.num_hidden_layers
     assert plans[1].block_bytes * num_layers == plans[0].block_bytes * (num_layers + 1)
     mapped = [

@@ -407,7 +407,8 @@ int hadal_sample(void* team_, const float* logits, long stride, int R, int B, in
     for (int b = 0; b < B; b++) {
         if (slots_B[b] < 0 || slots_B[b] >= S || is_taken_S[slots_B[b]]++) return kBadRow;
         first_B[b] = num_rows;
-        if (num_B[b] < 1 || (num_rows += num_B[b]) > R) return kBadRow;
+        if (num_B[b] < 1 || num_B[b] > R - num_rows) return kBadRow;
+        num_rows += num_B[b];
     }
     if (num_rows != R) return kBadRow;
     const auto draw = [&](const Member& me) {
@@ -457,11 +458,13 @@ int hadal_step_run(void* step_, void* team_, const StepShape* shape, int T, int 
     return kOk;
 }
 
-// See draft.h. at_N: below the rows of hidden.
+// See draft.h. hidden: of R rows.
 int hadal_note(const DraftTable* table, int N, const int64_t* slots, const int64_t* positions, const int64_t* tokens,
-               const int64_t* at_N, const float* hidden) {
+               const int64_t* rows_N, int R, const float* hidden) {
     if (!good_slots(*table, N, slots, positions)) return kBadRow;
-    note(*table, N, slots, positions, tokens, at_N, hidden);
+    for (int n = 0; n < N; n++)
+        if (rows_N[n] < 0 || rows_N[n] >= R) return kBadRow;
+    note(*table, N, slots, positions, tokens, rows_N, hidden);
     return kOk;
 }
 
@@ -470,7 +473,8 @@ int hadal_draft(void* step_, void* team_, const StepShape* shape, const DraftTab
                 const int64_t* slots, const int64_t* positions, const int64_t* rooms, const int32_t* blocks, long M,
                 float* normed, float* logits) {
     static thread_local DraftRows rows;
-    if (N > shape->max_batch || num_drafts > table->K || !good_slots(*table, N, slots, positions)) return kBadRow;
+    if (N > shape->max_batch || num_drafts < 0 || num_drafts > table->K || table->D != shape->D) return kBadRow;
+    if (!good_slots(*table, N, slots, positions)) return kBadRow;
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     const auto run = [&](int T, int B) {

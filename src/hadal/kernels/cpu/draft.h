@@ -16,14 +16,14 @@ struct DraftTable {  // filled by Python; S slots, P = kBlock positions
     int64_t& token(long slot, long position) const { return tokens_SP[slot * kBlock + position % kBlock]; }
 };
 
-// N drawn tokens; row at_N[n] of the hidden states is what came before token n.
+// N drawn tokens; row rows_N[n] of the hidden states is what came before token n.
 inline void note(const DraftTable& table, int N, const int64_t* slots, const int64_t* positions, const int64_t* tokens,
-                 const int64_t* at_N, const float* hidden_RD) {
+                 const int64_t* rows_N, const float* hidden_RD) {
     const size_t bytes = size_t(table.D) * sizeof(float);
     for (int n = 0; n < N; n++) {
         table.token(slots[n], positions[n]) = tokens[n];
         float* to = table.hidden(slots[n], positions[n]);
-        if (positions[n] % kBlock) std::memcpy(to, hidden_RD + at_N[n] * table.D, bytes);
+        if (positions[n] % kBlock) std::memcpy(to, hidden_RD + rows_N[n] * table.D, bytes);
         else std::memset(to, 0, bytes);
     }
 }
@@ -102,10 +102,11 @@ int draft(Team& team, const DraftTable& table, DraftRows& rows, int num_drafts, 
         rows.clear();
         add_full();
     }
-    for (const int n : full) table.num_written_S[slots[n]] = positions[n] + 1;
     for (int turn = 0; turn < num_drafts && !full.empty(); turn++) {
         const int B = int(full.size());
         if (const int status = run(rows.count(), B)) return status;
+        if (turn == 0)
+            for (const int n : full) table.num_written_S[slots[n]] = positions[n] + 1;
         const auto choose = [&](const Member& me) {
             int begin, end;
             me.share(B, 1, begin, end);

@@ -527,6 +527,8 @@ class DecodeLeader:
         self._drafts = drafts
         self._num_drafts = 0
         """Drafts that the last plan makes of each slot."""
+        self._next_drafts: int | None = None
+        """The same of the next one, where it was chosen and its blocks are not there yet."""
         self._drafted: Bools = np.zeros(self.slots.table.num_slots, np.bool_)
         """Slots that the last plan computes."""
         self._second: tuple[tuple[int, ...], ...] | None = None
@@ -667,6 +669,7 @@ class DecodeLeader:
         self._in_flight.clear()
         self._second = None
         self._num_drafts, self._drafted = 0, np.zeros_like(self._drafted)
+        self._next_drafts = None
         self.scheduler.reset()
         self._tracer.reset()
         self._balance.reset()
@@ -813,11 +816,14 @@ class DecodeLeader:
                 self.slots.is_starved = False
                 return
             num_requests = self._num_requests_of_most()
-            num_drafts = self._drafts.choose(num_requests)
+            if self._next_drafts is None:
+                self._next_drafts = self._drafts.choose(num_requests)
+            num_drafts = self._next_drafts
             # Checked are the last plan's drafts, and this plan's are made behind them.
             grown = self.slots.grow(self._done_step_id, self._num_drafts + num_drafts)
             if grown is None:
                 return
+            self._next_drafts = None
             publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
             leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE)).tolist()
             table.is_in_runner[leaves] = False
@@ -826,6 +832,8 @@ class DecodeLeader:
             table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
             moving.joined(ready, step_id)
             num_checked = self._drafted * self._num_drafts
+            # What has no room is not checked: of a slot further on even less.
+            np.minimum(num_checked, np.maximum(table.room - 1 - table.length, 0), out=num_checked)
             num_checked[ready] = 0  # Their first step has only the token that they came with.
             computed = table.advance(step_id, num_checked)
             num_checked *= computed

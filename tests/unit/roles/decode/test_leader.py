@@ -22,6 +22,7 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
+from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent
@@ -270,11 +271,11 @@ def test_cancel_of_one_that_waits_or_is_unknown() -> None:
     assert unit.num_requests == 1
 
 
-def starved() -> tuple[DecodeLeader, list[Effect]]:
+def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
     """Four blocks: a took the last one, now b needs one, and c, the latest, has to go while a plan
     computes it.
     """
-    unit = leader(num_blocks=5)
+    unit = leader(num_blocks=5, **options)
     occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 10)):
         unit.handle(0.0, decode(name, prompt=prompt, max_tokens=70))
@@ -293,6 +294,27 @@ def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> N
     plan = decode_plans(effects)[0]
     assert (plan.leaves, plan.grown[0][0]) == ((2,), 1)
     assert unit.audit() == []
+
+
+def test_drafts_are_chosen_once_for_a_plan_that_waits_for_blocks() -> None:
+    """A trial counts the steps that it gets."""
+
+    class Counting(DraftChooser):
+        num_chosen = 0
+
+        def choose(self, num_requests: int) -> int:
+            self.num_chosen += 1
+            return super().choose(num_requests)
+
+    chooser = Counting(0)
+    unit, _ = starved(drafts=chooser)
+    num_chosen = chooser.num_chosen
+    for step in range(20):
+        assert decode_plans(unit.handle(0.2, Cancel(f"unknown{step}", 0))) == []
+    assert chooser.num_chosen == num_chosen
+    plans = decode_plans(unit.handle(0.3, done(2, {0: 1, 1: 8, 2: 9})))
+    assert len(plans) == 1
+    assert chooser.num_chosen <= num_chosen + 1
 
 
 def test_nobody_is_seated_while_a_plan_waits_for_blocks() -> None:
