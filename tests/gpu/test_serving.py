@@ -32,9 +32,9 @@ def cases() -> list[Case]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "drafts"), [(1, 0), (2, 0), (1, 2), (2, 2)])
 def test_the_plain_loops_tokens(
-    start_server: StartServer, cases: list[Case], num_ranks: int
+    start_server: StartServer, cases: list[Case], num_ranks: int, drafts: int
 ) -> None:
     units = {"ranks": num_ranks, "kv_memory_mb": 64}
     server = start_server(
@@ -42,7 +42,7 @@ def test_the_plain_loops_tokens(
         device="cuda",
         transport="gloo",
         prefill=units,
-        decode={**units, "max_requests": 16},
+        decode={**units, "max_requests": 16, "drafts": drafts},
         **PATIENT,
     )
     server.wait_ready(START_S)
