@@ -11,9 +11,10 @@ and then, for a few steps: often at first, seldom once that changes nothing. Kno
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log2
+from math import log2, sqrt
 
 HYSTERESIS = 0.02
 """How much better another number must be than the one in use."""
@@ -39,6 +40,10 @@ _KEPT_DRAFTS = 2.0
 """... and of what is older, no more than so many: where none were made for long, the drafts of one
 trial say as much as all before.
 """
+_LAST_STEPS = 6
+"""Steps that are held against all before them ..."""
+_UNLIKELY, _UNLIKELY_DRAFTS = 4.0, 1.5
+"""... and count alone if they differ by more standard deviations, and drafts, than these."""
 _PRIOR = 0.8, 1.0
 """How often drafts are right before any were seen, and as how many drafts that counts."""
 _SEEN_MIN = 3
@@ -73,6 +78,46 @@ class _Size:
         self.seconds[num_drafts] = mean_s + gain * (seconds - mean_s)
 
 
+@dataclass(slots=True)
+class _Share:
+    """How often drafts of one place are right: by those of some thirty steps, until the last few
+    are too unlike them for chance.
+    """
+
+    tried: float = 0.0
+    right: float = 0.0
+    last: deque[tuple[int, int]] = field(default_factory=deque)
+    """Tried and right in each of the last few steps that tried some; not among those above yet."""
+
+    @property
+    def value(self) -> float:
+        tried, right = map(sum, zip((self.tried, self.right), *self.last, strict=True))
+        return self._of(tried, right)
+
+    def add(self, tried: int, right: int) -> None:
+        """A step tried so many drafts, of which so many were right; what is old fades with each."""
+        fading = max(0.0, self.tried - _KEPT_DRAFTS) / _MEMORY_STEPS
+        kept = 1.0 - fading / max(self.tried, 1.0)
+        self.tried, self.right = kept * self.tried, kept * self.right
+        if not tried:
+            return
+        self.last.append((tried, right))
+        last_tried, last_right = map(sum, zip(*self.last, strict=True))
+        before = self._of(self.tried, self.right)
+        chance = sqrt(last_tried * before * (1.0 - before))
+        if abs(last_right - before * last_tried) > _UNLIKELY * chance + _UNLIKELY_DRAFTS:
+            self.tried, self.right = last_tried, last_right
+            self.last.clear()
+        elif len(self.last) > _LAST_STEPS:
+            tried, right = self.last.popleft()
+            self.tried, self.right = self.tried + tried, self.right + right
+
+    @staticmethod
+    def _of(tried: float, right: float) -> float:
+        share, weight = _PRIOR
+        return (right + share * weight) / (tried + weight)
+
+
 class DraftChooser:
     """`num_max`: most drafts; `is_fixed`: always so many."""
 
@@ -82,8 +127,8 @@ class DraftChooser:
         """Drafts by place that were compared with what was drawn ..."""
         self.num_right = [0] * num_max
         """... and those that were that."""
-        self._recent = [[0.0, 0.0] for _ in range(num_max)]
-        """By place: drafts tried and right, of late."""
+        self._shares = [_Share() for _ in range(num_max)]
+        """By place: how often drafts were right of late."""
         self._is_fixed = is_fixed
         self._sizes: dict[int, _Size] = {}
         self._last = 0
@@ -130,13 +175,10 @@ class DraftChooser:
         `num_drafts` says. `tried`, `right`: by place, the drafts that were looked at and that were
         what was drawn.
         """
-        for place, (num_tried, num_right) in enumerate(zip(tried, right, strict=True)):
-            self.num_tried[place] += num_tried
-            self.num_right[place] += num_right
-            was_tried, was_right = self._recent[place]
-            fading = max(0.0, was_tried - _KEPT_DRAFTS) / _MEMORY_STEPS
-            kept = 1.0 - fading / max(was_tried, 1.0)
-            self._recent[place] = [kept * was_tried + num_tried, kept * was_right + num_right]
+        for place, counted in enumerate(zip(tried, right, strict=True)):
+            self.num_tried[place] += counted[0]
+            self.num_right[place] += counted[1]
+            self._shares[place].add(*counted)
         # Of what was tried: steps of before are still under way when a trial begins.
         if num_checked and num_checked == self._probe[0]:
             self._probe_drafts[0] += sum(tried)
@@ -153,9 +195,9 @@ class DraftChooser:
 
     def tokens(self, num_drafts: int) -> float:
         """Tokens of a request in a step that checks so many drafts, as drafts were lately."""
-        sum_, chance, (share, weight) = 1.0, 1.0, _PRIOR
-        for tried, right in self._recent[:num_drafts]:
-            chance *= (right + share * weight) / (tried + weight)
+        sum_, chance = 1.0, 1.0
+        for share in self._shares[:num_drafts]:
+            chance *= share.value
             sum_ += chance
         return sum_
 

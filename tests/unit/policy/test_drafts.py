@@ -87,6 +87,17 @@ def test_drafts_are_given_up_when_they_become_wrong_and_come_again() -> None:
     assert machine.used[2] > 800
 
 
+@pytest.mark.parametrize("requests", [1, 8, 32])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fall_is_noticed_within_steps(requests: int, seed: int) -> None:
+    """Drafts that were right and are not any more cost some ten steps' worth, not a memory's."""
+    machine, chooser = Machine((1.0, 1.6, 2.2), seed), DraftChooser(2)
+    machine.run(chooser, 600, 0.97, requests)
+    machine.time_s = machine.num_tokens = 0.0
+    machine.run(chooser, 60, 0.0, requests)
+    assert machine.time_s - machine.num_tokens / requests <= 10.0
+
+
 def test_a_fixed_number_is_always_made() -> None:
     chooser = DraftChooser(3, is_fixed=True)
     assert {chooser.choose(number) for number in range(50)} == {3}
