@@ -377,6 +377,71 @@ def trace(
     typer.echo(f"Written to {written}; open it at ui.perfetto.dev.")
 
 
+_RUN_FOLDER = typer.Option(
+    help="Of the server. [dim]the one that runs here with a folder of its own[/dim]"
+)
+
+
+@app.command(
+    epilog=examples(
+        ("hadal status", "units, ranks and gateways of the server on this host"),
+        ("hadal status --json | jq .wrong", "what is wrong with it, for programs"),
+        after="Ends with 0 if all is there, 1 if something is missing, 2 if no server runs.",
+    )
+)
+def status(
+    run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Say what runs on this host: units and where they lie, who is ready, what was started again
+    and why, what is wrong.
+    """
+    from hadal.commands.status import find, print_status
+    from hadal.core.errors import ConfigError
+
+    try:
+        found = find(run_folder)
+    except ConfigError as error:
+        typer.echo(f"hadal status: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    sys.exit(print_status(found, as_json=as_json))
+
+
+@app.command(
+    epilog=examples(
+        ("hadal logs", "the last lines of all processes, in order"),
+        ("hadal logs decode-0 -n 200", "of a unit: its leader and its ranks"),
+        ("hadal logs decode-0.3 -f", "of one rank, and go on with what it writes"),
+        after=(
+            "A megabyte or two of each process is kept in the run folder, beside what --log-dir or"
+            " the terminal gets; it goes when the server ends."
+        ),
+    )
+)
+def logs(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A unit, a process or supervisor. [dim]all of them[/dim]"),
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many.", min=0)] = 50,
+    is_followed: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
+    ] = False,
+    run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
+) -> None:
+    """Print what a running server's processes wrote last."""
+    from hadal.commands.status import find, print_logs
+    from hadal.core.errors import ConfigError
+
+    try:
+        print_logs(find(run_folder), name, lines, is_followed=is_followed)
+    except ConfigError as error:
+        typer.echo(f"hadal logs: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(0)
+
+
 @app.command(
     epilog=examples(
         (

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import platform
 import secrets
 import shutil
 import signal
@@ -24,8 +25,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
+from hadal import __version__
 from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
@@ -69,14 +72,16 @@ from hadal.runtime.process.child import (
     write_status,
 )
 from hadal.runtime.process.forks import API_KEYS, Forks, Left, environment, reap_others
-from hadal.runtime.process.logs import TEXT, about
+from hadal.runtime.process.logs import LOGS_FOLDER, TEXT, KeptHandler, KeptLines, about
 from hadal.runtime.process.private import make_private, read_private
 from hadal.runtime.process.process import (
     EXIT_CONFIG,
+    FOLDER_PREFIX,
     HAS_SERVED,
     LISTEN_FD,
     RUN_FILE,
     Run,
+    is_heard,
     read_signals,
     signal_pipe,
     write_run,
@@ -244,12 +249,8 @@ _HUNG_S = 8 * GATEWAY_HEARTBEAT_S
 """A gateway that says nothing for so long is killed: its connections wait for the next one in the
 listening socket.
 """
-_FOLDER_PREFIX = "hadal-"
-"""What the names of run folders that nobody named begin with."""
 _YOUNG_S = 60.0
 """A run folder that is younger may be of a supervisor that does not listen yet."""
-_PROBE_S = 1.0
-"""How long a supervisor may take to answer whether it is there."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -314,6 +315,11 @@ class Supervisor:
         self._listener = listener
         self._announce = announce
         self._run_id = secrets.token_hex(4)
+        self._versions = {
+            "hadal": __version__,
+            "python": platform.python_version(),
+            "torch": version("torch"),
+        }
         self._url = url_of(listener, resolved.deployment.host)
         self._started_s = time.monotonic()
         self._was_started = False
@@ -343,6 +349,10 @@ class Supervisor:
         self._wire = ZmqWire(SUPERVISOR, folder)
         if options.log_dir is not None:
             _make_log_dir(options.log_dir)
+        kept_in = folder / LOGS_FOLDER
+        make_private(kept_in)
+        self._kept = KeptHandler(KeptLines(kept_in, SUPERVISOR), SUPERVISOR, options.log_format)
+        logging.getLogger().addHandler(self._kept)
         self._plans = {plan.name: plan for plan in launch_plan(resolved.deployment)}
         self._children = {
             plan.name: Child(
@@ -351,6 +361,7 @@ class Supervisor:
                 [plan.module, *plan.arguments, "--folder", str(folder)],
                 None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
                 options.log_format,
+                KeptLines(kept_in, plan.name),
             )
             for plan in self._plans.values()
         }
@@ -393,6 +404,8 @@ class Supervisor:
 
     def close(self) -> None:
         """End every child, politely first unless in a hurry, and remove all that they leave."""
+        logging.getLogger().removeHandler(self._kept)
+        self._kept.close()
         self._starting.close()
         deadline_s = time.monotonic() + (0.0 if self._kill_at_once else _STOP_S)
         for child in self._children.values():
@@ -417,6 +430,7 @@ class Supervisor:
             draining=self._drain_until_s is not None,
             elapsed_s=now_s - self._started_s,
             processes={child.name: child.status() for child in self._children.values()},
+            versions=self._versions,
         )
 
     def _is_ready(self) -> bool:
@@ -500,7 +514,7 @@ class Supervisor:
             code = child.poll(now_s)
             if code is None:
                 continue
-            reason = _how(code)
+            child.last_end = reason = _how(code)
             if (
                 child.name == GATEWAY
                 and self._drain_until_s is not None
@@ -794,13 +808,14 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
     """Make the folder of sockets and status files, for this user alone."""
     if asked is not None:
         make_private(asked)
-        if _is_heard(asked / f"{SUPERVISOR}.sock"):
+        if is_heard(asked / f"{SUPERVISOR}.sock"):
             raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Take another.")
         for left in asked.glob("*.sock"):
             left.unlink()
+        shutil.rmtree(asked / LOGS_FOLDER, ignore_errors=True)
         yield asked.absolute()
         return
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     try:
         yield folder
     finally:
@@ -809,27 +824,14 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
 
 def _remove_stale_folders() -> None:
     """Remove the run folders, and with them the secrets, of supervisors that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         try:
             is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _YOUNG_S
             if (
                 is_old
                 and folder.stat().st_uid == os.geteuid()
-                and not _is_heard(folder / f"{SUPERVISOR}.sock")
+                and not is_heard(folder / f"{SUPERVISOR}.sock")
             ):
                 shutil.rmtree(folder)
         except OSError as error:  # None of a run's, or gone already.
             log.debug("%s stays: %s", folder, error)
-
-
-def _is_heard(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket; a killed process leaves its file behind."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_S)
-        try:
-            probe.connect(str(path))
-        except TimeoutError:
-            return True  # Its queue is full: it may be stopped.
-        except OSError:
-            return False
-        return True

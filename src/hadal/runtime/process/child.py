@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import IO
@@ -28,7 +28,15 @@ from hadal.core.messages import Sighting
 from hadal.progress import PERIOD_S, Bar
 from hadal.roles.suspects import Absence, Suspects
 from hadal.runtime.process.forks import Forked, Forks
-from hadal.runtime.process.logs import TEXT, Doing, as_line, doing_of, write_line, written_by
+from hadal.runtime.process.logs import (
+    TEXT,
+    Doing,
+    KeptLines,
+    as_line,
+    doing_of,
+    write_line,
+    written_by,
+)
 from hadal.runtime.process.private import append_private
 
 # What runs, as `status.json` in the run folder: for operators, scripts and tests. Written by the
@@ -46,6 +54,8 @@ class ProcessStatus:
     phase: str
     pid: int
     num_starts: int
+    last_end: str = ""
+    """How it ended last; empty if it never did."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Status:
     elapsed_s: float
     """Time since the supervisor began."""
     processes: dict[str, ProcessStatus]
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of what it runs on."""
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -122,9 +134,10 @@ class Child:
         arguments: Sequence[str],
         log_path: Path | None,
         log_format: str = TEXT,
+        kept: KeptLines | None = None,
     ) -> None:
         """`arguments`: a module and what it is given. Output goes to `log_path`, or to the
-        supervisor's stderr.
+        supervisor's stderr; `kept` gets it as well.
         """
         self.name = name
         self.role = role
@@ -139,9 +152,12 @@ class Child:
         self.doing: Doing | None = None
         """What it said it does; None since it was started."""
         self.ready_s = 0.0
+        self.last_end = ""
+        """How it ended last, as its supervisor says it."""
         self._arguments = tuple(arguments)
         self._log_path = log_path
         self._log_format = log_format
+        self._kept = kept
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
         self._failed_starts = 0
@@ -204,7 +220,7 @@ class Child:
         return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
 
     def status(self) -> ProcessStatus:
-        return ProcessStatus(self.role, self.phase.value, self.pid, self.num_starts)
+        return ProcessStatus(self.role, self.phase.value, self.pid, self.num_starts, self.last_end)
 
     def poll(self, now_s: float) -> int | None:
         """Return the exit code if it has just ended (negative: by that signal), else None. Plans
@@ -308,11 +324,15 @@ class Child:
                     self.doing, self.moved_s = doing, time.monotonic()
                     continue
                 whole = as_line(self.name, self._log_format, line, time.time())
+                if self._kept is not None:
+                    self._kept.write(whole)
                 if file is None:
                     write_line(whole)
                     continue
                 with contextlib.suppress(OSError):  # The disk is full: the child goes on.
                     file.write(whole)
+        if self._kept is not None:
+            self._kept.close()
 
 
 # What those see who wait for processes that start: how many are ready, and what the others do.

@@ -19,11 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from hadal.core.config import ROLES
 from hadal.core.errors import ConfigError
+from hadal.runtime.process.private import append_private
 from hadal.runtime.topology import unit_of
 
 TEXT, JSON = "text", "json"
@@ -171,6 +174,101 @@ def as_line(process: str, form: str, printed: bytes, unix_s: float) -> bytes:
         else _json(unix_s, process, "WARNING", message, _whereabouts(process))
     )
     return f"{line}\n".encode()
+
+
+LOGS_FOLDER = "logs"
+"""In the run folder: the last lines of every process, for `hadal logs`."""
+KEPT_BYTES = 1 << 20
+"""Of a process, at least: as much again is kept until that is full."""
+
+
+class KeptLines:
+    """The last lines of one process, in a file and the one before it. Writing never raises: a
+    process goes on whatever the disk does. One thread at a time.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        self._paths = _kept_paths(folder, process)
+        self._file: IO[bytes] | None = None
+        self._num_bytes = 0
+
+    def write(self, line: bytes) -> None:
+        """Keep a line; the oldest go when there are too many."""
+        with contextlib.suppress(OSError):
+            if self._file is not None and self._num_bytes > KEPT_BYTES:
+                self.close()
+                self._paths[1].replace(self._paths[0])
+            if self._file is None:
+                self._file = append_private(self._paths[1])
+                self._num_bytes = self._paths[1].stat().st_size
+            self._file.write(line)
+            self._num_bytes += len(line)
+
+    def close(self) -> None:
+        """Close the file; what is kept stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @staticmethod
+    def read(folder: Path, process: str) -> list[bytes]:
+        """All lines that are kept; none if it wrote none."""
+        found = b""
+        for path in _kept_paths(folder, process):
+            with contextlib.suppress(FileNotFoundError):
+                found += path.read_bytes()
+        return found.splitlines(keepends=True)
+
+    @staticmethod
+    def tail(folder: Path, process: str) -> Callable[[], list[bytes]]:
+        """What returns the whole lines written since it was last called, or since now."""
+        old, path = _kept_paths(folder, process)
+        at, identity = (path.stat().st_size, path.stat().st_ino) if path.exists() else (0, 0)
+
+        def new() -> list[bytes]:
+            nonlocal at, identity
+            lines: list[bytes] = []
+            for each in (old, path):
+                try:
+                    with each.open("rb") as file:
+                        inode = os.fstat(file.fileno()).st_ino
+                        if inode != identity:
+                            if each is old:
+                                continue  # It was read to its end.
+                            at, identity = 0, inode
+                        file.seek(at)
+                        whole = file.read().rpartition(b"\n")
+                except FileNotFoundError:
+                    continue
+                at += len(whole[0] + whole[1])
+                lines += (whole[0] + whole[1]).splitlines(keepends=True)
+            return lines
+
+        return new
+
+
+def _kept_paths(folder: Path, process: str) -> tuple[Path, Path]:
+    """The older file and the newer one."""
+    return folder / f"{process}.old", folder / process
+
+
+class KeptHandler(logging.Handler):
+    """Keeps what this process logs itself, as the supervisor does."""
+
+    def __init__(self, kept: KeptLines, process: str, form: str) -> None:
+        super().__init__()
+        self._kept = kept
+        self.setFormatter(LineFormatter(process, form))
+
+    def close(self) -> None:
+        self._kept.close()
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._kept.write(f"{self.format(record)}\n".encode())
+        except Exception:
+            self.handleError(record)
 
 
 def _text(unix_s: float, process: str, level: str, message: str) -> str:

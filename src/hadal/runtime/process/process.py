@@ -76,6 +76,10 @@ EXIT_FATAL = 71
 
 MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"
+FOLDER_PREFIX = "hadal-"
+"""What the names of run folders that nobody named begin with."""
+_PROBE_S = 1.0
+"""How long a supervisor may take to answer whether it is there."""
 LISTEN_FD = "HADAL_LISTEN_FD"
 """Environment variable: the gateway's listening socket, opened by the supervisor so that it
 outlives the gateway.
@@ -126,6 +130,19 @@ def read_run(folder: Path) -> Run:
         return msgspec.json.decode(path.read_bytes(), type=Run)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path}: not the run folder of a supervisor ({error}).") from error
+
+
+def is_heard(path: Path) -> bool:
+    """Whether somebody listens on a Unix socket; a killed process leaves its file behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except TimeoutError:
+            return True  # Its queue is full: it may be stopped.
+        except OSError:
+            return False
+        return True
 
 
 def unit_arguments(description: str | None) -> argparse.Namespace:

@@ -7,11 +7,23 @@ import logging
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hadal.runtime.process.logs import JSON, REQUEST_ID, TEXT, LineFormatter, about, as_line, fields
+from hadal.runtime.process import logs
+from hadal.runtime.process.logs import (
+    JSON,
+    REQUEST_ID,
+    TEXT,
+    KeptHandler,
+    KeptLines,
+    LineFormatter,
+    about,
+    as_line,
+    fields,
+)
 
 AT_S = 1_790_000_000.5
 TIME = "2026-09-21T14:13:20.500Z"
@@ -118,3 +130,52 @@ def test_what_else_is_printed_becomes_a_line(form: str) -> None:
     else:
         assert json.loads(printed)["message"] == "[W] \ufffd gloo says"
         assert printed.endswith("}\n")
+
+
+def test_the_last_lines_are_kept_and_the_oldest_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least as many bytes as promised, at most twice as many and a line."""
+    monkeypatch.setattr(logs, "KEPT_BYTES", 1000)
+    kept = KeptLines(tmp_path, "decode-0.1")
+    assert KeptLines.read(tmp_path, "decode-0.1") == []
+    written = [f"line {number}\n".encode() for number in range(1000)]
+    for number, line in enumerate(written):
+        kept.write(line)
+        found = KeptLines.read(tmp_path, "decode-0.1")
+        assert found == written[number + 1 - len(found) : number + 1]
+        assert sum(map(len, found)) >= min(1000, sum(map(len, written[: number + 1])))
+        assert sum(map(len, found)) <= 2 * 1000 + 2 * len(line)
+    kept.close()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_tail_misses_no_line_and_repeats_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "KEPT_BYTES", 300)
+    kept = KeptLines(tmp_path, "gateway")
+    kept.write(b"before\n")
+    tail = KeptLines.tail(tmp_path, "gateway")
+    written, found = [], []
+    for number in range(200):
+        written.append(f"line {number}\n".encode())
+        kept.write(written[-1])
+        if number % 7 == 0:
+            found += tail()
+    kept.close()
+    assert found + tail() == written
+    assert tail() == []
+    with (tmp_path / "gateway").open("ab") as file:
+        file.write(b"half of ")
+        file.flush()
+        assert tail() == []
+        file.write(b"a line\n")
+        file.flush()
+        assert tail() == [b"half of a line\n"]
+
+
+def test_a_log_that_cannot_be_kept_stops_nothing(tmp_path: Path) -> None:
+    kept = KeptLines(tmp_path / "absent", "supervisor")
+    KeptHandler(kept, "supervisor", TEXT).emit(record("lost"))
+    assert KeptLines.read(tmp_path / "absent", "supervisor") == []
