@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.text import Text
 from typer.main import get_command
@@ -199,7 +201,14 @@ def test_a_dry_run_shows_the_cache(tmp_path: Path) -> None:
 
 
 def test_the_laptops_file_shows_the_defaults() -> None:
-    assert read_deployment(ROOT / "configs" / "laptop.toml") == Deployment()
+    path = ROOT / "configs" / "laptop.toml"
+    assert read_deployment(path) == Deployment()
+    written, every = tomllib.loads(path.read_text()), msgspec.to_builtins(Deployment())
+    del every["prefill"]["drafts"]  # Prefill makes none.
+    for name, value in every.items():
+        assert name in written, name
+        if isinstance(value, dict):
+            assert set(value) == set(written[name]), name
 
 
 def test_keys_come_from_a_file_that_is_private(

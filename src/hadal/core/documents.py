@@ -14,10 +14,10 @@ import tomllib
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
-from msgspec import structs
+from msgspec import Meta, structs
 
 from hadal.core.errors import ConfigError
 
@@ -195,11 +195,27 @@ def converted(
         else:
             for step in steps:
                 value = value[step]
-            text = f"{name} is {shown(value)}; {_lower(_NAMES.sub(_known, text))}"
+            allowed = _either(kind, steps)
+            text = f"{name} is {shown(value)}; {allowed or _lower(_NAMES.sub(_known, text))}"
         raise error(f"{where}: {text.rstrip('.')}." if where else f"{text.rstrip('.')}.") from None
 
 
 _NAMES = re.compile(r"Expected `str` matching regex '\^\((.*)\)\\\\Z'")
+
+
+def _either(kind: Any, steps: list[int | str]) -> str:
+    """What a field that is a whole number or a name may hold; empty for any other."""
+    for step in steps:
+        found = structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
+        kind = next((each.type for each in found if each.name == step), None)
+    numbers, names = "", ""
+    for part in get_args(kind):
+        base, meta = (*get_args(part), None, None)[:2]
+        if base is int and isinstance(meta, Meta):
+            numbers = f"{meta.ge} to {meta.le}"
+        elif base is str and isinstance(meta, Meta):
+            names = _known(re.match(r"\^\((.*)\)\\Z", meta.pattern or "^()\\Z"))
+    return f"{names} and {numbers}" if numbers and names else ""
 
 
 def _known_fields(kind: Any, steps: list[int | str]) -> str:
@@ -210,7 +226,8 @@ def _known_fields(kind: Any, steps: list[int | str]) -> str:
     return f". Known: {known}" if known else ""
 
 
-def _known(found: re.Match[str]) -> str:
+def _known(found: re.Match[str] | None) -> str:
+    assert found is not None
     return f"known are {', '.join(repr(name) for name in found[1].split('|'))}"
 
 

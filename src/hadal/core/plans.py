@@ -288,6 +288,8 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
 
 FLIP = "flip"
 """Among the op times of a step: a layer's experts and its table were exchanged before it."""
+DRAFT = "draft"
+"""Among the op times of a step: the module's entries and drafts."""
 
 
 class OpTime(msgspec.Struct, frozen=True, array_like=True):

@@ -356,8 +356,12 @@ def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
 def _draft_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
     """A unit that never drafts has no series."""
     drafting = {unit: load for unit, load in loads.items() if load.drafts_tried}
+    if not drafting:
+        return
     now = GaugeMetricFamily(
-        "hadal_drafts", "Tokens that a unit's last step drafted for each request.", labels=("unit",)
+        "hadal_drafts",
+        "Tokens that a unit's last step drafted for each request; it stays while there is no step.",
+        labels=("unit",),
     )
     for unit, load in drafting.items():
         now.add_metric((unit,), load.num_drafts)
@@ -365,7 +369,8 @@ def _draft_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
     for name, text, field in (
         (
             "hadal_drafts_tried",
-            "Drafts that were compared with what was drawn, by their place.",
+            "Drafts that were compared with what was drawn, by their place: 1 is the token behind the"
+            " last one.",
             "drafts_tried",
         ),
         ("hadal_drafts_accepted", "Drafts that were what was drawn.", "drafts_accepted"),

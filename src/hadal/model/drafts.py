@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.plans import Chunk
+from hadal.core.plans import DRAFT, Chunk
 from hadal.kernels import library
 from hadal.kernels.decode_step import DraftTable
 from hadal.model.batch import likeliest, put, take
@@ -34,8 +34,6 @@ from hadal.model.execute import Recorder
 from hadal.model.mtp import MtpModule
 
 Ints = NDArray[np.int64]
-DRAFT = "draft"
-"""Among the op times of a step: the module's entries and drafts."""
 
 
 class Drafter:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hadal.core.balance import shown
 from hadal.core.messages import TracedStep
-from hadal.core.plans import TraceEvent
+from hadal.core.plans import DRAFT, TraceEvent
 from hadal.overlap.plan import (
     ATTN_CORE,
     ATTN_IN,
@@ -48,6 +48,7 @@ LETTERS = {
     "step": "S",
     "head": "h",
     "draw": "d",
+    DRAFT: "t",
     "flip": "f",
 }
 _WAIT_LETTER = "w"

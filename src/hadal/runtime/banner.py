@@ -158,7 +158,10 @@ def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
             f"{gb(memory.staged_bytes)}: one layer's experts once more, while replicas move",
         )
     if memory.kept_bytes:
-        yield "drafts", f"{gb(memory.kept_bytes)}: what each request's are made of"
+        yield (
+            "drafts",
+            f"{gb(memory.kept_bytes)}: hidden states of a block for each request at work",
+        )
     limit = f" of {deployment.device_memory_gb:.0f} GB" if deployment.device_memory_gb else ""
     yield "together", f"{gb(memory.total_bytes)}{limit}"
     per_node = min(units.ranks, units.ranks_per_node)

@@ -236,7 +236,7 @@ def plan(deployment: Deployment) -> Resolved:
         ledger=_ledger(deployment.ledger),
     )
     stored = stored_weights(folder)
-    deployment = _with_drafts(deployment, config, stored)
+    asked, deployment = deployment.decode.drafts, _with_drafts(deployment, config, stored)
     precision = stored.precision if stored is not None else ""
     try:
         is_plain = instruction_set() == PLAIN
@@ -244,7 +244,12 @@ def plan(deployment: Deployment) -> Resolved:
         raise ConfigError(str(error)) from None
     memory = plan_memory(deployment, config, precision, is_plain=is_plain)
     memory = dataclasses.replace(
-        memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory))
+        memory,
+        warnings=(
+            *memory.warnings,
+            *cache_warnings(deployment, memory),
+            *_drafts_warnings(asked, deployment, config),
+        ),
     )
     return Resolved(with_blocks(deployment, memory), config, memory, precision)
 
@@ -263,12 +268,26 @@ def _with_drafts(
         return deployment
     if not isinstance(drafts, str):
         raise ConfigError(
-            f"decode.drafts is {drafts}, and {deployment.model} has no MTP module to make them with"
-            f" (layer {config.num_hidden_layers} of its files). Set 0 or 'auto', or take a"
-            " checkpoint that has it."
+            f"decode.drafts (--drafts) is {drafts}, and {deployment.model} has no MTP module to make"
+            f" them with: {_why_no_module(config)}. Set 0 or 'auto', or take a checkpoint that has"
+            " it."
         )
     decode = msgspec.structs.replace(deployment.decode, drafts=0)
     return msgspec.structs.replace(deployment, decode=decode)
+
+
+def _drafts_warnings(
+    asked: int | str, deployment: Deployment, config: ModelConfig
+) -> tuple[str, ...]:
+    if not asked or deployment.decode.drafts:
+        return ()
+    return (f"no drafts are made: the model has no MTP module, {_why_no_module(config)}.",)
+
+
+def _why_no_module(config: ModelConfig) -> str:
+    if not config.num_nextn_predict_layers:
+        return "its config.json says num_nextn_predict_layers 0"
+    return f"layer {config.num_hidden_layers} is not in its files"
 
 
 def _ledger(ledger: LedgerConfig) -> LedgerConfig:

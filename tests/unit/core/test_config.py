@@ -75,6 +75,9 @@ def test_a_field_of_the_units_is_named_with_their_kind(
         ("[gateway]\nprocesses = 0", "gateway.processes is 0; expected `int` >= 1"),
         ("[gateway]\nallowed_hosts = ['a', 3]", "gateway.allowed_hosts[1] is 3; expected `str`"),
         ("[cache]\ndisk_mb = 0", "cache.disk_mb is 0; expected `int` >= 1"),
+        ("[decode]\ndrafts = 'yes'", "decode.drafts is 'yes'; known are 'auto' and 0 to 3"),
+        ("[decode]\ndrafts = 4", "decode.drafts is 4; known are 'auto' and 0 to 3"),
+        ("[decode]\ndrafts = 1.5", "decode.drafts is 1.5; known are 'auto' and 0 to 3"),
         ("[cache]\nmemory = 'on'", "cache.memory is 'on'; known are 'auto', 'off'"),
         ("[limits]\nmax_n = true", "limits.max_n is True; expected `int`, got `bool`"),
         (

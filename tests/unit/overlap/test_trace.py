@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from hadal.core.messages import TracedStep
-from hadal.core.plans import TraceEvent
+from hadal.core.plans import DRAFT, TraceEvent
 from hadal.overlap.plan import (
     COMBINE_START,
     DISPATCH_START,
@@ -21,6 +21,7 @@ from hadal.overlap.plan import (
     order,
 )
 from hadal.overlap.trace import (
+    LETTERS,
     chrome_trace,
     covered_share,
     duration_s,
@@ -276,3 +277,9 @@ def test_the_legend_has_the_letters_that_occur_and_their_times() -> None:
         " 250.00 ms"
     )
     assert legend(events, 1) == ""
+
+
+def test_every_op_of_a_step_has_a_letter() -> None:
+    assert {DRAFT, "draw", "step", "head"} <= LETTERS.keys()
+    others = [op for op in LETTERS if LETTERS[op] == LETTERS[DRAFT]]
+    assert others == [DRAFT]

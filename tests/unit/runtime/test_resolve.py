@@ -61,8 +61,12 @@ def test_drafts_need_a_module_in_the_files(model: Path) -> None:
             if not name.startswith(f"model.layers.{num_layers}.")
         }
         save_file(others, path, metadata={"format": "pt"})
-    assert resolve(with_drafts("auto")).deployment.decode.drafts == 0
-    assert resolve(with_drafts(0)).deployment.decode.drafts == 0
+    off = resolve(with_drafts("auto"))
+    assert off.deployment.decode.drafts == 0
+    assert any("no drafts are made" in warning for warning in off.memory.warnings)
+    without = resolve(with_drafts(0))
+    assert without.deployment.decode.drafts == 0
+    assert not any("drafts" in warning for warning in without.memory.warnings)
     with pytest.raises(ConfigError, match=f"no MTP module.*layer {num_layers}"):
         resolve(with_drafts(2))
 

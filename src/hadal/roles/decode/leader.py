@@ -908,7 +908,8 @@ class DecodeLeader:
         self._balance.add(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:
-            num_tokens = self._in_flight[-1].num_computed
+            step = self._in_flight[-1]
+            num_tokens = step.num_computed + int(step.num_checked.sum())
             self._tracer.planned(
                 step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
             )

@@ -232,7 +232,9 @@ class Segment:
     def require(self, fingerprint: str, block_bytes: int | None = None) -> None:
         """Raise OtherModelError unless its blocks are of this model and size."""
         if self.fingerprint != fingerprint or block_bytes not in (None, self.block_bytes):
-            raise OtherModelError(f"{self.path.name} holds another model's KV")
+            raise OtherModelError(
+                f"{self.path.name} holds KV of another model, or of this one with drafts on or off"
+            )
 
     def is_whole(self) -> bool:
         """The file has its name and its length still."""

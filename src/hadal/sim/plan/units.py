@@ -215,7 +215,7 @@ class Pricing:
 
     def decode(self, model: StepModel, mtp_tokens: int) -> DecodeUnit | Rejected:
         """The largest batch of this unit."""
-        draft = f", {mtp_tokens} drafts" if mtp_tokens else ""
+        draft = f", {mtp_tokens} draft{'s' if mtp_tokens > 1 else ''}" if mtp_tokens else ""
 
         def no(why: str, shortfall: float = math.inf) -> Rejected:
             what = f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}{draft}"
