@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 
+import hypothesis
 import pytest
 import typer.testing
 
@@ -15,6 +16,9 @@ from tests.fresh import RUN, VARIABLE
 os.environ[LEDGER_VARIABLE] = (
     "off"  # Also for the processes that tests start; those that want a ledger say where.
 )
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("hadal", deadline=None)
+hypothesis.settings.load_profile("hadal")
 # Typer declares every command anew whenever a test calls one, 25 ms of the 30 that most calls take.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
 
