@@ -231,7 +231,12 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartSe
             pieces.append(piece)
             if len(pieces) == 5:
                 server.process.terminate()
-                wait_until(lambda: server.status().draining, 5.0, "it drains")
+                # The gateway has to hear of it first.
+                wait_until(
+                    lambda: client.get(f"{url}/health").json()["status"] == "draining",
+                    5.0,
+                    "it drains",
+                )
             if len(pieces) == 6:
                 refused.append(client.post(f"{url}/v1/completions", json=body(5, model=model)))
     assert "".join(pieces) == undisturbed
