@@ -4,7 +4,8 @@ tasks.
     python -m bench.drafts_served [--drafts auto 1 2] [--concurrency 1 8] [--rounds 5] [--chats 32]
 
 The servers run at once, and only one is asked at a time; the clients share their cores. Greedy, so
-that the answers are the same, which is checked. A ratio is the median of the rounds' own.
+that all give as many tokens, which is checked. A ratio is the median of the rounds' own; a prefill
+step is the server's own smoothed `hadal_step_ms` at the end.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from bench.server import Running, launched, wait_ready
 from hadal.kernels.library import isa
 
 OFF = "0"
+PREFILL_STEP = 'hadal_step_ms{unit="prefill-0"}'
 
 
-def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list[Stream], float]:
-    """(tokens/s, answers, seconds) of all chats."""
+def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list[Stream]]:
+    """(tokens/s, answers) of all chats."""
     requests = [{**body, "temperature": 0} for body in bodies(num_chats)]
     start_s = time.perf_counter()
     streams = asyncio.run(run_load(server.address, requests, concurrency))
@@ -38,7 +40,7 @@ def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list
     errors = [answer.error for answer in streams if answer.error]
     if errors:
         raise RuntimeError(f"{len(errors)} chats failed; the first: {errors[0]}")
-    return sum(answer.num_tokens for answer in streams) / seconds, streams, seconds
+    return sum(answer.num_tokens for answer in streams) / seconds, streams
 
 
 def accepted(server: Running) -> str:
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             num_tokens = set()
             for turn in track(range(-1, options.rounds), f"{concurrency} at once", console=console):
                 for drafts in servers if turn % 2 else [*servers][::-1]:
-                    rate, answers, _ = once(servers[drafts], options.chats, concurrency)
+                    rate, answers = once(servers[drafts], options.chats, concurrency)
                     num_tokens.add(sum(answer.num_tokens for answer in answers))
                     if turn >= 0:  # Before, everything was touched once.
                         rates[drafts].append(rate)
@@ -95,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"  {concurrency} at once, {drafts} drafts: {statistics.median(of):5.0f} tokens/s,"
                     f" {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f});"
                     f" between tokens {between:.2f};"
+                    f" a prefill step {servers[drafts].metrics()[PREFILL_STEP]:.1f} ms;"
                     f" right {accepted(servers[drafts]) or 'none'}"
                 )
 

@@ -6,12 +6,13 @@ so both work when it does not answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hadal.core.config import ROLES
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR
 from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, read_status
-from hadal.runtime.process.logs import LOGS_FOLDER, KeptLines
+from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
-from hadal.runtime.topology import ProcessPlan, launch_plan, unit_of
+from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_of
 
 EXIT_INCOMPLETE = 1
 """Something of the server is missing."""
+_ENDS = 3
+"""Ends of a unit's processes that are shown."""
 FOLLOW_S = 0.2
 """How often `--follow` looks for new lines."""
 _WRITTEN = re.compile(rb'(?:\{"time":")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
@@ -56,9 +58,13 @@ def find(run_folder: Path | None) -> Found:
     Raises ConfigError if there is none, or if one must be chosen.
     """
     everywhere = Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
-    folders = sorted(everywhere) if run_folder is None else [run_folder]
-    found = [folder for folder in folders if is_heard(folder / f"{SUPERVISOR}.sock")]
-    running = [folder for folder in found if _status(folder) is not None]
+    running = {}
+    for folder in sorted(everywhere) if run_folder is None else [run_folder]:
+        # Of another user's folder, and before there is a status, there is nothing to say.
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            status = read_status(folder)
+            if status is not None and is_heard(folder / f"{SUPERVISOR}.sock"):
+                running[folder] = status
     if not running and run_folder is not None:
         raise ConfigError(f"{run_folder}: no `hadal serve` runs there.")
     if not running:
@@ -69,18 +75,8 @@ def find(run_folder: Path | None) -> Found:
     if len(running) > 1:
         choices = " or ".join(f"--run-folder {folder}" for folder in running)
         raise ConfigError(f"{len(running)} servers run here. Choose one: {choices}.")
-    (folder,) = running
-    status = _status(folder)
-    assert status is not None
+    ((folder, status),) = running.items()
     return Found(folder, status, launch_plan(read_run(folder).deployment))
-
-
-def _status(folder: Path) -> Status | None:
-    """None: it has none yet, or is another user's."""
-    try:
-        return read_status(folder)
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def as_dict(found: Found) -> dict[str, Any]:
@@ -128,50 +124,36 @@ def show(found: Found, console: Console) -> None:
     )
     console.print(f"[dim]run folder {found.folder}, supervisor pid {status.supervisor_pid}[/dim]")
     table = Table("unit", "nodes", "ready", "pids", "started again", "last end", box=None)
-    for unit, names in units(found.plans).items():
-        processes = [status.processes[name] for name in names]
-        nodes = sorted({plan.node for plan in found.plans if plan.name in names})
-        ends = [
-            f"{name}: {p.last_end}" for name, p in zip(names, processes, strict=True) if p.last_end
-        ]
+    for unit, plans in units(found.plans).items():
+        of_unit = {plan.name: status.processes[plan.name] for plan in plans}
+        ends = [f"{name}: {one.last_end}" for name, one in of_unit.items() if one.last_end]
+        more = f" and {len(ends) - _ENDS} more" if len(ends) > _ENDS else ""
         table.add_row(
             unit,
-            _range(nodes),
-            _ready(processes),
-            _range([process.pid for process in processes if process.pid]),
-            str(sum(max(0, process.num_starts - 1) for process in processes) or ""),
-            Text("; ".join(ends[:3]) + (f" and {len(ends) - 3} more" if len(ends) > 3 else "")),
+            ranges(sorted({plan.node for plan in plans})),
+            _ready(of_unit.values()),
+            ranges([process.pid for process in of_unit.values() if process.pid]),
+            str(sum(max(0, process.num_starts - 1) for process in of_unit.values()) or ""),
+            Text("; ".join(ends[:_ENDS]) + more),
         )
     console.print(table)
     for sentence in wrong(status):
         console.print(f"[yellow]{sentence}[/yellow]")
 
 
-def units(plans: Sequence[ProcessPlan]) -> dict[str, list[str]]:
-    """Names of the processes of each unit, and of each gateway."""
-    found: dict[str, list[str]] = {}
+def units(plans: Sequence[ProcessPlan]) -> dict[str, list[ProcessPlan]]:
+    """The processes of each unit, and each gateway's."""
+    found: dict[str, list[ProcessPlan]] = {}
     for plan in plans:
-        unit = unit_of(plan.name)[0] if plan.role in ROLES else plan.name
-        found.setdefault(unit, []).append(plan.name)
+        found.setdefault(unit_of(plan.name)[0], []).append(plan)
     return found
 
 
-def _ready(processes: Sequence[ProcessStatus]) -> str:
+def _ready(processes: Collection[ProcessStatus]) -> str:
     if all(process.phase == ProcessPhase.RESTING for process in processes):
         return "rests"
     num_ready = sum(process.phase == ProcessPhase.READY for process in processes)
     return f"{num_ready} of {len(processes)}"
-
-
-def _range(numbers: Sequence[int]) -> str:
-    """Neighbours are shortened."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _duration(seconds: float) -> str:
@@ -191,17 +173,17 @@ def processes_of(found: Found, name: str | None) -> list[str]:
     every = [*found.status.processes, SUPERVISOR]
     if name is None:
         return every
-    meant = units(found.plans).get(name, [name])
-    if name not in every and meant == [name]:
+    of_unit = [plan.name for plan in units(found.plans).get(name, [])]
+    if not of_unit and name not in every:
         raise ConfigError(f"there is no {name!r}; these are: {', '.join(every)}.")
-    return meant
+    return of_unit or [name]
 
 
-def lines_of(found: Found, names: Sequence[str]) -> list[bytes]:
-    """What is kept of their lines, in the order of their times."""
+def in_order(lines_of_each: Iterable[Iterable[bytes]]) -> list[bytes]:
+    """The lines of several processes in the order of their times."""
     entries: list[tuple[bytes, list[bytes]]] = []
-    for name in names:
-        for line in KeptLines.read(found.folder / LOGS_FOLDER, name):
+    for lines in lines_of_each:
+        for line in lines:
             written = _WRITTEN.match(line)
             if written or not entries:
                 entries.append((written[1] if written else b"", [line]))
@@ -210,29 +192,16 @@ def lines_of(found: Found, names: Sequence[str]) -> list[bytes]:
     return [line for _, lines in sorted(entries, key=lambda entry: entry[0]) for line in lines]
 
 
-def follow(found: Found, names: Sequence[str], is_over: Callable[[], bool]) -> Iterator[bytes]:
-    """New lines of these processes as they come, until the server has ended."""
-    tails = [KeptLines.tail(found.folder / LOGS_FOLDER, name) for name in names]
-    while True:
-        was_over = is_over()
-        for tail in tails:
-            yield from tail()
-        if was_over:
-            return
-        time.sleep(FOLLOW_S)
-
-
 def print_logs(found: Found, name: str | None, num_lines: int, *, is_followed: bool) -> None:
-    """Print the last lines, and go on with new ones if that is asked for."""
-    names = processes_of(found, name)
-    out = sys.stdout.buffer
-    new = follow(found, names, lambda: not is_heard(found.folder / f"{SUPERVISOR}.sock"))
-    lines = lines_of(found, names)
-    for line in lines[len(lines) - num_lines :] if num_lines < len(lines) else lines:
-        out.write(line)
+    """Print the last lines; with `is_followed`, go on with new ones until the server has ended."""
+    folder, out = found.folder / LOGS_FOLDER, sys.stdout.buffer
+    readers = [KeptReader(folder, process) for process in processes_of(found, name)]
+    lines = in_order(reader.read() for reader in readers)
+    out.writelines(lines[max(0, len(lines) - num_lines) :])
     out.flush()
-    if not is_followed:
-        return
-    for line in new:
-        out.write(line)
+    is_up = is_followed
+    while is_up:
+        time.sleep(FOLLOW_S)
+        is_up = is_heard(found.folder / f"{SUPERVISOR}.sock")  # Before: its last words are read.
+        out.writelines(in_order(reader.read() for reader in readers))
         out.flush()

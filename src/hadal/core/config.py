@@ -115,7 +115,8 @@ class UnitsConfig(ConfigTable, frozen=True):
     """
     drafts: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=DRAFTS_MAX)] = 0
     """Decode: most tokens that the model's MTP module drafts a step for each request, 0 to 3. "auto":
-    as many of 0, 1 and 2 as pay, by measured times and by how often drafts are right. No draft changes a token.
+    as many of 0, 1 and 2 as pay, by measured times and by how often drafts are right. No draft
+    changes a token.
     """
     threads: Units = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""

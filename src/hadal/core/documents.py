@@ -191,44 +191,47 @@ def converted(
             text = f"{name}.{problem.__cause__}" if name else str(problem.__cause__)
         elif text.startswith("Object "):  # It has a field too many, or one too few.
             text = f"{name}: {_lower(text)}" if name else _lower(text)
-            text += _known_fields(kind, steps) if "unknown" in text else ""
+            text += _known_fields(_kind_at(kind, steps)) if "unknown" in text else ""
         else:
             for step in steps:
                 value = value[step]
-            allowed = _either(kind, steps)
-            text = f"{name} is {shown(value)}; {allowed or _lower(_NAMES.sub(_known, text))}"
+            allowed = _either(_kind_at(kind, steps))
+            text = f"{name} is {shown(value)}; {allowed or _lower(_NAMES.sub(lambda names: _known(names[1]), text))}"
         raise error(f"{where}: {text.rstrip('.')}." if where else f"{text.rstrip('.')}.") from None
 
 
 _NAMES = re.compile(r"Expected `str` matching regex '\^\((.*)\)\\\\Z'")
 
 
-def _either(kind: Any, steps: list[int | str]) -> str:
-    """What a field that is a whole number or a name may hold; empty for any other."""
+def _kind_at(kind: Any, steps: list[int | str]) -> Any:
+    """The type of a field of a table; None where there is no such field."""
     for step in steps:
         found = structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
         kind = next((each.type for each in found if each.name == step), None)
-    numbers, names = "", ""
-    for part in get_args(kind):
-        base, meta = (*get_args(part), None, None)[:2]
-        if base is int and isinstance(meta, Meta):
-            numbers = f"{meta.ge} to {meta.le}"
-        elif base is str and isinstance(meta, Meta):
-            names = _known(re.match(r"\^\((.*)\)\\Z", meta.pattern or "^()\\Z"))
-    return f"{names} and {numbers}" if numbers and names else ""
+    return kind
 
 
-def _known_fields(kind: Any, steps: list[int | str]) -> str:
-    for step in steps:
-        found = structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
-        kind = next((each.type for each in found if each.name == step), None)
+def _either(kind: Any) -> str:
+    """What a field may hold that is a whole number or a name; empty for any other."""
+    bounds = {
+        base: meta
+        for base, meta in (get_args(part) for part in get_args(kind) if len(get_args(part)) == 2)
+        if isinstance(meta, Meta)
+    }
+    if bounds.keys() != {int, str}:
+        return ""
+    names = (bounds[str].pattern or "").removeprefix("^(").removesuffix(r")\Z")
+    return f"{_known(names)} and {bounds[int].ge} to {bounds[int].le}"
+
+
+def _known_fields(kind: Any) -> str:
     known = ", ".join(getattr(kind, "__struct_fields__", ()))
     return f". Known: {known}" if known else ""
 
 
-def _known(found: re.Match[str] | None) -> str:
-    assert found is not None
-    return f"known are {', '.join(repr(name) for name in found[1].split('|'))}"
+def _known(names: str) -> str:
+    """Of a pattern's alternatives."""
+    return f"known are {', '.join(repr(name) for name in names.split('|'))}"
 
 
 def _lower(text: str) -> str:

@@ -257,6 +257,9 @@ class DraftStep:
         library.check_shape("eh_proj", module.eh_proj, (dim, 2 * dim))
         _check_layer(module.layer, "the MTP module", config)
         self.max_rows, self.max_full = max_rows, max_full
+        lib = library.load()
+        assert lib is not None, "it is available"
+        self._draft = lib.hadal_draft
         shape = _shape(weights, cache_PLSD, 1, max_rows, max_full)
         shape.first_layer, shape.first_position = index, 1
         self._step = _Step(
@@ -317,8 +320,23 @@ class DraftStep:
         library.check_array("positions_N", positions_N, num_slots, np.int64)
         library.check_array("rooms_N", rooms_N, num_slots, np.int64)
         width = block_table_NM.shape[-1]
-        library.check_shape("block_table_NM", block_table_NM, (len(slots_N), width))
-        self._step.draft(table, num_drafts, slots_N, positions_N, rooms_N, block_table_NM)
+        library.check_shape("block_table_NM", block_table_NM, (num_slots, width))
+        table_NM = library.as_int(block_table_NM, torch.int32)
+        library.check_status(
+            self._draft(
+                *self._step.in_c,
+                table.address,
+                num_drafts,
+                num_slots,
+                slots_N.ctypes.data,
+                positions_N.ctypes.data,
+                rooms_N.ctypes.data,
+                table_NM.data_ptr(),
+                width,
+                self._step.normed_BD.data_ptr(),
+                self._step.logits_BV.data_ptr(),
+            )
+        )
 
     def hidden(self, num_full: int) -> Tensor:
         """The last call's hidden states [num_full, D] after the module's last norm: what the head
@@ -346,22 +364,23 @@ class _Step:
         lib = library.load()
         assert lib is not None
         self._kept = (weights, cache_PLSD)  # C holds their addresses.
-        self._team = library.team(num_threads)
+        team = library.team(num_threads)
         self._shape = shape
-        self._logits_BV = torch.empty((shape.max_batch, shape.vocab))
+        self.logits_BV = torch.empty((shape.max_batch, shape.vocab))
         self.normed_BD = torch.empty((shape.max_batch, shape.D))
         whole = (norm_D, weights.cos_sin, weights.embed, weights.head, cache_PLSD, *module)
         parts = [part for layer in layers for part in (*_vectors(layer), *_matrices(layer))]
         handle = lib.hadal_step_new(
-            self._team,
-            ctypes.addressof(self._shape),
+            team,
+            ctypes.addressof(shape),
             (ctypes.c_void_p * len(whole))(*map(_address, whole)),
             (ctypes.c_void_p * len(parts))(*map(_address, parts)),
         )
         if not handle:
             raise MemoryError("the step's working memory could not be allocated.")
-        self._handle = handle
-        self._run, self._draft = lib.hadal_step_run, lib.hadal_draft
+        self.in_c = handle, team, ctypes.addressof(shape)
+        """What every call in C begins with: the step, its team and its shape."""
+        self._run = lib.hadal_step_run
         weakref.finalize(self, lib.hadal_step_free, handle)
 
     def run(
@@ -375,7 +394,7 @@ class _Step:
         """Return the logits [num_full, V] of the first rows. Raises ValueError if a value is out of
         range.
         """
-        logits_BV = self._logits_BV[:num_full]
+        logits_BV = self.logits_BV[:num_full]
         if len(tokens_T) == 0:
             return logits_BV
         tokens_T, positions_T = (
@@ -385,9 +404,7 @@ class _Step:
         table_TM = library.as_int(block_table_TM, torch.int32)
         library.check_status(
             self._run(
-                self._handle,
-                self._team,
-                ctypes.addressof(self._shape),
+                *self.in_c,
                 len(tokens_T),
                 num_full,
                 tokens_T.data_ptr(),
@@ -400,35 +417,6 @@ class _Step:
             )
         )
         return logits_BV
-
-    def draft(
-        self,
-        table: DraftTable,
-        num_drafts: int,
-        slots_N: np.ndarray,
-        positions_N: np.ndarray,
-        rooms_N: np.ndarray,
-        block_table_NM: Tensor,
-    ) -> None:
-        """See DraftStep."""
-        table_NM = library.as_int(block_table_NM, torch.int32)
-        library.check_status(
-            self._draft(
-                self._handle,
-                self._team,
-                ctypes.addressof(self._shape),
-                table.address,
-                num_drafts,
-                len(slots_N),
-                slots_N.ctypes.data,
-                positions_N.ctypes.data,
-                rooms_N.ctypes.data,
-                table_NM.data_ptr(),
-                table_NM.shape[1],
-                self.normed_BD.data_ptr(),
-                self._logits_BV.data_ptr(),
-            )
-        )
 
 
 def _address(part: Tensor | Matrix | MlpWeights | Experts | None) -> int | None:

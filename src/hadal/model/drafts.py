@@ -22,18 +22,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import DRAFT, Chunk
 from hadal.kernels import library
 from hadal.kernels.decode_step import DraftTable
-from hadal.model.batch import likeliest, put, take
+from hadal.model.batch import Ints, likeliest, put, take
 from hadal.model.execute import Recorder
 from hadal.model.mtp import MtpModule
-
-Ints = NDArray[np.int64]
 
 
 class Drafter:
@@ -127,9 +124,8 @@ class Drafter:
         self.has_drafts = num_drafts > 0
         if num_drafts and self._table is not None and self._module.has_fused_step:
             recorder.begin(DRAFT)
-            self._module.draft_slots(
-                self._table, num_drafts, slots_N, positions_N, rooms_N, table_NM
-            )
+            step = self._module.fused_step(len(slots_N), len(slots_N))
+            step.draft(self._table, num_drafts, slots_N, positions_N, rooms_N, table_NM)
             recorder.end(DRAFT)
         elif num_drafts:
             with recorder.whole(DRAFT) as inner:

@@ -24,13 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
-from hadal.kernels.decode_step import DraftStep, DraftTable, draft_available
+from hadal.kernels.decode_step import DraftStep, draft_available
 from hadal.kernels.ops import linear, rms_norm
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch, decode_batch
@@ -126,7 +125,7 @@ class MtpModule:
             of = slice(first, first + piece)
             rows = tokens_T[of], positions_T[of], block_table_TM[of]
             if self._has_fused_step:
-                self._step_for(len(rows[0]), 0)(*rows, hidden_TD[of], 0)
+                self.fused_step(len(rows[0]), 0)(*rows, hidden_TD[of], 0)
             else:
                 self._write(self._batch(*rows), hidden_TD[of])
 
@@ -153,7 +152,7 @@ class MtpModule:
         if not 0 <= num_full <= num_rows:
             raise ValueError(f"{num_full} of {num_rows} rows cannot draft.")
         if self._has_fused_step:
-            step = self._step_for(num_rows, num_full)
+            step = self.fused_step(num_rows, num_full)
             logits = step(tokens_T, positions_T, block_table_TM, hidden_TD, num_full)
             return logits, step.hidden(num_full)
         if num_full and int(positions_T[:num_full].min()) < FIRST_POSITION:
@@ -165,19 +164,6 @@ class MtpModule:
             self._write(self._batch(*(part[others] for part in rows)), hidden_TD[others])
         batch = self._batch(*(part[full] for part in rows)) if num_full else None
         return self._through_layer(batch, hidden_TD[full], recorder)
-
-    def draft_slots(
-        self,
-        table: DraftTable,
-        num_drafts: int,
-        slots_N: np.ndarray,
-        positions_N: np.ndarray,
-        rooms_N: np.ndarray,
-        block_table_NM: Tensor,
-    ) -> None:
-        """All passes in one call, where there `has_fused_step`; see `DraftStep.draft`."""
-        step = self._step_for(len(slots_N), len(slots_N))
-        step.draft(table, num_drafts, slots_N, positions_N, rooms_N, block_table_NM)
 
     def _through_layer(
         self, batch: DecodeBatch | None, seen_TD: Tensor, recorder: Recorder | None
@@ -229,7 +215,8 @@ class MtpModule:
             FIRST_POSITION,
         )
 
-    def _step_for(self, num_rows: int, num_full: int) -> DraftStep:
+    def fused_step(self, num_rows: int, num_full: int) -> DraftStep:
+        """The step of `has_fused_step`, for calls of so many rows of which so many draft."""
         step = self._fused_step
         if step is None:
             self.prepare(max(BLOCK_TOKENS, num_rows), max(1, num_full))

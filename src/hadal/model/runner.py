@@ -180,9 +180,11 @@ class _Fed:
     num_B: np.ndarray
     """How many they are of each row of the table."""
     of_R: np.ndarray
-    """Rows of the table."""
+    """Row of the table that each is of."""
     tokens_R: np.ndarray
+    """The token that each feeds, whose KV the step writes ..."""
     positions_R: np.ndarray
+    """... at this position."""
 
 
 _log = logging.getLogger(__name__)

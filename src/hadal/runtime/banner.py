@@ -38,7 +38,7 @@ from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mo
 from hadal.runtime.process.child import ProcessPhase, Status
 from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.topology import UnitNodes, num_nodes, place_units, rank_name, unit_of
+from hadal.runtime.topology import UnitNodes, num_nodes, place_units, ranges, rank_name, unit_of
 
 # What `hadal serve --dry-run` prints: where every rank would lie, what it would hold, and what
 # would travel.
@@ -372,7 +372,7 @@ class Banner:
                 text += f", {_plural(units.threads, 'thread')}, up to {units.max_requests} requests"
                 if units.ranks > 1:
                     pids = [status.processes[rank_name(unit, r)].pid for r in range(units.ranks)]
-                    text += f" a rank; {units.ranks} ranks: pid {_range(pids)}"
+                    text += f" a rank; {units.ranks} ranks: pid {ranges(pids)}"
             if rank is None:
                 yield name, text
 
@@ -399,13 +399,6 @@ def log_status(status: Status) -> None:
         log.info("ready in %.1f s", status.elapsed_s, extra=known)
     else:
         log.info("Hadal %s starts", __version__, extra=known)
-
-
-def _range(pids: list[int]) -> str:
-    """Neighbours are shortened: processes that were started one after the other."""
-    if pids == list(range(pids[0], pids[0] + len(pids))):
-        return f"{pids[0]}-{pids[-1]}"
-    return ", ".join(map(str, pids))
 
 
 def _blocks(num_blocks: int) -> str:

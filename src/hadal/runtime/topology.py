@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hadal.core.config import ROLES, Deployment, units_of
@@ -107,43 +108,35 @@ class ProcessPlan:
 
 def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
     """All processes of all units there may be, and the gateways. Units first: they take longest."""
-    plans: list[ProcessPlan] = []
-    for unit in place_units(deployment):
-        units = units_of(deployment, unit.role)
-        of_unit = "--unit", unit.name, "--role", unit.role
-        ranks = [
-            _rank_plan(deployment, unit, rank, units.threads, of_unit)
-            for rank in range(unit.num_ranks)
-        ]
-        if unit.num_ranks == 1:
-            (alone,) = ranks
-            plans.append(alone)
-            continue
-        names = tuple(rank.name for rank in ranks)
-        leader = ProcessPlan(
-            unit.name, unit.role, unit.nodes[0], None, 1, _UNIT_MODULE, of_unit, ready_after=names
-        )
-        plans += [leader, *ranks]
+    plans = [plan for unit in place_units(deployment) for plan in _unit_plans(deployment, unit)]
     for name in gateway_names(deployment):
         plans.append(ProcessPlan(name, GATEWAY, 0, None, 1, _GATEWAY_MODULE, ("--name", name)))
     return tuple(plans)
 
 
-def _rank_plan(
-    deployment: Deployment, unit: UnitNodes, rank: int, threads: int, of_unit: tuple[str, ...]
-) -> ProcessPlan:
-    """A rank, or a unit that is one process."""
-    per_node = units_of(deployment, unit.role).ranks_per_node
-    node, arguments = unit.nodes[rank // per_node], of_unit
-    if unit.num_ranks > 1:
-        arguments += "--rank", str(rank)
-    device = None
-    if deployment.device == "cuda":
-        # Counted round where the node has fewer GPUs: ranks then share them.
-        device = (unit.first_device + rank) % per_node
-        arguments += "--device", str(device)
-    name = rank_name(unit.name, rank) if unit.num_ranks > 1 else unit.name
-    return ProcessPlan(name, unit.role, node, device, threads, _UNIT_MODULE, arguments)
+def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
+    """The leader and its ranks, or the one process that is both."""
+    units = units_of(deployment, unit.role)
+    of_unit: tuple[str, ...] = ("--unit", unit.name, "--role", unit.role)
+    ranks = []
+    for rank in range(unit.num_ranks):
+        name, arguments, device = unit.name, of_unit, None
+        if unit.num_ranks > 1:
+            name, arguments = rank_name(unit.name, rank), (*arguments, "--rank", str(rank))
+        if deployment.device == "cuda":
+            # Counted round where the node has fewer GPUs: ranks then share them.
+            device = (unit.first_device + rank) % units.ranks_per_node
+            arguments = *arguments, "--device", str(device)
+        node = unit.nodes[rank // units.ranks_per_node]
+        ranks.append(
+            ProcessPlan(name, unit.role, node, device, units.threads, _UNIT_MODULE, arguments)
+        )
+    if unit.num_ranks == 1:
+        return ranks
+    names = tuple(rank.name for rank in ranks)
+    first = unit.nodes[0]
+    leader = ProcessPlan(unit.name, unit.role, first, None, 1, _UNIT_MODULE, of_unit, names)
+    return [leader, *ranks]
 
 
 def place_units(deployment: Deployment) -> list[UnitNodes]:
@@ -179,6 +172,17 @@ def place_units(deployment: Deployment) -> list[UnitNodes]:
 def num_nodes(units: list[UnitNodes]) -> int:
     """Nodes that the units take together."""
     return 1 + max(node for unit in units for node in unit.nodes)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers as text, neighbours shortened: 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[str]:

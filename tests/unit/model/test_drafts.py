@@ -493,7 +493,9 @@ def test_what_the_module_s_kernels_cannot_use_is_refused(tiny: ModelWeights) -> 
     table = torch.ones(1, 1, dtype=torch.int32)
     for num_drafts, slots in ((2, one), (1, np.array([2])), (-1, one)):
         with pytest.raises(ValueError, match="out of range"):
-            drafter._module.draft_slots(drafter._table, num_drafts, slots, one, one * 64, table)
+            drafter._module.fused_step(1, 1).draft(
+                drafter._table, num_drafts, slots, one, one * 64, table
+            )
 
 
 def test_a_step_that_fails_loses_no_entries(

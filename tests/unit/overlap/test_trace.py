@@ -21,7 +21,6 @@ from hadal.overlap.plan import (
     order,
 )
 from hadal.overlap.trace import (
-    LETTERS,
     chrome_trace,
     covered_share,
     duration_s,
@@ -279,7 +278,8 @@ def test_the_legend_has_the_letters_that_occur_and_their_times() -> None:
     assert legend(events, 1) == ""
 
 
-def test_every_op_of_a_step_has_a_letter() -> None:
-    assert {DRAFT, "draw", "step", "head"} <= LETTERS.keys()
-    others = [op for op in LETTERS if LETTERS[op] == LETTERS[DRAFT]]
-    assert others == [DRAFT]
+def test_drafts_are_drawn_and_named() -> None:
+    events = [event("compute", 0, 1, op="step"), event("compute", 1, 3, op=DRAFT)]
+    drawn = timeline(events, 0, width=6).splitlines()[1]
+    assert drawn.split()[-1] == "SStttt"
+    assert legend(events, 0).endswith("t draft 2000.00 ms")

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -184,67 +185,68 @@ KEPT_BYTES = 1 << 20
 
 class KeptLines:
     """The last lines of one process, in a file and the one before it. Writing never raises: a
-    process goes on whatever the disk does. One thread at a time.
+    process goes on whatever the disk does. From any thread: what a process leaves in its pipe may
+    be read while the next one starts.
     """
 
     def __init__(self, folder: Path, process: str) -> None:
-        self._paths = _kept_paths(folder, process)
+        self._old, self._path = _kept_paths(folder, process)
+        self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._num_bytes = 0
 
     def write(self, line: bytes) -> None:
         """Keep a line; the oldest go when there are too many."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             if self._file is not None and self._num_bytes > KEPT_BYTES:
-                self.close()
-                self._paths[1].replace(self._paths[0])
+                self._close()
+                self._path.replace(self._old)
             if self._file is None:
-                self._file = append_private(self._paths[1])
-                self._num_bytes = self._paths[1].stat().st_size
+                self._file = append_private(self._path)
+                self._num_bytes = self._path.stat().st_size
             self._file.write(line)
             self._num_bytes += len(line)
 
     def close(self) -> None:
         """Close the file; what is kept stays."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    @staticmethod
-    def read(folder: Path, process: str) -> list[bytes]:
-        """All lines that are kept; none if it wrote none."""
-        found = b""
-        for path in _kept_paths(folder, process):
-            with contextlib.suppress(FileNotFoundError):
-                found += path.read_bytes()
-        return found.splitlines(keepends=True)
 
-    @staticmethod
-    def tail(folder: Path, process: str) -> Callable[[], list[bytes]]:
-        """What returns the whole lines written since it was last called, or since now."""
-        old, path = _kept_paths(folder, process)
-        at, identity = (path.stat().st_size, path.stat().st_ino) if path.exists() else (0, 0)
+class KeptReader:
+    """Reads what is kept of one process, from another."""
 
-        def new() -> list[bytes]:
-            nonlocal at, identity
-            lines: list[bytes] = []
-            for each in (old, path):
-                try:
-                    with each.open("rb") as file:
-                        inode = os.fstat(file.fileno()).st_ino
-                        if inode != identity:
-                            if each is old:
-                                continue  # It was read to its end.
-                            at, identity = 0, inode
-                        file.seek(at)
-                        whole = file.read().rpartition(b"\n")
-                except FileNotFoundError:
-                    continue
-                at += len(whole[0] + whole[1])
-                lines += (whole[0] + whole[1]).splitlines(keepends=True)
-            return lines
+    def __init__(self, folder: Path, process: str) -> None:
+        self._paths = _kept_paths(folder, process)
+        self._inode = 0
+        """The file that was read last, and ..."""
+        self._at = 0
+        """... up to where."""
 
-        return new
+    def read(self) -> list[bytes]:
+        """Whole lines that were not read yet, all that are kept at first."""
+        lines: list[bytes] = []
+        with contextlib.ExitStack() as stack:
+            files = []
+            for path in self._paths:
+                with contextlib.suppress(FileNotFoundError):
+                    files.append(stack.enter_context(path.open("rb")))
+            inodes = [os.fstat(file.fileno()).st_ino for file in files]
+            first = inodes.index(self._inode) if self._inode in inodes else 0
+            for file, inode in zip(files[first:], inodes[first:], strict=True):
+                if inode != self._inode:
+                    self._inode, self._at = inode, 0
+                file.seek(self._at)
+                rest = file.read()
+                whole = rest[: rest.rfind(b"\n") + 1]
+                self._at += len(whole)
+                lines += whole.splitlines(keepends=True)
+        return lines
 
 
 def _kept_paths(folder: Path, process: str) -> tuple[Path, Path]:

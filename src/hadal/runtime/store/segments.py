@@ -233,7 +233,8 @@ class Segment:
         """Raise OtherModelError unless its blocks are of this model and size."""
         if self.fingerprint != fingerprint or block_bytes not in (None, self.block_bytes):
             raise OtherModelError(
-                f"{self.path.name} holds KV of another model, or of this one with drafts on or off"
+                f"{self.path.name} holds KV of another model or format (with drafts, blocks have a"
+                " layer more)"
             )
 
     def is_whole(self) -> bool:

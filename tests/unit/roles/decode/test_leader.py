@@ -317,6 +317,22 @@ def test_drafts_are_chosen_once_for_a_plan_that_waits_for_blocks() -> None:
     assert chooser.num_chosen <= num_chosen + len(plans)
 
 
+def test_a_plan_checks_no_more_drafts_than_have_room() -> None:
+    """At position 62 of a block that is the last there is one draft's worth of it, of two made."""
+
+    def third_step(num_drawn: int) -> None:
+        unit = leader(drafts=DraftChooser(2, is_fixed=True))
+        occupant(unit, "a", prompt=60, max_tokens=4)
+        for step_id in range(2):
+            unit.handle(0.1, done(step_id, {0: 7}))
+        unit.handle(0.2, StepDone(2, (0,) * num_drawn, (7,) * num_drawn, {}, 0.01))
+
+    third_step(1)
+    third_step(2)
+    with pytest.raises(InvariantError, match="not its plan's slots"):
+        third_step(3)
+
+
 def test_nobody_is_seated_while_a_plan_waits_for_blocks() -> None:
     unit, _ = starved()
     unit.handle(0.2, Cancel("a", 0))  # Its blocks come later: the plan in flight computes it.

@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hadal.runtime.process.logs import (
     TEXT,
     KeptHandler,
     KeptLines,
+    KeptReader,
     LineFormatter,
     about,
     as_line,
@@ -138,11 +140,11 @@ def test_the_last_lines_are_kept_and_the_oldest_go(
     """At least as many bytes as promised, at most twice as many and a line."""
     monkeypatch.setattr(logs, "KEPT_BYTES", 1000)
     kept = KeptLines(tmp_path, "decode-0.1")
-    assert KeptLines.read(tmp_path, "decode-0.1") == []
+    assert KeptReader(tmp_path, "decode-0.1").read() == []
     written = [f"line {number}\n".encode() for number in range(1000)]
     for number, line in enumerate(written):
         kept.write(line)
-        found = KeptLines.read(tmp_path, "decode-0.1")
+        found = KeptReader(tmp_path, "decode-0.1").read()
         assert found == written[number + 1 - len(found) : number + 1]
         assert sum(map(len, found)) >= min(1000, sum(map(len, written[: number + 1])))
         assert sum(map(len, found)) <= 2 * 1000 + 2 * len(line)
@@ -150,32 +152,54 @@ def test_the_last_lines_are_kept_and_the_oldest_go(
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_a_tail_misses_no_line_and_repeats_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("every", [1, 7, 33])
+def test_a_reader_misses_no_line_that_is_kept_and_repeats_none(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Lines of about 9 bytes: at 7 a look the file changes now and then, at 33 each time."""
     monkeypatch.setattr(logs, "KEPT_BYTES", 300)
-    kept = KeptLines(tmp_path, "gateway")
-    kept.write(b"before\n")
-    tail = KeptLines.tail(tmp_path, "gateway")
+    kept, reader = KeptLines(tmp_path, "gateway"), KeptReader(tmp_path, "gateway")
     written, found = [], []
     for number in range(200):
         written.append(f"line {number}\n".encode())
         kept.write(written[-1])
-        if number % 7 == 0:
-            found += tail()
+        if number % every == 0:
+            found += reader.read()
     kept.close()
-    assert found + tail() == written
-    assert tail() == []
+    assert found + reader.read() == written
+    assert reader.read() == []
     with (tmp_path / "gateway").open("ab") as file:
         file.write(b"half of ")
         file.flush()
-        assert tail() == []
+        assert reader.read() == []
         file.write(b"a line\n")
         file.flush()
-        assert tail() == [b"half of a line\n"]
+        assert reader.read() == [b"half of a line\n"]
+
+
+def test_two_threads_may_keep_lines_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one that ended leaves in its pipe, and what its successor says."""
+    monkeypatch.setattr(logs, "KEPT_BYTES", 1 << 20)
+    kept = KeptLines(tmp_path, "decode-0")
+
+    def relay(name: str) -> None:
+        for number in range(500):
+            kept.write(f"{name} {number}\n".encode())
+            if number % 10 == 0:
+                kept.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(relay, "abcd"))
+    kept.close()
+    found = KeptReader(tmp_path, "decode-0").read()
+    for name in "abcd":
+        mine = [line for line in found if line.startswith(name.encode())]
+        assert mine == [f"{name} {number}\n".encode() for number in range(500)]
 
 
 def test_a_log_that_cannot_be_kept_stops_nothing(tmp_path: Path) -> None:
     kept = KeptLines(tmp_path / "absent", "supervisor")
     KeptHandler(kept, "supervisor", TEXT).emit(record("lost"))
-    assert KeptLines.read(tmp_path / "absent", "supervisor") == []
+    assert KeptReader(tmp_path / "absent", "supervisor").read() == []
