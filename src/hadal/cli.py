@@ -162,6 +162,15 @@ def serve(
             )
         ),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Where units run: local, this host; ray, or ray:ADDRESS, the nodes of a Ray cluster"
+                " that this host is one of. [dim]local[/dim]"
+            )
+        ),
+    ] = None,
     gateways: Annotated[
         int | None,
         typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64),
@@ -207,10 +216,14 @@ def serve(
     """
     if drafts is not None and drafts not in ("auto", "0", "1", "2", "3"):
         raise typer.BadParameter("0, 1, 2, 3 or auto", param_hint="--drafts")
+    engine, _, address = (on or "").partition(":")
+    if on is not None and (engine not in ("local", "ray") or (address and engine == "local")):
+        raise typer.BadParameter("local, ray or ray:ADDRESS", param_hint="--on")
     overrides = {"model": model, "host": host, "port": port, "model_name": model_name}
     tables: _Tables = {
         "cache": {"folder": cache_folder, "disk_mb": cache_mb},
         "gateway": {"processes": gateways},
+        "cluster": {"on": engine or None, "address": address or None},
         "decode": {"drafts": int(drafts) if drafts and drafts.isdecimal() else drafts},
     }
     if dry_run:
@@ -225,6 +238,7 @@ def serve(
     from hadal.runtime.resolve import resolve
 
     level = "warning" if quiet and log_level == "info" else log_level
+    lender = None
     try:
         start_log("supervisor", level, log_format)
         resolved = resolve(_deployment(config, overrides, tables))
@@ -232,7 +246,11 @@ def serve(
         has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
         options = Options(run_folder, log_dir, level, log_format, keys, has_bar, secret_file)
         announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
-        code = run(resolved, options, (lambda status: None) if quiet else announce, forks)
+        if resolved.deployment.cluster.spans_hosts:
+            from hadal.runtime.ray_cluster import RayCluster
+
+            lender = RayCluster(resolved.deployment)
+        code = run(resolved, options, (lambda status: None) if quiet else announce, forks, lender)
     except ConfigError as error:
         if log_format == JSON:
             logging.getLogger("hadal").critical("%s", error)
@@ -240,6 +258,8 @@ def serve(
             typer.echo(f"hadal serve: {error}", err=True)
         code = EXIT_CONFIG
     finally:
+        if lender is not None:
+            lender.close()
         forks.close()
     sys.exit(code)
 

@@ -44,6 +44,8 @@ def _one_of(*names: str) -> Meta:
 
 
 Switch = Annotated[str, _one_of(AUTO, OFF)]
+LOCAL, RAY = "local", "ray"
+"""Where units run."""
 DRAFTS_MAX = 3
 DRAFTS_AUTO = 2
 """Most drafts where they are chosen by price: buffers have room for so many."""
@@ -267,6 +269,32 @@ class LimitsConfig(ConfigTable, frozen=True):
     request_timeout_s: Seconds = 600.0
 
 
+class ClusterConfig(ConfigTable, frozen=True):
+    """Where the processes of the units run: on this host, or on the nodes of a Ray cluster."""
+
+    on: Annotated[str, _one_of(LOCAL, RAY)] = LOCAL
+    """"local": all on this host; "ray": gateways here, units on nodes that Ray places them on."""
+    address: Text = "auto"
+    """Of the Ray cluster, "10.0.0.1:6379"; "auto": the one that this host is a node of."""
+    label: Annotated[str, Meta(pattern=r"^([^=]+=[^=]+)?\Z")] = ""
+    """Label, "key=value", of the Ray nodes that units may lie on. Empty: any."""
+    volatile_head: Annotated[str, _one_of("refuse", "allow")] = "refuse"
+    """What to do about a Ray head that keeps its state in memory alone: if it dies, Ray ends the
+    processes on every node a minute later. "refuse" such a cluster, or "allow" it.
+    """
+    place_timeout_s: Seconds = 60.0
+    """How long nodes may take to be found before the server gives up starting."""
+    node_timeout_s: Seconds = 1.5
+    """A node that says nothing for this long is lost: its units go on without it."""
+    lease_s: Seconds = 60.0
+    """A node that hears nothing of the supervisor for this long ends what it runs."""
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether processes run on other hosts than this one."""
+        return self.on != LOCAL
+
+
 class Deployment(ConfigTable, frozen=True):
     """Everything `hadal serve` needs to know."""
 
@@ -326,6 +354,7 @@ class Deployment(ConfigTable, frozen=True):
     cache: CacheConfig = CacheConfig()
     ledger: LedgerConfig = LedgerConfig()
     fleet: FleetConfig = FleetConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -344,6 +373,8 @@ class Deployment(ConfigTable, frozen=True):
                 f"prefill.drafts is {shown(self.prefill.drafts)}; drafts are made in decode. Set"
                 " decode.drafts."
             )
+        if self.cluster.spans_hosts:
+            _check_cluster(self)
         _check_deadlines(self)
         for role in ROLES:
             most, units = getattr(self.fleet, f"{role}_max"), units_of(self, role).units
@@ -399,6 +430,21 @@ def read_deployment(path: Path, **overrides: Any) -> Deployment:
         fields["model"] = str(path.parent / model)
     fields.update({name: value for name, value in overrides.items() if value is not None})
     return converted(fields, Deployment, str(path))
+
+
+def _check_cluster(deployment: Deployment) -> None:
+    """What works on one host alone is refused, and what would deceive."""
+    if deployment.handover == "shm":
+        raise ConfigError(
+            "handover is 'shm', which reaches no other host, and cluster.on is"
+            f" {deployment.cluster.on!r}. Take 'auto', 'nixl' or 'tcp'."
+        )
+    if deployment.cluster.lease_s < 4 * deployment.cluster.node_timeout_s:
+        raise ConfigError(
+            f"cluster.lease_s ({deployment.cluster.lease_s:g}) must be four times"
+            f" cluster.node_timeout_s ({deployment.cluster.node_timeout_s:g}) at least: a node that"
+            " was cut off for a moment is to find what it ran."
+        )
 
 
 def _check_deadlines(deployment: Deployment) -> None:

@@ -860,6 +860,76 @@ class Demand(Message, frozen=True):
     units: tuple[UnitFacts, ...]
 
 
+# ---- supervisor <-> agents, one on each node of a cluster ----
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process listens for those of other hosts, in its `life`-th life."""
+
+    life: int
+    endpoint: str
+    """As zmq writes it: tcp://10.0.0.1:40001."""
+
+
+class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
+    """A process that a node is to run."""
+
+    name: str
+    life: int
+    arguments: tuple[str, ...]
+    """A module, and what it is given besides its folder and its life."""
+    threads: int
+    signal: int = 0
+    """The last that it is to get; 0: none."""
+
+
+class NodeOrders(Message, frozen=True):
+    """All that a node is to run, at every change and every beat: what runs and is not named is
+    killed. So a node that was given up and comes back ends what others do by now.
+    """
+
+    processes: tuple[ProcessOrder, ...]
+    addresses: dict[str, Address] | None = None
+    """Of all processes elsewhere that its own may speak to; None: as it was said last."""
+    is_over: bool = False
+    """The run ends, or another agent has taken this one's place: it is to end all and leave."""
+
+
+class ProcessNews(msgspec.Struct, frozen=True, array_like=True):
+    """How a process of a node fares."""
+
+    name: str
+    life: int
+    pid: int
+    code: int | None = None
+    """Its exit code, negative: by that signal; None while it runs."""
+    waited_s: float = 0.0
+    """How long its threads were ready to run and had no processor."""
+    address: Address | None = None
+    """Of the name that it has on the wire; None while it does not listen."""
+
+
+class NodeNews(Message, frozen=True):
+    """How a node fares: its agent says it every AGENT_BEAT_S, and at once when something changed."""
+
+    node: int
+    """Of those that the deployment takes, from 0 on."""
+    boot: str
+    """Of the agent's process: another one has another."""
+    agent: Address
+    host: str
+    """The node's name."""
+    processes: tuple[ProcessNews, ...]
+    versions: dict[str, str]
+
+
+class Printed(Message, frozen=True):
+    """Lines that a process of a node has printed."""
+
+    node: int
+    process: str
+    life: int
+    lines: tuple[bytes, ...]
+
+
 AnyMessage = (
     Submit
     | FrontUp
@@ -911,5 +981,8 @@ AnyMessage = (
     | RankWho
     | LeaderDown
     | Resume
+    | NodeOrders
+    | NodeNews
+    | Printed
 )
 """Every message there is: what a process expects to read."""

@@ -46,12 +46,12 @@ from hadal.runtime.process.process import (
     HAS_SERVED,
     LISTEN_FD,
     LiveClock,
+    add_life_arguments,
     enter_child,
 )
 from hadal.runtime.recorder import recorded
 from hadal.runtime.topology import GATEWAY, gateway_names, open_listener
-from hadal.runtime.transfer.grants import Grants
-from hadal.runtime.wire import ZmqWire
+from hadal.runtime.wire import ZmqWire, open_wire
 
 log = logging.getLogger("hadal.gateway")
 
@@ -263,7 +263,7 @@ async def _drained(host: Host | FarHost, timeout_s: float) -> None:
 def main() -> int:
     """Run until drained or failed; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    add_life_arguments(parser)
     parser.add_argument("--name", default=GATEWAY, help="this gateway's, at the supervisor")
     parser.add_argument(
         HAS_SERVED, action="store_true", help="another gateway served before this one"
@@ -276,11 +276,8 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment = dict(os.environ)
     has_front = arguments.name == GATEWAY
-    wire = (
-        ZmqWire(FRONT, arguments.folder, Grants(run.secret, FRONT))
-        if has_front
-        else ZmqWire(arguments.name, arguments.folder)
-    )
+    name = FRONT if has_front else arguments.name
+    wire = open_wire(run, name, arguments.folder, arguments.life)
     try:
         gateway = make_gateway(
             run.deployment,

@@ -31,10 +31,11 @@ from pathlib import Path
 from hadal import __version__
 from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
 from hadal.core.errors import ConfigError
-from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
+from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES, is_near
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
+    Address,
     AnyMessage,
     Demand,
     Drain,
@@ -42,6 +43,8 @@ from hadal.core.messages import (
     GatewayHeartbeat,
     KeepUnit,
     LeaderDown,
+    NodeNews,
+    Printed,
     RankUp,
     Sighting,
     Suspect,
@@ -62,6 +65,8 @@ from hadal.core.seams import (
 from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import Fleet, make_fleet
 from hadal.roles.recording import MadeFleet
+from hadal.runtime.agent import Joining
+from hadal.runtime.nodes import Cluster, Lender
 from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
@@ -71,7 +76,14 @@ from hadal.runtime.process.child import (
     look_at,
     write_status,
 )
-from hadal.runtime.process.forks import API_KEYS, Forks, Left, environment, reap_others
+from hadal.runtime.process.forks import (
+    API_KEYS,
+    Forks,
+    Left,
+    environment,
+    reap_others,
+    start_here,
+)
 from hadal.runtime.process.logs import LOGS_FOLDER, TEXT, KeptHandler, KeptLines, about
 from hadal.runtime.process.private import make_private, read_private
 from hadal.runtime.process.process import (
@@ -82,6 +94,7 @@ from hadal.runtime.process.process import (
     RUN_FILE,
     Run,
     is_heard,
+    life_arguments,
     read_signals,
     signal_pipe,
     write_run,
@@ -91,11 +104,13 @@ from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (
     GATEWAY,
     gateway_names,
+    judge_of,
     launch_plan,
     open_listener,
     rank_name,
     unit_of,
     url_of,
+    wire_name,
 )
 from hadal.runtime.transfer.pool import (
     PREFIX,
@@ -103,7 +118,7 @@ from hadal.runtime.transfer.pool import (
     remove_shared_memory,
     remove_stale_shared_memory,
 )
-from hadal.runtime.wire import ZmqWire, socket_path
+from hadal.runtime.wire import Network, ZmqWire, address_path, socket_path
 
 # The fleet role at work on one host: units are processes of the supervisor, which it starts and
 # stops.
@@ -277,10 +292,17 @@ Announce = Callable[[Status], None]
 """Called once when everything was started and once when everything is ready."""
 
 
-def serve(resolved: Resolved, options: Options, announce: Announce, forks: Forks) -> int:
+def serve(
+    resolved: Resolved,
+    options: Options,
+    announce: Announce,
+    forks: Forks,
+    lender: Lender | None = None,
+) -> int:
     """Run until told to stop. Returns the exit code. Raises ConfigError if it cannot even start.
 
-    `forks` was started before, so that it imports torch while the deployment is read.
+    `forks` was started before, so that it imports torch while the deployment is read. `lender`:
+    whom the nodes are had from that units run on; None: units run on this host.
     """
     for name in remove_stale_shared_memory():
         log.info("removed %s, left by a run that is gone", name)
@@ -291,7 +313,7 @@ def serve(resolved: Resolved, options: Options, announce: Announce, forks: Forks
         _run_folder(options.run_folder) as folder,
         signal_pipe(_SIGNALS) as fd,
     ):
-        supervisor = Supervisor(resolved, options, folder, listener, announce, forks)
+        supervisor = Supervisor(resolved, options, folder, listener, announce, forks, lender)
         try:
             return supervisor.run(fd)
         finally:
@@ -309,7 +331,11 @@ class Supervisor:
         listener: socket.socket,
         announce: Announce,
         forks: Forks,
+        lender: Lender | None = None,
     ) -> None:
+        """`lender`: whom the nodes are had from that units run on; None: units run here. Raises
+        ConfigError if the nodes are not to be had.
+        """
         self._deployment = resolved.deployment
         self._folder = folder
         self._listener = listener
@@ -331,6 +357,8 @@ class Supervisor:
         self._exit_code: int | None = None
         self._drain_until_s: float | None = None
         self._kill_at_once = False
+        self._lender = lender
+        self._address = lender.address if lender else Run.address
         run = Run(
             self._run_id,
             resolved.deployment,
@@ -338,6 +366,7 @@ class Supervisor:
             options.log_format,
             resolved.fingerprint,
             resolved.model_digest,
+            self._address,
             _secret(options.secret_file),
         )
         write_run(folder, run)
@@ -346,7 +375,8 @@ class Supervisor:
         self._forks = forks
         patterns = [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
         forks.clear_after(Left(patterns, [] if options.run_folder else [str(folder)]))
-        self._wire = ZmqWire(SUPERVISOR, folder)
+        network = None if is_near(self._address) else Network(self._address, run.secret)
+        self._wire = ZmqWire(SUPERVISOR, folder, life=1, network=network)
         if options.log_dir is not None:
             _make_log_dir(options.log_dir)
         kept_in = folder / LOGS_FOLDER
@@ -358,13 +388,19 @@ class Supervisor:
             plan.name: Child(
                 plan.name,
                 plan.role,
-                [plan.module, *plan.arguments, "--folder", str(folder)],
+                [plan.module, *plan.arguments],
                 None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
                 options.log_format,
                 KeptLines(kept_in, plan.name),
             )
             for plan in self._plans.values()
         }
+        self._cluster: Cluster | None = None
+        if lender is not None:
+            self._cluster = Cluster(
+                resolved.deployment, self._plans.values(), folder, self._wire, self._versions
+            )
+            lender.lend(Joining(0, "", Address(1, self._wire.endpoint), run))
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
         self._fleet = self._make_fleet()
@@ -391,6 +427,10 @@ class Supervisor:
                     self._given_up(message)
                 elif isinstance(message, GatewayHeartbeat):
                     self._gateway_spoke(message)
+                elif isinstance(message, NodeNews | Printed) and self._cluster is not None:
+                    self._cluster.hear(time.monotonic(), message)
+            if self._cluster is not None:
+                self._cluster.tick(time.monotonic())
             self._reap()
             self._kill_late_starters()
             self._kill_hung_gateways()
@@ -415,7 +455,11 @@ class Supervisor:
                 child.signal(signal.SIGKILL)
                 child.wait(_STOP_S)
         self._forks.close()
+        if self._cluster is not None:
+            self._cluster.close()
         self._wire.close()
+        if self._lender is not None:
+            self._lender.close()
         remove_shared_memory(self._run_id)
         self._write_status()
 
@@ -470,18 +514,8 @@ class Supervisor:
             for c in self._children.values()
             if c.phase is ProcessPhase.WAITING and c.start_at_s <= now_s
         ]
-        if self._forks.is_warming:  # Gateways import other things, and need not wait for torch.
-            due = [child for child in due if child.role == GATEWAY]
         for child in due:
-            threads = str(self._plans[child.name].threads)
-            environment = {**self._environment, "OMP_NUM_THREADS": threads}
-            if child.role == GATEWAY:
-                fd = self._listener.fileno()
-                environment |= {LISTEN_FD: str(fd), API_KEYS: self._api_keys}
-                more = (HAS_SERVED,) if self._has_served else ()
-                child.start(now_s, environment, (fd,), more, self._forks)
-            else:
-                child.start(now_s, environment, forks=self._forks)
+            self._start(now_s, child)
         if due:
             self._write_status()
         if not self._was_started and all(
@@ -489,6 +523,38 @@ class Supervisor:
         ):
             self._was_started = True
             self._announce(self.status())
+
+    def _start(self, now_s: float, child: Child) -> None:
+        """Start a process where it is to run, if that is there and able to."""
+        plan = self._plans[child.name]
+        if self._cluster is not None and child.role != GATEWAY:
+            cluster, node = self._cluster, self._cluster.node_for(plan)
+            if node is not None:
+                child.start(now_s, lambda *what: cluster.start(plan, node, *what))
+            return
+        if self._forks.is_warming and child.role != GATEWAY:
+            return  # Gateways import other things, and need not wait for torch.
+        environment = {**self._environment, "OMP_NUM_THREADS": str(plan.threads)}
+        fds: tuple[int, ...] = ()
+        more: tuple[str, ...] = ()
+        if child.role == GATEWAY:
+            fds = (self._listener.fileno(),)
+            environment |= {LISTEN_FD: str(fds[0]), API_KEYS: self._api_keys}
+            more = (HAS_SERVED,) if self._has_served else ()
+        child.start(
+            now_s,
+            lambda arguments, life: start_here(
+                child.name,
+                [*arguments, *life_arguments(self._folder, life), *more],
+                environment,
+                fds,
+                self._forks,
+            ),
+        )
+
+    def _is_here(self, child: Child) -> bool:
+        """Whether it runs on this host, where it does."""
+        return self._cluster is None or child.role == GATEWAY
 
     def _ready(self, name: str) -> None:
         child = self._children.get(name)
@@ -508,13 +574,17 @@ class Supervisor:
         self._write_status()
 
     def _reap(self) -> None:
-        reap_others({self._forks.pid, *(child.pid for child in self._children.values())})
+        here = [child for child in self._children.values() if self._is_here(child)]
+        reap_others({self._forks.pid, *(child.pid for child in here)})
         for child in self._children.values():
             now_s = time.monotonic()
+            lost = self._cluster.why_lost(child.name) if self._cluster else ""
+            if lost:
+                child.excuse()
             code = child.poll(now_s)
             if code is None:
                 continue
-            child.last_end = reason = _how(code)
+            child.last_end = reason = lost or _how(code)
             if (
                 child.name == GATEWAY
                 and self._drain_until_s is not None
@@ -597,9 +667,12 @@ class Supervisor:
 
     def _clear_after(self, child: Child) -> None:
         """Remove what a dead process cannot."""
-        name = FRONT if child.name == GATEWAY else child.name
-        socket_path(self._folder, name).unlink(missing_ok=True)
+        name = wire_name(child.name)
         self._wire.forget(name)
+        if not self._is_here(child):
+            return  # Its node does.
+        socket_path(self._folder, name).unlink(missing_ok=True)
+        address_path(self._folder, name).unlink(missing_ok=True)
         if not self._ranks_of(
             child.name
         ):  # A leader has none; its ranks' names begin with its own.
@@ -632,10 +705,11 @@ class Supervisor:
         child = self._children.get(name)
         if child is None or not child.pid:
             return
-        sight, (unit, rank) = look_at(child.pid), unit_of(name)
-        self._wire.send(
-            FRONT if rank is None else unit, Sighting(name, sight.waited_s, sight.is_stopped)
-        )
+        if self._cluster is not None and not self._is_here(child):
+            self._cluster.see(name)
+            return
+        sight = look_at(child.pid)
+        self._wire.send(judge_of(name), Sighting(name, sight.waited_s, sight.is_stopped))
 
     def _given_up(self, message: UnitDown) -> None:
         """Kill a unit that the front, or a rank that its leader, finds silent or stuck. A stopped
@@ -663,7 +737,7 @@ class Supervisor:
             elapsed_s = now_s - self._begun_s(child, now_s)
             if elapsed_s <= child.start_timeout_s:
                 continue
-            waited_s = look_at(child.pid).waited_s
+            waited_s = self._waited_s(child)
             if start_is_over(elapsed_s, waited_s, child.start_timeout_s):
                 log.error(
                     "%s is not ready and came no nearer to it for %.0f s (%.0f s of them without a"
@@ -674,6 +748,12 @@ class Supervisor:
                     extra=about(child.name),
                 )
                 child.signal(signal.SIGKILL)
+
+    def _waited_s(self, child: Child) -> float:
+        """How long its threads were ready to run and had no processor, by what its host sees."""
+        if self._cluster is not None and not self._is_here(child):
+            return self._cluster.waited_s(child.name)
+        return look_at(child.pid).waited_s
 
     def _begun_s(self, child: Child, now_s: float) -> float:
         """The time since which one that starts came no nearer to being ready, though it could: a

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import threading
 import time
@@ -46,7 +45,7 @@ from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
 from hadal.runtime.memory import max_step_tokens, mode_of
 from hadal.runtime.model_files import check_model, watch_model
 from hadal.runtime.process.logs import READING, Teller
-from hadal.runtime.process.process import LiveClock, Run
+from hadal.runtime.process.process import LiveClock, Run, new_epoch
 from hadal.runtime.recorder import recorded
 from hadal.runtime.store.disk import DiskStore, make_store
 from hadal.runtime.store.view import make_view
@@ -55,7 +54,7 @@ from hadal.runtime.transfer.experts import PURPOSE, ExpertTransfer, Stager
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.kv import KvTransfer, live_transfer
 from hadal.runtime.transfer.pool import KvPool, pool_name
-from hadal.runtime.wire import ZmqWire
+from hadal.runtime.wire import ZmqWire, open_wire
 
 # The device of a rank's process: taken, checked, and told how exact to be.
 #
@@ -175,10 +174,6 @@ class Noticing:
         return self._role.handle(now_s, event)
 
 
-ADDRESS = "127.0.0.1"
-"""Where peers find this rank: all processes of a run are on one host."""
-
-
 @dataclass(frozen=True)
 class RankProcess:
     """What a process with a Runner is, whether it is one rank of many or a whole unit."""
@@ -189,6 +184,7 @@ class RankProcess:
     name: str
     """The process's name on the wire."""
     folder: Path
+    life: int
     epoch: str
     device: str
     config: ModelConfig
@@ -198,15 +194,21 @@ class RankProcess:
     def wires(self) -> tuple[ZmqWire, KvTransfer]:
         """Make what moves its messages, and KV out of other pools and its own."""
         grants = Grants(self.run.secret, self.name)
-        kv_transfer = live_transfer(self.pool, self.run, grants, ADDRESS)
-        return ZmqWire(self.name, self.folder, grants), kv_transfer
+        kv_transfer = live_transfer(self.pool, self.run, grants)
+        return open_wire(self.run, self.name, self.folder, self.life, grants), kv_transfer
 
     def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:
         return make_store(self.run, self.role, self.pool.blocks, wake)
 
 
 def make_host(
-    run: Run, unit: str, role: str, rank: int | None, gpu: int | None, folder: Path
+    run: Run,
+    unit: str,
+    role: str,
+    rank: int | None,
+    gpu: int | None,
+    folder: Path,
+    life: int = 0,
 ) -> tuple[UnitHost, list[Effect]]:
     """Load the model, or one rank's part of it, and put the process together; also return its first
     effects. `rank` None: the unit has no other rank, and its leader is in this process. `gpu`: of
@@ -216,7 +218,7 @@ def make_host(
     units = units_of(deployment, role)
     torch.set_num_threads(units.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    epoch = f"{os.getpid()}-{time.time_ns():x}"
+    epoch = new_epoch()
     name = unit if rank is None else rank_name(unit, rank)
     device = open_device(gpu)
     config = read_model_config(Path(deployment.model))
@@ -225,7 +227,9 @@ def make_host(
     num_layers = num_cache_layers(deployment, config)
     shape = (units.kv_blocks, num_layers, BLOCK_TOKENS, config.entry_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
-    process = RankProcess(run, unit, role, name, folder, epoch, device, config, pool, LiveClock())
+    process = RankProcess(
+        run, unit, role, name, folder, life, epoch, device, config, pool, LiveClock()
+    )
     try:
         return _host_alone(process) if rank is None else _host_of_many(process, rank)
     except ConfigError:
@@ -287,16 +291,18 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
     expert_transfer = (
-        ExpertTransfer(ADDRESS, key_of(run.secret, PURPOSE), store.expert)
+        ExpertTransfer(run.address, key_of(run.secret, PURPOSE), store.expert)
         if moves_experts(units_of(deployment, role))
         else None
     )
     wire, kv_transfer = process.wires()
     expert_port = expert_transfer.port if expert_transfer else 0
     rank_role = recorded(
-        RankRole(unit, rank, epoch, ADDRESS, port, kv_transfer.address, expert_port=expert_port),
+        RankRole(
+            unit, rank, epoch, run.address, port, kv_transfer.address, expert_port=expert_port
+        ),
         process.name,
-        MadeRank(unit, rank, epoch, ADDRESS, port, kv_transfer.address, expert_port),
+        MadeRank(unit, rank, epoch, run.address, port, kv_transfer.address, expert_port),
         run.run_id,
         deployment,
     )
@@ -337,7 +343,7 @@ def make_group(
     if deployment.transport == "tcp":
         key = key_of(run.secret, MESH_PURPOSE)
         return MeshGroup(
-            rank, epoch, host=ADDRESS, deadline_s=deadline_s, on_lost=news.peer_lost, key=key
+            rank, epoch, host=run.address, deadline_s=deadline_s, on_lost=news.peer_lost, key=key
         )
     try:
         return TorchGroup(
@@ -346,7 +352,7 @@ def make_group(
             folder=folder,
             deadline_s=deadline_s,
             device=device,
-            host=ADDRESS,
+            host=run.address,
         )
     except ValueError as error:
         raise ConfigError(f"transport {deployment.transport!r} cannot be had: {error}") from error

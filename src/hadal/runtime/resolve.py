@@ -301,8 +301,12 @@ def _ledger(ledger: LedgerConfig) -> LedgerConfig:
 
 
 def why_not_run(resolved: Resolved) -> list[str]:
-    """Why this host cannot run a sound plan, one sentence each; empty if it can."""
+    """Why this host cannot run a sound plan, one sentence each; empty if it can, or other hosts
+    are to.
+    """
     deployment, memory = resolved.deployment, resolved.memory
+    if deployment.cluster.spans_hosts:
+        return []
     reasons = _why_not_here(deployment)
     if reasons:
         return reasons
@@ -351,11 +355,12 @@ def resolve(deployment: Deployment) -> Resolved:
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
     folder = Path(deployment.model)
-    if reasons := _why_not_here(deployment):
+    is_here = not deployment.cluster.spans_hosts
+    if is_here and (reasons := _why_not_here(deployment)):
         raise ConfigError(reasons[0])
     if not resolved.precision:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
-    there_bytes = memory_bytes() if deployment.device == "cpu" else None
+    there_bytes = memory_bytes() if deployment.device == "cpu" and is_here else None
     if there_bytes is not None and (reason := why_not_fit(memory, there_bytes)):
         raise ConfigError(reason)
     if reasons := why_not_run(resolved):
@@ -368,7 +373,7 @@ def resolve(deployment: Deployment) -> Resolved:
             " them to read prompts."
         )
     make_cache_folder(deployment.cache.folder)
-    available = available_bytes()
+    available = available_bytes() if is_here else None
     if deployment.device == "cpu" and available is not None and memory.total_bytes > available:
         text = (
             f"{memory.total_bytes / 2**30:.1f} GiB are needed and {available / 2**30:.1f} GiB are"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
+from hadal.core.messages import FRONT
 
 # The HTTP port: opened by the supervisor, used by the gateway, so that it outlives the gateway.
 #
@@ -86,6 +87,19 @@ def unit_of(name: str) -> tuple[str, int | None]:
     """The unit and the rank that a name means; None if it means the unit's leader."""
     unit, dot, rank = name.rpartition(".")
     return (unit, int(rank)) if dot else (name, None)
+
+
+def wire_name(process: str) -> str:
+    """Name on the wire of a process, by its name at the supervisor."""
+    return FRONT if process == GATEWAY else process
+
+
+def judge_of(process: str) -> str:
+    """Who judges on the wire whether a process is frozen: of a unit the front, of a rank its
+    leader.
+    """
+    unit, rank = unit_of(process)
+    return FRONT if rank is None else unit
 
 
 @dataclass(frozen=True, slots=True)

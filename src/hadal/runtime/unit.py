@@ -11,9 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import os
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -28,12 +26,11 @@ from hadal.roles.recording import MadeLeader
 from hadal.runtime.compute import IDLE
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.process.logs import tell_doing
-from hadal.runtime.process.process import LiveClock, Run, enter_child, unit_arguments
+from hadal.runtime.process.process import LiveClock, Run, enter_child, new_epoch, unit_arguments
 from hadal.runtime.recorder import recorded
 from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import rank_name
-from hadal.runtime.transfer.grants import Grants
-from hadal.runtime.wire import ZmqWire
+from hadal.runtime.wire import open_wire
 
 log = logging.getLogger("hadal.leader")
 
@@ -52,17 +49,21 @@ def main() -> int:
     name = asked.unit if asked.rank is None else rank_name(asked.unit, asked.rank)
     run = enter_child(name, asked.folder)
     if asked.rank is None and units_of(run.deployment, asked.role).ranks > 1:
-        return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
+        return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder, asked.life))
     make = importlib.import_module(_WITH_RUNNER).make_host
     return run_host(
-        lambda: make(run, asked.unit, asked.role, asked.rank, asked.device, asked.folder)
+        lambda: make(
+            run, asked.unit, asked.role, asked.rank, asked.device, asked.folder, asked.life
+        )
     )
 
 
-def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
+def make_host(
+    run: Run, unit: str, role: str, folder: Path, life: int = 0
+) -> tuple[UnitHost, list[Effect]]:
     """Put the leader of many ranks together; also return its first effects. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    epoch = f"{os.getpid()}-{time.time_ns():x}"
+    epoch = new_epoch()
     config = read_model_config(Path(run.deployment.model))
     leader = Spoken(
         recorded(
@@ -82,7 +83,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     host = UnitHost(
         leader,
         None,
-        ZmqWire(unit, folder, Grants(run.secret, unit)),
+        open_wire(run, unit, folder, life),
         None,
         clock,
         step_deadline_s=STEP_DEADLINE_S,

@@ -1,18 +1,29 @@
-"""The Wire seam's messages, live: pyzmq PUSH/PULL over Unix sockets in the run folder, msgpack
-inside.
+"""The Wire seam's messages, live: pyzmq PUSH/PULL, msgpack inside, over Unix sockets between the
+processes of a host and over TCP between hosts.
 
 A process owns one PULL socket at `<folder>/<name>.sock`; every peer that sends to it has one PUSH
-socket. Nothing here blocks or retries: a message to a process that is absent or does not read is
-dropped and counted, and the roles' deadlines recover. Knows nothing of what messages mean.
+socket. Where its run spans hosts it owns another at a TCP port of its node's address, and says so
+in `<folder>/<name>.at`, which reaches the folders of the other nodes (runtime/nodes). Nothing here
+blocks: a message to a process that is absent or does not read is dropped and counted, and the
+roles' deadlines recover. Knows nothing of what messages mean.
 
 What a restart must not do is hand a successor what was meant for the dead, or let the dead speak
 after the successor:
 
-- PUSH sockets never reconnect. A sender looks at the socket file's identity before it sends; a new
-  file is a new process, so the old socket goes, with its queue. The file appears by rename once it
-  listens, so seeing it is enough.
-- Every frame carries its sender's name and start time. Once a later start was heard, earlier ones
-  are dropped.
+- A sender looks at the socket file's identity before it sends; a new file is a new process, so the
+  old socket goes, with its queue. The file appears by rename once it listens, so seeing it is
+  enough. PUSH sockets never reconnect to a Unix socket.
+- Every frame carries its sender's name and life, which whoever starts processes counts. Once a
+  later life was heard, earlier ones are dropped. No clock is compared.
+
+What a broken connection must not do is lose a message between two that live. So a far message has a
+number, and is kept until the receiver said that it has it: with its next message, or after ACK_S.
+When a connection broke, another is opened and all that is kept goes again. The receiver takes each
+number once, and in order.
+
+CURVE encrypts what goes between hosts (RFC 26), with one key pair that is derived from the
+deployment's secret. Its public half is never said aloud, and nobody who does not know it can
+finish a handshake: so both ends hold the secret.
 
 One thread at a time may use a wire.
 """
@@ -23,14 +34,21 @@ import asyncio
 import contextlib
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import AnyMessage
+from hadal.core.handshake import is_near, key_of
+from hadal.core.messages import Address, AnyMessage
+from hadal.runtime.process.process import Run
 from hadal.runtime.transfer.grants import Grants
 
 MAX_QUEUED = 4096
@@ -43,60 +61,233 @@ MAX_BATCH = 256
 """Messages returned at once, so that timers are looked at in between."""
 LINGER_MS = 200
 """How long closing waits for what is queued."""
+ACK_S = 0.2
+"""How long a far message may wait for a message that goes the other way, to say with it that it
+came.
+"""
+ACK_AFTER = 256
+"""Messages after which that is said at once."""
+LOOK_S = 0.1
+"""How often it is looked whether connections to other hosts broke."""
+SILENT_MS = 2000
+"""A connection to another host that is silent for so long has broken."""
+BEAT_MS = 500
+RECONNECT_MS = 100
+PURPOSE = "wire 1"
 _MAX_PATH = 107
 """sockaddr_un.sun_path less its final zero (unix(7))."""
 
+Identity = tuple[int, int]
 
-class _Peer:
-    """One PUSH socket and the identity of the socket file it was connected to."""
 
-    def __init__(self, socket: zmq.Socket[bytes], identity: tuple[int, int]) -> None:
-        self.socket = socket
+@dataclass(frozen=True)
+class Network:
+    """What a process needs to be heard by other hosts: its node's address, and the deployment's
+    secret.
+    """
+
+    address: str
+    secret: bytes
+
+
+class _Header(msgspec.Struct, array_like=True, frozen=True):
+    """The first frame of a message. Of a near one only the first two fields are set."""
+
+    name: str
+    life: int
+    link: int = 0
+    """Of the sender's links to this receiver, counted up."""
+    number: int = 0
+    """Of the messages on that link, from 1 on; 0: this one only acknowledges."""
+    acked_link: int = 0
+    acked: int = 0
+    """The last number that the sender took from the receiver on that link."""
+
+
+class _Near:
+    """One PUSH socket to a process of this host."""
+
+    def __init__(self, context: zmq.Context[Any], path: Path, identity: Identity) -> None:
         self.identity = identity
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self.socket.set(zmq.SNDHWM, MAX_QUEUED)
+        self.socket.set(zmq.RECONNECT_IVL, -1)
+        self.socket.connect(f"ipc://{path}")
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.socket.close(linger=linger_ms)
+
+
+class _Far:
+    """A link to a process of another host: one socket after the other, and what it may have to send
+    again.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: Address,
+        identity: Identity,
+        link: int,
+        keys: tuple[bytes, bytes],
+    ) -> None:
+        self.address = address
+        self.identity = identity
+        """Of the file that the address was read from."""
+        self.link = link
+        self._context = context
+        self._keys = keys
+        self._num_sent = 0
+        self._kept: deque[tuple[int, bytes, bytes]] = deque()
+        """Number, body and grant of what the receiver did not acknowledge yet."""
+        self._connect()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._kept) >= MAX_QUEUED
+
+    def send(self, header: _Header, body: bytes, grant: bytes) -> None:
+        """Number the message, keep it and send it. The caller looked whether there is room."""
+        self._num_sent += 1
+        self._kept.append((self._num_sent, body, grant))
+        self.push(header, self._num_sent, body, grant)
+
+    def push(self, header: _Header, number: int, body: bytes, grant: bytes) -> None:
+        """Send under this number. What does not go now is kept, or is worth nothing by then."""
+        numbered = msgspec.structs.replace(header, link=self.link, number=number)
+        with contextlib.suppress(zmq.Again):
+            frames = [msgspec.msgpack.encode(numbered), body, grant]
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def acknowledged(self, number: int) -> None:
+        """The receiver has all up to this number."""
+        while self._kept and self._kept[0][0] <= number:
+            self._kept.popleft()
+
+    def has_broken(self) -> bool:
+        """Whether a connection that had been there ended since the last call."""
+        is_broken = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+                self._was_open |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                is_broken |= self._was_open and event == zmq.EVENT_DISCONNECTED
+        return is_broken
+
+    def open_again(self, header: _Header) -> None:
+        """Connect anew, and send all that the receiver may not have."""
+        self.close()
+        self._connect()
+        for number, body, grant in self._kept:
+            self.push(header, number, body, grant)
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+
+    def _connect(self) -> None:
+        public, secret = self._keys
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, MAX_QUEUED + 1)  # An acknowledgement goes beside them.
+        self._socket.set(zmq.CURVE_SERVERKEY, public)
+        self._socket.set(zmq.CURVE_PUBLICKEY, public)
+        self._socket.set(zmq.CURVE_SECRETKEY, secret)
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.set(zmq.CONNECT_TIMEOUT, BEAT_MS)
+        _beat(self._socket)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._was_open = False
+        self._socket.connect(self.address.endpoint)
+
+
+class _Heard:
+    """What came from one sender."""
+
+    __slots__ = ("life", "link", "number", "owed", "owed_since_s")
+
+    def __init__(self, life: int) -> None:
+        self.life = life
+        self.link = 0
+        self.number = 0
+        """The last that was taken, of this link."""
+        self.owed = 0
+        """Messages that came since the sender was last told what came."""
+        self.owed_since_s = 0.0
 
 
 class ZmqWire:
-    """Messages to and from the processes of one run folder. `counts` tells what became of them."""
+    """Messages to and from the processes of one run. `counts` tells what became of them."""
 
-    def __init__(self, name: str, folder: Path, grants: Grants | None = None) -> None:
-        """Own the name `name`; `grants` go beside the messages that hand leases on. Raises
-        ConfigError if the folder's path is too long for a Unix socket.
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        grants: Grants | None = None,
+        *,
+        life: int = 0,
+        network: Network | None = None,
+    ) -> None:
+        """Own the name `name`, in its `life`-th life; `grants` go beside the messages that hand
+        leases on. `network` None: only the processes of this host are to be heard. Raises
+        ConfigError if the folder's path is too long for a Unix socket, or the address is none of
+        this host's.
         """
         self.name = name
         self.counts: Counter[str] = Counter()
-        """"sent", "received", and dropped: "absent", "full", "malformed", "stale"."""
+        """"sent", "received", "again" (sent once more over a new connection), and dropped:
+        "absent", "full", "malformed", "stale", "repeated", "early" (one before it comes again).
+        """
         self._grants = grants
         self._folder = folder
         self._path = socket_path(folder, name)
-        started_ns = time.monotonic_ns()  # Comparable between the processes of a host.
-        self._header = msgspec.msgpack.encode((name, started_ns))
+        self._header = _Header(name, life)
+        self._near_header = msgspec.msgpack.encode((name, life))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-        self._header_decoder = msgspec.msgpack.Decoder(tuple[str, int])
-        self._started_ns_of: dict[str, int] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._header_decoder = msgspec.msgpack.Decoder(_Header)
+        self._heard: dict[str, _Heard] = {}
+        self._peers: dict[str, _Near | _Far] = {}
+        self._num_links = 0
+        self._looked_s = 0.0
+        self._keys = _keys(network.secret) if network else (b"", b"")
         self._context = zmq.Context(io_threads=1)
-        self._pull: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
-        self._pull.set(zmq.RCVHWM, MAX_QUEUED)
-        self._pull.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._pull = self._puller()
         unborn = socket_path(folder, f"{name}.new")
         with contextlib.suppress(FileNotFoundError):
             unborn.unlink()
         self._pull.bind(f"ipc://{unborn}")
+        self._far_pull: zmq.Socket[bytes] | None = None
+        self._endpoint = ""
+        if network is not None:
+            self._far_pull = self._open_to_hosts(network)
         unborn.rename(self._path)
         self._identity = _identity(self._path)
         self._poller = zmq.Poller()
-        self._poller.register(self._pull, zmq.POLLIN)
+        for pull in self._pulls():
+            self._poller.register(pull, zmq.POLLIN)
+
+    @property
+    def endpoint(self) -> str:
+        """Where other hosts reach it; empty if they do not."""
+        return self._endpoint
 
     def send(self, to: str, message: AnyMessage) -> None:
         """Queue the message for `to`; never waits. What cannot be queued is dropped and counted."""
-        socket = self._socket_to(to)
-        if socket is None:
+        peer = self._peer(to)
+        if peer is None:
             self.counts["absent"] += 1
             return
+        grant = b"" if self._grants is None else self._grants.to(to, message)
+        body = self._encoder.encode(message)
         try:
-            grant = b"" if self._grants is None else self._grants.to(to, message)
-            socket.send_multipart((self._header, self._encoder.encode(message), grant), zmq.NOBLOCK)
+            if isinstance(peer, _Near):
+                peer.socket.send_multipart((self._near_header, body, grant), zmq.NOBLOCK)
+            elif peer.is_full:
+                raise zmq.Again
+            else:
+                peer.send(self._far_header(to), body, grant)
         except zmq.Again:
             self.counts["full"] += 1
             return
@@ -130,69 +321,132 @@ class ZmqWire:
         readable: asyncio.Future[None] = loop.create_future()
         # zmq's descriptor tells of new messages only once all old ones were taken, which _drain
         # just did.
-        descriptor = self._pull.FD
-        loop.add_reader(descriptor, _resolve, readable)
+        descriptors = [pull.FD for pull in self._pulls()]
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, _resolve, readable)
         try:
             with contextlib.suppress(TimeoutError):
                 # Not wait_for: a cancellation that comes with a message is lost in it.
                 async with asyncio.timeout(timeout_s):
                     await readable
         finally:
-            loop.remove_reader(descriptor)
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
         return self._drain()
 
     def forget(self, peer: str) -> None:
         """Drop what is queued for a peer known to be gone."""
         if (old := self._peers.pop(peer, None)) is not None:
-            old.socket.close(linger=0)
+            old.close()
 
     def close(self) -> None:
         """Give queued messages a moment to leave, then close. The name is free again."""
         with contextlib.suppress(OSError):
             if _identity(self._path) == self._identity:  # Not a successor's.
                 self._path.unlink()
-        self._pull.close(linger=0)
+                address_path(self._folder, self.name).unlink(missing_ok=True)
+        for pull in self._pulls():
+            pull.close(linger=0)
         for peer in self._peers.values():
-            peer.socket.close(linger=LINGER_MS)
+            peer.close(LINGER_MS)
         self._peers.clear()
         self._context.term()
 
-    def _socket_to(self, to: str) -> zmq.Socket[bytes] | None:
-        peer = self._peers.get(to)
+    def _puller(self) -> zmq.Socket[bytes]:
+        pull: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        pull.set(zmq.RCVHWM, MAX_QUEUED)
+        pull.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        return pull
+
+    def _open_to_hosts(self, network: Network) -> zmq.Socket[bytes]:
+        """Listen at the node's address and there alone, and write down at which port."""
+        pull = self._puller()
+        pull.set(zmq.CURVE_SERVER, 1)
+        pull.set(zmq.CURVE_SECRETKEY, self._keys[1])
+        _beat(pull)
         try:
-            identity = _identity(self._folder / f"{to}.sock")
+            port = pull.bind_to_random_port(f"tcp://{_bracketed(network.address)}")
+        except zmq.ZMQError as error:
+            pull.close(linger=0)
+            raise ConfigError(f"cannot listen at {network.address}: {error}.") from error
+        self._endpoint = f"tcp://{_bracketed(network.address)}:{port}"
+        write_address(self._folder, self.name, Address(self._header.life, self._endpoint))
+        return pull
+
+    def _pulls(self) -> Sequence[zmq.Socket[bytes]]:
+        return [self._pull] if self._far_pull is None else [self._pull, self._far_pull]
+
+    def _peer(self, to: str) -> _Near | _Far | None:
+        """What leads to the process that has the name now; None: none has."""
+        peer = self._peers.get(to)
+        near = self._folder / f"{to}.sock"
+        path = near if self._far_pull is None or near.exists() else address_path(self._folder, to)
+        try:
+            identity = _identity(path)
+            if peer is not None and peer.identity == identity:
+                return peer
+            if path == near:
+                self.forget(to)
+                self._peers[to] = _Near(self._context, socket_path(self._folder, to), identity)
+                return self._peers[to]
+            address = read_address(path)
         except OSError:
             self.forget(to)
             return None
-        if peer is not None and peer.identity == identity:
-            return peer.socket
+        if isinstance(peer, _Far) and peer.address == address:
+            peer.identity = identity  # The same again, written anew.
+            return peer
         self.forget(to)
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
-        socket.set(zmq.SNDHWM, MAX_QUEUED)
-        socket.set(zmq.RECONNECT_IVL, -1)
-        socket.connect(f"ipc://{socket_path(self._folder, to)}")
-        self._peers[to] = _Peer(socket, identity)
-        return socket
+        self._num_links += 1
+        self._peers[to] = _Far(self._context, address, identity, self._num_links, self._keys)
+        return self._peers[to]
+
+    def _far_header(self, to: str) -> _Header:
+        """Says as well what came from there."""
+        heard = self._heard.get(to)
+        if heard is None:
+            return self._header
+        heard.owed = 0
+        return msgspec.structs.replace(self._header, acked_link=heard.link, acked=heard.number)
 
     def _drain(self) -> list[AnyMessage]:
         messages: list[AnyMessage] = []
-        for _ in range(MAX_BATCH):
-            try:
-                frames = self._pull.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            message = self._decode(frames)
-            if message is not None:
-                messages.append(message)
+        for pull in self._pulls():
+            for _ in range(MAX_BATCH - len(messages)):
+                try:
+                    frames = pull.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                message = self._decode(frames)
+                if message is not None:
+                    messages.append(message)
         self.counts["received"] += len(messages)
+        if self._far_pull is not None:
+            self._look_after_links(time.monotonic())
         return messages
+
+    def _look_after_links(self, now_s: float) -> None:
+        """Acknowledge what came a while ago, and open again what has broken."""
+        for name, heard in list(self._heard.items()):
+            is_due = heard.owed >= ACK_AFTER or now_s - heard.owed_since_s >= ACK_S
+            if not heard.owed or not is_due:
+                continue
+            heard.owed_since_s = now_s
+            if isinstance(peer := self._peer(name), _Far):
+                peer.push(self._far_header(name), 0, b"", b"")
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        for name, peer in self._peers.items():
+            if isinstance(peer, _Far) and peer.has_broken():
+                self.counts["again"] += 1
+                peer.open_again(self._far_header(name))
 
     def _decode(self, frames: list[bytes]) -> AnyMessage | None:
         try:
-            header, body, grant = frames
-            sender, started_ns = self._header_decoder.decode(header)
-            if started_ns < self._started_ns_of.get(sender, 0):
-                self.counts["stale"] += 1
+            encoded, body, grant = frames
+            header = self._header_decoder.decode(encoded)
+            if not self._is_next(header):
                 return None
             message = self._decoder.decode(body)
         except (
@@ -201,10 +455,47 @@ class ZmqWire:
         ):  # A wrong number of frames, or frames that are not ours.
             self.counts["malformed"] += 1
             return None
-        self._started_ns_of[sender] = started_ns
         if self._grants is not None:
             self._grants.keep(message, grant)
         return message
+
+    def _is_next(self, header: _Header) -> bool:
+        """Whether the message is to be taken: of no earlier life and, from another host, the next
+        of its link.
+        """
+        heard = self._heard.get(header.name)
+        if heard is None or heard.life < header.life:
+            heard = self._heard[header.name] = _Heard(header.life)
+        if (header.life, header.link) < (heard.life, heard.link if header.link else 0):
+            self.counts["stale"] += 1
+            return False
+        if not header.link:
+            return True
+        peer = self._peers.get(header.name)
+        if isinstance(peer, _Far) and peer.link == header.acked_link:
+            peer.acknowledged(header.acked)
+        if not header.number:
+            return False
+        if header.link > heard.link:
+            heard.link, heard.number = header.link, 0
+        if not heard.owed:
+            heard.owed_since_s = time.monotonic()
+        heard.owed += 1
+        if header.number != heard.number + 1:
+            self.counts["repeated" if header.number <= heard.number else "early"] += 1
+            return False
+        heard.number = header.number
+        return True
+
+
+def open_wire(
+    run: Run, name: str, folder: Path, life: int, grants: Grants | None = None
+) -> ZmqWire:
+    """The wire of a process of a run, which other hosts reach where the run spans any. Raises
+    ConfigError.
+    """
+    network = None if is_near(run.address) else Network(run.address, run.secret)
+    return ZmqWire(name, folder, grants or Grants(run.secret, name), life=life, network=network)
 
 
 def socket_path(folder: Path, name: str) -> Path:
@@ -218,11 +509,50 @@ def socket_path(folder: Path, name: str) -> Path:
     return path
 
 
+def address_path(folder: Path, name: str) -> Path:
+    """Where it is written down at which port of which node `name` listens."""
+    return folder / f"{name}.at"
+
+
+def write_address(folder: Path, name: str, address: Address) -> None:
+    """Replace what is known of where `name` listens, at once."""
+    unborn = folder / f"{name}.at.new"
+    unborn.write_bytes(msgspec.json.encode(address))
+    unborn.rename(address_path(folder, name))
+
+
+def read_address(path: Path) -> Address:
+    """Raises OSError if it is not there, or none of ours."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Address)
+    except msgspec.MsgspecError as error:
+        raise OSError(f"{path}: no address of a process ({error}).") from error
+
+
+def _keys(secret: bytes) -> tuple[bytes, bytes]:
+    """The public and the secret half of the pair of keys that all processes of a deployment
+    have.
+    """
+    encoded = z85.encode(key_of(secret, PURPOSE))
+    return zmq.curve_public(encoded), encoded
+
+
+def _beat(socket: zmq.Socket[bytes]) -> None:
+    """Let zmq notice by itself that the other end cannot be reached any more."""
+    socket.set(zmq.HEARTBEAT_IVL, BEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.set(zmq.HANDSHAKE_IVL, SILENT_MS)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
 def _resolve(readable: asyncio.Future[None]) -> None:
     if not readable.done():
         readable.set_result(None)
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _identity(path: Path) -> Identity:
     found = os.stat(path)  # The inode alone may be used again.
     return found.st_ino, found.st_ctime_ns

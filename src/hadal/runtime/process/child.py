@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -20,14 +19,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from hadal.core.messages import Sighting
 from hadal.progress import PERIOD_S, Bar
 from hadal.roles.suspects import Absence, Suspects
-from hadal.runtime.process.forks import Forked, Forks
+from hadal.runtime.process.forks import Output, Process
 from hadal.runtime.process.logs import (
     TEXT,
     Doing,
@@ -109,7 +107,6 @@ PUT_OFF_S = 15.0
 again. Each time that it was not ready in between it rests twice as long, up to PUT_OFF_MAX_S.
 """
 PUT_OFF_MAX_S = 240.0
-_ENTRY = str(Path(__file__).with_name("entry.py"))
 
 
 class ProcessPhase(StrEnum):
@@ -142,7 +139,6 @@ class Child:
         self.name = name
         self.role = role
         self.phase = ProcessPhase.WAITING
-        self.pid = 0
         self.num_starts = 0
         self.start_at_s = 0.0
         """When WAITING: not before."""
@@ -158,7 +154,7 @@ class Child:
         self._log_path = log_path
         self._log_format = log_format
         self._kept = kept
-        self._process: subprocess.Popen[bytes] | Forked | None = None
+        self._process: Process | None = None
         self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
         self._failed_starts = 0
         self._backoff = 0
@@ -171,35 +167,26 @@ class Child:
     def start(
         self,
         now_s: float,
-        environment: dict[str, str],
-        pass_fds: tuple[int, ...] = (),
-        more: tuple[str, ...] = (),
-        forks: Forks | None = None,
+        start: Callable[[tuple[str, ...], int], Process],
     ) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone.
-        `more`: arguments of this start only. `forks`: what it may be forked from.
+        """Start the process by `start`, which is given its arguments and the number of this
+        start.
         """
-        arguments = [*self._arguments, *more]
-        forked = forks.fork(self.name, arguments, environment, pass_fds) if forks else None
-        self._process = forked or subprocess.Popen(
-            [sys.executable, "-P", _ENTRY, str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=pass_fds,
-            env=environment,
-        )
-        self.pid = self._process.pid
+        self.num_starts += 1
+        self._process = start(self._arguments, self.num_starts)
         self.phase = ProcessPhase.STARTING
         self._is_replaced = False
-        self.num_starts += 1
         self.started_s = self.moved_s = now_s
         self.doing = None
         assert self._process.stdout is not None
         threading.Thread(
             target=self._relay, args=(self._process.stdout,), name=f"log-{self.name}", daemon=True
         ).start()
+
+    @property
+    def pid(self) -> int:
+        """0 while it does not run."""
+        return self._process.pid if self._process else 0
 
     def is_ready(self, now_s: float) -> None:
         """The process works: from now on its end is a crash, not a failed start."""
@@ -234,7 +221,7 @@ class Child:
         self._process = None
         self.start_at_s = now_s
         if not self._is_wanted:
-            self.phase, self.pid = ProcessPhase.RESTING, 0
+            self.phase = ProcessPhase.RESTING
             self._failed_starts = self._backoff = 0
             return code
         if not self._is_replaced:
@@ -244,7 +231,6 @@ class Child:
             self._backoff = 0 if now_s - self.started_s > _STEADY_S else self._backoff + 1
             self.start_at_s += _BACKOFF_S[min(max(self._backoff - 1, 0), len(_BACKOFF_S) - 1)]
         self.phase = ProcessPhase.WAITING
-        self.pid = 0
         return code
 
     @property
@@ -279,8 +265,12 @@ class Child:
         crash.
         """
         if self._process is not None:
-            self._is_replaced = True
+            self.excuse()
             self._process.kill()
+
+    def excuse(self) -> None:
+        """What ends it now is not its own fault."""
+        self._is_replaced = True
 
     @property
     def is_wanted(self) -> bool:
@@ -310,16 +300,15 @@ class Child:
             return False
         self._process = None
         self.phase = ProcessPhase.ENDED
-        self.pid = 0
         return True
 
-    def _relay(self, pipe: IO[bytes]) -> None:
+    def _relay(self, output: Output) -> None:
         """Copy its output line by line. In a thread, so that a slow terminal never stops the
         supervisor.
         """
         file = None if self._log_path is None else append_private(self._log_path)
-        with pipe, file or contextlib.nullcontext():
-            for line in pipe:
+        with output as lines, file or contextlib.nullcontext():
+            for line in lines:
                 if (doing := doing_of(line)) is not None:
                     self.doing, self.moved_s = doing, time.monotonic()
                     continue

@@ -34,9 +34,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -61,6 +62,7 @@ _READY = b"r"
 _MAX_BYTES = 1 << 18
 _MAX_FDS = 8
 _MAX_PID_BYTES = 32
+_ENTRY = str(Path(__file__).with_name("entry.py"))
 _QUIET_S = 3.0
 """If no fork is asked for in so long, nobody waits for one."""
 
@@ -103,6 +105,46 @@ def environment() -> dict[str, str]:
     }
 
 
+class Output(Protocol):
+    """What a process prints, line by line, until the block around it ends."""
+
+    def __enter__(self) -> Iterable[bytes]: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class Process(Protocol):
+    """A process that was started, here or on another host: as much of `subprocess.Popen` as its
+    supervisor asks for.
+    """
+
+    @property
+    def pid(self) -> int:
+        """On its host."""
+
+    @property
+    def stdout(self) -> Output | None:
+        """What it prints; None only where nobody asked for it."""
+
+    def poll(self) -> int | None:
+        """The exit code (negative: by that signal), None while it runs."""
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it runs."""
+
+
 class Forked:
     """A forked process, with as much of `subprocess.Popen` as a Child asks for."""
 
@@ -121,13 +163,13 @@ class Forked:
                 os.close(self._pidfd)
         return self._code
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout: float) -> int:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
         if self.poll() is None:
-            select.select([self._pidfd], [], [], timeout_s)
+            select.select([self._pidfd], [], [], timeout)
         code = self.poll()
         if code is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -230,6 +272,28 @@ class Forks:
         self._socket = None
         self._process.kill()
         self._process.wait()
+
+
+def start_here(
+    name: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    pass_fds: tuple[int, ...] = (),
+    forks: Forks | None = None,
+) -> Process:
+    """Start a process of this host, a module and what it is given, in a session of its own, so that
+    Ctrl-C reaches its supervisor alone. `forks`: what it may be forked from.
+    """
+    forked = forks.fork(name, arguments, environment, pass_fds) if forks else None
+    return forked or subprocess.Popen(
+        [sys.executable, "-P", _ENTRY, str(os.getpid()), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        env=environment,
+    )
 
 
 def reap_others(own: Collection[int]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import resource
+import secrets
 import signal
 import socket
 import time
@@ -103,6 +104,8 @@ class Run:
     """What KV depends on besides its text (runtime/resolve); empty where the cache is off."""
     model_digest: str = ""
     """Of config.json and the weights that the server was started with (runtime/resolve)."""
+    address: str = "127.0.0.1"
+    """Of this node, where processes of other hosts reach those of this one."""
     secret: bytes = field(default=b"", repr=False)
     """What its processes prove themselves by (core/handshake). It stands in `run.json` alone: in no
     name, argument, environment, log or recording.
@@ -145,6 +148,11 @@ def is_heard(path: Path) -> bool:
         return True
 
 
+def new_epoch() -> str:
+    """What tells this process from any other there was, on whatever host."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
+
+
 def unit_arguments(description: str | None) -> argparse.Namespace:
     """The command line of a unit's process: unit, role, folder and, where there are several, rank
     and GPU.
@@ -158,8 +166,21 @@ def unit_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--role", required=True, choices=ROLES)
     parser.add_argument("--rank", type=int, help="place in the unit, from 0; none: its leader")
     parser.add_argument("--device", type=int, help="which GPU of its node; none: the CPU")
-    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    add_life_arguments(parser)
     return parser.parse_args()
+
+
+def add_life_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every process is told by whoever starts it."""
+    parser.add_argument("--folder", type=Path, required=True, help="run folder of this host")
+    parser.add_argument(
+        "--life", type=int, default=0, help="how often a process of this name was started"
+    )
+
+
+def life_arguments(folder: Path, life: int) -> list[str]:
+    """The same as words of a command line."""
+    return ["--folder", str(folder), "--life", str(life)]
 
 
 def enter_child(name: str, folder: Path) -> Run:

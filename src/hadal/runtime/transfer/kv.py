@@ -263,14 +263,19 @@ class _Source:
             self._link.peer.close()
 
 
-def live_transfer(pool: KvPool, run: Run, grants: Grants, host: str) -> KvTransfer:
+def live_transfer(pool: KvPool, run: Run, grants: Grants) -> KvTransfer:
     """Make what a process of a run pulls with, and others pull from. Raises ConfigError."""
     deployment = run.deployment
     handover = deployment.handover
-    if handover == AUTO and is_near(host):
+    if handover == AUTO and is_near(run.address):
         handover = SHM  # Whoever pulls is on this host: nothing listens that nobody needs.
     return KvTransfer(
-        pool, handover, host=host, secret=run.secret, grants=grants, lease_s=deployment.lease_s
+        pool,
+        handover,
+        host=run.address,
+        secret=run.secret,
+        grants=grants,
+        lease_s=deployment.lease_s,
     )
 
 

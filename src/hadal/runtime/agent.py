@@ -1,0 +1,357 @@
+"""The agent of a node: starts, watches and ends what the supervisor, on another host, says that the
+node is to run.
+
+It is given its joining as JSON on standard input, since the deployment's secret is in it, and makes
+a run folder of its own: to the processes that it starts, it is what the supervisor is to those of
+its own host. Everything that it hears names all that is to run, so nothing that got lost matters
+for long (roles/nodes). It ends with all that it runs when the run ends, when another agent has taken
+its place, or when it has heard nothing for the deployment's `cluster.lease_s`.
+
+    python -m hadal.runtime.agent < joining.json
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from hadal import __version__
+from hadal.core.errors import ConfigError
+from hadal.core.messages import (
+    SUPERVISOR,
+    Address,
+    NodeNews,
+    NodeOrders,
+    Printed,
+    ProcessNews,
+    ProcessOrder,
+    Sighting,
+    Suspect,
+)
+from hadal.roles.nodes import AGENT_BEAT_S, agent_name
+from hadal.runtime.process.child import look_at
+from hadal.runtime.process.forks import (
+    Forks,
+    Left,
+    Output,
+    Process,
+    environment,
+    reap_others,
+    start_here,
+)
+from hadal.runtime.process.logs import start_log
+from hadal.runtime.process.process import (
+    EXIT_CONFIG,
+    FOLDER_PREFIX,
+    Run,
+    life_arguments,
+    read_signals,
+    signal_pipe,
+    write_run,
+)
+from hadal.runtime.topology import judge_of, wire_name
+from hadal.runtime.transfer.pool import (
+    PREFIX,
+    SHM_FOLDER,
+    remove_shared_memory,
+    remove_stale_shared_memory,
+)
+from hadal.runtime.wire import (
+    Network,
+    ZmqWire,
+    address_path,
+    read_address,
+    socket_path,
+    write_address,
+)
+
+log = logging.getLogger("hadal.agent")
+
+MAX_LINES = 10_000
+"""Lines of a process that wait to be sent; more drop the oldest."""
+MAX_LINES_SENT = 200
+"""Of one process in one message."""
+_QUICK_S = 0.02
+"""How often it looks while a process comes up, which says by a file that it listens."""
+_LAST_WORDS_S = 0.2
+"""How long the output of an ended process may stay open, as when a child of its own holds it."""
+_KILL_S = 5.0
+"""How long a killed process may take to be gone."""
+_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What an agent is told when it is started."""
+
+    node: int
+    """Which node of the deployment it is to be."""
+    address: str
+    """Where other hosts reach this one. Nothing listens anywhere else."""
+    supervisor: Address
+    run: Run
+
+
+@dataclass
+class _Running:
+    """A process of this node."""
+
+    order: ProcessOrder
+    process: Process
+    code: int | None = None
+    signalled: int = 0
+    address: Address | None = None
+    lines: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
+    reader: threading.Thread | None = None
+    ended_s: float | None = None
+    """When it was seen to have ended; its exit code is told behind its last line."""
+
+    def news(self) -> ProcessNews:
+        waited_s = look_at(self.process.pid).waited_s if self.code is None else 0.0
+        return ProcessNews(
+            self.order.name,
+            self.order.life,
+            self.process.pid,
+            self.code,
+            waited_s,
+            self.address,
+        )
+
+
+class Agent:
+    """One node's processes, its run folder and its wire."""
+
+    def __init__(self, joining: Joining, folder: Path, forks: Forks) -> None:
+        self._joining = joining
+        self._folder = folder
+        self._forks = forks
+        self._environment = environment()
+        self._running: dict[str, _Running] = {}
+        self._mirrored: set[str] = set()
+        """Names elsewhere whose addresses are in the folder."""
+        self._heard_s = time.monotonic()
+        self._is_over = False
+        run = joining.run
+        remove_stale_shared_memory()
+        write_run(folder, run)
+        forks.clear_after(Left([f"{SHM_FOLDER}/{PREFIX}{run.run_id}.*"], [str(folder)]))
+        write_address(folder, SUPERVISOR, joining.supervisor)
+        self._boot = secrets.token_hex(4)
+        name = agent_name(joining.node, self._boot)
+        self._wire = ZmqWire(name, folder, network=Network(joining.address, run.secret))
+        self._versions = {
+            "hadal": __version__,
+            "python": platform.python_version(),
+            "torch": version("torch"),
+        }
+        self._spoke_s = 0.0
+        self._said: tuple[ProcessNews, ...] | None = None
+
+    def run(self, signals_fd: int) -> None:
+        """Serve until the run ends, or the lease."""
+        self._wire.wake_on(signals_fd)
+        while not self._is_over:
+            for message in self._wire.receive(self._wait_s()):
+                if isinstance(message, NodeOrders):
+                    self._ordered(message)
+                elif isinstance(message, Suspect):
+                    self._see(message.process)
+            if {signal.SIGTERM, signal.SIGINT} & set(read_signals(signals_fd)):
+                log.info("ending: told by a signal")
+                self._is_over = True
+            self._reap()
+            self._speak(time.monotonic())
+            lease_s = self._joining.run.deployment.cluster.lease_s
+            if time.monotonic() - self._heard_s > lease_s:
+                log.error(
+                    "nothing was heard of the supervisor for %.0f s; this node ends what it runs",
+                    lease_s,
+                )
+                self._is_over = True
+
+    def close(self) -> None:
+        """Kill what still runs, and remove what it leaves."""
+        for running in self._running.values():
+            if running.code is None:
+                running.process.kill()
+                running.process.wait(_KILL_S)
+        self._forks.close()
+        self._wire.close()
+        remove_shared_memory(self._joining.run.run_id)
+
+    def _ordered(self, orders: NodeOrders) -> None:
+        self._heard_s = time.monotonic()
+        self._is_over |= orders.is_over
+        if orders.addresses is not None:
+            self._mirror(orders.addresses)
+        wanted = {order.name: order for order in orders.processes}
+        for name, running in list(self._running.items()):
+            order = wanted.get(name)
+            if order is None or order.life != running.order.life:
+                self._end(name, running)
+            elif order.signal != running.signalled and running.code is None:
+                running.signalled = order.signal
+                running.process.send_signal(signal.Signals(order.signal))
+        if self._forks.is_warming:
+            return  # The next beat comes soon.
+        for order in wanted.values():
+            if order.name not in self._running:
+                self._start(order)
+
+    def _mirror(self, addresses: dict[str, Address]) -> None:
+        """Make the names elsewhere known to this node's processes."""
+        own = {wire_name(name) for name in self._running}
+        for name in self._mirrored - addresses.keys() - own:
+            address_path(self._folder, name).unlink(missing_ok=True)
+        for name, address in addresses.items():
+            if name not in own:
+                write_address(self._folder, name, address)
+        self._mirrored = set(addresses)
+
+    def _start(self, order: ProcessOrder) -> None:
+        log.info("starting %s", order.name)
+        arguments = [*order.arguments, *life_arguments(self._folder, order.life)]
+        process = start_here(
+            order.name,
+            arguments,
+            {**self._environment, "OMP_NUM_THREADS": str(order.threads)},
+            forks=self._forks,
+        )
+        running = self._running[order.name] = _Running(order, process)
+        address_path(self._folder, wire_name(order.name)).unlink(missing_ok=True)
+        assert process.stdout is not None
+        running.reader = threading.Thread(
+            target=_keep_lines, args=(process.stdout, running.lines), daemon=True
+        )
+        running.reader.start()
+
+    def _end(self, name: str, running: _Running) -> None:
+        """Kill a process that is not wanted any more, if it runs, and forget it."""
+        if running.code is None:
+            log.warning("ending %s, which is not wanted here any more", name)
+            running.process.kill()
+            running.process.wait(_KILL_S)
+        self._clear_after(name)
+        del self._running[name]
+
+    def _clear_after(self, name: str) -> None:
+        """Remove what a dead process cannot."""
+        socket_path(self._folder, wire_name(name)).unlink(missing_ok=True)
+        address_path(self._folder, wire_name(name)).unlink(missing_ok=True)
+        self._wire.forget(wire_name(name))
+        if not any(other.startswith(f"{name}.") for other in self._running):
+            remove_shared_memory(self._joining.run.run_id, name)
+
+    def _reap(self) -> None:
+        reap_others({self._forks.pid, *(each.process.pid for each in self._running.values())})
+        for name, running in self._running.items():
+            if running.code is not None:
+                continue
+            if running.address is None:
+                running.address = self._address_of(running)
+            code = running.process.poll()
+            if code is None:
+                continue
+            if running.ended_s is None:
+                running.ended_s = time.monotonic()
+                self._clear_after(name)
+            is_silent = running.reader is None or not running.reader.is_alive()
+            if is_silent or time.monotonic() - running.ended_s > _LAST_WORDS_S:
+                running.code = code
+
+    def _address_of(self, running: _Running) -> Address | None:
+        """Where a process listens, once it does."""
+        try:
+            address = read_address(address_path(self._folder, wire_name(running.order.name)))
+        except OSError:
+            return None
+        return address if address.life == running.order.life else None
+
+    def _speak(self, now_s: float) -> None:
+        """Say how the processes fare, if it is time or something changed; and what they printed."""
+        for name, running in self._running.items():
+            while running.lines:
+                lines = tuple(
+                    running.lines.popleft() for _ in range(min(len(running.lines), MAX_LINES_SENT))
+                )
+                printed = Printed(self._joining.node, name, running.order.life, lines)
+                self._wire.send(SUPERVISOR, printed)
+        processes = tuple(running.news() for running in self._running.values())
+        facts = tuple(msgspec.structs.replace(news, waited_s=0.0) for news in processes)
+        if facts == self._said and now_s - self._spoke_s < AGENT_BEAT_S:
+            return
+        self._spoke_s, self._said = now_s, facts
+        news = NodeNews(
+            self._joining.node,
+            self._boot,
+            Address(0, self._wire.endpoint),
+            socket.gethostname(),
+            processes,
+            self._versions,
+        )
+        self._wire.send(SUPERVISOR, news)
+
+    def _see(self, name: str) -> None:
+        """Tell a judge how one of its processes fares."""
+        running = self._running.get(name)
+        if running is not None and running.code is None:
+            sight = look_at(running.process.pid)
+            self._wire.send(judge_of(name), Sighting(name, sight.waited_s, sight.is_stopped))
+
+    def _wait_s(self) -> float:
+        is_coming_up = any(
+            running.lines
+            or (running.code is None and running.address is None)
+            or (running.code is None and running.ended_s is not None)
+            for running in self._running.values()
+        )
+        return _QUICK_S if is_coming_up or self._forks.is_warming else AGENT_BEAT_S
+
+
+def _keep_lines(output: Output, lines: deque[bytes]) -> None:
+    with output as printed:
+        lines.extend(printed)
+
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        joining = msgspec.json.decode(sys.stdin.buffer.read(), type=Joining)
+    except msgspec.MsgspecError as error:
+        print(f"no joining of a node: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    start_log(f"node-{joining.node}", joining.run.log_level, joining.run.log_format)
+    forks = Forks(environment())
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    try:
+        with signal_pipe(_SIGNALS) as fd:
+            agent = Agent(joining, folder, forks)
+            try:
+                agent.run(fd)
+            finally:
+                agent.close()
+    except ConfigError as error:
+        log.critical("%s", error)
+        return EXIT_CONFIG
+    finally:
+        forks.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""Hosts on one machine: each has a network, processes, a name and shared memory of its own, and all
+are joined by one bridge.
+
+Needs root, ip, tc and nsenter (Debian: iproute2, util-linux). Hosts differ from real ones in that
+they share cores, a clock and the file system, where only the model and what is installed is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.dist.serving import wait_until
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+NETWORK = "10.98.0"
+PORT = 6379
+"""Of the Ray head."""
+TEMP = "/dev/shm/t"
+"""Folder for temporary files, on each host its own."""
+START_S = 90.0
+_CLONE_NEWNET = 0x40000000
+_INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(flush=True); signal.pause()"
+"""The first process of a host: reaps what others leave, or a dead raylet counts as alive."""
+
+
+def run(*command: str) -> None:
+    """Run to its end, which is to be a good one."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+def why_no_hosts() -> str:
+    """Why hosts cannot be made here; empty if they can."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))):
+        return "hosts need root, ip, tc, nsenter and unshare"
+    name = f"hadal-probe-{os.getpid()}"
+    made = subprocess.run(
+        ["ip", "netns", "add", name], capture_output=True, timeout=20, check=False
+    )
+    if made.returncode:
+        return "there is no right to make network namespaces"
+    run("ip", "netns", "delete", name)
+    return ""
+
+
+NEEDS_HOSTS = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+
+class Host:
+    """One of them. What runs on it dies with it."""
+
+    def __init__(self, number: int, switch: str) -> None:
+        self.number = number
+        self.address = f"{NETWORK}.{number + 1}"
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self._net = f"hadal-{os.getpid()}-{number}"
+        self._switch = switch
+        self._init: subprocess.Popen[bytes] | None = None
+        run("ip", "netns", "add", self._net)
+        run(
+            *("ip", "link", "add", "e0", "netns", self._net, "type", "veth"),
+            *("peer", "name", f"h{number}", "netns", switch),
+        )
+        run("ip", "-n", switch, "link", "set", f"h{number}", "master", "br0", "up")
+        run("ip", "-n", self._net, "addr", "add", f"{self.address}/24", "dev", "e0")
+        run("ip", "-n", self._net, "link", "set", "e0", "up")
+        run("ip", "-n", self._net, "link", "set", "lo", "up")
+        self.boot()
+
+    def boot(self) -> None:
+        """Start its first process."""
+        mounts = f"mount -t tmpfs tmpfs /dev/shm && mkdir {TEMP} && hostname host-{self.number}"
+        self._init = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self._net),
+                *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"),
+                *("/bin/sh", "-c", f'{mounts} && exec "$@"', "sh"),
+                *(sys.executable, "-c", _INIT),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        assert self._init.stdout is not None
+        self._init.stdout.readline()
+
+    @property
+    def _inner(self) -> int:
+        """Pid here of its first process."""
+        assert self._init is not None
+        path = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children")
+        return int(path.read_text().split()[0])
+
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process there; its output goes to a file, for `log`."""
+        with open(self.log_path(name), "wb") as log:
+            process = subprocess.Popen(
+                ["nsenter", "-t", str(self._inner), "-n", "-m", "-p", "-u", "--", *command],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": TEMP, **ENVIRONMENT, **(environment or {})},
+            )
+        self.started[name] = process
+        return process
+
+    def log_path(self, name: str) -> Path:
+        return LOGS / f"{os.getpid()}-{self.number}-{name}.log"
+
+    def log(self, name: str) -> str:
+        return self.log_path(name).read_text(errors="replace")
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in a thread whose sockets are this host's."""
+        result: list[Any] = []
+
+        def inside() -> None:
+            with open(f"/var/run/netns/{self._net}") as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            try:
+                result.append((True, function()))
+            except BaseException as error:
+                result.append((False, error))
+
+        thread = threading.Thread(target=inside)
+        thread.start()
+        thread.join()
+        is_good, value = result[0]
+        if not is_good:
+            raise value
+        return value  # type: ignore[no-any-return]
+
+    def pids(self, word: str) -> list[int]:
+        """Pids here of its processes whose command line has this word."""
+        space, found = os.readlink(f"/proc/{self._inner}/ns/pid"), []
+        for path in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if path.name.isdecimal() and os.readlink(path / "ns/pid") == space:
+                    line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if word in line:
+                        found.append(int(path.name))
+        return found
+
+    def unplug(self) -> None:
+        run("ip", "-n", self._switch, "link", "set", f"h{self.number}", "down")
+
+    def plug(self) -> None:
+        run("ip", "-n", self._switch, "link", "set", f"h{self.number}", "up")
+
+    def shape(self, *discipline: str) -> None:
+        """Limit or disturb what leaves it: the words of a queueing discipline of tc(8)."""
+        run(
+            *("ip", "netns", "exec", self._net, "tc", "qdisc", "replace", "dev", "e0", "root"),
+            *discipline,
+        )
+
+    def kill(self) -> None:
+        """Kill all that runs on it at once, as a loss of power does. It can be booted again."""
+        assert self._init is not None
+        os.kill(self._inner, signal.SIGKILL)
+        self._init.wait(20)
+        for process in self.started.values():
+            process.wait(20)
+        self.started.clear()
+
+    def remove(self) -> None:
+        if self._init is not None and self._init.poll() is None:
+            self.kill()
+        subprocess.run(
+            ["ip", "netns", "delete", self._net], capture_output=True, timeout=20, check=False
+        )
+
+
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+    "HADAL_LEDGER": "off",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
+}
+LOGS = Path("/tmp/hadal-hosts")
+
+
+class Hosts:
+    """Some hosts on a bridge. The first is the one with Ray's head and the supervisor."""
+
+    def __init__(self, num_hosts: int) -> None:
+        LOGS.mkdir(exist_ok=True)
+        self._switch = f"hadal-{os.getpid()}-switch"
+        run("ip", "netns", "add", self._switch)
+        run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", self._switch, "link", "set", "br0", "up")
+        self.hosts = [Host(number, self._switch) for number in range(num_hosts)]
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, number: int) -> Host:
+        return self.hosts[number]
+
+    def start_ray(self, num_cpus: int, *, is_volatile: bool = False) -> None:
+        """A Ray node on each host, the first with the head, each with so many cores for units."""
+        self.start_head(num_cpus, is_volatile=is_volatile)
+        for host in self.hosts[1:]:
+            self.start_ray_node(host, num_cpus)
+        wait_until(lambda: self.num_ray_nodes() == len(self.hosts), START_S, "Ray nodes")
+
+    def start_head(self, num_cpus: int, *, is_volatile: bool = False) -> None:
+        head = self.hosts[0]
+        storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/dev/shm/gcs"}
+        head.start(
+            "ray",
+            ["ray", "start", "--head", f"--port={PORT}", "--include-dashboard=false", *_ray_options(head, num_cpus)],
+            {} if is_volatile else storage,
+        )
+        wait_until(lambda: "Ray runtime started" in head.log("ray"), START_S, "the head to start")
+
+    def start_ray_node(self, host: Host, num_cpus: int) -> None:
+        host.start(
+            "ray",
+            [
+                "ray",
+                "start",
+                f"--address={self.hosts[0].address}:{PORT}",
+                *_ray_options(host, num_cpus),
+            ],
+        )
+
+    def num_ray_nodes(self) -> int:
+        return sum("Ray runtime started" in host.log("ray") for host in self.hosts)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.remove()
+        subprocess.run(
+            ["ip", "netns", "delete", self._switch], capture_output=True, timeout=20, check=False
+        )
+
+
+def _ray_options(host: Host, num_cpus: int) -> list[str]:
+    return [
+        f"--node-ip-address={host.address}",
+        f"--num-cpus={num_cpus}",
+        "--temp-dir=/dev/shm/r",
+        "--object-store-memory=80000000",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+        "--block",
+    ]
