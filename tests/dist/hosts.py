@@ -7,7 +7,6 @@ they share cores, a clock and the file system, where only the model and what is 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
@@ -93,7 +92,8 @@ class Host:
             stdout=subprocess.PIPE,
         )
         assert self._init.stdout is not None
-        self._init.stdout.readline()
+        with self._init.stdout as output:
+            output.readline()
 
     @property
     def _inner(self) -> int:
@@ -145,17 +145,6 @@ class Host:
         if not is_good:
             raise value
         return value  # type: ignore[no-any-return]
-
-    def pids(self, word: str) -> list[int]:
-        """Pids here of its processes whose command line has this word."""
-        space, found = os.readlink(f"/proc/{self._inner}/ns/pid"), []
-        for path in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if path.name.isdecimal() and os.readlink(path / "ns/pid") == space:
-                    line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if word in line:
-                        found.append(int(path.name))
-        return found
 
     def unplug(self) -> None:
         run("ip", "-n", self._switch, "link", "set", f"h{self.number}", "down")
@@ -221,10 +210,10 @@ class Hosts:
     def __getitem__(self, number: int) -> Host:
         return self.hosts[number]
 
-    def start_ray(self, num_cpus: int, *, is_volatile: bool = False) -> None:
+    def start_ray(self, *num_cpus_of_each: int, is_volatile: bool = False) -> None:
         """A Ray node on each host, the first with the head, each with so many cores for units."""
-        self.start_head(num_cpus, is_volatile=is_volatile)
-        for host in self.hosts[1:]:
+        self.start_head(num_cpus_of_each[0], is_volatile=is_volatile)
+        for host, num_cpus in zip(self.hosts[1:], num_cpus_of_each[1:], strict=True):
             self.start_ray_node(host, num_cpus)
         wait_until(lambda: self.num_ray_nodes() == len(self.hosts), START_S, "Ray nodes")
 
@@ -233,7 +222,14 @@ class Hosts:
         storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/dev/shm/gcs"}
         head.start(
             "ray",
-            ["ray", "start", "--head", f"--port={PORT}", "--include-dashboard=false", *_ray_options(head, num_cpus)],
+            [
+                "ray",
+                "start",
+                "--head",
+                f"--port={PORT}",
+                "--include-dashboard=false",
+                *_ray_options(head, num_cpus),
+            ],
             {} if is_volatile else storage,
         )
         wait_until(lambda: "Ray runtime started" in head.log("ray"), START_S, "the head to start")

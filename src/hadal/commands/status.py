@@ -25,6 +25,7 @@ from rich.text import Text
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR
+from hadal.roles.nodes import NodePhase
 from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, read_status
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
@@ -96,7 +97,11 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 def wrong(status: Status) -> list[str]:
     """What an operator should know, a sentence each."""
-    said = []
+    said = [
+        f"node {node.number}{f' ({node.host})' if node.host else ''} is {node.phase}."
+        for node in status.nodes
+        if node.phase != NodePhase.UP
+    ]
     for name, process in status.processes.items():
         if process.phase in (ProcessPhase.READY, ProcessPhase.RESTING):
             continue
@@ -130,7 +135,7 @@ def show(found: Found, console: Console) -> None:
         more = f" and {len(ends) - _ENDS} more" if len(ends) > _ENDS else ""
         table.add_row(
             unit,
-            ranges(sorted({plan.node for plan in plans})),
+            _places(of_unit.values(), sorted({plan.node for plan in plans})),
             _ready(of_unit.values()),
             ranges([process.pid for process in of_unit.values() if process.pid]),
             str(sum(max(0, process.num_starts - 1) for process in of_unit.values()) or ""),
@@ -139,6 +144,12 @@ def show(found: Found, console: Console) -> None:
     console.print(table)
     for sentence in wrong(status):
         console.print(f"[yellow]{sentence}[/yellow]")
+
+
+def _places(processes: Collection[ProcessStatus], nodes: Sequence[int]) -> str:
+    """The numbers of a unit's nodes and, of a cluster, the names of the hosts that they are now."""
+    names = sorted({process.host for process in processes if process.host})
+    return f"{ranges(nodes)} ({', '.join(names)})" if names else ranges(nodes)
 
 
 def units(plans: Sequence[ProcessPlan]) -> dict[str, list[ProcessPlan]]:

@@ -76,6 +76,11 @@ class Node:
         """The addresses elsewhere that its agent knows; None: it was told of none."""
 
     @property
+    def host(self) -> str:
+        """Name of the host that it is; empty before an agent spoke."""
+        return "" if self.news is None else self.news.host
+
+    @property
     def agent(self) -> str:
         """Its agent's name on the wire; empty before one spoke."""
         return "" if self.news is None else agent_name(self.number, self.news.boot)

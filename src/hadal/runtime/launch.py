@@ -429,8 +429,8 @@ class Supervisor:
                     self._gateway_spoke(message)
                 elif isinstance(message, NodeNews | Printed) and self._cluster is not None:
                     self._cluster.hear(time.monotonic(), message)
-            if self._cluster is not None:
-                self._cluster.tick(time.monotonic())
+            if self._cluster is not None and self._cluster.tick(time.monotonic()):
+                self._write_status()
             self._reap()
             self._kill_late_starters()
             self._kill_hung_gateways()
@@ -473,7 +473,11 @@ class Supervisor:
             ready=self._is_ready(),
             draining=self._drain_until_s is not None,
             elapsed_s=now_s - self._started_s,
-            processes={child.name: child.status() for child in self._children.values()},
+            processes={
+                child.name: child.status(self._cluster.host_of(child.name) if self._cluster else "")
+                for child in self._children.values()
+            },
+            nodes=self._cluster.status() if self._cluster else (),
             versions=self._versions,
         )
 

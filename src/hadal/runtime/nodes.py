@@ -28,6 +28,7 @@ from hadal.core.messages import (
 )
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
 from hadal.runtime.agent import Joining
+from hadal.runtime.process.child import NodeStatus
 from hadal.runtime.topology import (
     ProcessPlan,
     gateway_names,
@@ -145,13 +146,20 @@ class Cluster:
         )
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
+        self._shown: tuple[NodeStatus, ...] = ()
         self._known: dict[str, Address] = {}
         """Addresses that are in the folder."""
 
-    @property
-    def num_up(self) -> int:
-        """Nodes that are there."""
-        return sum(node.phase is NodePhase.UP for node in self._nodes.nodes)
+    def status(self) -> tuple[NodeStatus, ...]:
+        """Which nodes are there."""
+        return tuple(
+            NodeStatus(node.number, node.phase.value, node.host) for node in self._nodes.nodes
+        )
+
+    def host_of(self, name: str) -> str:
+        """The host that a process was started on last; empty if on none of the nodes."""
+        elsewhere = self._processes.get(name)
+        return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
     def hear(self, now_s: float, message: NodeNews | Printed) -> None:
         """An agent spoke."""
@@ -175,19 +183,23 @@ class Cluster:
             log.info("node %d (%s) is heard again", message.node, message.host)
         self._close_outputs()
 
-    def tick(self, now_s: float) -> None:
-        """Time passed: to be called several times a second, once all that was said is heard."""
+    def tick(self, now_s: float) -> bool:
+        """Time passed: to be called several times a second, once all that was said is heard. True
+        if nodes came or went since the last call.
+        """
         for node in self._nodes.tick(now_s):
             log.error(
                 "node %d (%s) has said nothing for %.1f s: it is lost with all that ran there",
                 node.number,
-                node.news.host if node.news else "never heard",
+                node.host,
                 now_s - node.heard_s,
             )
         self._close_outputs()
         self._nodes.listen_here(self._addresses_here())
         self._write_addresses()
         self._nodes.tell_addresses(now_s)
+        shown, self._shown = self._shown, self.status()
+        return shown != self._shown
 
     def node_for(self, plan: ProcessPlan) -> int | None:
         """The node that a process is to run on now: its own, or a leader with any of its ranks;

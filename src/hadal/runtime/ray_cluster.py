@@ -26,7 +26,12 @@ import msgspec
 import ray
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hadal.core.config import Deployment, units_of
@@ -42,7 +47,7 @@ NAMESPACE = "hadal"
 _STORAGE_TAG = b"extra_usage_tag_gcs_storage"
 """Where the head writes down what it keeps its state in, whether or not it tells anybody."""
 _IN_MEMORY = "memory"
-_LOOK_S = 1.0
+_LOOK_S = 0.1
 
 
 class NodeActor:
@@ -109,20 +114,25 @@ class RayCluster:
         missing.
         """
         started_s = time.monotonic()
-        groups = node_groups(self._deployment)
-        bundles = [[self._bundle(node) for node in nodes] for nodes in groups]
-        self._groups = [self._group(of_group) for of_group in bundles]
-        self._await_groups(bundles)
-        actor = ray.remote(max_restarts=-1, max_task_retries=0)(NodeActor)
-        for group, nodes in zip(self._groups, groups, strict=True):
-            for index, node in enumerate(nodes):
+        groups = {nodes: [self._bundle(node) for node in nodes] for nodes in self._node_groups()}
+        missing = sum(map(len, groups))
+        # The largest first, one by one: several small ones could take a place of each large one.
+        for nodes, bundles in sorted(groups.items(), key=_size, reverse=True):
+            group = self._group(bundles)
+            self._groups.append(group)
+            self._await(group, bundles, missing, started_s)
+            missing -= len(nodes)
+            for index, (node, bundle) in enumerate(zip(nodes, bundles, strict=True)):
                 placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-                num_gpus = bundles[self._groups.index(group)][index].get("GPU", 0)
-                self._actors.append(
-                    actor.options(scheduling_strategy=placed, num_cpus=0, num_gpus=num_gpus).remote(
-                        msgspec.json.encode(_joining(joining, node, joining.address))
-                    )
+                actor = ray.remote(NodeActor).options(
+                    scheduling_strategy=placed,
+                    num_cpus=0,
+                    num_gpus=bundle.get("GPU", 0),
+                    max_restarts=-1,
+                    max_task_retries=0,
                 )
+                told = _joining(joining, node, joining.address)
+                self._actors.append(actor.remote(msgspec.json.encode(told)))
         log.info("Ray found %d nodes in %.1f s", len(self._actors), time.monotonic() - started_s)
 
     def close(self) -> None:
@@ -149,6 +159,12 @@ class RayCluster:
             raise ConfigError(f"{text}, or set cluster.volatile_head to 'allow'.")
         log.warning("%s.", text)
 
+    def _node_groups(self) -> list[tuple[int, ...]]:
+        """Nodes that are had together or not at all: those of a large unit, or one that small
+        units share.
+        """
+        return list(dict.fromkeys(unit.nodes for unit in place_units(self._deployment)))
+
     def _bundle(self, node: int) -> dict[str, float]:
         """What a node must have: its ranks' GPUs, or their threads."""
         needed: Counter[str] = Counter()
@@ -170,27 +186,26 @@ class RayCluster:
         )
         return made
 
-    def _await_groups(self, bundles: Sequence[Sequence[dict[str, float]]]) -> None:
-        """Raises ConfigError, and gives back what was found, if it takes too long."""
+    def _await(
+        self,
+        group: PlacementGroup,
+        bundles: Sequence[dict[str, float]],
+        missing: int,
+        started_s: float,
+    ) -> None:
+        """Wait for the nodes of a group; `missing`: nodes that are looked for, these among them.
+        Raises ConfigError if it takes too long.
+        """
         timeout_s = self._deployment.cluster.place_timeout_s
-        started_s = told_s = time.monotonic()
-        while True:
-            waiting = [
-                of_group
-                for group, of_group in zip(self._groups, bundles, strict=True)
-                if not group.wait(0)
-            ]
+        told_s = started_s
+        while placement_group_table(group)["state"] != "CREATED":
             now_s = time.monotonic()
-            if not waiting:
-                return
-            missing = sum(len(of_group) for of_group in waiting)
             text = (
-                f"{missing} of {sum(map(len, bundles))} nodes are not found: each of them needs"
-                f" {_resources(waiting[0][0])} free{self._of_label()}, and the cluster has"
+                f"{missing} nodes are not found yet. {len(bundles)} of them need"
+                f" {_resources(bundles[0])} free each{self._of_label()}; the cluster has"
                 f" {self._what_is_there()}"
             )
             if now_s - started_s > timeout_s:
-                self.close()
                 raise ConfigError(
                     f"after {timeout_s:g} s (cluster.place_timeout_s) {text}. Add nodes, or take a"
                     " smaller deployment."
@@ -213,12 +228,10 @@ class RayCluster:
         return ", ".join(f"{count} x {text or 'nothing'}" for text, count in counted.items())
 
 
-def node_groups(deployment: Deployment) -> list[tuple[int, ...]]:
-    """Nodes that are had together or not at all: those of a large unit, or one that small units
-    share.
-    """
-    groups = {unit.nodes: None for unit in place_units(deployment)}
-    return list(groups)
+def _size(group: tuple[tuple[int, ...], list[dict[str, float]]]) -> tuple[int, float]:
+    """How hard a group is to place."""
+    nodes, bundles = group
+    return len(nodes), sum(bundles[0].values())
 
 
 def _joining(asked: Joining, node: int, address: str) -> Joining:

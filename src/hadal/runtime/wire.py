@@ -102,6 +102,8 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
     acked_link: int = 0
     acked: int = 0
     """The last number that the sender took from the receiver on that link."""
+    endpoint: str = ""
+    """Where the sender listens: what answers it may be faster than the news of its address."""
 
 
 class _Near:
@@ -127,13 +129,12 @@ class _Far:
         self,
         context: zmq.Context[Any],
         address: Address,
-        identity: Identity,
         link: int,
         keys: tuple[bytes, bytes],
     ) -> None:
         self.address = address
-        self.identity = identity
-        """Of the file that the address was read from."""
+        self.identity: Identity | None = None
+        """Of the file that the address was read from; None: the process said it itself."""
         self.link = link
         self._context = context
         self._keys = keys
@@ -242,13 +243,14 @@ class ZmqWire:
         self._grants = grants
         self._folder = folder
         self._path = socket_path(folder, name)
-        self._header = _Header(name, life)
         self._near_header = msgspec.msgpack.encode((name, life))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
         self._header_decoder = msgspec.msgpack.Decoder(_Header)
         self._heard: dict[str, _Heard] = {}
         self._peers: dict[str, _Near | _Far] = {}
+        self._learnt: dict[str, Address] = {}
+        """Where senders said that they listen, until the folder says as much."""
         self._num_links = 0
         self._looked_s = 0.0
         self._keys = _keys(network.secret) if network else (b"", b"")
@@ -261,7 +263,8 @@ class ZmqWire:
         self._far_pull: zmq.Socket[bytes] | None = None
         self._endpoint = ""
         if network is not None:
-            self._far_pull = self._open_to_hosts(network)
+            self._far_pull = self._open_to_hosts(network, life)
+        self._header = _Header(name, life, endpoint=self._endpoint)
         unborn.rename(self._path)
         self._identity = _identity(self._path)
         self._poller = zmq.Poller()
@@ -358,7 +361,7 @@ class ZmqWire:
         pull.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         return pull
 
-    def _open_to_hosts(self, network: Network) -> zmq.Socket[bytes]:
+    def _open_to_hosts(self, network: Network, life: int) -> zmq.Socket[bytes]:
         """Listen at the node's address and there alone, and write down at which port."""
         pull = self._puller()
         pull.set(zmq.CURVE_SERVER, 1)
@@ -370,7 +373,7 @@ class ZmqWire:
             pull.close(linger=0)
             raise ConfigError(f"cannot listen at {network.address}: {error}.") from error
         self._endpoint = f"tcp://{_bracketed(network.address)}:{port}"
-        write_address(self._folder, self.name, Address(self._header.life, self._endpoint))
+        write_address(self._folder, self.name, Address(life, self._endpoint))
         return pull
 
     def _pulls(self) -> Sequence[zmq.Socket[bytes]]:
@@ -379,27 +382,38 @@ class ZmqWire:
     def _peer(self, to: str) -> _Near | _Far | None:
         """What leads to the process that has the name now; None: none has."""
         peer = self._peers.get(to)
-        near = self._folder / f"{to}.sock"
-        path = near if self._far_pull is None or near.exists() else address_path(self._folder, to)
         try:
-            identity = _identity(path)
-            if peer is not None and peer.identity == identity:
-                return peer
-            if path == near:
-                self.forget(to)
-                self._peers[to] = _Near(self._context, socket_path(self._folder, to), identity)
-                return self._peers[to]
-            address = read_address(path)
+            identity = _identity(self._folder / f"{to}.sock")
         except OSError:
-            self.forget(to)
-            return None
-        if isinstance(peer, _Far) and peer.address == address:
-            peer.identity = identity  # The same again, written anew.
+            return self._far_peer(to, peer)
+        if peer is not None and peer.identity == identity:
             return peer
         self.forget(to)
-        self._num_links += 1
-        self._peers[to] = _Far(self._context, address, identity, self._num_links, self._keys)
+        self._peers[to] = _Near(self._context, socket_path(self._folder, to), identity)
         return self._peers[to]
+
+    def _far_peer(self, to: str, peer: _Near | _Far | None) -> _Far | None:
+        """The same for a process of another host. `peer`: what led to it last."""
+        path, learnt = address_path(self._folder, to), self._learnt.get(to)
+        identity: Identity | None = None
+        with contextlib.suppress(OSError):
+            identity = _identity(path)
+            if isinstance(peer, _Far) and peer.identity == identity and learnt is None:
+                return peer
+            address = read_address(path)
+            if learnt is None or learnt.life <= address.life:
+                self._learnt.pop(to, None)
+                learnt = address
+        if learnt is None:
+            self.forget(to)
+            return None
+        if not isinstance(peer, _Far) or peer.address != learnt:
+            self.forget(to)
+            self._num_links += 1
+            peer = _Far(self._context, learnt, self._num_links, self._keys)
+            self._peers[to] = peer
+        peer.identity = identity
+        return peer
 
     def _far_header(self, to: str) -> _Header:
         """Says as well what came from there."""
@@ -478,6 +492,7 @@ class ZmqWire:
             return False
         if header.link > heard.link:
             heard.link, heard.number = header.link, 0
+            self._learnt[header.name] = Address(header.life, header.endpoint)
         if not heard.owed:
             heard.owed_since_s = time.monotonic()
         heard.owed += 1

@@ -54,6 +54,17 @@ class ProcessStatus:
     num_starts: int
     last_end: str = ""
     """How it ended last; empty if it never did."""
+    host: str = ""
+    """Where it was started last; empty: on the supervisor's own host."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node of a cluster. `host` is empty before an agent spoke there."""
+
+    number: int
+    phase: str
+    host: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class Status:
     elapsed_s: float
     """Time since the supervisor began."""
     processes: dict[str, ProcessStatus]
+    nodes: tuple[NodeStatus, ...] = ()
+    """Of the cluster, if there is one."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of what it runs on."""
 
@@ -206,8 +219,10 @@ class Child:
             return START_TIMEOUT_S
         return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
 
-    def status(self) -> ProcessStatus:
-        return ProcessStatus(self.role, self.phase.value, self.pid, self.num_starts, self.last_end)
+    def status(self, host: str = "") -> ProcessStatus:
+        return ProcessStatus(
+            self.role, self.phase.value, self.pid, self.num_starts, self.last_end, host
+        )
 
     def poll(self, now_s: float) -> int | None:
         """Return the exit code if it has just ended (negative: by that signal), else None. Plans
