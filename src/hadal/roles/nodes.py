@@ -188,6 +188,15 @@ class Nodes:
         )
         self.order(now_s, self.nodes[number])
 
+    def release(self, number: int) -> None:
+        """A node is given back."""
+        node = self.nodes[number]
+        if node.news is not None:
+            self._gone.add((number, node.news.boot))
+            self._send(node.agent, NodeOrders((), is_over=True))
+        self._lose(node, "its node was given back")
+        self.nodes[number] = Node(number)
+
     def order(self, now_s: float, node: Node, addresses: dict[str, Address] | None = None) -> None:
         """Tell a node all that it is to run, and whom its processes may speak to."""
         node.ordered_s = now_s

@@ -398,9 +398,14 @@ class Supervisor:
         self._cluster: Cluster | None = None
         if lender is not None:
             self._cluster = Cluster(
-                resolved.deployment, self._plans.values(), folder, self._wire, self._versions
+                resolved.deployment,
+                self._plans.values(),
+                folder,
+                self._wire,
+                self._versions,
+                lender,
             )
-            lender.lend(Joining(0, "", Address(1, self._wire.endpoint), run))
+            lender.begin(Joining(0, "", Address(1, self._wire.endpoint), run))
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
         self._fleet = self._make_fleet()
@@ -429,8 +434,8 @@ class Supervisor:
                     self._gateway_spoke(message)
                 elif isinstance(message, NodeNews | Printed) and self._cluster is not None:
                     self._cluster.hear(time.monotonic(), message)
-            if self._cluster is not None and self._cluster.tick(time.monotonic()):
-                self._write_status()
+            if self._cluster is not None:
+                self._look_at_nodes(self._cluster)
             self._reap()
             self._kill_late_starters()
             self._kill_hung_gateways()
@@ -555,6 +560,24 @@ class Supervisor:
                 self._forks,
             ),
         )
+
+    def _look_at_nodes(self, cluster: Cluster) -> None:
+        """Have the nodes that are needed, and no others. While nothing was served yet, nodes that
+        are not to be had end the start.
+        """
+        cluster.keep(
+            {
+                self._plans[child.name].node
+                for child in self._children.values()
+                if child.role != GATEWAY and (child.is_wanted or child.pid)
+            }
+        )
+        if cluster.tick(time.monotonic()):
+            self._write_status()
+        if complaint := cluster.complaint():
+            log.error("%s.", complaint)
+            if not self._has_served:
+                self._exit_code = EXIT_CONFIG
 
     def _is_here(self, child: Child) -> bool:
         """Whether it runs on this host, where it does."""

@@ -13,7 +13,7 @@ import queue
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -114,10 +114,16 @@ class Lender(Protocol):
     address: str
     """Of this host, where the nodes reach it."""
 
-    def lend(self, joining: Joining) -> None:
-        """Start an agent on each node of the deployment, whose joining is like this one but for its
-        number and its address. Raises ConfigError if nodes are missing.
+    def begin(self, joining: Joining) -> None:
+        """Agents are to join like this, but for their number and address."""
+
+    def keep(self, groups: frozenset[tuple[int, ...]]) -> None:
+        """Have an agent on every node of these groups, soon, and on no other. The nodes of a group
+        are had together or not at all.
         """
+
+    def complaint(self) -> str:
+        """Why nodes that are wanted are not there; empty while they are, or may soon be."""
 
     def close(self) -> None:
         """Give all nodes back. Idempotent."""
@@ -133,7 +139,14 @@ class Cluster:
         folder: Path,
         wire: ZmqWire,
         versions: Mapping[str, str],
+        lender: Lender,
     ) -> None:
+        self._lender = lender
+        units = place_units(deployment)
+        self._groups = dict.fromkeys(unit.nodes for unit in units)
+        """Each the nodes of a large unit, or one that small units share."""
+        self._kept: frozenset[tuple[int, ...]] = frozenset()
+        self._complaint = ""
         self._rank_to_node = {plan.name: plan.node for plan in plans}
         self._names_here = [wire_name(name) for name in gateway_names(deployment)]
         self._versions = versions
@@ -141,9 +154,7 @@ class Cluster:
         """Nodes on which other versions are installed."""
         self._folder = folder
         self._wire = wire
-        self._nodes = Nodes(
-            num_nodes(place_units(deployment)), deployment.cluster.node_timeout_s, wire.send
-        )
+        self._nodes = Nodes(num_nodes(units), deployment.cluster.node_timeout_s, wire.send)
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
         self._shown: tuple[NodeStatus, ...] = ()
@@ -201,11 +212,29 @@ class Cluster:
         shown, self._shown = self._shown, self.status()
         return shown != self._shown
 
+    def keep(self, nodes: Collection[int]) -> None:
+        """Have these nodes, and give back all others as far as nobody they come with is needed."""
+        kept = frozenset(group for group in self._groups if not set(group).isdisjoint(nodes))
+        if kept == self._kept:
+            return
+        for group in self._kept - kept:
+            for number in group:
+                self._nodes.release(number)
+        self._kept = kept
+        self._lender.keep(kept)
+
+    def complaint(self) -> str:
+        """Why nodes are not there, if that has changed since it was asked last; else empty."""
+        said, self._complaint = self._complaint, self._lender.complaint()
+        return self._complaint if bool(said) != bool(self._complaint) else ""
+
     def node_for(self, plan: ProcessPlan) -> int | None:
-        """The node that a process is to run on now: its own, or a leader with any of its ranks;
-        None while none of them is there.
+        """The node that a process is to run on now: its own or, where that is lost, a leader with
+        any of its ranks; None while none of them is there.
         """
-        nodes = [plan.node, *(self._rank_to_node[name] for name in plan.ready_after)]
+        nodes = [plan.node]
+        if self._nodes.nodes[plan.node].phase is NodePhase.LOST:
+            nodes += [self._rank_to_node[name] for name in plan.ready_after]
         return next((number for number in nodes if self._is_up(number)), None)
 
     def start(
