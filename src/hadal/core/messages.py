@@ -430,6 +430,8 @@ class UnitDown(Message, frozen=True):
 
     unit: str
     reason: str
+    with_it: tuple[str, ...] = ()
+    """Other ranks of that unit which ended at the same moment, as those of one node do."""
 
 
 class Suspect(Message, frozen=True):

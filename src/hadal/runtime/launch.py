@@ -354,6 +354,8 @@ class Supervisor:
         """Requests could be answered once: from then on they wait for what is missing, and nothing
         that cannot start ends the server.
         """
+        self._ended_ranks: dict[tuple[str, str], list[str]] = {}
+        """Whose ends their leaders are to hear of, by unit and reason."""
         self._exit_code: int | None = None
         self._drain_until_s: float | None = None
         self._kill_at_once = False
@@ -601,6 +603,12 @@ class Supervisor:
         self._write_status()
 
     def _reap(self) -> None:
+        self._reap_each()
+        for (unit, reason), (first, *others) in self._ended_ranks.items():
+            self._wire.send(unit, UnitDown(first, reason, tuple(others)))
+        self._ended_ranks.clear()
+
+    def _reap_each(self) -> None:
         here = [child for child in self._children.values() if self._is_here(child)]
         reap_others({self._forks.pid, *(child.pid for child in here)})
         for child in self._children.values():
@@ -713,7 +721,7 @@ class Supervisor:
         if child.name == GATEWAY:
             return  # The next one's first message says it.
         if rank is not None:
-            self._wire.send(unit, UnitDown(child.name, reason))
+            self._ended_ranks.setdefault((unit, reason), []).append(child.name)
             return
         self._wire.send(FRONT, UnitDown(child.name, reason))
         for other in self._ranks_of(unit):

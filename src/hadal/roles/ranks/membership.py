@@ -18,7 +18,7 @@ plans the unit's steps without knowing of processes. roles/ranks/ranks stands be
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -346,7 +346,7 @@ class UnitMembership:
         rank.heard_s = rank.moved_s = now_s
         self._first_up_s = now_s if self._first_up_s is None else self._first_up_s
         if was_member:
-            self._lost(now_s, message.rank, "another process has its name")
+            self._lost(now_s, [message.rank], "another process has its name")
         elif self.phase is UnitPhase.RUNNING:
             self._move(now_s, "drain")
         elif self.phase is UnitPhase.WAITING:
@@ -405,23 +405,29 @@ class UnitMembership:
         return sends
 
     def unit_down(self, now_s: float, message: UnitDown) -> None:
-        """The supervisor says that a rank's process ended."""
-        unit, _, number = message.unit.rpartition(".")
+        """The supervisor says that a rank's process ended, or those of several at once."""
+        ends = [self._rank_down(now_s, name) for name in (message.unit, *message.with_it)]
+        members = [index for index in ends if index is not None]
+        if members:
+            self._lost(now_s, members, message.reason)
+
+    def _rank_down(self, now_s: float, name: str) -> int | None:
+        """One of them has ended. Returns its number if it was a member of this formation."""
+        unit, _, number = name.rpartition(".")
         if unit != self._unit or not number.isdigit() or int(number) >= len(self._ranks):
             self.num_stale += 1
-            return
+            return None
         index = int(number)
         rank = self._ranks[index]
         if rank.num_owed:
             rank.num_owed -= 1  # Its successor was heard before.
-            return
+            return None
         if rank.up is not None:
             rank.dead.append(rank.epoch)
         was_member = rank.is_living and index in self.members
         self._move_rank(index, "end")
         rank.up, rank.held, rank.ended_s = None, None, now_s
-        if was_member:
-            self._lost(now_s, index, message.reason)
+        return index if was_member else None
 
     def heartbeat(self, now_s: float, message: RankHeartbeat) -> None:
         """A rank lives, and reports how far it is."""
@@ -630,9 +636,12 @@ class UnitMembership:
         return text
 
     # ---- losing ----
-    def _lost(self, now_s: float, index: int, reason: str) -> None:
-        """A member is gone: this formation is over."""
-        self.notes.append(f"rank {index} is gone ({reason}): the others go on without it")
+    def _lost(self, now_s: float, members: Sequence[int], reason: str) -> None:
+        """Members are gone: this formation is over."""
+        numbers = ", ".join(map(str, members))
+        is_one = len(members) == 1
+        who, them = (f"rank {numbers} is", "it") if is_one else (f"ranks {numbers} are", "them")
+        self.notes.append(f"{who} gone ({reason}): the others go on without {them}")
         if self.phase is not UnitPhase.WAITING:
             self.form(now_s)
 
