@@ -49,8 +49,10 @@ PLACING = (
     "replicas move when ranks report what they received; a simulated step takes the expected"
     " imbalance"
 )
+AGENTS = "a simulated node has no agent that speaks: its failure ends its units outright"
 ONLY_LIVE = {
     "roles": {
+        "nodes": AGENTS,
         "ranks.membership": RANKS,
         "ranks.ranks": RANKS,
         "experts.experts": PLACING,

@@ -48,7 +48,7 @@ from hadal.runtime.process.forks import (
     Forks,
     Left,
     Output,
-    Process,
+    Started,
     environment,
     reap_others,
     start_here,
@@ -111,7 +111,7 @@ class _Running:
     """A process of this node."""
 
     order: ProcessOrder
-    process: Process
+    process: Started
     code: int | None = None
     signalled: int = 0
     address: Address | None = None

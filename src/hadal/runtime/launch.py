@@ -66,7 +66,7 @@ from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import Fleet, make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.agent import Joining
-from hadal.runtime.nodes import Cluster, Lender
+from hadal.runtime.nodes import Lender, LiveNodes
 from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
@@ -103,6 +103,7 @@ from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (
     GATEWAY,
+    ProcessPlan,
     gateway_names,
     judge_of,
     launch_plan,
@@ -387,27 +388,9 @@ class Supervisor:
         logging.getLogger().addHandler(self._kept)
         self._plans = {plan.name: plan for plan in launch_plan(resolved.deployment)}
         self._children = {
-            plan.name: Child(
-                plan.name,
-                plan.role,
-                [plan.module, *plan.arguments],
-                None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
-                options.log_format,
-                KeptLines(kept_in, plan.name),
-            )
-            for plan in self._plans.values()
+            plan.name: _child(plan, options, kept_in) for plan in self._plans.values()
         }
-        self._cluster: Cluster | None = None
-        if lender is not None:
-            self._cluster = Cluster(
-                resolved.deployment,
-                self._plans.values(),
-                folder,
-                self._wire,
-                self._versions,
-                lender,
-            )
-            lender.begin(Joining(0, "", Address(1, self._wire.endpoint), run))
+        self._nodes = self._live_nodes(run)
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
         self._fleet = self._make_fleet()
@@ -434,10 +417,10 @@ class Supervisor:
                     self._given_up(message)
                 elif isinstance(message, GatewayHeartbeat):
                     self._gateway_spoke(message)
-                elif isinstance(message, NodeNews | Printed) and self._cluster is not None:
-                    self._cluster.hear(time.monotonic(), message)
-            if self._cluster is not None:
-                self._look_at_nodes(self._cluster)
+                elif isinstance(message, NodeNews | Printed) and self._nodes is not None:
+                    self._nodes.hear(time.monotonic(), message)
+            if self._nodes is not None:
+                self._look_at_nodes(self._nodes)
             self._reap()
             self._kill_late_starters()
             self._kill_hung_gateways()
@@ -462,8 +445,8 @@ class Supervisor:
                 child.signal(signal.SIGKILL)
                 child.wait(_STOP_S)
         self._forks.close()
-        if self._cluster is not None:
-            self._cluster.close()
+        if self._nodes is not None:
+            self._nodes.close()
         self._wire.close()
         if self._lender is not None:
             self._lender.close()
@@ -481,10 +464,10 @@ class Supervisor:
             draining=self._drain_until_s is not None,
             elapsed_s=now_s - self._started_s,
             processes={
-                child.name: child.status(self._cluster.host_of(child.name) if self._cluster else "")
+                child.name: child.status(self._nodes.host_of(child.name) if self._nodes else "")
                 for child in self._children.values()
             },
-            nodes=self._cluster.status() if self._cluster else (),
+            nodes=self._nodes.status() if self._nodes else (),
             versions=self._versions,
         )
 
@@ -499,6 +482,16 @@ class Supervisor:
         """Whether a unit of each role works."""
         units = [child for child in self._children.values() if unit_of(child.name)[1] is None]
         return {unit.role for unit in units if unit.phase is ProcessPhase.READY}.issuperset(ROLES)
+
+    def _live_nodes(self, run: Run) -> LiveNodes | None:
+        """The nodes that units run on; None: they run here."""
+        if self._lender is None:
+            return None
+        self._lender.begin(Joining(0, "", Address(1, self._wire.endpoint), run))
+        plans = self._plans.values()
+        return LiveNodes(
+            self._deployment, plans, self._folder, self._wire, self._versions, self._lender
+        )
 
     def _make_fleet(self) -> FleetExecutor | None:
         if not self._deployment.fleet.is_on:
@@ -538,10 +531,10 @@ class Supervisor:
     def _start(self, now_s: float, child: Child) -> None:
         """Start a process where it is to run, if that is there and able to."""
         plan = self._plans[child.name]
-        if self._cluster is not None and child.role != GATEWAY:
-            cluster, node = self._cluster, self._cluster.node_for(plan)
+        if self._nodes is not None and child.role != GATEWAY:
+            nodes, node = self._nodes, self._nodes.node_for(plan)
             if node is not None:
-                child.start(now_s, lambda *what: cluster.start(plan, node, *what))
+                child.start(now_s, lambda *what: nodes.start(plan, node, *what))
             return
         if self._forks.is_warming and child.role != GATEWAY:
             return  # Gateways import other things, and need not wait for torch.
@@ -563,27 +556,27 @@ class Supervisor:
             ),
         )
 
-    def _look_at_nodes(self, cluster: Cluster) -> None:
+    def _look_at_nodes(self, nodes: LiveNodes) -> None:
         """Have the nodes that are needed, and no others. While nothing was served yet, nodes that
         are not to be had end the start.
         """
-        cluster.keep(
+        nodes.keep(
             {
                 self._plans[child.name].node
                 for child in self._children.values()
                 if child.role != GATEWAY and (child.is_wanted or child.pid)
             }
         )
-        if cluster.tick(time.monotonic()):
+        if nodes.tick(time.monotonic()):
             self._write_status()
-        if complaint := cluster.complaint():
+        if complaint := nodes.complaint():
             log.error("%s.", complaint)
             if not self._has_served:
                 self._exit_code = EXIT_CONFIG
 
     def _is_here(self, child: Child) -> bool:
         """Whether it runs on this host, where it does."""
-        return self._cluster is None or child.role == GATEWAY
+        return self._nodes is None or child.role == GATEWAY
 
     def _ready(self, name: str) -> None:
         child = self._children.get(name)
@@ -613,7 +606,7 @@ class Supervisor:
         reap_others({self._forks.pid, *(child.pid for child in here)})
         for child in self._children.values():
             now_s = time.monotonic()
-            lost = self._cluster.why_lost(child.name) if self._cluster else ""
+            lost = self._nodes.why_lost(child.name) if self._nodes else ""
             if lost:
                 child.excuse()
             code = child.poll(now_s)
@@ -740,8 +733,8 @@ class Supervisor:
         child = self._children.get(name)
         if child is None or not child.pid:
             return
-        if self._cluster is not None and not self._is_here(child):
-            self._cluster.see(name)
+        if self._nodes is not None and not self._is_here(child):
+            self._nodes.see(name)
             return
         sight = look_at(child.pid)
         self._wire.send(judge_of(name), Sighting(name, sight.waited_s, sight.is_stopped))
@@ -786,8 +779,8 @@ class Supervisor:
 
     def _waited_s(self, child: Child) -> float:
         """How long its threads were ready to run and had no processor, by what its host sees."""
-        if self._cluster is not None and not self._is_here(child):
-            return self._cluster.waited_s(child.name)
+        if self._nodes is not None and not self._is_here(child):
+            return self._nodes.waited_s(child.name)
         return look_at(child.pid).waited_s
 
     def _begun_s(self, child: Child, now_s: float) -> float:
@@ -885,6 +878,17 @@ class Supervisor:
 
     def _write_status(self) -> None:
         write_status(self._folder, self.status())
+
+
+def _child(plan: ProcessPlan, options: Options, kept_in: Path) -> Child:
+    return Child(
+        plan.name,
+        plan.role,
+        [plan.module, *plan.arguments],
+        None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
+        options.log_format,
+        KeptLines(kept_in, plan.name),
+    )
 
 
 def _make_log_dir(path: Path) -> None:

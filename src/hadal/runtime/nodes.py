@@ -78,7 +78,7 @@ class _Output:
 class Elsewhere:
     """A process of a node, with as much of `subprocess.Popen` as a Child asks for."""
 
-    def __init__(self, cluster: Cluster, node: int, process: FarProcess) -> None:
+    def __init__(self, cluster: LiveNodes, node: int, process: FarProcess) -> None:
         self.stdout = _Output()
         self.node = node
         self.process = process
@@ -129,7 +129,7 @@ class Lender(Protocol):
         """Give all nodes back. Idempotent."""
 
 
-class Cluster:
+class LiveNodes:
     """All nodes but the supervisor's own, which runs the gateways."""
 
     def __init__(

@@ -25,7 +25,7 @@ import msgspec
 from hadal.core.messages import Sighting
 from hadal.progress import PERIOD_S, Bar
 from hadal.roles.suspects import Absence, Suspects
-from hadal.runtime.process.forks import Output, Process
+from hadal.runtime.process.forks import Output, Started
 from hadal.runtime.process.logs import (
     TEXT,
     Doing,
@@ -167,7 +167,7 @@ class Child:
         self._log_path = log_path
         self._log_format = log_format
         self._kept = kept
-        self._process: Process | None = None
+        self._process: Started | None = None
         self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
         self._failed_starts = 0
         self._backoff = 0
@@ -180,7 +180,7 @@ class Child:
     def start(
         self,
         now_s: float,
-        start: Callable[[tuple[str, ...], int], Process],
+        start: Callable[[tuple[str, ...], int], Started],
     ) -> None:
         """Start the process by `start`, which is given its arguments and the number of this
         start.

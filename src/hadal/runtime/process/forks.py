@@ -119,7 +119,7 @@ class Output(Protocol):
     ) -> None: ...
 
 
-class Process(Protocol):
+class Started(Protocol):
     """A process that was started, here or on another host: as much of `subprocess.Popen` as its
     supervisor asks for.
     """
@@ -280,7 +280,7 @@ def start_here(
     environment: Mapping[str, str],
     pass_fds: tuple[int, ...] = (),
     forks: Forks | None = None,
-) -> Process:
+) -> Started:
     """Start a process of this host, a module and what it is given, in a session of its own, so that
     Ctrl-C reaches its supervisor alone. `forks`: what it may be forked from.
     """
