@@ -238,7 +238,6 @@ def serve(
     from hadal.runtime.resolve import resolve
 
     level = "warning" if quiet and log_level == "info" else log_level
-    lender = None
     try:
         start_log("supervisor", level, log_format)
         resolved = resolve(_deployment(config, overrides, tables))
@@ -246,11 +245,7 @@ def serve(
         has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
         options = Options(run_folder, log_dir, level, log_format, keys, has_bar, secret_file)
         announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
-        if resolved.deployment.cluster.spans_hosts:
-            from hadal.runtime.ray_cluster import RayCluster
-
-            lender = RayCluster(resolved.deployment)
-        code = run(resolved, options, (lambda status: None) if quiet else announce, forks, lender)
+        code = run(resolved, options, (lambda status: None) if quiet else announce, forks)
     except ConfigError as error:
         if log_format == JSON:
             logging.getLogger("hadal").critical("%s", error)
@@ -258,8 +253,6 @@ def serve(
             typer.echo(f"hadal serve: {error}", err=True)
         code = EXIT_CONFIG
     finally:
-        if lender is not None:
-            lender.close()
         forks.close()
     sys.exit(code)
 

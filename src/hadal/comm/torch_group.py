@@ -1,10 +1,10 @@
 """The ranks of a unit as one exchange over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-A formation is a process group of its own, met through a FileStore in the unit's folder, in a file
-named after its members. They wait for each other there, where an abort ends the wait; connecting,
-once all are there, is torch's own and takes its deadline if a member dies just then. Everything is
-sent as uint8: gloo knows no float8. An exchange is its counts, then its bytes; `recvs` only say
-where these bytes go.
+A formation is a process group of its own, named after its members, who meet through a store: on one
+host a FileStore in the unit's folder, between hosts the TCPStore of the lowest of them. They wait
+for each other there, where an abort ends the wait; connecting, once all are there, is torch's own
+and takes its deadline if a member dies just then. Everything is sent as uint8: gloo knows no
+float8. An exchange is its counts, then its bytes; `recvs` only say where these bytes go.
 
     gloo   two process groups, one for each direction between two ranks: one alone is half duplex. Sends and receives
            are run by a thread of ours, in order, so that they go on under computation. CUDA tensors
@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import (
+    FileStore,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 
 from hadal.comm.group import Interval, PeerLost
+from hadal.core.handshake import is_near
 from hadal.core.plans import Member
 
 MAX_IN_FLIGHT = 8
@@ -90,7 +98,11 @@ class TorchGroup:
         device: str = "cpu",
         host: str = "127.0.0.1",
     ) -> None:
-        """`host`: the address that gloo binds. Raises ValueError if the backend cannot be had."""
+        """`host`: the address that gloo binds, and where others meet at this rank's store if it is
+        none of loopback. Nothing that goes between hosts so is authenticated or encrypted.
+
+        Raises ValueError if the backend cannot be had.
+        """
         if backend not in ("gloo", "nccl"):
             raise ValueError(
                 f"{backend!r} is no backend of torch.distributed that is known here: gloo or nccl."
@@ -108,6 +120,9 @@ class TorchGroup:
         self._backend = backend
         self._folder = folder
         self._host = host
+        self._own_store = None if is_near(host) else _listening_store(host)
+        self.port = self._own_store.port if self._own_store else 0
+        """Of this rank's store; 0: they meet in a file."""
         self._device = torch.device(device)
         self._lock = threading.Lock()
         self._failure: PeerLost | None = PeerLost((), "no formation was formed")
@@ -156,9 +171,7 @@ class TorchGroup:
         # unique.
         named = sorted((member.rank, member.epoch) for member in members)
         digest = hashlib.blake2s(repr(named).encode(), digest_size=6).hexdigest()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        store = FileStore(str(self._folder / f"formation-{formation}-{digest}"), len(named))
-        store.set_timeout(timedelta(seconds=self.deadline_s))
+        store = self._store(f"formation-{formation}-{digest}", members)
         store.set(f"here-{self.rank}", "")
         missing = [rank for rank, _ in named]
         deadline_s = time.monotonic() + self.deadline_s
@@ -168,6 +181,22 @@ class TorchGroup:
             if time.monotonic() > deadline_s:
                 raise PeerLost(missing, f"not there within {self.deadline_s} s")
             time.sleep(GATHER_POLL_S)
+        return store
+
+    def _store(self, name: str, members: Sequence[Member]) -> Store:
+        """Where these members meet."""
+        timeout = timedelta(seconds=self.deadline_s)
+        first = min(members, key=lambda member: member.rank)
+        store: Store
+        if self._own_store is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            store = FileStore(str(self._folder / name), len(members))
+        elif first.rank == self.rank:
+            store = PrefixStore(name, self._own_store)
+        else:
+            shared = TCPStore(first.host, first.port, is_master=False, timeout=timeout)
+            store = PrefixStore(name, shared)
+        store.set_timeout(timeout)
         return store
 
     def _connect(self, store: Store, ranks: tuple[int, ...]) -> GlooLink | NcclLink:
@@ -457,3 +486,18 @@ class NcclLink:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _listening_store(host: str) -> TCPStore:
+    """A store at a free port of this address, and at no other address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )

@@ -100,8 +100,10 @@ def wrong(status: Status) -> list[str]:
     said = [
         f"node {node.number}{f' ({node.host})' if node.host else ''} is {node.phase}."
         for node in status.nodes
-        if node.phase != NodePhase.UP
+        if node.phase == NodePhase.LOST
     ]
+    if status.nodes_wrong:
+        said.append(f"{status.nodes_wrong}.")
     for name, process in status.processes.items():
         if process.phase in (ProcessPhase.READY, ProcessPhase.RESTING):
             continue

@@ -37,6 +37,8 @@ SCRATCH_BLOCK = 0
 """Padded rows of a batch write there, so nobody ever owns it."""
 SUPERVISOR = "supervisor"
 """Name of the supervisor on the wire."""
+LENDER = "ray"
+"""Name of the process that has nodes from Ray."""
 FRONT = "front"
 """Name on the wire of the gateway that holds the front."""
 
@@ -871,6 +873,21 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """As zmq writes it: tcp://10.0.0.1:40001."""
 
 
+class KeepNodes(Message, frozen=True):
+    """Supervisor -> lender, again and again: have an agent on every node of these groups, and on no
+    other. The nodes of a group are had together or not at all.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+
+class NodesKept(Message, frozen=True):
+    """Lender -> supervisor, again and again: it looks after the nodes."""
+
+    complaint: str
+    """Why nodes that are wanted are not there; empty while they are, or may soon be."""
+
+
 class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
     """A process that a node is to run."""
 
@@ -984,6 +1001,8 @@ AnyMessage = (
     | LeaderDown
     | Resume
     | NodeOrders
+    | KeepNodes
+    | NodesKept
     | NodeNews
     | Printed
 )

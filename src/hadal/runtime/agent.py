@@ -56,6 +56,7 @@ from hadal.runtime.process.forks import (
 from hadal.runtime.process.logs import start_log
 from hadal.runtime.process.process import (
     EXIT_CONFIG,
+    EXIT_LEASE,
     FOLDER_PREFIX,
     Run,
     life_arguments,
@@ -161,8 +162,8 @@ class Agent:
         self._spoke_s = 0.0
         self._said: tuple[ProcessNews, ...] | None = None
 
-    def run(self, signals_fd: int) -> None:
-        """Serve until the run ends, or the lease."""
+    def run(self, signals_fd: int) -> int:
+        """Serve until the run ends, or the lease. Returns the exit code."""
         self._wire.wake_on(signals_fd)
         while not self._is_over:
             for message in self._wire.receive(self._wait_s()):
@@ -181,7 +182,8 @@ class Agent:
                     "nothing was heard of the supervisor for %.0f s; this node ends what it runs",
                     lease_s,
                 )
-                self._is_over = True
+                return EXIT_LEASE
+        return 0
 
     def close(self) -> None:
         """Kill what still runs, and remove what it leaves."""
@@ -341,7 +343,7 @@ def main() -> int:
         with signal_pipe(_SIGNALS) as fd:
             agent = Agent(joining, folder, forks)
             try:
-                agent.run(fd)
+                return agent.run(fd)
             finally:
                 agent.close()
     except ConfigError as error:
@@ -350,7 +352,6 @@ def main() -> int:
     finally:
         forks.close()
         shutil.rmtree(folder, ignore_errors=True)
-    return 0
 
 
 if __name__ == "__main__":

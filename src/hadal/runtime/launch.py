@@ -34,8 +34,8 @@ from hadal.core.errors import ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES, is_near
 from hadal.core.messages import (
     FRONT,
+    LENDER,
     SUPERVISOR,
-    Address,
     AnyMessage,
     Demand,
     Drain,
@@ -44,6 +44,7 @@ from hadal.core.messages import (
     KeepUnit,
     LeaderDown,
     NodeNews,
+    NodesKept,
     Printed,
     RankUp,
     Sighting,
@@ -65,8 +66,7 @@ from hadal.core.seams import (
 from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import Fleet, make_fleet
 from hadal.roles.recording import MadeFleet
-from hadal.runtime.agent import Joining
-from hadal.runtime.nodes import Lender, LiveNodes
+from hadal.runtime.nodes import LiveNodes, address_here
 from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
@@ -298,12 +298,10 @@ def serve(
     options: Options,
     announce: Announce,
     forks: Forks,
-    lender: Lender | None = None,
 ) -> int:
     """Run until told to stop. Returns the exit code. Raises ConfigError if it cannot even start.
 
-    `forks` was started before, so that it imports torch while the deployment is read. `lender`:
-    whom the nodes are had from that units run on; None: units run on this host.
+    `forks` was started before, so that it imports torch while the deployment is read.
     """
     for name in remove_stale_shared_memory():
         log.info("removed %s, left by a run that is gone", name)
@@ -314,7 +312,7 @@ def serve(
         _run_folder(options.run_folder) as folder,
         signal_pipe(_SIGNALS) as fd,
     ):
-        supervisor = Supervisor(resolved, options, folder, listener, announce, forks, lender)
+        supervisor = Supervisor(resolved, options, folder, listener, announce, forks)
         try:
             return supervisor.run(fd)
         finally:
@@ -332,11 +330,7 @@ class Supervisor:
         listener: socket.socket,
         announce: Announce,
         forks: Forks,
-        lender: Lender | None = None,
     ) -> None:
-        """`lender`: whom the nodes are had from that units run on; None: units run here. Raises
-        ConfigError if the nodes are not to be had.
-        """
         self._deployment = resolved.deployment
         self._folder = folder
         self._listener = listener
@@ -360,8 +354,7 @@ class Supervisor:
         self._exit_code: int | None = None
         self._drain_until_s: float | None = None
         self._kill_at_once = False
-        self._lender = lender
-        self._address = lender.address if lender else Run.address
+        self._address = address_here(resolved.deployment.cluster)
         run = Run(
             self._run_id,
             resolved.deployment,
@@ -390,7 +383,7 @@ class Supervisor:
         self._children = {
             plan.name: _child(plan, options, kept_in) for plan in self._plans.values()
         }
-        self._nodes = self._live_nodes(run)
+        self._nodes = self._live_nodes()
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
         self._fleet = self._make_fleet()
@@ -417,8 +410,12 @@ class Supervisor:
                     self._given_up(message)
                 elif isinstance(message, GatewayHeartbeat):
                     self._gateway_spoke(message)
-                elif isinstance(message, NodeNews | Printed) and self._nodes is not None:
+                elif (
+                    isinstance(message, NodeNews | Printed | NodesKept) and self._nodes is not None
+                ):
                     self._nodes.hear(time.monotonic(), message)
+                    if isinstance(message, NodesKept):
+                        self._ready(LENDER)
             if self._nodes is not None:
                 self._look_at_nodes(self._nodes)
             self._reap()
@@ -438,20 +435,23 @@ class Supervisor:
         self._kept.close()
         self._starting.close()
         deadline_s = time.monotonic() + (0.0 if self._kill_at_once else _STOP_S)
-        for child in self._children.values():
+        lenders = [child for child in self._children.values() if child.role == LENDER]
+        self._end([child for child in self._children.values() if child not in lenders], deadline_s)
+        if self._nodes is not None:
+            self._nodes.close()
+            self._end(lenders, time.monotonic() + _STOP_S)
+        self._forks.close()
+        self._wire.close()
+        remove_shared_memory(self._run_id)
+        self._write_status()
+
+    def _end(self, children: Collection[Child], deadline_s: float) -> None:
+        for child in children:
             child.signal(signal.SIGTERM)
-        for child in self._children.values():
+        for child in children:
             if not child.wait(deadline_s - time.monotonic()):
                 child.signal(signal.SIGKILL)
                 child.wait(_STOP_S)
-        self._forks.close()
-        if self._nodes is not None:
-            self._nodes.close()
-        self._wire.close()
-        if self._lender is not None:
-            self._lender.close()
-        remove_shared_memory(self._run_id)
-        self._write_status()
 
     def status(self) -> Status:
         """Who runs, under which pid, since when."""
@@ -468,6 +468,7 @@ class Supervisor:
                 for child in self._children.values()
             },
             nodes=self._nodes.status() if self._nodes else (),
+            nodes_wrong=self._nodes.wrong if self._nodes else "",
             versions=self._versions,
         )
 
@@ -483,15 +484,12 @@ class Supervisor:
         units = [child for child in self._children.values() if unit_of(child.name)[1] is None]
         return {unit.role for unit in units if unit.phase is ProcessPhase.READY}.issuperset(ROLES)
 
-    def _live_nodes(self, run: Run) -> LiveNodes | None:
+    def _live_nodes(self) -> LiveNodes | None:
         """The nodes that units run on; None: they run here."""
-        if self._lender is None:
+        if not self._deployment.cluster.spans_hosts:
             return None
-        self._lender.begin(Joining(0, "", Address(1, self._wire.endpoint), run))
         plans = self._plans.values()
-        return LiveNodes(
-            self._deployment, plans, self._folder, self._wire, self._versions, self._lender
-        )
+        return LiveNodes(self._deployment, plans, self._folder, self._wire, self._versions)
 
     def _make_fleet(self) -> FleetExecutor | None:
         if not self._deployment.fleet.is_on:
@@ -531,7 +529,7 @@ class Supervisor:
     def _start(self, now_s: float, child: Child) -> None:
         """Start a process where it is to run, if that is there and able to."""
         plan = self._plans[child.name]
-        if self._nodes is not None and child.role != GATEWAY:
+        if self._nodes is not None and not self._is_here(child):
             nodes, node = self._nodes, self._nodes.node_for(plan)
             if node is not None:
                 child.start(now_s, lambda *what: nodes.start(plan, node, *what))
@@ -560,14 +558,16 @@ class Supervisor:
         """Have the nodes that are needed, and no others. While nothing was served yet, nodes that
         are not to be had end the start.
         """
+        now_s = time.monotonic()
         nodes.keep(
+            now_s,
             {
                 self._plans[child.name].node
                 for child in self._children.values()
-                if child.role != GATEWAY and (child.is_wanted or child.pid)
-            }
+                if not self._is_here(child) and (child.is_wanted or child.pid)
+            },
         )
-        if nodes.tick(time.monotonic()):
+        if nodes.tick(now_s):
             self._write_status()
         if complaint := nodes.complaint():
             log.error("%s.", complaint)
@@ -576,7 +576,7 @@ class Supervisor:
 
     def _is_here(self, child: Child) -> bool:
         """Whether it runs on this host, where it does."""
-        return self._nodes is None or child.role == GATEWAY
+        return self._nodes is None or child.role in (GATEWAY, LENDER)
 
     def _ready(self, name: str) -> None:
         child = self._children.get(name)
@@ -711,7 +711,7 @@ class Supervisor:
         leader.
         """
         unit, rank = unit_of(child.name)
-        if child.name == GATEWAY:
+        if child.name in (GATEWAY, LENDER):
             return  # The next one's first message says it.
         if rank is not None:
             self._ended_ranks.setdefault((unit, reason), []).append(child.name)

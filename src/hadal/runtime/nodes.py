@@ -9,26 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import queue
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
-from hadal.core.config import Deployment
+from hadal.core.config import ClusterConfig, Deployment
+from hadal.core.errors import ConfigError
+from hadal.core.handshake import is_near
 from hadal.core.messages import (
+    LENDER,
     Address,
+    KeepNodes,
     NodeNews,
+    NodesKept,
     Printed,
     ProcessOrder,
     Suspect,
 )
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
-from hadal.runtime.agent import Joining
 from hadal.runtime.process.child import NodeStatus
+from hadal.runtime.process.process import Run
 from hadal.runtime.topology import (
     ProcessPlan,
     gateway_names,
@@ -40,7 +47,16 @@ from hadal.runtime.wire import ZmqWire, address_path, read_address, write_addres
 
 log = logging.getLogger("hadal.nodes")
 
+_RAY_ADDRESS = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` writes down the head's address."""
 _PUMP_S = 0.05
+_ASK_S = 1.0
+"""How often the lender is told which nodes are wanted."""
+_SLOW_S = 5.0
+"""A lender that is silent for so long waits for Ray."""
+_SILENT = (
+    "Ray does not answer: what runs goes on, and nothing is started on another node until it does"
+)
 
 
 class _Output:
@@ -108,27 +124,6 @@ class Elsewhere:
         self.send_signal(signal.SIGKILL)
 
 
-class Lender(Protocol):
-    """Whoever lends nodes, and replaces those that are gone (runtime/ray_cluster)."""
-
-    address: str
-    """Of this host, where the nodes reach it."""
-
-    def begin(self, joining: Joining) -> None:
-        """Agents are to join like this, but for their number and address."""
-
-    def keep(self, groups: frozenset[tuple[int, ...]]) -> None:
-        """Have an agent on every node of these groups, soon, and on no other. The nodes of a group
-        are had together or not at all.
-        """
-
-    def complaint(self) -> str:
-        """Why nodes that are wanted are not there; empty while they are, or may soon be."""
-
-    def close(self) -> None:
-        """Give all nodes back. Idempotent."""
-
-
 class LiveNodes:
     """All nodes but the supervisor's own, which runs the gateways."""
 
@@ -139,14 +134,15 @@ class LiveNodes:
         folder: Path,
         wire: ZmqWire,
         versions: Mapping[str, str],
-        lender: Lender,
     ) -> None:
-        self._lender = lender
         units = place_units(deployment)
         self._groups = dict.fromkeys(unit.nodes for unit in units)
         """Each the nodes of a large unit, or one that small units share."""
         self._kept: frozenset[tuple[int, ...]] = frozenset()
-        self._complaint = ""
+        self._complaint = self._told = ""
+        """What the lender complains of, and of that what was told."""
+        self._asked_s, self._lender_heard_s = -math.inf, math.inf
+        self._is_silent = False
         self._rank_to_node = {plan.name: plan.node for plan in plans}
         self._names_here = [wire_name(name) for name in gateway_names(deployment)]
         self._versions = versions
@@ -157,9 +153,14 @@ class LiveNodes:
         self._nodes = Nodes(num_nodes(units), deployment.cluster.node_timeout_s, wire.send)
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
-        self._shown: tuple[NodeStatus, ...] = ()
+        self._shown: tuple[str, tuple[NodeStatus, ...]] = "", ()
         self._known: dict[str, Address] = {}
         """Addresses that are in the folder."""
+
+    @property
+    def wrong(self) -> str:
+        """What an operator should know of those who lend nodes; empty if all is well."""
+        return _SILENT if self._is_silent else self._complaint
 
     def status(self) -> tuple[NodeStatus, ...]:
         """Which nodes are there."""
@@ -172,8 +173,11 @@ class LiveNodes:
         elsewhere = self._processes.get(name)
         return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
-    def hear(self, now_s: float, message: NodeNews | Printed) -> None:
-        """An agent spoke."""
+    def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> None:
+        """An agent spoke, or the lender."""
+        if isinstance(message, NodesKept):
+            self._complaint, self._lender_heard_s = message.complaint, now_s
+            return
         if isinstance(message, Printed):
             elsewhere = self._processes.get(message.process)
             if elsewhere is not None and (elsewhere.node, elsewhere.process.order.life) == (
@@ -198,6 +202,9 @@ class LiveNodes:
         """Time passed: to be called several times a second, once all that was said is heard. True
         if nodes came or went since the last call.
         """
+        was_silent, self._is_silent = self._is_silent, now_s - self._lender_heard_s > _SLOW_S
+        if self._is_silent and not was_silent:
+            log.error("%s.", _SILENT)
         for node in self._nodes.tick(now_s):
             log.error(
                 "node %d (%s) has said nothing for %.1f s: it is lost with all that ran there",
@@ -209,24 +216,24 @@ class LiveNodes:
         self._nodes.listen_here(self._addresses_here())
         self._write_addresses()
         self._nodes.tell_addresses(now_s)
-        shown, self._shown = self._shown, self.status()
+        shown, self._shown = self._shown, (self.wrong, self.status())
         return shown != self._shown
 
-    def keep(self, nodes: Collection[int]) -> None:
+    def keep(self, now_s: float, nodes: Collection[int]) -> None:
         """Have these nodes, and give back all others as far as nobody they come with is needed."""
         kept = frozenset(group for group in self._groups if not set(group).isdisjoint(nodes))
-        if kept == self._kept:
+        if kept == self._kept and now_s - self._asked_s < _ASK_S:
             return
         for group in self._kept - kept:
             for number in group:
                 self._nodes.release(number)
-        self._kept = kept
-        self._lender.keep(kept)
+        self._kept, self._asked_s = kept, now_s
+        self._wire.send(LENDER, KeepNodes(tuple(sorted(kept))))
 
     def complaint(self) -> str:
         """Why nodes are not there, if that has changed since it was asked last; else empty."""
-        said, self._complaint = self._complaint, self._lender.complaint()
-        return self._complaint if bool(said) != bool(self._complaint) else ""
+        told, self._told = self._told, self._complaint
+        return self._complaint if bool(told) != bool(self._complaint) else ""
 
     def node_for(self, plan: ProcessPlan) -> int | None:
         """The node that a process is to run on now: its own or, where that is lost, a leader with
@@ -321,3 +328,38 @@ class LiveNodes:
             if self._known.get(name) != address:
                 write_address(self._folder, name, address)
         self._known = addresses
+
+
+def address_here(cluster: ClusterConfig) -> str:
+    """The address of this host at which the nodes reach it: the one that leads to the cluster's.
+    Loopback where there is no cluster. Raises ConfigError.
+    """
+    if not cluster.spans_hosts:
+        return Run.address
+    head = cluster.address
+    if head == "auto":
+        head = os.environ.get("RAY_ADDRESS", "") or _ray_address()
+    host, _, port = head.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # Sends nothing.
+            probe.connect((host.strip("[]"), int(port)))
+            address = str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cluster.address is {cluster.address!r}, and {head!r} leads nowhere ({error}). Give the"
+            " address and the port of the Ray head, such as 10.0.0.1:6379."
+        ) from error
+    if is_near(address):
+        raise ConfigError(
+            f"cluster.address is {head!r}, a loopback address, which other hosts cannot reach. Start"
+            " the head with --node-ip-address and the address of its network."
+        )
+    return address
+
+
+def _ray_address() -> str:
+    """Of the Ray node on this host."""
+    with contextlib.suppress(OSError):
+        return _RAY_ADDRESS.read_text(encoding="utf-8").strip()
+    return ""

@@ -288,7 +288,6 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
         group.close()
         raise
     _freeze()
-    port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
     expert_transfer = (
         ExpertTransfer(run.address, key_of(run.secret, PURPOSE), store.expert)
@@ -299,10 +298,10 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
     expert_port = expert_transfer.port if expert_transfer else 0
     rank_role = recorded(
         RankRole(
-            unit, rank, epoch, run.address, port, kv_transfer.address, expert_port=expert_port
+            unit, rank, epoch, run.address, group.port, kv_transfer.address, expert_port=expert_port
         ),
         process.name,
-        MadeRank(unit, rank, epoch, run.address, port, kv_transfer.address, expert_port),
+        MadeRank(unit, rank, epoch, run.address, group.port, kv_transfer.address, expert_port),
         run.run_id,
         deployment,
     )

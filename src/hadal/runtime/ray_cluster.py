@@ -1,24 +1,33 @@
-"""Nodes from Ray: it places an agent on each, and another where a node is gone.
+"""The process that has nodes from Ray: it places an agent on each, and another where a node is gone.
 
     placement group   the nodes of one unit, or one that small units share: all of it or nothing
     actor             one in each bundle; it starts the agent as a process of its own and ends with it
     Ray's head        must keep its state on disk or in Redis: else its end is that of every node
 
-Nothing that is said while serving goes through Ray, and nothing here is called again once the nodes
-are there. Ray learns of a dead node after seconds to a minute; that it is lost was decided long
-before (roles/nodes), and here another is only had. This is the one module that imports ray.
+Nothing that is said while serving goes through Ray. Ray learns of a dead node after seconds to a
+minute; that it is lost was decided long before (roles/nodes), and here another is only had. Groups
+and actors are detached, so this process may end and be started again, as it does with the Ray node
+that it is on: what runs goes on, and is found again by its name. This is the one module that imports
+ray.
+
+    python -m hadal.runtime.ray_cluster --folder RUN_FOLDER --life 1
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -27,17 +36,27 @@ from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import get_node_ip_address
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hadal.core.config import Deployment, units_of
+from hadal.core.config import units_of
 from hadal.core.errors import ConfigError
+from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodesKept
 from hadal.runtime.agent import Joining
 from hadal.runtime.process import entry
-from hadal.runtime.topology import place_units
+from hadal.runtime.process.process import (
+    EXIT_CONFIG,
+    EXIT_LEASE,
+    Run,
+    add_life_arguments,
+    enter_child,
+)
+from hadal.runtime.topology import place_units, ranges
+from hadal.runtime.wire import address_path, open_wire, read_address
 
 log = logging.getLogger("hadal.ray")
 
@@ -46,23 +65,19 @@ _STORAGE_TAG = b"extra_usage_tag_gcs_storage"
 """Where the head writes down what it keeps its state in, whether or not it tells anybody."""
 _IN_MEMORY = "memory"
 _LOOK_S = 0.1
-_SLOW_S = 5.0
-"""An answer of Ray that takes longer is told of."""
-_CLOSE_S = 10.0
-_HEAD_AWAY_S = "86400"
+_CONNECT_S = 5.0
 
 Group = tuple[int, ...]
 """Nodes of the deployment that are had together or not at all."""
 
 
 class NodeActor:
-    """Starts a node's agent and ends with it, as the agent does with this."""
+    """Starts a node's agent, and ends with it as it does with this."""
 
     def __init__(self, joining: bytes) -> None:
         """`joining`: as JSON, but for the address of this node."""
         asked = msgspec.json.decode(joining, type=Joining)
         address = str(get_node_ip_address())  # type: ignore[no-untyped-call]
-        told = _joining(asked, asked.node, address)
         self._agent = subprocess.Popen(
             [sys.executable, "-P", entry.__file__, str(os.getpid()), "hadal.runtime.agent"],
             stdin=subprocess.PIPE,
@@ -70,15 +85,19 @@ class NodeActor:
         )
         assert self._agent.stdin is not None
         with self._agent.stdin as pipe:
-            pipe.write(msgspec.json.encode(told))
-        threading.Thread(target=self._end_with_it, daemon=True).start()
+            pipe.write(msgspec.json.encode(_joining(asked, asked.node, address)))
+        supervisor = asked.supervisor.endpoint
+        threading.Thread(target=self._end_with_it, args=(supervisor,), daemon=True).start()
 
-    def pid(self) -> int:
-        """Of the agent."""
-        return self._agent.pid
-
-    def _end_with_it(self) -> None:
-        os._exit(min(1, abs(self._agent.wait())))
+    def _end_with_it(self, supervisor: str) -> None:
+        """Ray starts both again. Not if the supervisor was killed, for then nobody is left to give
+        the nodes back: that its port is closed tells it from one that cannot be reached.
+        """
+        code = self._agent.wait()
+        group = ray.util.get_current_placement_group()
+        if code == EXIT_LEASE and group is not None and _is_closed(supervisor):
+            remove_placement_group(group)  # And this with it.
+        os._exit(1)
 
 
 @dataclass
@@ -87,146 +106,79 @@ class _Lent:
 
     group: PlacementGroup
     asked_s: float
-    actors: list[Any] = field(default_factory=list)
-    """Empty until the nodes are found."""
+    has_agents: bool = False
+    """The nodes were found."""
 
 
-class RayCluster:
-    """A Lender (runtime/nodes). Ray is asked in a thread of its own: a head that does not answer
-    holds up nothing else.
-    """
+class RayLender:
+    """Moves Ray nearer to what the supervisor wants, a little at each call."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        """Join the cluster as a client. Raises ConfigError if it is not there, or not to be relied
-        upon.
-        """
-        self._deployment = deployment
-        asked = deployment.cluster.address
-        if asked.startswith("ray://"):
-            raise ConfigError(
-                f"cluster.address is {asked!r}: `hadal serve` runs on a node of the cluster. Give"
-                " the head's address and port, or 'auto'."
-            )
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Else this process would end with a head that is away for a minute.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", _HEAD_AWAY_S)
-        try:
-            ray.init(
-                address=asked,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"no Ray cluster at {asked!r} ({error}). Start one with `ray start --head` here and"
-                " `ray start --address HEAD:6379` on the other nodes; docs/cluster.md tells the"
-                " rest."
-            ) from error
-        self.address = str(get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._refuse_volatile_head()
-        self._joining: Joining | None = None
-        self._wanted: frozenset[Group] = frozenset()
+    def __init__(self, run: Run, supervisor: Address) -> None:
+        """Join the cluster. Raises ConfigError if it is not there, or not to be relied upon."""
+        self._deployment = run.deployment
+        self._run_id = run.run_id
+        self._joining = Joining(0, "", supervisor, run)
         self._lent: dict[Group, _Lent] = {}
         self._late: dict[Group, str] = {}
         """Why those that are looked for in vain are not found."""
-        self._asks_since_s: float | None = None
-        """Since when Ray is being asked; None: it is not."""
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray", daemon=True)
+        _join(run.deployment.cluster.address)
+        self._refuse_volatile_head()
 
-    def begin(self, joining: Joining) -> None:
-        """Agents are to join like this, but for their number and address."""
-        self._joining = joining
-        self._thread.start()
+    def move(self, wanted: Collection[Group]) -> str:
+        """Give back what is not wanted, and come nearer to what is. Returns what there is to
+        complain of.
 
-    def keep(self, groups: frozenset[Group]) -> None:
-        """Have an agent on every node of these groups, soon, and on no other."""
-        self._wanted = groups
-
-    def complaint(self) -> str:
-        """Why nodes that are wanted are not there; empty while they are, or may soon be."""
-        asks_since_s = self._asks_since_s
-        if asks_since_s is not None and time.monotonic() - asks_since_s > _SLOW_S:
-            return (
-                f"Ray has not answered for {time.monotonic() - asks_since_s:.0f} s; what runs goes"
-                " on, and nothing is started on another node until it does"
-            )
-        return next((text for group, text in self._late.items() if group in self._wanted), "")
-
-    def close(self) -> None:
-        """Give all nodes back. Idempotent."""
-        self._is_closing.set()
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_S)
-        if ray.is_initialized():
-            ray.shutdown()
-
-    # ---- in the thread ----
-    def _run(self) -> None:
-        while not self._is_closing.wait(_LOOK_S):
-            try:
-                self._asks_since_s = time.monotonic()
-                self._move()
-            except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-                log.warning("Ray: %s; it is asked again", error)
-            self._asks_since_s = None
-        for group in list(self._lent):
-            self._release(group)
-
-    def _move(self) -> None:
-        """Give back what is not wanted, and come nearer to what is. The largest group goes first,
-        one at a time: several small ones could take a place of each large one.
+        The largest group goes first, one at a time: several small ones could take a place of each
+        large one. What was looked for in vain goes last.
         """
-        wanted = self._wanted
-        for group in self._lent.keys() - wanted:
+        for group in self._lent.keys() - set(wanted):
             self._release(group)
-        for group, lent in self._lent.items():
-            if not lent.actors:
-                self._look(group, lent)
-                return
+        pending = next((one for one, lent in self._lent.items() if not lent.has_agents), None)
         missing = [group for group in wanted if group not in self._lent]
-        if missing:
-            # What was looked for in vain goes last.
+        if pending is not None:
+            self._look(pending, self._lent[pending])
+        elif missing:
             group = max(missing, key=lambda one: (one not in self._late, len(one)))
             self._lent[group] = _Lent(self._place(group), time.monotonic())
+        return next((text for group, text in self._late.items() if group in wanted), "")
 
     def _look(self, group: Group, lent: _Lent) -> None:
         """Start agents if the nodes are found; give up for now if that takes too long."""
         waited_s = time.monotonic() - lent.asked_s
         if placement_group_table(lent.group)["state"] == "CREATED":
             self._late.pop(group, None)
-            lent.actors = [
+            for index, (node, bundle) in enumerate(self._bundles(group).items()):
                 self._start(node, bundle, lent.group, index)
-                for index, (node, bundle) in enumerate(self._bundles(group).items())
-            ]
-            log.info("Ray found %d nodes in %.1f s", len(group), waited_s)
+            lent.has_agents = True
+            log.info("Ray found %s in %.1f s", _nodes(group), waited_s)
         elif waited_s > self._deployment.cluster.place_timeout_s:
             self._late[group] = self._why_late(group, waited_s)
             self._release(group)
 
-    def _start(self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int) -> Any:
-        assert self._joining is not None
+    def _start(
+        self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int
+    ) -> None:
+        """Have an agent on a node, if there is none already: this process may have been started
+        anew.
+        """
         told = _joining(self._joining, node, self._joining.address)
-        return (
-            ray.remote(NodeActor)
-            .options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-                num_cpus=0,
-                num_gpus=bundle.get("GPU", 0),
-                max_restarts=-1,
-                max_task_retries=0,
-            )
-            .remote(msgspec.json.encode(told))
-        )
+        ray.remote(NodeActor).options(
+            name=f"{self._run_id}-node-{node}",
+            get_if_exists=True,
+            lifetime="detached",
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
+            num_cpus=0,
+            num_gpus=bundle.get("GPU", 0),
+            max_restarts=-1,
+            max_task_retries=0,
+        ).remote(msgspec.json.encode(told))
 
     def _release(self, group: Group) -> None:
-        lent = self._lent.pop(group)
-        for actor in lent.actors:
-            ray.kill(actor)
-        remove_placement_group(lent.group)
+        """Give a group back. Its actors end with it."""
+        log.info("giving %s back to Ray", _nodes(group))
+        remove_placement_group(self._lent.pop(group).group)
 
     def _refuse_volatile_head(self) -> None:
         found = _internal_kv_get(_STORAGE_TAG, namespace=b"usage_stats")
@@ -258,20 +210,26 @@ class RayCluster:
         return {node: dict(counted) for node, counted in needed.items()}
 
     def _place(self, group: Group) -> PlacementGroup:
+        """Ask for a group, or find it where it was asked for before."""
+        name = f"{self._run_id}-{'-'.join(map(str, group))}"
+        with contextlib.suppress(ValueError):
+            found: PlacementGroup = get_placement_group(name)
+            return found
         key, _, value = self._deployment.cluster.label.partition("=")
         made: PlacementGroup = placement_group(
             list(self._bundles(group).values()),
             strategy="STRICT_SPREAD",
+            name=name,
+            lifetime="detached",
             bundle_label_selector=[{key: value}] * len(group) if key else None,
         )
         return made
 
     def _why_late(self, group: Group, waited_s: float) -> str:
         (bundle, *_) = self._bundles(group).values()
-        count = f"{len(group)} nodes were" if len(group) > 1 else "a node was"
         each = " each" if len(group) > 1 else ""
         return (
-            f"{count} not found within {waited_s:.0f} s (cluster.place_timeout_s):"
+            f"{_nodes(group)} not found within {waited_s:.0f} s (cluster.place_timeout_s):"
             f" {_resources(bundle)} are needed free{each}{self._of_label()}, and the cluster has"
             f" {self._what_is_there()}. Add nodes, or take a smaller deployment"
         )
@@ -289,6 +247,20 @@ class RayCluster:
         return ", ".join(f"{count} x {text or 'nothing'}" for text, count in counted.items())
 
 
+def _join(address: str) -> None:
+    """Be a client of the cluster. Raises ConfigError if it is not there."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster at {address!r} ({error}). Start one with `ray start --head` here and"
+            " `ray start --address HEAD:6379` on the other nodes; docs/cluster.md tells the rest."
+        ) from error
+
+
 def _joining(asked: Joining, node: int, address: str) -> Joining:
     """The same for another node."""
     return Joining(node, address, asked.supervisor, replace(asked.run, address=address))
@@ -301,3 +273,49 @@ def _ray_nodes() -> list[dict[str, Any]]:
 
 def _resources(found: dict[str, float]) -> str:
     return " and ".join(f"{count:g} {name}" for name, count in found.items())
+
+
+def _is_closed(endpoint: str) -> bool:
+    """Whether a host says that nobody listens there any more."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((address.strip("[]"), int(port)), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _nodes(group: Group) -> str:
+    return f"node {group[0]}" if len(group) == 1 else f"nodes {ranges(group)}"
+
+
+def main() -> int:
+    """Lend nodes until told to end; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_life_arguments(parser)
+    asked = parser.parse_args()
+    run = enter_child(LENDER, asked.folder)
+    wire = open_wire(run, LENDER, asked.folder, asked.life)
+    ending = threading.Event()
+    try:
+        lender = RayLender(run, read_address(address_path(asked.folder, SUPERVISOR)))
+        signal.signal(signal.SIGTERM, lambda *_: ending.set())
+        wanted: tuple[Group, ...] = ()
+        while not ending.is_set():
+            for message in wire.receive(_LOOK_S):
+                if isinstance(message, KeepNodes):
+                    wanted = message.groups
+            wire.send(SUPERVISOR, NodesKept(lender.move(wanted)))
+        lender.move(())
+    except ConfigError as error:
+        log.critical("%s", error)
+        return EXIT_CONFIG
+    finally:
+        wire.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

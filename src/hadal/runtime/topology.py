@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
-from hadal.core.messages import FRONT
+from hadal.core.messages import FRONT, LENDER
 
 # The HTTP port: opened by the supervisor, used by the gateway, so that it outlives the gateway.
 #
@@ -58,6 +58,7 @@ def url_of(listener: socket.socket, host: str) -> str:
 
 
 _UNIT_MODULE, _GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
+_LENDER_MODULE = "hadal.runtime.ray_cluster"
 GATEWAY = "gateway"
 """Role of every gateway's process, and the name of the one that holds the front."""
 
@@ -121,10 +122,14 @@ class ProcessPlan:
 
 
 def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
-    """All processes of all units there may be, and the gateways. Units first: they take longest."""
+    """All processes of all units there may be, the gateways, and what has nodes from Ray. Units
+    first: they take longest.
+    """
     plans = [plan for unit in place_units(deployment) for plan in _unit_plans(deployment, unit)]
     for name in gateway_names(deployment):
         plans.append(ProcessPlan(name, GATEWAY, 0, None, 1, _GATEWAY_MODULE, ("--name", name)))
+    if deployment.cluster.spans_hosts:
+        plans.append(ProcessPlan(LENDER, LENDER, 0, None, 1, _LENDER_MODULE, ()))
     return tuple(plans)
 
 

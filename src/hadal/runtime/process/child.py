@@ -81,6 +81,8 @@ class Status:
     processes: dict[str, ProcessStatus]
     nodes: tuple[NodeStatus, ...] = ()
     """Of the cluster, if there is one."""
+    nodes_wrong: str = ""
+    """Why nodes that are wanted are not there, or none could be had now; empty if all is well."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of what it runs on."""
 

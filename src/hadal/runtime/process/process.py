@@ -75,6 +75,9 @@ EXIT_STUCK = 70
 EXIT_FATAL = 71
 """A bug: the leader or an effect raised."""
 
+EXIT_LEASE = 72
+"""An agent heard nothing of its supervisor for its lease."""
+
 MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"
 FOLDER_PREFIX = "hadal-"
