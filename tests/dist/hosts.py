@@ -7,6 +7,7 @@ they share cores, a clock and the file system, where only the model and what is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -145,6 +146,25 @@ class Host:
         if not is_good:
             raise value
         return value  # type: ignore[no-any-return]
+
+    def pids(self, word: str) -> list[int]:
+        """Pids here of its processes whose command line has this word."""
+        space, found = os.readlink(f"/proc/{self._inner}/ns/pid"), []
+        for path in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if path.name.isdecimal() and os.readlink(path / "ns/pid") == space:
+                    line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if word in line:
+                        found.append(int(path.name))
+        return found
+
+    def kill_ray(self) -> None:
+        """Kill its Ray node alone, the head if it is that."""
+        words = ("ray start", "raylet", "gcs_server", "ray::", "default_worker", "ray/_private")
+        for pid in {pid for word in words for pid in self.pids(word)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.started.pop("ray").wait(20)
 
     def unplug(self) -> None:
         run("ip", "-n", self._switch, "link", "set", f"h{self.number}", "down")

@@ -6,7 +6,12 @@ Hosts are network namespaces with a Ray node each (tests/dist/hosts.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import random
+import re
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +20,9 @@ from typing import Any
 import pytest
 
 from hadal.runtime.resolve import model_folder
+from tests.dist.conftest import StartServer
 from tests.dist.hosts import NEEDS_HOSTS, PORT, Host, Hosts
-from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
+from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
 from tests.dist.serving import Server, to_toml, wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(600 if not FULL else 3600)]
@@ -118,3 +124,127 @@ def test_a_leader_that_is_cut_off_is_followed_by_another_and_not_heard_again(
     assert not differences(cases, deployed.complete(cases, cut))
     deployed.wait_whole()
     assert not differences(cases, deployed.complete(cases))
+
+
+# ---- at full size: seven hosts ----
+
+
+@pytest.fixture(scope="module")
+def spread() -> Iterator[Callable[..., Any]]:
+    """Serves on seven hosts: the head's and the supervisor's, two of a prefill unit of two ranks,
+    and four of a decode unit of four.
+    """
+    with Hosts(7) as hosts:
+        hosts.start_ray(0, *[1] * 6)
+
+        @contextlib.contextmanager
+        def start(**tables: Any) -> Iterator[Deployed]:
+            units = {"prefill": {**SMALL, "ranks": 2}, "decode": {**SMALL, "ranks": 4}}
+            with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
+                deployed = serve(hosts, Path(folder), **units, **tables)
+                try:
+                    hosts[0].call(lambda: deployed.server.wait_ready(300))
+                    deployed.wait_whole(300)
+                    yield deployed
+                finally:
+                    deployed.server.process.terminate()
+                    deployed.server.process.wait(60)
+                    print(deployed.server.log()[-5000:])
+
+        yield start
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "tables", [{}, {"dispatch_format": "fp8"}, {"transport": "gloo"}, {"handover": "tcp"}], ids=str
+)
+def test_the_texts_over_seven_hosts(
+    spread: Callable[..., Any], start_server: StartServer, tables: dict[str, Any]
+) -> None:
+    cases = everyday_cases(200, SEED)
+    if "dispatch_format" in tables:
+        here = start_server(**tables)
+        outputs = asyncio.run(complete_all(here.url, here.model, cases))
+        here.stop()
+        cases = [Case(case.prompt, output) for case, output in zip(cases, outputs, strict=True)]
+    with spread(**tables) as deployed:
+        assert not differences(cases, deployed.complete(cases))
+
+
+async def power(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """All that runs on it is killed at once; it is there again a while later."""
+    await asyncio.to_thread(host.kill)
+    await asyncio.sleep(rng.uniform(0.0, 5.0))
+    await asyncio.to_thread(host.boot)
+    await asyncio.to_thread(hosts.start_ray_node, host, 1)
+
+
+async def ray_node(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """Its Ray node is killed, and with it what it runs."""
+    await asyncio.to_thread(host.kill_ray)
+    await asyncio.sleep(rng.uniform(0.0, 5.0))
+    await asyncio.to_thread(hosts.start_ray_node, host, 1)
+
+
+async def ray_head(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """Ray's head is killed, and is there again a while later."""
+    await asyncio.to_thread(hosts[0].kill_ray)
+    await asyncio.sleep(rng.uniform(2.0, 15.0))
+    await asyncio.to_thread(hosts.start_head, 0)
+
+
+async def cut(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """Its link is down for a while."""
+    host.unplug()
+    await asyncio.sleep(rng.choice((1.0, 5.0, 30.0)))
+    host.plug()
+
+
+async def lossy(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """It loses each tenth packet that it sends."""
+    host.shape("netem", "loss", "10%")
+    await asyncio.sleep(10.0)
+    host.shape("pfifo_fast")
+
+
+async def slow(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """It sends no more than 1 Mbit/s, each packet 20 ms late."""
+    host.shape("netem", "delay", "20ms", "rate", "1mbit")
+    await asyncio.sleep(10.0)
+    host.shape("pfifo_fast")
+
+
+FAULTS = (power, ray_node, ray_head, cut, cut, lossy, slow)
+NUM_ROUNDS = int(os.environ.get("HADAL_ROUNDS", "40"))
+
+
+@pytest.mark.full
+def test_rounds_of_faults(spread: Callable[..., Any]) -> None:
+    """A fault in each round while answers stream: the same texts, none lost, whole again."""
+    rng, times = random.Random(SEED), []
+    with spread() as deployed:
+        for number in range(NUM_ROUNDS):
+            fault, host = rng.choice(FAULTS), rng.choice(deployed.hosts.hosts[1:])
+            cases = make_cases(24, SEED + number)
+            began_s = time.monotonic()
+
+            async def disturb(fault: Any = fault, host: Host = host, number: int = number) -> None:
+                await asyncio.sleep(rng.uniform(0.2, 2.0))
+                await fault(deployed.hosts, host, random.Random(number))
+
+            outputs = deployed.complete(cases, disturb)
+            answered_s = time.monotonic() - began_s
+            assert not differences(cases, outputs), (number, fault.__name__, host.number)
+            deployed.wait_whole(300)
+            times.append((fault.__name__, answered_s, time.monotonic() - began_s))
+            print(
+                number,
+                fault.__name__,
+                host.number,
+                f"{answered_s:.1f} {times[-1][2]:.1f} s",
+                flush=True,
+            )
+        log = deployed.server.log()
+    noticed = [float(found) for found in re.findall(r"has said nothing for ([\d.]+) s", log)]
+    print("noticed", sorted(noticed))
+    assert not noticed or max(noticed) <= 3.0

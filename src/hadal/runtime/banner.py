@@ -157,6 +157,8 @@ def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
             "staging",
             f"{gb(memory.staged_bytes)}: one layer's experts once more, while replicas move",
         )
+    if memory.spare_bytes:
+        yield "spare", f"{gb(memory.spare_bytes)}: room for the experts of a node that is lost"
     if memory.kept_bytes:
         yield (
             "drafts",

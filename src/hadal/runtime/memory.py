@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import stat
@@ -91,6 +92,10 @@ class RankMemory:
     """
     kept_bytes: int = 0
     """What each slot keeps of a block for the MTP module, in FP32 (model/drafts)."""
+    spare_bytes: int = 0
+    """Room for the experts that a rank takes over when a node of its unit is lost; 0 in a unit of
+    one node, which is lost with it.
+    """
 
     @property
     def weight_bytes(self) -> int:
@@ -98,7 +103,7 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        beside = self.comm_bytes + self.staged_bytes + self.kept_bytes
+        beside = self.comm_bytes + self.staged_bytes + self.kept_bytes + self.spare_bytes
         return self.weight_bytes + self.kv_bytes + beside
 
 
@@ -486,7 +491,18 @@ def _rank_memory(
         comm_bytes=_comm_bytes(kind, deployment, config),
         staged_bytes=int(slots * expert * precision.matrix) if moves_experts(units) else 0,
         kept_bytes=kept_bytes,
+        spare_bytes=int(
+            replicas // slots * num_spare_slots(units, slots) * expert * precision.matrix
+        ),
     )
+
+
+def num_spare_slots(units: UnitsConfig, num_slots: int) -> int:
+    """Expert replicas of a layer that each survivor has to take at most when a node is lost: all that
+    the node's ranks held, if nobody else holds any of them.
+    """
+    survivors = units.ranks - units.ranks_per_node
+    return math.ceil(units.ranks_per_node * num_slots / survivors) if survivors > 0 else 0
 
 
 def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
@@ -522,6 +538,8 @@ def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) ->
     )
     if rank.staged_bytes:
         parts += f", a layer being staged {gb(rank.staged_bytes)}"
+    if rank.spare_bytes:
+        parts += f", room for a lost node's experts {gb(rank.spare_bytes)}"
     if rank.kept_bytes:
         parts += f", what drafts are made of {gb(rank.kept_bytes)}"
     if rank.total_bytes - rank.kv_bytes < limit_bytes:

@@ -237,6 +237,19 @@ def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
     assert moving.total_bytes - moving.staged_bytes == fixed.total_bytes
 
 
+def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
+    """DeepSeek's units: 8 of 32 ranks hold 72 of 288 replicas of a layer, 8 of 144 hold 16."""
+
+    def plan_of(**fields: Any) -> RankMemory:
+        return plan_memory(Deployment(device="cpu", decode=UnitsConfig(**fields)), v3).decode
+
+    prefill = plan_of(ranks=32, ranks_per_node=8, redundant_experts=32)
+    decode = plan_of(ranks=144, ranks_per_node=8, redundant_experts=32)
+    assert prefill.spare_bytes * 9 == prefill.expert_bytes * 3
+    assert decode.spare_bytes * 2 == decode.expert_bytes
+    assert plan_of(ranks=8, ranks_per_node=8).spare_bytes == 0, "it is lost with its node"
+
+
 def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> None:
     with pytest.raises(ConfigError, match=r"prefill\.redundant_experts = 0 or 32 would"):
         plan_memory(
