@@ -15,12 +15,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER
 from tests.dist.serving import wait_until
 
 T = TypeVar("T")
@@ -147,16 +149,35 @@ class Host:
             raise value
         return value  # type: ignore[no-any-return]
 
-    def pids(self, word: str) -> list[int]:
-        """Pids here of its processes whose command line has this word."""
-        space, found = os.readlink(f"/proc/{self._inner}/ns/pid"), []
+    def processes(self) -> Iterator[Path]:
+        """Folders in /proc of its processes."""
+        space = os.readlink(f"/proc/{self._inner}/ns/pid")
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if path.name.isdecimal() and os.readlink(path / "ns/pid") == space:
-                    line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if word in line:
-                        found.append(int(path.name))
+                    yield path
+
+    def pids(self, word: str) -> list[int]:
+        """Pids here of its processes whose command line has this word."""
+        found = []
+        for path in self.processes():
+            with contextlib.suppress(OSError):
+                if word in (path / "cmdline").read_bytes().replace(b"\0", b" ").decode():
+                    found.append(int(path.name))
         return found
+
+    def names(self) -> Counter[str]:
+        """Names of its processes, as those that are forked give themselves."""
+        found: Counter[str] = Counter()
+        for path in self.processes():
+            with contextlib.suppress(OSError):
+                found[(path / "comm").read_text().strip()] += 1
+        return found
+
+    def pools(self) -> list[str]:
+        """KV pools in its shared memory."""
+        shared = Path(f"/proc/{self._inner}/root{SHM_FOLDER}")
+        return [path.name for path in shared.glob(f"{PREFIX}*")]
 
     def kill_ray(self) -> None:
         """Kill its Ray node alone, the head if it is that."""
@@ -226,6 +247,9 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.hosts)
 
     def __getitem__(self, number: int) -> Host:
         return self.hosts[number]

@@ -12,6 +12,7 @@ import random
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from hadal.runtime.process.process import EXIT_CONFIG
 from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import StartServer
 from tests.dist.hosts import NEEDS_HOSTS, PORT, Host, Hosts
@@ -28,6 +30,7 @@ from tests.dist.serving import Server, to_toml, wait_until
 pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(600 if not FULL else 3600)]
 
 SEED = 17
+OURS = {"prefill-0", "decode-0", "decode-0.0", "decode-0.1"}
 SMALL = {"threads": 1, "ranks_per_node": 1, "kv_blocks": 96}
 
 
@@ -60,8 +63,8 @@ class Deployed:
         wait_until(lambda: self.server.status().ready, timeout_s, "all processes are ready")
 
 
-def serve(hosts: Hosts, folder: Path, **tables: Any) -> Deployed:
-    """Start `hadal serve` on the first host."""
+def serve(hosts: Hosts, folder: Path, name: str = "serve", **tables: Any) -> Deployed:
+    """Start `hadal serve` on the first host; `name`: of its log."""
     config = folder / "deployment.toml"
     fields = {
         "port": 8000,
@@ -71,8 +74,8 @@ def serve(hosts: Hosts, folder: Path, **tables: Any) -> Deployed:
     }
     config.write_text(to_toml(fields))
     command = ["hadal", "serve", "--config", str(config), "--run-folder", str(folder / "run")]
-    process = hosts[0].start("serve", command)
-    return Deployed(hosts, Server(process, folder / "run", hosts[0].log_path("serve")))
+    process = hosts[0].start(name, command)
+    return Deployed(hosts, Server(process, folder / "run", hosts[0].log_path(name)))
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,38 @@ def test_a_leader_that_is_cut_off_is_followed_by_another_and_not_heard_again(
     assert not differences(cases, deployed.complete(cases, cut))
     deployed.wait_whole()
     assert not differences(cases, deployed.complete(cases))
+
+
+def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:
+    with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
+        cluster = {"on": "ray", "address": f"{deployed.hosts[0].address}:{PORT}"}
+        second = serve(
+            deployed.hosts,
+            Path(folder),
+            name="second",
+            port=8001,
+            decode={**SMALL, "ranks": 2},
+            cluster={**cluster, "place_timeout_s": 3.0},
+        )
+        assert second.server.process.wait(60) == EXIT_CONFIG
+    assert "nodes 1-2 not found within 3 s" in second.server.log()
+    assert "1 CPU are needed free each, and the cluster has 1 x 1 CPU, 2 x 2 CPU" in (
+        second.server.log()
+    )
+
+
+def test_it_ends_and_gives_all_back(deployed: Deployed) -> None:
+    names = sum((host.names() for host in deployed.hosts), Counter())
+    assert {name: names[name] for name in OURS} == dict.fromkeys(OURS, 1), (
+        "as a leader that was followed by another, and still runs"
+    )
+    deployed.server.process.terminate()
+    assert deployed.server.process.wait(30) == 0
+
+    def is_gone() -> bool:
+        return not any(host.names().keys() & OURS or host.pools() for host in deployed.hosts)
+
+    wait_until(is_gone, 20.0, "nothing of it is left on any host")
 
 
 # ---- at full size: seven hosts ----
@@ -200,21 +235,23 @@ async def cut(hosts: Hosts, host: Host, rng: random.Random) -> None:
     host.plug()
 
 
-async def lossy(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """It loses each tenth packet that it sends."""
-    host.shape("netem", "loss", "10%")
-    await asyncio.sleep(10.0)
-    host.shape("pfifo_fast")
+async def flapping(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """Its link is down for a tenth of the time, and with it a tenth of its packets is lost."""
+    for _ in range(50):
+        host.unplug()
+        await asyncio.sleep(0.02)
+        host.plug()
+        await asyncio.sleep(0.18)
 
 
 async def slow(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """It sends no more than 1 Mbit/s, each packet 20 ms late."""
-    host.shape("netem", "delay", "20ms", "rate", "1mbit")
+    """It sends no more than 2 Mbit/s."""
+    host.shape("tbf", "rate", "2mbit", "burst", "32kb", "latency", "400ms")
     await asyncio.sleep(10.0)
     host.shape("pfifo_fast")
 
 
-FAULTS = (power, ray_node, ray_head, cut, cut, lossy, slow)
+FAULTS = (power, ray_node, ray_head, cut, cut, flapping, slow)
 NUM_ROUNDS = int(os.environ.get("HADAL_ROUNDS", "40"))
 
 

@@ -357,7 +357,8 @@ class SwarmWorld(FleetWorld):
             return
         self.seen[f"message {type(message).__name__}"] += 1
         match message:
-            case Pulled(_, request_id, attempt):
+            # A last word that is lost with its sender is not heard, and nothing is released for it.
+            case Pulled(_, request_id, attempt) if life not in self._cut_lives:
                 self._pulled_s.setdefault((request_id, attempt), self.clock.now())
             case Returned(_, request_id, attempt, reason) if kind_of(reason) == LEASE_EXPIRED:
                 self._verify_lease((request_id, attempt))

@@ -13,17 +13,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from hadal.core.messages import Key
+from hadal.core.messages import AnyMessage, Key, Pulled, Release, UnitDown
+from hadal.core.seams import Send
 from hadal.policy.views import DecodeRanksView
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
+from hadal.roles.front.front import Front
 from hadal.roles.front.units import FrontUnits
 from hadal.roles.ranks.pools import RankPools
+from hadal.roles.reasons import LEASE_EXPIRED
 from tests.fresh import NUM_SEEDS, fresh
-from tests.sim.swarm import command, draw, run, run_all, run_seed, shrink
+from tests.sim.swarm import LIMIT_S, command, draw, run, run_all, run_seed, shrink
 from tests.sim.swarm_scene import FAULTS, FEATURES, PRESSURES
+from tests.sim.swarm_world import SwarmWorld
 
 NUM_FIXED = 15
 """Those of the test that the slice reaches what it is for."""
@@ -135,12 +140,25 @@ def source_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeMoving, "pulled", arrived)
 
 
+def never_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled = Front._pulled
+
+    def silent(self: Front, unit: str, request_id: str, attempt: int) -> None:
+        pulled(self, unit, request_id, attempt)
+        match self._out:
+            case [*_, Send(_, Release())]:
+                self._out.pop()
+
+    monkeypatch.setattr(Front, "_pulled", silent)
+
+
 @pytest.mark.parametrize(
     ("mutate", "says"),
     [
         (one_slot_more, "has 1 slots, for|has 2 slots, for|has 3 slots, for"),
         (freed_too_early, "are free while step"),
         (source_kept, "and still has blocks of rank"),
+        (never_released, "was pulled .* s ago, and not released"),
     ],
 )
 def test_the_world_sees_by_itself_what_ledgers_may_miss(
@@ -151,6 +169,33 @@ def test_the_world_sees_by_itself_what_ledgers_may_miss(
     monkeypatch.setattr(DecodeLeader, "audit", lambda self: [])
     errors = next(found.errors for seed in range(30) if (found := run_all([seed])).errors)
     assert re.search(says, *errors.values()), errors
+
+
+class LastWordWorld(SwarmWorld):
+    """Its first unit that says Pulled dies as it does: the word is lost with it, and the front
+    hears of the death when the lease has run out.
+    """
+
+    def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
+        if isinstance(message, Pulled) and not self.num_deaths:
+            self.num_deaths += 1
+            self._kill(message.unit)
+            self._cut_lives.add(life)
+            down, lease_s = UnitDown(message.unit, "the process ended"), self.config.lease_s
+            self.clock.after(2 * lease_s, lambda: self._tell("front", down))
+            self.clock.after(3 * lease_s, lambda: self.start_unit(down.unit))
+        super()._arrive(to, message, life)
+
+
+def test_a_pull_of_which_the_front_never_heard_is_not_released() -> None:
+    """As in seed 2634, and nothing else goes wrong."""
+    calm = draw(0, frozenset({*FEATURES, *FAULTS}))
+    config = msgspec.structs.replace(calm.config, lease_s=0.3)
+    world = LastWordWorld(replace(calm, config=config, wire_s=0.002, pull_s=0.02))
+    world.run_to_the_end(LIMIT_S)
+    world.verify_end()
+    assert world.num_returned[LEASE_EXPIRED] == 1
+    assert world.seen["ended 200"] == world.seen["requests"]
 
 
 @pytest.mark.full

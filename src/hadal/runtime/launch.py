@@ -121,8 +121,7 @@ from hadal.runtime.transfer.pool import (
 )
 from hadal.runtime.wire import Network, ZmqWire, address_path, socket_path
 
-# The fleet role at work on one host: units are processes of the supervisor, which it starts and
-# stops.
+# The fleet role at work: units are processes that the supervisor starts and stops, here or on nodes.
 #
 # The role decides; this file only moves. A process that is not wanted rests: its child is there and
 # does not run.
@@ -218,7 +217,8 @@ class FleetExecutor:
                 case WakeAt(time_s):
                     self._wake_s = time_s
                 case OfferNodes() | WithdrawNodes():
-                    log.debug("%s", effect)  # On one host there is no other work to tell.
+                    # Nodes are had by what is to run there and given back with it (runtime/nodes).
+                    log.debug("%s", effect)
 
     def _log_send(self, message: AnyMessage) -> None:
         match message:
