@@ -122,6 +122,12 @@ class Host:
         self.started[name] = process
         return process
 
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to what was started under this name: nsenter passes none on."""
+        pid = self.started[name].pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(children[0]), number)
+
     def log_path(self, name: str) -> Path:
         return LOGS / f"{os.getpid()}-{self.number}-{name}.log"
 

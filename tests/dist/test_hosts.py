@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -63,13 +64,19 @@ class Deployed:
         wait_until(lambda: self.server.status().ready, timeout_s, "all processes are ready")
 
 
+def cluster(hosts: Hosts) -> dict[str, Any]:
+    """All hosts share this machine's cores, so they may be silent for longer than real ones."""
+    address = f"{hosts[0].address}:{PORT}"
+    return {"on": "ray", "address": address, "node_timeout_s": 2.5}
+
+
 def serve(hosts: Hosts, folder: Path, name: str = "serve", **tables: Any) -> Deployed:
     """Start `hadal serve` on the first host; `name`: of its log."""
     config = folder / "deployment.toml"
     fields = {
         "port": 8000,
         "model": str(model_folder("")),
-        "cluster": {"on": "ray", "address": f"{hosts[0].address}:{PORT}"},
+        "cluster": cluster(hosts),
         **tables,
     }
     config.write_text(to_toml(fields))
@@ -131,14 +138,13 @@ def test_a_leader_that_is_cut_off_is_followed_by_another_and_not_heard_again(
 
 def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:
     with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
-        cluster = {"on": "ray", "address": f"{deployed.hosts[0].address}:{PORT}"}
         second = serve(
             deployed.hosts,
             Path(folder),
             name="second",
             port=8001,
             decode={**SMALL, "ranks": 2},
-            cluster={**cluster, "place_timeout_s": 3.0},
+            cluster={**cluster(deployed.hosts), "place_timeout_s": 3.0},
         )
         assert second.server.process.wait(60) == EXIT_CONFIG
     assert "nodes 1-2 not found within 3 s" in second.server.log()
@@ -152,7 +158,7 @@ def test_it_ends_and_gives_all_back(deployed: Deployed) -> None:
     assert {name: names[name] for name in OURS} == dict.fromkeys(OURS, 1), (
         "as a leader that was followed by another, and still runs"
     )
-    deployed.server.process.terminate()
+    deployed.hosts[0].signal("serve", signal.SIGTERM)
     assert deployed.server.process.wait(30) == 0
 
     def is_gone() -> bool:
@@ -182,7 +188,7 @@ def spread() -> Iterator[Callable[..., Any]]:
                     deployed.wait_whole(300)
                     yield deployed
                 finally:
-                    deployed.server.process.terminate()
+                    hosts[0].signal("serve", signal.SIGTERM)
                     deployed.server.process.wait(60)
                     print(deployed.server.log()[-5000:])
 

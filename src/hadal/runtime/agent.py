@@ -12,7 +12,9 @@ its place, or when it has heard nothing for the deployment's `cluster.lease_s`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import platform
 import secrets
 import shutil
@@ -92,6 +94,7 @@ _LAST_WORDS_S = 0.2
 """How long the output of an ended process may stay open, as when a child of its own holds it."""
 _KILL_S = 5.0
 """How long a killed process may take to be gone."""
+_NICE = -10
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
@@ -338,6 +341,10 @@ def main() -> int:
         return EXIT_CONFIG
     start_log(f"node-{joining.node}", joining.run.log_level, joining.run.log_format)
     forks = Forks(environment())
+    # By its beats the supervisor knows that the node is there: they go ahead of what the node
+    # computes, where that is allowed. What it starts comes from the fork server, as it was before.
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     try:
         with signal_pipe(_SIGNALS) as fd:
