@@ -45,6 +45,7 @@ from hadal.core.messages import (
     Suspect,
 )
 from hadal.roles.nodes import AGENT_BEAT_S, agent_name
+from hadal.runtime.devices import cpu_kind
 from hadal.runtime.process.child import look_at
 from hadal.runtime.process.forks import (
     Forks,
@@ -161,6 +162,7 @@ class Agent:
             "hadal": __version__,
             "python": platform.python_version(),
             "torch": version("torch"),
+            "cpu": cpu_kind(),
         }
         self._spoke_s = 0.0
         self._said: tuple[ProcessNews, ...] | None = None

@@ -368,13 +368,14 @@ class Banner:
                 if rank is None:
                     yield name, "rests until the fleet needs it"
                 continue
-            text = f"pid {process.pid}"
+            text = f"pid {process.pid}" if process.pid else "when its node is there"
             if process.role in ROLES and rank is None:
                 units = units_of(deployment, process.role)
                 text += f", {_plural(units.threads, 'thread')}, up to {units.max_requests} requests"
                 if units.ranks > 1:
                     pids = [status.processes[rank_name(unit, r)].pid for r in range(units.ranks)]
-                    text += f" a rank; {units.ranks} ranks: pid {ranges(pids)}"
+                    text += f" a rank; {units.ranks} ranks"
+                    text += f": pid {ranges(pids)}" if all(pids) else ""
             if rank is None:
                 yield name, text
 

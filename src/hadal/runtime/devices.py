@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import subprocess
 from pathlib import Path
 
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Of x86 processors, those by which kernels differ, and with them the last bits of what they
+compute.
+"""
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _TIMEOUT_S = 10.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -31,6 +36,17 @@ def gpus() -> tuple[int, ...]:
     if visible is None:
         return found
     return found[: len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])]
+
+
+def cpu_kind() -> str:
+    """What this machine's kernels are made of; two machines with the same compute the same bits."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    flags = set(line.split())
+    return " ".join((platform.machine(), *(name for name in _CPU_FLAGS if name in flags)))
 
 
 def take_gpu(index: int) -> None:

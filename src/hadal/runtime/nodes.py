@@ -145,7 +145,7 @@ class LiveNodes:
         self._is_silent = False
         self._rank_to_node = {plan.name: plan.node for plan in plans}
         self._names_here = [wire_name(name) for name in gateway_names(deployment)]
-        self._versions = versions
+        self._versions = dict(versions)
         self._unfit: set[int] = set()
         """Nodes on which other versions are installed."""
         self._folder = folder
@@ -153,6 +153,8 @@ class LiveNodes:
         self._nodes = Nodes(num_nodes(units), deployment.cluster.node_timeout_s, wire.send)
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
+        self._agents: dict[str, Address] = {}
+        """By their names, all that ever spoke: the earlier ones are told to leave."""
         self._shown: tuple[str, tuple[NodeStatus, ...]] = "", ()
         self._known: dict[str, Address] = {}
         """Addresses that are in the folder."""
@@ -188,7 +190,9 @@ class LiveNodes:
                     elsewhere.stdout.put(line)
             return
         agent = agent_name(message.node, message.boot)
-        write_address(self._folder, agent, message.agent)
+        if self._agents.get(agent) != message.agent:
+            self._agents[agent] = message.agent
+            write_address(self._folder, agent, message.agent)
         node = self._nodes.nodes[message.node]
         was = node.phase
         if self._nodes.heard(now_s, message):
@@ -290,17 +294,18 @@ class LiveNodes:
         return self._nodes.nodes[number].phase is NodePhase.UP and number not in self._unfit
 
     def _look_at_versions(self, news: NodeNews) -> None:
-        """Nothing is started on a node that would compute something else."""
+        """Nothing is started on a node that would compute something else than the first one."""
+        self._versions.setdefault("cpu", news.versions.get("cpu", ""))
         other = [
-            f"{name} {news.versions.get(name, 'not')} there and {here} here"
-            for name, here in self._versions.items()
-            if news.versions.get(name) != here
+            f"{name} {news.versions.get(name, 'none')!r} there and {expected!r} elsewhere"
+            for name, expected in self._versions.items()
+            if news.versions.get(name) != expected
         ]
         self._unfit.discard(news.node)
         if other:
             self._unfit.add(news.node)
             log.error(
-                "node %d (%s) is not used: %s. Install the same on all nodes.",
+                "node %d (%s) is not used: %s. All nodes have to be alike.",
                 news.node,
                 news.host,
                 ", ".join(other),
