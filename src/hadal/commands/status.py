@@ -25,8 +25,13 @@ from rich.text import Text
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR
-from hadal.roles.nodes import NodePhase
-from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, read_status
+from hadal.runtime.process.child import (
+    ProcessPhase,
+    ProcessStatus,
+    Status,
+    read_status,
+    wrong_nodes,
+)
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
 from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_of
@@ -97,13 +102,7 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 def wrong(status: Status) -> list[str]:
     """What an operator should know, a sentence each."""
-    said = [
-        f"node {node.number}{f' ({node.host})' if node.host else ''} is {node.phase}."
-        for node in status.nodes
-        if node.phase == NodePhase.LOST
-    ]
-    if status.nodes_wrong:
-        said.append(f"{status.nodes_wrong}.")
+    said = wrong_nodes(status)
     for name, process in status.processes.items():
         if process.phase in (ProcessPhase.READY, ProcessPhase.RESTING):
             continue

@@ -10,7 +10,15 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -236,9 +244,10 @@ def health_of(
     *,
     has_begun: bool,
     is_draining: bool,
+    wrong: Sequence[str] = (),
 ) -> tuple[int, dict[str, object]]:
     """The reply's status and fields. `gateways`: those that are there; `has_begun`: requests could
-    be served once.
+    be served once; `wrong`: what is wrong with the nodes of a cluster.
     """
     missing = [name for name in gateway_names(deployment) if name not in gateways]
     missing += _missing(deployment, snapshot)
@@ -248,7 +257,7 @@ def health_of(
     elif not has_begun:
         status = "starting"
     else:
-        status = "degraded" if missing else "ready"
+        status = "degraded" if missing or wrong else "ready"
     return 200 if can_serve else 503, {
         "status": status,
         "units_up": {role: len(units) for role, units in snapshot.role_to_units.items()},
@@ -262,6 +271,7 @@ def health_of(
             for unit in units
         },
         "missing": missing,
+        **({"nodes": list(wrong)} if wrong else {}),
     }
 
 
@@ -336,6 +346,8 @@ class Gateway:
     """The server could answer once, under this gateway or the one before: units that are down come
     back, and until then requests wait at the front.
     """
+    wrong_nodes: Callable[[], Sequence[str]] = tuple
+    """What is wrong with the nodes of a cluster, a sentence each."""
     bodies: Bodies = field(default_factory=Bodies)
 
     def __post_init__(self) -> None:
@@ -587,6 +599,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
             gateway.host.gateways,
             has_begun=gateway.has_begun(),
             is_draining=gateway.host.draining,
+            wrong=gateway.wrong_nodes(),
         )
         return _json({**fields, "model": service.model.name}, status)
 

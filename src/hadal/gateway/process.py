@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -39,6 +39,7 @@ from hadal.roles.recording import MadeFront
 from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
 from hadal.runtime.ledger.writer import LedgerWriter
+from hadal.runtime.process.child import read_status, wrong_nodes
 from hadal.runtime.process.forks import API_KEYS
 from hadal.runtime.process.process import (
     EXIT_CONFIG,
@@ -91,13 +92,14 @@ def make_gateway(
     *,
     name: str = GATEWAY,
     has_served: bool = False,
+    folder: Path | None = None,
 ) -> Gateway:
     """Put the parts together. `fingerprint`: as roles/front has it; `run_id`: for a recording;
-    `name`: whose process it is; `has_served`: another gateway did before this one. Raises
-    ConfigError.
+    `name`: whose process it is; `has_served`: another gateway did before this one; `folder`: of the
+    run, where the supervisor says how the nodes of a cluster are. Raises ConfigError.
     """
-    folder = Path(deployment.model)
-    model = read_served_model(folder, deployment.model_name or folder.name)
+    path = Path(deployment.model)
+    model = read_served_model(path, deployment.model_name or path.name)
     clock = LiveClock()
     url = ledger_url(deployment.ledger.url)
     sink = open_ledger(url) if url else None
@@ -153,7 +155,13 @@ def make_gateway(
         deployment=deployment,
         bound_host=deployment.host,
         was_ready=has_served,
+        wrong_nodes=lambda: _wrong_nodes(folder),
     )
+
+
+def _wrong_nodes(folder: Path | None) -> Sequence[str]:
+    status = read_status(folder) if folder is not None else None
+    return wrong_nodes(status) if status is not None else ()
 
 
 def open_ledger(url: str) -> LedgerWriter:
@@ -287,6 +295,7 @@ def main() -> int:
             run.run_id,
             name=arguments.name,
             has_served=arguments.has_served,
+            folder=arguments.folder,
         )
         for number, tenant in enumerate(gateway.keys.tenants, 1):
             log.info("API key %d is tenant %s in the ledger", number, tenant.name)

@@ -4,6 +4,7 @@ with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from hadal.core.config import Deployment, FleetConfig, GatewayConfig, UnitsConfig
 from hadal.core.messages import FrontSnapshot, Totals, UnitReport
 from hadal.gateway.http import health_of
+from hadal.roles.nodes import NodePhase
+from hadal.runtime.process.child import NodeStatus, Status, wrong_nodes
 
 DEPLOYMENT = Deployment(prefill=UnitsConfig(units=2), decode=UnitsConfig(units=1, ranks=4))
 FLEET = Deployment(prefill=UnitsConfig(units=1), fleet=FleetConfig(mode="auto", prefill_max=3))
@@ -28,9 +31,17 @@ def seen(
     has_begun: bool = True,
     is_draining: bool = False,
     gateways: tuple[str, ...] = ("gateway",),
+    wrong: Sequence[str] = (),
 ) -> tuple[int, Any]:
     snapshot = FrontSnapshot(is_draining, {}, {load.unit: load for load in loads}, units, Totals())
-    return health_of(deployment, snapshot, gateways, has_begun=has_begun, is_draining=is_draining)
+    return health_of(
+        deployment,
+        snapshot,
+        gateways,
+        has_begun=has_begun,
+        is_draining=is_draining,
+        wrong=wrong,
+    )
 
 
 def test_whole() -> None:
@@ -97,3 +108,13 @@ def test_a_fleet_wants_its_floor_whichever_units_those_are() -> None:
         == "ready"
     )
     assert seen(FLEET, {"decode": {"decode-0": 1}})[1]["missing"] == ["prefill-0"]
+
+
+def test_a_cluster_without_a_node_or_without_its_lender_is_degraded_and_serves() -> None:
+    nodes = (NodeStatus(0, NodePhase.UP, "host-a"), NodeStatus(1, NodePhase.LOST, "host-b"))
+    status = Status("", "", 1, True, False, 0.0, {}, nodes, "Ray does not answer")
+    wrong = wrong_nodes(status)
+    assert wrong == ["node 1 (host-b) is lost.", "Ray does not answer."]
+    code, fields = seen(DEPLOYMENT, WHOLE, load("decode-0", 4), wrong=wrong)
+    assert (code, fields["status"], fields["nodes"]) == (200, "degraded", wrong)
+    assert "nodes" not in seen(DEPLOYMENT, WHOLE, load("decode-0", 4))[1]

@@ -24,6 +24,7 @@ import msgspec
 
 from hadal.core.messages import Sighting
 from hadal.progress import PERIOD_S, Bar
+from hadal.roles.nodes import NodePhase
 from hadal.roles.suspects import Absence, Suspects
 from hadal.runtime.process.forks import Output, Started
 from hadal.runtime.process.logs import (
@@ -85,6 +86,16 @@ class Status:
     """Why nodes that are wanted are not there, or none could be had now; empty if all is well."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of what it runs on."""
+
+
+def wrong_nodes(status: Status) -> list[str]:
+    """What is wrong with the nodes of a cluster, a sentence each."""
+    said = [
+        f"node {node.number} ({node.host}) is lost."
+        for node in status.nodes
+        if node.phase == NodePhase.LOST
+    ]
+    return [*said, f"{status.nodes_wrong}."] if status.nodes_wrong else said
 
 
 def write_status(folder: Path, status: Status) -> None:
