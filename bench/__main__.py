@@ -46,6 +46,7 @@ from bench import (
     startup,
     step_breakdown,
     step_price,
+    wire,
 )
 from bench.checkpoints import ROOT
 from bench.shared_data import NAME_TO_SOURCE, why_missing
@@ -70,6 +71,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "staging": staging.main,
     "handover": handover.main,
     "secret_cost": secret_cost.main,
+    "wire": wire.main,
     "attacks": attacks.main,
     "balance_experts": balance_experts.main,
     "expert_skew": expert_skew.main,
