@@ -20,6 +20,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -67,7 +68,7 @@ from hadal.runtime.process.process import (
     signal_pipe,
     write_run,
 )
-from hadal.runtime.topology import judge_of, wire_name
+from hadal.runtime.topology import UNIT_MODULE, judge_of, wire_name
 from hadal.runtime.transfer.pool import (
     PREFIX,
     SHM_FOLDER,
@@ -146,6 +147,8 @@ class Agent:
         self._forks = forks
         self._environment = environment()
         self._running: dict[str, _Running] = {}
+        self._ending: dict[str, _Running] = {}
+        """Killed, and not gone yet."""
         self._mirrored: set[str] = set()
         """Names elsewhere whose addresses are in the folder."""
         self._heard_s = time.monotonic()
@@ -192,10 +195,11 @@ class Agent:
 
     def close(self) -> None:
         """Kill what still runs, and remove what it leaves."""
-        for running in self._running.values():
+        for running in (*self._running.values(), *self._ending.values()):
             if running.code is None:
                 running.process.kill()
-                running.process.wait(_KILL_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    running.process.wait(_KILL_S)
         self._forks.close()
         self._wire.close()
         remove_shared_memory(self._joining.run.run_id)
@@ -216,7 +220,9 @@ class Agent:
         if self._forks.is_warming:
             return  # The next beat comes soon.
         for order in wanted.values():
-            if order.name not in self._running:
+            # Whoever holds the secret can give orders, and gateways do: a unit is all they can start.
+            is_there = order.name in self._running or order.name in self._ending
+            if not is_there and order.arguments[:1] == (UNIT_MODULE,):
                 self._start(order)
 
     def _mirror(self, addresses: dict[str, Address]) -> None:
@@ -231,6 +237,8 @@ class Agent:
 
     def _start(self, order: ProcessOrder) -> None:
         log.info("starting %s", order.name)
+        # Where a process of this name listened elsewhere.
+        address_path(self._folder, wire_name(order.name)).unlink(missing_ok=True)
         arguments = [*order.arguments, *life_arguments(self._folder, order.life)]
         process = start_here(
             order.name,
@@ -239,7 +247,6 @@ class Agent:
             forks=self._forks,
         )
         running = self._running[order.name] = _Running(order, process)
-        address_path(self._folder, wire_name(order.name)).unlink(missing_ok=True)
         assert process.stdout is not None
         running.reader = threading.Thread(
             target=_keep_lines, args=(process.stdout, running.lines), daemon=True
@@ -247,13 +254,14 @@ class Agent:
         running.reader.start()
 
     def _end(self, name: str, running: _Running) -> None:
-        """Kill a process that is not wanted any more, if it runs, and forget it."""
+        """Kill a process that is not wanted any more, if it runs. No other starts under its name
+        until it is gone, which is not waited for: freeing much memory takes a while.
+        """
+        del self._running[name]
         if running.code is None:
             log.warning("ending %s, which is not wanted here any more", name)
             running.process.kill()
-            running.process.wait(_KILL_S)
-        self._clear_after(name)
-        del self._running[name]
+            self._ending[name] = running
 
     def _clear_after(self, name: str) -> None:
         """Remove what a dead process cannot."""
@@ -264,7 +272,12 @@ class Agent:
             remove_shared_memory(self._joining.run.run_id, name)
 
     def _reap(self) -> None:
-        reap_others({self._forks.pid, *(each.process.pid for each in self._running.values())})
+        own = (*self._running.values(), *self._ending.values())
+        reap_others({self._forks.pid, *(each.process.pid for each in own)})
+        for name, running in list(self._ending.items()):
+            if running.process.poll() is not None:
+                del self._ending[name]
+                self._clear_after(name)
         for name, running in self._running.items():
             if running.code is not None:
                 continue

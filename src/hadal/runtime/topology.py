@@ -57,7 +57,7 @@ def url_of(listener: socket.socket, host: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-_UNIT_MODULE, _GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
+UNIT_MODULE, _GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
 _LENDER_MODULE = "hadal.runtime.ray_cluster"
 GATEWAY = "gateway"
 """Role of every gateway's process, and the name of the one that holds the front."""
@@ -148,13 +148,13 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
             arguments = *arguments, "--device", str(device)
         node = unit.nodes[rank // units.ranks_per_node]
         ranks.append(
-            ProcessPlan(name, unit.role, node, device, units.threads, _UNIT_MODULE, arguments)
+            ProcessPlan(name, unit.role, node, device, units.threads, UNIT_MODULE, arguments)
         )
     if unit.num_ranks == 1:
         return ranks
     names = tuple(rank.name for rank in ranks)
     first = unit.nodes[0]
-    leader = ProcessPlan(unit.name, unit.role, first, None, 1, _UNIT_MODULE, of_unit, names)
+    leader = ProcessPlan(unit.name, unit.role, first, None, 1, UNIT_MODULE, of_unit, names)
     return [leader, *ranks]
 
 
