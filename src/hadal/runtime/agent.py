@@ -68,7 +68,7 @@ from hadal.runtime.process.process import (
     signal_pipe,
     write_run,
 )
-from hadal.runtime.topology import UNIT_MODULE, judge_of, wire_name
+from hadal.runtime.topology import UNIT_MODULE, judge_of
 from hadal.runtime.transfer.pool import (
     PREFIX,
     SHM_FOLDER,
@@ -207,9 +207,9 @@ class Agent:
     def _ordered(self, orders: NodeOrders) -> None:
         self._heard_s = time.monotonic()
         self._is_over |= orders.is_over
+        wanted = {order.name: order for order in orders.processes}
         if orders.addresses is not None:
             self._mirror(orders.addresses)
-        wanted = {order.name: order for order in orders.processes}
         for name, running in list(self._running.items()):
             order = wanted.get(name)
             if order is None or order.life != running.order.life:
@@ -226,19 +226,20 @@ class Agent:
                 self._start(order)
 
     def _mirror(self, addresses: dict[str, Address]) -> None:
-        """Make the names elsewhere known to this node's processes."""
-        own = {wire_name(name) for name in self._running}
-        for name in self._mirrored - addresses.keys() - own:
+        """Make the names elsewhere known to this node's processes. A process that is about to end
+        here may be among them: its successor is there.
+        """
+        for name in self._mirrored - addresses.keys():
             address_path(self._folder, name).unlink(missing_ok=True)
         for name, address in addresses.items():
-            if name not in own:
-                write_address(self._folder, name, address)
+            write_address(self._folder, name, address)
         self._mirrored = set(addresses)
 
     def _start(self, order: ProcessOrder) -> None:
         log.info("starting %s", order.name)
         # Where a process of this name listened elsewhere.
-        address_path(self._folder, wire_name(order.name)).unlink(missing_ok=True)
+        address_path(self._folder, order.name).unlink(missing_ok=True)
+        self._mirrored.discard(order.name)
         arguments = [*order.arguments, *life_arguments(self._folder, order.life)]
         process = start_here(
             order.name,
@@ -265,9 +266,10 @@ class Agent:
 
     def _clear_after(self, name: str) -> None:
         """Remove what a dead process cannot."""
-        socket_path(self._folder, wire_name(name)).unlink(missing_ok=True)
-        address_path(self._folder, wire_name(name)).unlink(missing_ok=True)
-        self._wire.forget(wire_name(name))
+        socket_path(self._folder, name).unlink(missing_ok=True)
+        if name not in self._mirrored:  # Else it says where its successor listens.
+            address_path(self._folder, name).unlink(missing_ok=True)
+            self._wire.forget(name)
         if not any(other.startswith(f"{name}.") for other in self._running):
             remove_shared_memory(self._joining.run.run_id, name)
 
@@ -296,7 +298,7 @@ class Agent:
     def _address_of(self, running: _Running) -> Address | None:
         """Where a process listens, once it does."""
         try:
-            address = read_address(address_path(self._folder, wire_name(running.order.name)))
+            address = read_address(address_path(self._folder, running.order.name))
         except OSError:
             return None
         return address if address.life == running.order.life else None

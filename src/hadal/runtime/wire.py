@@ -385,7 +385,10 @@ class ZmqWire:
         try:
             identity = _identity(self._folder / f"{to}.sock")
         except OSError:
-            return self._far_peer(to, peer)
+            if self._far_pull is not None:
+                return self._far_peer(to, peer)
+            self.forget(to)
+            return None
         if peer is not None and peer.identity == identity:
             return peer
         self.forget(to)

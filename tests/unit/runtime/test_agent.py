@@ -1,0 +1,194 @@
+"""A node's agent, as a process: what it starts, tells and ends, told by a supervisor on another host
+that is this test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hadal.core.config import ClusterConfig, Deployment, UnitsConfig
+from hadal.core.messages import (
+    SUPERVISOR,
+    Address,
+    AnyMessage,
+    NodeNews,
+    NodeOrders,
+    Printed,
+    ProcessNews,
+    ProcessOrder,
+)
+from hadal.roles.nodes import agent_name
+from hadal.runtime.agent import Joining
+from hadal.runtime.process.forks import environment
+from hadal.runtime.process.process import EXIT_LEASE, FOLDER_PREFIX, Run
+from hadal.runtime.resolve import resolve
+from hadal.runtime.topology import UNIT_MODULE, launch_plan
+from hadal.runtime.wire import Network, ZmqWire, address_path, read_address, write_address
+
+LOOPBACK, SECRET, SOON_S = "127.0.0.1", b"s" * 32, 30.0
+UNITS = UnitsConfig(threads=1, kv_blocks=16)
+NO_UNIT = (UNIT_MODULE, "--unit", "decode-0", "--role", "none")
+"""Ends at once: there is no such role."""
+
+
+@dataclass
+class Agent:
+    """The process, and what it said."""
+
+    process: subprocess.Popen[bytes]
+    wire: ZmqWire
+    supervisor_folder: Path
+    temporary: Path
+    news: NodeNews | None = None
+    said: NodeOrders | None = None
+    printed: list[bytes] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        [found] = self.temporary.glob(f"{FOLDER_PREFIX}*")
+        return found
+
+    def order(self, *orders: ProcessOrder, **more: object) -> None:
+        """Say what it is to run."""
+        self.said = NodeOrders(orders, **more)  # type: ignore[arg-type]
+        self._say()
+
+    def hear(self, until: Callable[[], object]) -> None:
+        """Take in what it says until something is so."""
+        deadline_s = time.monotonic() + SOON_S
+        while not until():
+            assert time.monotonic() < deadline_s, b"".join(self.printed[-30:]).decode()
+            for message in self.wire.receive(0.1):
+                self._take(message)
+            self._say()
+
+    def _say(self) -> None:
+        """As at every beat."""
+        if self.news is not None and self.said is not None:
+            self.wire.send(agent_name(3, self.news.boot), self.said)
+
+    def of(self, name: str) -> ProcessNews | None:
+        assert self.news is not None
+        return next((one for one in self.news.processes if one.name == name), None)
+
+    def _take(self, message: AnyMessage) -> None:
+        if isinstance(message, NodeNews):
+            self.news = message
+            path = agent_name(message.node, message.boot)
+            if not address_path(self.supervisor_folder, path).exists():
+                write_address(self.supervisor_folder, path, message.agent)
+        elif isinstance(message, Printed):
+            self.printed += message.lines
+
+
+@contextmanager
+def running(lease_s: float = 60.0) -> Iterator[Agent]:
+    asked = Deployment(
+        prefill=UNITS, decode=UNITS, cluster=ClusterConfig(lease_s=lease_s, node_timeout_s=0.5)
+    )
+    resolved = resolve(asked)
+    run = Run("r0", resolved.deployment, model_digest=resolved.model_digest, secret=SECRET)
+    with tempfile.TemporaryDirectory(prefix="hadal-a-") as here:
+        supervisor, temporary = Path(here) / "s", Path(here) / "t"
+        supervisor.mkdir()
+        temporary.mkdir()
+        wire = ZmqWire(SUPERVISOR, supervisor, life=1, network=Network(LOOPBACK, SECRET))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hadal.runtime.agent"],
+            stdin=subprocess.PIPE,
+            env={**environment(), "TMPDIR": str(temporary), "HADAL_LEDGER": "off"},
+        )
+        joining = Joining(3, LOOPBACK, Address(1, wire.endpoint), run)
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(msgspec.json.encode(joining))
+        agent = Agent(process, wire, supervisor, temporary)
+        try:
+            agent.hear(lambda: agent.news)
+            yield agent
+        finally:
+            process.kill()
+            process.wait(SOON_S)
+            wire.close()
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Agent]:
+    with running() as agent:
+        yield agent
+
+
+def test_it_says_who_it_is(agent: Agent) -> None:
+    assert agent.news is not None
+    assert (agent.news.node, agent.news.host) == (3, os.uname().nodename)
+    assert agent.news.versions.keys() == {"hadal", "python", "torch", "cpu"}
+
+
+def test_an_end_is_told_behind_the_last_words_and_once_a_life(agent: Agent) -> None:
+    agent.order(ProcessOrder("decode-0", 1, NO_UNIT, 1))
+    agent.hear(lambda: (news := agent.of("decode-0")) and news.code is not None)
+    assert agent.of("decode-0") == ProcessNews("decode-0", 1, agent.of("decode-0").pid, 2)  # type: ignore[union-attr]
+    assert any(b"invalid choice" in line for line in agent.printed)
+    agent.printed.clear()
+    agent.order(ProcessOrder("decode-0", 2, NO_UNIT, 1))
+    agent.hear(lambda: (news := agent.of("decode-0")) and (news.life, news.code) == (2, 2))
+    assert any(b"invalid choice" in line for line in agent.printed)
+    agent.order()
+    agent.hear(lambda: agent.of("decode-0") is None)
+
+
+def test_nothing_but_units_is_started(agent: Agent) -> None:
+    agent.order(
+        ProcessOrder("decode-0", 3, ("http.server", "0"), 1),
+        ProcessOrder("decode-1", 1, NO_UNIT, 1),
+    )
+    agent.hear(lambda: (news := agent.of("decode-1")) and news.code is not None)
+    assert agent.of("decode-0") is None
+    agent.order()
+    agent.hear(lambda: not agent.news or not agent.news.processes)
+
+
+def test_a_unit_runs_until_it_is_not_wanted_and_its_successor_elsewhere_stays_known(
+    agent: Agent,
+) -> None:
+    """As when a leader's node was cut off: the address of the next one comes with the word that ends
+    the one before.
+    """
+    plan = next(p for p in launch_plan(Deployment(prefill=UNITS)) if p.name == "prefill-0")
+    order = ProcessOrder("prefill-0", 1, (plan.module, *plan.arguments), 1)
+    agent.order(order)
+    agent.hear(lambda: (agent.folder / "prefill-0.sock").exists())
+    agent.hear(lambda: agent.of("prefill-0"))
+    pid = agent.of("prefill-0").pid  # type: ignore[union-attr]
+    elsewhere = Address(2, "tcp://10.0.0.9:4001")
+    agent.order(addresses={"prefill-0": elsewhere})
+    agent.hear(lambda: agent.of("prefill-0") is None)
+    agent.hear(lambda: not Path(f"/proc/{pid}").exists())
+    agent.hear(lambda: not (agent.folder / "prefill-0.sock").exists())
+    assert read_address(address_path(agent.folder, "prefill-0")) == elsewhere
+
+
+def test_it_leaves_when_the_run_is_over_and_takes_all_with_it() -> None:
+    with running() as agent:
+        agent.order(ProcessOrder("decode-0", 1, NO_UNIT, 1))
+        agent.hear(lambda: agent.of("decode-0"))
+        agent.order(is_over=True)
+        assert agent.process.wait(SOON_S) == 0
+        assert not list(agent.temporary.glob(f"{FOLDER_PREFIX}*"))
+
+
+def test_it_leaves_when_nobody_speaks_to_it_any_more() -> None:
+    with running(lease_s=2.0) as agent:
+        assert agent.process.wait(SOON_S) == EXIT_LEASE
+        assert not list(agent.temporary.glob(f"{FOLDER_PREFIX}*"))
