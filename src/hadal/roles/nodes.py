@@ -104,6 +104,8 @@ class Nodes:
         self._gone: set[tuple[int, str]] = set()
         """Agents whose place another has taken."""
         self._here: dict[str, Address] = {}
+        self.has_moved = True
+        """Processes began or ceased to listen since nodes were last told where."""
 
     def heard(self, now_s: float, news: NodeNews) -> bool:
         """An agent spoke. True if it is one that did not count before: it knows nothing yet."""
@@ -117,16 +119,22 @@ class Nodes:
             self._send(node.agent, NodeOrders((), is_over=True))
             self._lose(node, "its node's agent was started again")
             node.told = None
+        self.has_moved |= is_new or node.phase is not NodePhase.UP
         node.news, node.heard_s = news, now_s
         node.phase = NodePhase.UP
         for process in news.processes:
             known = node.processes.get(process.name)
             if known is not None and known.order.life == process.life and not known.reason:
+                self.has_moved |= (known.news.code, known.news.address) != (
+                    process.code,
+                    process.address,
+                )
                 known.news = process
         return is_new
 
     def listen_here(self, name_to_address: Mapping[str, Address]) -> None:
         """Where the processes of the supervisor's own host listen, by their names on the wire."""
+        self.has_moved |= self._here != name_to_address
         self._here = dict(name_to_address)
 
     def addresses(self) -> dict[str, Address]:
@@ -142,15 +150,22 @@ class Nodes:
         """Tell nodes whose processes elsewhere listen elsewhere by now. A node hears of all units
         and gateways, and of the ranks of its own units.
         """
-        everywhere = {**self.addresses(), **self._here}
+        if not self.has_moved:
+            return
+        self.has_moved = False
+        leaders: dict[str, Address] = {}
+        unit_to_ranks: dict[str, dict[str, Address]] = {}
+        for name, address in (*self.addresses().items(), *self._here.items()):
+            unit = unit_of(name)
+            of_unit = leaders if unit == name else unit_to_ranks.setdefault(unit, {})
+            of_unit[name] = address
         for node in self.nodes:
-            units = {unit_of(name) for name in node.processes}
-            wanted = {
-                name: address
-                for name, address in everywhere.items()
-                if (unit_of(name) == name or unit_of(name) in units)
-                and not _runs(node.processes.get(name))
-            }
+            wanted = dict(leaders)
+            for unit in {unit_of(name) for name in node.processes}:
+                wanted |= unit_to_ranks.get(unit, {})
+            for name, process in node.processes.items():
+                if process.code is None:
+                    wanted.pop(name, None)
             if node.phase is NodePhase.UP and wanted != node.told:
                 self.order(now_s, node, wanted)
 
@@ -175,6 +190,7 @@ class Nodes:
         node = self.nodes[number]
         process = FarProcess(order, ProcessNews(order.name, order.life, 0))
         node.processes[order.name] = process
+        self.has_moved = True
         self.order(now_s, node)
         return process
 
@@ -211,6 +227,7 @@ class Nodes:
                 self._send(node.agent, NodeOrders((), is_over=True))
 
     def _lose(self, node: Node, reason: str) -> None:
+        self.has_moved = True
         for process in node.processes.values():
             if process.code is None:
                 process.reason = reason
@@ -219,10 +236,6 @@ class Nodes:
 def unit_of(process: str) -> str:
     """The unit that a process is of, by its name: decode-0.3 is a rank of decode-0."""
     return process.partition(".")[0]
-
-
-def _runs(process: FarProcess | None) -> bool:
-    return process is not None and process.code is None
 
 
 def _orders(processes: Mapping[str, FarProcess]) -> tuple[ProcessOrder, ...]:

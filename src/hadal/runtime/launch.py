@@ -258,6 +258,8 @@ TAKEOVERS_MAX = 2
 hold.
 """
 _MAX_WAIT_S = 0.5
+_LOOK_S = 0.1
+"""How often it looks at all that there is, though nodes said nothing but that they are there."""
 _WARMING_S = 0.02
 """How often it is looked whether units can be forked yet."""
 _STOP_S = 4.0
@@ -349,6 +351,8 @@ class Supervisor:
         """Requests could be answered once: from then on they wait for what is missing, and nothing
         that cannot start ends the server.
         """
+        self._looked_s = 0.0
+        """When it last looked at all that there is."""
         self._ended_ranks: dict[tuple[str, str], list[str]] = {}
         """Whose ends their leaders are to hear of, by unit and reason."""
         self._exit_code: int | None = None
@@ -394,9 +398,12 @@ class Supervisor:
         self._start_due()
         while self._exit_code is None:
             messages = self._wire.receive(self._wait_s())
-            for number in read_signals(signals_fd):
+            numbers = read_signals(signals_fd)
+            for number in numbers:
                 self._stop_signal(number)
+            has_news = bool(numbers) or not messages
             for message in messages:
+                has_news |= not isinstance(message, NodeNews | Printed | NodesKept)
                 if isinstance(message, UnitUp):
                     self._ready(message.unit)
                     self._tell_fleet(message)
@@ -413,9 +420,12 @@ class Supervisor:
                 elif (
                     isinstance(message, NodeNews | Printed | NodesKept) and self._nodes is not None
                 ):
-                    self._nodes.hear(time.monotonic(), message)
+                    has_news |= self._nodes.hear(time.monotonic(), message)
                     if isinstance(message, NodesKept):
                         self._ready(LENDER)
+            if not has_news and time.monotonic() - self._looked_s < _LOOK_S:
+                continue  # Beats of hundreds of nodes: nothing to do about them yet.
+            self._looked_s = time.monotonic()
             if self._nodes is not None:
                 self._look_at_nodes(self._nodes)
             self._reap()
@@ -874,7 +884,8 @@ class Supervisor:
         waits = [c.start_at_s for c in self._children.values() if c.phase is ProcessPhase.WAITING]
         if self._drain_until_s is not None:
             waits.append(self._drain_until_s)
-        return min(_MAX_WAIT_S, max(0.0, min(waits) - time.monotonic())) if waits else _MAX_WAIT_S
+        most_s = _MAX_WAIT_S if self._nodes is None else _LOOK_S
+        return min(most_s, max(0.0, min(waits) - time.monotonic())) if waits else most_s
 
     def _write_status(self) -> None:
         write_status(self._folder, self.status())

@@ -175,11 +175,11 @@ class LiveNodes:
         elsewhere = self._processes.get(name)
         return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
-    def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> None:
-        """An agent spoke, or the lender."""
+    def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
+        """An agent spoke, or the lender. True if something is to be done about it at once."""
         if isinstance(message, NodesKept):
             self._complaint, self._lender_heard_s = message.complaint, now_s
-            return
+            return False
         if isinstance(message, Printed):
             elsewhere = self._processes.get(message.process)
             if elsewhere is not None and (elsewhere.node, elsewhere.process.order.life) == (
@@ -188,7 +188,7 @@ class LiveNodes:
             ):
                 for line in message.lines:
                     elsewhere.stdout.put(line)
-            return
+            return False
         agent = agent_name(message.node, message.boot)
         if self._agents.get(agent) != message.agent:
             self._agents[agent] = message.agent
@@ -200,7 +200,11 @@ class LiveNodes:
             log.info("node %d is %s", message.node, message.host)
         elif was is NodePhase.LOST and node.phase is NodePhase.UP:
             log.info("node %d (%s) is heard again", message.node, message.host)
-        self._close_outputs()
+        for news in message.processes:
+            elsewhere = self._processes.get(news.name)
+            if news.code is not None and elsewhere is not None and elsewhere.process.news is news:
+                elsewhere.stdout.close()
+        return self._nodes.has_moved
 
     def tick(self, now_s: float) -> bool:
         """Time passed: to be called several times a second, once all that was said is heard. True
@@ -216,7 +220,9 @@ class LiveNodes:
                 node.host,
                 now_s - node.heard_s,
             )
-        self._close_outputs()
+            for elsewhere in self._processes.values():
+                if elsewhere.node == node.number:
+                    elsewhere.stdout.close()
         self._nodes.listen_here(self._addresses_here())
         self._write_addresses()
         self._nodes.tell_addresses(now_s)
@@ -311,11 +317,6 @@ class LiveNodes:
                 ", ".join(other),
             )
 
-    def _close_outputs(self) -> None:
-        for elsewhere in self._processes.values():
-            if elsewhere.process.code is not None:
-                elsewhere.stdout.close()
-
     def _addresses_here(self) -> dict[str, Address]:
         """Where the gateways listen, who are on this host."""
         found = {}
@@ -326,6 +327,8 @@ class LiveNodes:
 
     def _write_addresses(self) -> None:
         """Make what listens elsewhere known to the processes of this host."""
+        if not self._nodes.has_moved:
+            return
         addresses = self._nodes.addresses()
         for name in self._known.keys() - addresses.keys():
             address_path(self._folder, name).unlink(missing_ok=True)

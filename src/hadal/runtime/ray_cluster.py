@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -65,6 +66,7 @@ _STORAGE_TAG = b"extra_usage_tag_gcs_storage"
 """Where the head writes down what it keeps its state in, whether or not it tells anybody."""
 _IN_MEMORY = "memory"
 _LOOK_S = 0.1
+_TELL_S = 1.0
 _CONNECT_S = 5.0
 
 Group = tuple[int, ...]
@@ -303,11 +305,15 @@ def main() -> int:
         lender = RayLender(run, read_address(address_path(asked.folder, SUPERVISOR)))
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
         wanted: tuple[Group, ...] = ()
+        told_s = -math.inf
         while not ending.is_set():
             for message in wire.receive(_LOOK_S):
                 if isinstance(message, KeepNodes):
                     wanted = message.groups
-            wire.send(SUPERVISOR, NodesKept(lender.move(wanted)))
+            complaint = lender.move(wanted)
+            if time.monotonic() - told_s >= _TELL_S:
+                told_s = time.monotonic()
+                wire.send(SUPERVISOR, NodesKept(complaint))
         lender.move(())
     except ConfigError as error:
         log.critical("%s", error)
