@@ -68,6 +68,8 @@ class Host:
         self.number = number
         self.address = f"{NETWORK}.{number + 1}"
         self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.num_cpus = 0
+        """Of its Ray node."""
         self._net = f"hadal-{os.getpid()}-{number}"
         self._switch = switch
         self._init: subprocess.Popen[bytes] | None = None
@@ -262,12 +264,14 @@ class Hosts:
 
     def start_ray(self, *num_cpus_of_each: int, is_volatile: bool = False) -> None:
         """A Ray node on each host, the first with the head, each with so many cores for units."""
-        self.start_head(num_cpus_of_each[0], is_volatile=is_volatile)
-        for host, num_cpus in zip(self.hosts[1:], num_cpus_of_each[1:], strict=True):
-            self.start_ray_node(host, num_cpus)
+        for host, num_cpus in zip(self.hosts, num_cpus_of_each, strict=True):
+            host.num_cpus = num_cpus
+        self.start_head(is_volatile=is_volatile)
+        for host in self.hosts[1:]:
+            self.start_ray_node(host)
         wait_until(lambda: self.num_ray_nodes() == len(self.hosts), START_S, "Ray nodes")
 
-    def start_head(self, num_cpus: int, *, is_volatile: bool = False) -> None:
+    def start_head(self, *, is_volatile: bool = False) -> None:
         head = self.hosts[0]
         storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/dev/shm/gcs"}
         head.start(
@@ -278,22 +282,28 @@ class Hosts:
                 "--head",
                 f"--port={PORT}",
                 "--include-dashboard=false",
-                *_ray_options(head, num_cpus),
+                *_ray_options(head),
             ],
             {} if is_volatile else storage,
         )
         wait_until(lambda: "Ray runtime started" in head.log("ray"), START_S, "the head to start")
 
-    def start_ray_node(self, host: Host, num_cpus: int) -> None:
+    def start_ray_node(self, host: Host) -> None:
         host.start(
             "ray",
             [
                 "ray",
                 "start",
                 f"--address={self.hosts[0].address}:{PORT}",
-                *_ray_options(host, num_cpus),
+                *_ray_options(host),
             ],
         )
+
+    def keep_ray_node(self, host: Host) -> None:
+        """Start its Ray node again if that has ended."""
+        node = host.started.get("ray")
+        if node is not None and node.poll() is not None:
+            self.start_ray_node(host) if host is not self.hosts[0] else self.start_head()
 
     def num_ray_nodes(self) -> int:
         return sum("Ray runtime started" in host.log("ray") for host in self.hosts)
@@ -306,10 +316,10 @@ class Hosts:
         )
 
 
-def _ray_options(host: Host, num_cpus: int) -> list[str]:
+def _ray_options(host: Host) -> list[str]:
     return [
         f"--node-ip-address={host.address}",
-        f"--num-cpus={num_cpus}",
+        f"--num-cpus={host.num_cpus}",
         "--temp-dir=/dev/shm/r",
         "--object-store-memory=80000000",
         "--include-log-monitor=false",

@@ -65,6 +65,7 @@ from hadal.runtime.process.process import (
     Run,
     life_arguments,
     read_signals,
+    remove_stale_folders,
     signal_pipe,
     write_run,
 )
@@ -155,6 +156,7 @@ class Agent:
         self._is_over = False
         run = joining.run
         remove_stale_shared_memory()
+        remove_stale_folders()
         write_run(folder, run)
         forks.clear_after(Left([f"{SHM_FOLDER}/{PREFIX}{run.run_id}.*"], [str(folder)]))
         write_address(folder, SUPERVISOR, joining.supervisor)

@@ -91,11 +91,11 @@ from hadal.runtime.process.process import (
     FOLDER_PREFIX,
     HAS_SERVED,
     LISTEN_FD,
-    RUN_FILE,
     Run,
     is_heard,
     life_arguments,
     read_signals,
+    remove_stale_folders,
     signal_pipe,
     write_run,
 )
@@ -267,8 +267,6 @@ _HUNG_S = 8 * GATEWAY_HEARTBEAT_S
 """A gateway that says nothing for so long is killed: its connections wait for the next one in the
 listening socket.
 """
-_YOUNG_S = 60.0
-"""A run folder that is younger may be of a supervisor that does not listen yet."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -307,7 +305,7 @@ def serve(
     """
     for name in remove_stale_shared_memory():
         log.info("removed %s, left by a run that is gone", name)
-    _remove_stale_folders()
+    remove_stale_folders()
     host, port = resolved.deployment.host, resolved.deployment.port
     with (
         open_listener(host, port) as listener,
@@ -950,18 +948,3 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale_folders() -> None:
-    """Remove the run folders, and with them the secrets, of supervisors that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        try:
-            is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _YOUNG_S
-            if (
-                is_old
-                and folder.stat().st_uid == os.geteuid()
-                and not is_heard(folder / f"{SUPERVISOR}.sock")
-            ):
-                shutil.rmtree(folder)
-        except OSError as error:  # None of a run's, or gone already.
-            log.debug("%s stays: %s", folder, error)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import logging
 import os
 import resource
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,6 +71,8 @@ class LiveClock:
         return time.monotonic()
 
 
+log = logging.getLogger(__name__)
+
 EXIT_CONFIG = 2
 """The model or the configuration cannot work: starting again would not help."""
 EXIT_STUCK = 70
@@ -82,6 +87,8 @@ MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"
 FOLDER_PREFIX = "hadal-"
 """What the names of run folders that nobody named begin with."""
+_YOUNG_S = 60.0
+"""A run folder that is younger may be of one who does not listen yet."""
 _PROBE_S = 1.0
 """How long a supervisor may take to answer whether it is there."""
 LISTEN_FD = "HADAL_LISTEN_FD"
@@ -149,6 +156,20 @@ def is_heard(path: Path) -> bool:
         except OSError:
             return False
         return True
+
+
+def remove_stale_folders() -> None:
+    """Remove the run folders, and with them the secrets, of supervisors and agents that were
+    killed: those in which nobody listens any more.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        try:
+            is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _YOUNG_S
+            is_ours = folder.stat().st_uid == os.geteuid()
+            if is_old and is_ours and not any(map(is_heard, folder.glob("*.sock"))):
+                shutil.rmtree(folder)
+        except OSError as error:  # None of a run's, or gone already.
+            log.debug("%s stays: %s", folder, error)
 
 
 def new_epoch() -> str:

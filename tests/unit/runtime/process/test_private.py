@@ -12,7 +12,7 @@ import pytest
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.facts import PackedFacts
-from hadal.runtime.launch import _remove_stale_folders, _secret
+from hadal.runtime.launch import _secret
 from hadal.runtime.ledger.store import Store, ledger_url
 from hadal.runtime.process.private import (
     append_private,
@@ -20,7 +20,7 @@ from hadal.runtime.process.private import (
     read_private,
     take_from_others,
 )
-from hadal.runtime.process.process import RUN_FILE, Run, write_run
+from hadal.runtime.process.process import RUN_FILE, Run, remove_stale_folders, write_run
 from hadal.runtime.store.segments import OwnSegments, Troubles
 
 
@@ -68,19 +68,24 @@ def test_what_killed_supervisors_left_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folders = {name: tmp_path / f"hadal-{name}" for name in ("killed", "lives", "starts", "other")}
+    folders = {
+        name: tmp_path / f"hadal-{name}" for name in ("killed", "lives", "agent", "starts", "other")
+    }
     for name, folder in folders.items():
         folder.mkdir()
         if name != "other":
             write_run(folder, Run("r", Deployment()))
             if name != "starts":
                 os.utime(folder / RUN_FILE, (0, 0))
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folders["lives"] / "supervisor.sock"))
-        listener.listen()
-        _remove_stale_folders()
+    (folders["killed"] / "supervisor.sock").touch()
+    with socket.socket(socket.AF_UNIX) as supervisor, socket.socket(socket.AF_UNIX) as agent:
+        for listener, path in ((supervisor, "lives/supervisor"), (agent, "agent/node-0-1234")):
+            listener.bind(f"{tmp_path}/hadal-{path}.sock")
+            listener.listen()
+        remove_stale_folders()
     assert {name for name, folder in folders.items() if folder.exists()} == {
         "lives",
+        "agent",
         "starts",
         "other",
     }
