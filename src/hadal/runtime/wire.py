@@ -15,6 +15,8 @@ after the successor:
   enough. PUSH sockets never reconnect to a Unix socket.
 - Every frame carries its sender's name and life, which whoever starts processes counts. Once a
   later life was heard, earlier ones are dropped. No clock is compared.
+- A far message names the life that it is meant for. The kernel gives the port of a dead process to
+  the next that asks, and zmq connects again by itself.
 
 What a broken connection must not do is lose a message between two that live. So a far message has a
 number, and is kept until the receiver said that it has it: with its next message, or after ACK_S.
@@ -33,9 +35,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +76,16 @@ SILENT_MS = 2000
 """A connection to another host that is silent for so long has broken."""
 BEAT_MS = 500
 RECONNECT_MS = 100
+MAX_SOCKETS = 1 << 14
+"""Of a process: three a link to another host, and the supervisor has one to every rank. (zmq's own
+limit is 1,023.)
+"""
 PURPOSE = "wire 1"
 _MAX_PATH = 107
 """sockaddr_un.sun_path less its final zero (unix(7))."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
+"""What may be part of a file's name."""
 
 Identity = tuple[int, int]
 
@@ -104,6 +114,9 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
     """The last number that the sender took from the receiver on that link."""
     endpoint: str = ""
     """Where the sender listens: what answers it may be faster than the news of its address."""
+    to: str = ""
+    to_life: int = 0
+    """Whom it is for, and what it acknowledges to."""
 
 
 class _Near:
@@ -138,7 +151,10 @@ class _Far:
         self.link = link
         self._context = context
         self._keys = keys
-        self._num_sent = 0
+        self._num_sent = self._num_pushed = 0
+        """The last number there is, and the last that zmq took: it may take none, and a receiver
+        takes none after a gap.
+        """
         self._kept: deque[tuple[int, bytes, bytes]] = deque()
         """Number, body and grant of what the receiver did not acknowledge yet."""
         self._connect()
@@ -147,23 +163,41 @@ class _Far:
     def is_full(self) -> bool:
         return len(self._kept) >= MAX_QUEUED
 
-    def send(self, header: _Header, body: bytes, grant: bytes) -> None:
-        """Number the message, keep it and send it. The caller looked whether there is room."""
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it may have to send anything again."""
+        return bool(self._kept)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether there is anything that zmq did not take yet."""
+        return self._num_pushed < self._num_sent
+
+    def send(self, header: _Header, body: bytes, grant: bytes) -> bool:
+        """Number the message, keep it and send it; False if it has not gone yet. The caller looked
+        whether there is room.
+        """
         self._num_sent += 1
         self._kept.append((self._num_sent, body, grant))
-        self.push(header, self._num_sent, body, grant)
+        return self.send_rest(header)
 
-    def push(self, header: _Header, number: int, body: bytes, grant: bytes) -> None:
-        """Send under this number. What does not go now is kept, or is worth nothing by then."""
-        numbered = msgspec.structs.replace(header, link=self.link, number=number)
-        with contextlib.suppress(zmq.Again):
-            frames = [msgspec.msgpack.encode(numbered), body, grant]
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+    def send_rest(self, header: _Header) -> bool:
+        """Send what has not gone yet, as far as zmq takes it. True if all has gone now."""
+        while self.has_rest:
+            number, body, grant = self._kept[self._num_pushed - self._num_sent]
+            if not self._push(header, number, body, grant):
+                return False
+            self._num_pushed = number
+        return True
+
+    def acknowledge(self, header: _Header) -> bool:
+        """Say no more than the header does. False if that did not go."""
+        return self._push(header, 0, b"", b"")
 
     def acknowledged(self, number: int) -> None:
         """The receiver has all up to this number."""
         while self._kept and self._kept[0][0] <= number:
-            self._kept.popleft()
+            self._num_pushed = max(self._num_pushed, self._kept.popleft()[0])
 
     def has_broken(self) -> bool:
         """Whether a connection that had been there ended since the last call."""
@@ -175,12 +209,14 @@ class _Far:
                 is_broken |= self._was_open and event == zmq.EVENT_DISCONNECTED
         return is_broken
 
-    def open_again(self, header: _Header) -> None:
-        """Connect anew, and send all that the receiver may not have."""
+    def open_again(self, header: _Header) -> bool:
+        """Connect anew, and send all that the receiver may not have: an acknowledgement may be lost
+        as well. True if all has gone.
+        """
         self.close()
         self._connect()
-        for number, body, grant in self._kept:
-            self.push(header, number, body, grant)
+        self._num_pushed = self._num_sent - len(self._kept)
+        return self.send_rest(header) if self._kept else self.acknowledge(header)
 
     def close(self, linger_ms: int = 0) -> None:
         self._socket.disable_monitor()
@@ -196,11 +232,26 @@ class _Far:
         self._socket.set(zmq.CURVE_SECRETKEY, secret)
         self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.set(zmq.CONNECT_TIMEOUT, BEAT_MS)
+        self._socket.set(zmq.IPV6, "[" in self.address.endpoint)
         _beat(self._socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor = self._socket.get_monitor_socket(events)
         self._was_open = False
-        self._socket.connect(self.address.endpoint)
+        try:
+            self._socket.connect(self.address.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(f"{self.address.endpoint!r} leads nowhere ({error}).") from error
+
+    def _push(self, header: _Header, number: int, body: bytes, grant: bytes) -> bool:
+        numbered = msgspec.structs.replace(header, link=self.link, number=number)
+        try:
+            self._socket.send_multipart(
+                (msgspec.msgpack.encode(numbered), body, grant), zmq.NOBLOCK
+            )
+        except zmq.Again:
+            return False
+        return True
 
 
 class _Heard:
@@ -242,6 +293,7 @@ class ZmqWire:
         """
         self._grants = grants
         self._folder = folder
+        self._life = life
         self._path = socket_path(folder, name)
         self._near_header = msgspec.msgpack.encode((name, life))
         self._encoder = msgspec.msgpack.Encoder()
@@ -253,8 +305,11 @@ class ZmqWire:
         """Where senders said that they listen, until the folder says as much."""
         self._num_links = 0
         self._looked_s = 0.0
+        self._is_drained = True
+        """Whether nothing more had come when it was looked last."""
         self._keys = _keys(network.secret) if network else (b"", b"")
         self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._pull = self._puller()
         unborn = socket_path(folder, f"{name}.new")
         with contextlib.suppress(FileNotFoundError):
@@ -263,7 +318,12 @@ class ZmqWire:
         self._far_pull: zmq.Socket[bytes] | None = None
         self._endpoint = ""
         if network is not None:
-            self._far_pull = self._open_to_hosts(network, life)
+            try:
+                self._far_pull = self._open_to_hosts(network, life)
+            except ConfigError:
+                self._context.destroy(linger=0)
+                unborn.unlink()
+                raise
         self._header = _Header(name, life, endpoint=self._endpoint)
         unborn.rename(self._path)
         self._identity = _identity(self._path)
@@ -290,7 +350,8 @@ class ZmqWire:
             elif peer.is_full:
                 raise zmq.Again
             else:
-                peer.send(self._far_header(to), body, grant)
+                far = peer
+                self._say(to, far, lambda header: far.send(header, body, grant))
         except zmq.Again:
             self.counts["full"] += 1
             return
@@ -304,13 +365,14 @@ class ZmqWire:
 
     def receive(self, timeout_s: float) -> list[AnyMessage]:
         """Return what has come, at most MAX_BATCH; wait up to `timeout_s` for the first or a
-        `wake_on` descriptor.
+        `wake_on` descriptor. It may return none before the time is over: links are to be looked
+        after.
         """
         messages = self._drain()
         if messages or timeout_s <= 0:
             return messages
         # Rounded up: rounded down, the last millisecond before a timer would be spent spinning.
-        self._poller.poll(int(timeout_s * 1000) + 1)
+        self._poller.poll(int(self._may_wait_s(timeout_s) * 1000) + 1)
         return self._drain()
 
     async def receive_async(self, timeout_s: float = 1.0) -> list[AnyMessage]:
@@ -318,7 +380,7 @@ class ZmqWire:
         becomes readable for more than messages.
         """
         messages = self._drain()
-        if messages:
+        if messages or not self._is_drained:
             return messages
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
@@ -330,7 +392,7 @@ class ZmqWire:
         try:
             with contextlib.suppress(TimeoutError):
                 # Not wait_for: a cancellation that comes with a message is lost in it.
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(self._may_wait_s(timeout_s)):
                     await readable
         finally:
             for descriptor in descriptors:
@@ -338,22 +400,29 @@ class ZmqWire:
         return self._drain()
 
     def forget(self, peer: str) -> None:
-        """Drop what is queued for a peer known to be gone."""
-        if (old := self._peers.pop(peer, None)) is not None:
-            old.close()
+        """Drop what is queued for a peer known to be gone, and where it said that it listens."""
+        self._learnt.pop(peer, None)
+        self._drop(peer)
 
     def close(self) -> None:
         """Give queued messages a moment to leave, then close. The name is free again."""
         with contextlib.suppress(OSError):
             if _identity(self._path) == self._identity:  # Not a successor's.
                 self._path.unlink()
-                address_path(self._folder, self.name).unlink(missing_ok=True)
+            path = address_path(self._folder, self.name)
+            if read_address(path) == Address(self._life, self._endpoint):
+                path.unlink()
         for pull in self._pulls():
             pull.close(linger=0)
         for peer in self._peers.values():
             peer.close(LINGER_MS)
         self._peers.clear()
         self._context.term()
+
+    def _drop(self, peer: str) -> None:
+        """Close what led to a peer, with all that is queued."""
+        if (old := self._peers.pop(peer, None)) is not None:
+            old.close()
 
     def _puller(self) -> zmq.Socket[bytes]:
         pull: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
@@ -364,13 +433,16 @@ class ZmqWire:
     def _open_to_hosts(self, network: Network, life: int) -> zmq.Socket[bytes]:
         """Listen at the node's address and there alone, and write down at which port."""
         pull = self._puller()
+        # A sender is told by us when it is to stop. Were it zmq that stops reading, beats would not
+        # be read either, and the connection would be taken for broken.
+        pull.set(zmq.RCVHWM, 4 * MAX_QUEUED)
+        pull.set(zmq.IPV6, ":" in network.address)
         pull.set(zmq.CURVE_SERVER, 1)
         pull.set(zmq.CURVE_SECRETKEY, self._keys[1])
         _beat(pull)
         try:
             port = pull.bind_to_random_port(f"tcp://{_bracketed(network.address)}")
         except zmq.ZMQError as error:
-            pull.close(linger=0)
             raise ConfigError(f"cannot listen at {network.address}: {error}.") from error
         self._endpoint = f"tcp://{_bracketed(network.address)}:{port}"
         write_address(self._folder, self.name, Address(life, self._endpoint))
@@ -391,7 +463,7 @@ class ZmqWire:
             return None
         if peer is not None and peer.identity == identity:
             return peer
-        self.forget(to)
+        self._drop(to)
         self._peers[to] = _Near(self._context, socket_path(self._folder, to), identity)
         return self._peers[to]
 
@@ -408,26 +480,44 @@ class ZmqWire:
                 self._learnt.pop(to, None)
                 learnt = address
         if learnt is None:
-            self.forget(to)
+            self._drop(to)
             return None
         if not isinstance(peer, _Far) or peer.address != learnt:
-            self.forget(to)
+            self._drop(to)
             self._num_links += 1
-            peer = _Far(self._context, learnt, self._num_links, self._keys)
+            try:
+                peer = _Far(self._context, learnt, self._num_links, self._keys)
+            except OSError:
+                return None
             self._peers[to] = peer
         peer.identity = identity
         return peer
 
-    def _far_header(self, to: str) -> _Header:
-        """Says as well what came from there."""
-        heard = self._heard.get(to)
-        if heard is None:
-            return self._header
-        heard.owed = 0
-        return msgspec.structs.replace(self._header, acked_link=heard.link, acked=heard.number)
+    def _say(self, to: str, peer: _Far, say: Callable[[_Header], bool]) -> None:
+        """Have the peer told something, and with it what came from there; `say` tells whether it
+        went.
+        """
+        heard, life = self._heard.get(to), peer.address.life
+        # Links are counted anew in each life: what another one sent is not to be acknowledged.
+        link, number = (heard.link, heard.number) if heard and heard.life == life else (0, 0)
+        header = msgspec.structs.replace(
+            self._header, acked_link=link, acked=number, to=to, to_life=life
+        )
+        if say(header) and heard:
+            heard.owed = 0
+
+    def _may_wait_s(self, timeout_s: float) -> float:
+        """How long to wait at most: an acknowledgement may be due, or a connection break that held
+        something.
+        """
+        is_waiting = any(heard.owed for heard in self._heard.values()) or any(
+            isinstance(peer, _Far) and peer.is_waiting for peer in self._peers.values()
+        )
+        return min(timeout_s, LOOK_S) if is_waiting else timeout_s
 
     def _drain(self) -> list[AnyMessage]:
         messages: list[AnyMessage] = []
+        self._is_drained = True
         for pull in self._pulls():
             for _ in range(MAX_BATCH - len(messages)):
                 try:
@@ -437,6 +527,8 @@ class ZmqWire:
                 message = self._decode(frames)
                 if message is not None:
                     messages.append(message)
+            else:
+                self._is_drained = False
         self.counts["received"] += len(messages)
         if self._far_pull is not None:
             self._look_after_links(time.monotonic())
@@ -450,14 +542,23 @@ class ZmqWire:
                 continue
             heard.owed_since_s = now_s
             if isinstance(peer := self._peer(name), _Far):
-                peer.push(self._far_header(name), 0, b"", b"")
+                self._say(name, peer, peer.acknowledge)
+            else:
+                heard.owed = 0  # It is gone.
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
-        for name, peer in self._peers.items():
-            if isinstance(peer, _Far) and peer.has_broken():
+        for name, last in list(self._peers.items()):
+            # Nothing is kept for one that is gone and never spoken to again.
+            is_waiting = isinstance(last, _Far) and last.is_waiting
+            peer = self._peer(name) if is_waiting else last
+            if not isinstance(peer, _Far):
+                continue
+            if peer.has_broken():
                 self.counts["again"] += 1
-                peer.open_again(self._far_header(name))
+                self._say(name, peer, peer.open_again)
+            elif peer.has_rest:
+                self._say(name, peer, peer.send_rest)
 
     def _decode(self, frames: list[bytes]) -> AnyMessage | None:
         try:
@@ -477,9 +578,14 @@ class ZmqWire:
         return message
 
     def _is_next(self, header: _Header) -> bool:
-        """Whether the message is to be taken: of no earlier life and, from another host, the next
-        of its link.
+        """Whether the message is to be taken: of no earlier life and, from another host, for this
+        one and the next of its link. Raises ValueError.
         """
+        if header.link and not _is_sound(header):
+            raise ValueError("it says of itself what cannot be.")
+        if header.link and (header.to, header.to_life) != (self.name, self._life):
+            self.counts["stale"] += 1
+            return False
         heard = self._heard.get(header.name)
         if heard is None or heard.life < header.life:
             heard = self._heard[header.name] = _Heard(header.life)
@@ -553,6 +659,11 @@ def _keys(secret: bytes) -> tuple[bytes, bytes]:
     """
     encoded = z85.encode(key_of(secret, PURPOSE))
     return zmq.curve_public(encoded), encoded
+
+
+def _is_sound(header: _Header) -> bool:
+    """Whether the sender's name can be one, and where it listens a place on another host."""
+    return bool(_NAME.fullmatch(header.name)) and header.endpoint.startswith("tcp://")
 
 
 def _beat(socket: zmq.Socket[bytes]) -> None:

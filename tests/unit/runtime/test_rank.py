@@ -18,7 +18,7 @@ from hadal.core.plans import Chunk, Formed, FormPlan, Member, PrefillPlan, Sampl
 from hadal.model.runner import ModelRunner
 from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.process.process import Run
-from hadal.runtime.rank import ADDRESS, News, make_group, make_runner
+from hadal.runtime.rank import News, make_group, make_runner
 from hadal.runtime.resolve import Resolved, plan
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 
@@ -86,7 +86,7 @@ def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[i
     ]
     placement = spread(num_moe_layers(config), config.n_routed_experts, num_ranks)
     members = tuple(
-        Member(rank, f"e{rank}", ADDRESS, getattr(groups[rank], "port", 0))
+        Member(rank, f"e{rank}", Run.address, getattr(groups[rank], "port", 0))
         for rank in range(num_ranks)
     )
     form = FormPlan(1, num_ranks, members, placement.to_bytes(), placement.num_expert_slots)

@@ -93,7 +93,9 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder
 
 
 def test_a_dead_sender_does_not_speak_after_its_successor(folder: Path) -> None:
-    receiver, old, new = (ZmqWire(name, folder) for name in ("b", "a", "a"))
+    receiver = ZmqWire("b", folder)
+    # The order in which they are started says nothing: the supervisor counts lives.
+    new, old = (ZmqWire("a", folder, life=life) for life in (2, 1))
     new.send("b", Cancel("new", 0))
     assert receive_all(receiver, 1) == [Cancel("new", 0)]
     old.send("b", Cancel("old", 0))
@@ -203,6 +205,31 @@ def test_the_same_in_an_event_loop(folder: Path) -> None:
 
     assert asyncio.run(receive()) == [Cancel(str(i), i) for i in range(count)]
     a.close()
+    b.close()
+
+
+def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(folder: Path) -> None:
+    """zmq tells of new messages only once all old ones were taken."""
+    b, context = ZmqWire("b", folder), zmq.Context()
+    sender = context.socket(zmq.PUSH)
+    sender.connect(f"ipc://{folder / 'b.sock'}")
+    body = msgspec.msgpack.encode(Drain())
+    for life in (2, *[1] * (4 * MAX_BATCH), 2):
+        sender.send_multipart([msgspec.msgpack.encode(("a", life)), body, b""])
+    time.sleep(0.2)  # All of them have come.
+
+    async def receive() -> list[object]:
+        got: list[object] = []
+        until_s = time.monotonic() + 20.0
+        while len(got) < 2 and time.monotonic() < until_s:
+            got += await b.receive_async(5.0)
+        return got
+
+    begun_s = time.monotonic()
+    assert asyncio.run(receive()) == [Drain(), Drain()]
+    assert time.monotonic() - begun_s < 4.0
+    sender.close(linger=0)
+    context.term()
     b.close()
 
 

@@ -18,6 +18,7 @@ from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
 )
+from hadal.runtime.process.forks import Started, start_here
 
 
 def make(tmp_path: Path, code: str) -> Child:
@@ -25,8 +26,10 @@ def make(tmp_path: Path, code: str) -> Child:
     return Child("decode-0", "decode", ["childcode"], tmp_path / "log")
 
 
-def start(child: Child, tmp_path: Path, now_s: float = 0.0) -> None:
-    child.start(now_s, {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1"})
+def start(child: Child, path: Path | str, now_s: float = 0.0) -> None:
+    """As a process of this host, which finds its modules on this path."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONUNBUFFERED": "1"}
+    child.start(now_s, lambda arguments, life: start_here(child.name, arguments, environment))
 
 
 def reap(child: Child, now_s: float = 0.0) -> int:
@@ -64,7 +67,7 @@ def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
         "from hadal.runtime.process.logs import tell_doing; tell_doing('reads', 1, 4); print('one')",
     )
     source = str(Path(hadal.__file__).parents[1])
-    child.start(0.0, {**os.environ, "PYTHONPATH": f"{tmp_path}:{source}", "PYTHONUNBUFFERED": "1"})
+    start(child, f"{tmp_path}:{source}")
     assert child.doing is None
     reap(child)
     deadline_s = time.monotonic() + 5
@@ -74,6 +77,21 @@ def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
     assert child.moved_s > 0.0
     assert (tmp_path / "log").read_text().endswith("one\n")
     assert (tmp_path / "log").read_text().count("\n") == 1
+
+
+def test_it_is_told_which_start_it_is(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    told: list[tuple[tuple[str, ...], int]] = []
+
+    def start_so(arguments: tuple[str, ...], life: int) -> Started:
+        told.append((arguments, life))
+        return start_here(child.name, arguments, {**os.environ, "PYTHONPATH": str(tmp_path)})
+
+    for number in (1, 2, 3):
+        child.start(0.0, start_so)
+        reap(child)
+        assert child.num_starts == number
+    assert told == [(("childcode",), number) for number in (1, 2, 3)]
 
 
 def test_a_signal_is_told_from_an_exit(tmp_path: Path) -> None:

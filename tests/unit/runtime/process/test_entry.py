@@ -14,8 +14,10 @@ from hadal.runtime.process import entry
 STARTS = """
 import os, sys, time
 from hadal.runtime.process.child import Child
+from hadal.runtime.process.forks import start_here
 child = Child("decode-0", "decode", ["slow_to_import"], None)
-child.start(0.0, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+child.start(0.0, lambda arguments, life: start_here(child.name, arguments, environment))
 time.sleep(60)
 """
 SLOW = """

@@ -1,0 +1,680 @@
+"""The book of nodes: who is there, what each is to run, and what is over when one is not heard."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.core.messages import (
+    Address,
+    AnyMessage,
+    NodeNews,
+    NodeOrders,
+    ProcessNews,
+    ProcessOrder,
+)
+from hadal.policy.suspicion import PAUSE_PERIODS
+from hadal.roles.nodes import AGENT_BEAT_S, PERIOD_S, FarProcess, NodePhase, Nodes, agent_name
+
+TIMEOUT_S = 1.5
+STEP_S = 0.1
+
+
+def order(name: str, life: int = 1) -> ProcessOrder:
+    return ProcessOrder(name, life, ("a.module", "--unit", name), 2)
+
+
+def address(number: int, life: int = 1) -> Address:
+    return Address(life, f"tcp://10.0.0.{number}:{40_000 + life}")
+
+
+def news(node: int, *processes: ProcessNews, boot: str = "b1", host: str = "") -> NodeNews:
+    return NodeNews(
+        node, boot, address(node, 0), host or f"host-{node}", processes, {"hadal": "0.1"}
+    )
+
+
+def runs(
+    name: str, life: int = 1, at: Address | None = None, code: int | None = None
+) -> ProcessNews:
+    return ProcessNews(name, life, 1000 + life, code, address=at)
+
+
+class Book(Nodes):
+    """One whose messages are kept, and whose time passes by `pass_time`."""
+
+    def __init__(self, num_nodes: int = 2) -> None:
+        self.sent: list[tuple[str, AnyMessage]] = []
+        self.now_s = 100.0
+        super().__init__(num_nodes, TIMEOUT_S, lambda to, message: self.sent.append((to, message)))
+
+    def orders(self, to: str) -> list[NodeOrders]:
+        """What this agent was told since it was asked last."""
+        told = [message for name, message in self.sent if name == to]
+        self.sent = [(name, message) for name, message in self.sent if name != to]
+        return [message for message in told if isinstance(message, NodeOrders)]
+
+    def pass_time(self, duration_s: float, *speaking: NodeNews) -> list[int]:
+        """Tick as often as is promised, while these agents speak. Returns who was lost."""
+        lost = []
+        until_s = self.now_s + duration_s
+        while self.now_s < until_s - 1e-9:
+            self.now_s = min(self.now_s + STEP_S, until_s)
+            for each in speaking:
+                self.heard(self.now_s, each)
+            lost += [node.number for node in self.tick(self.now_s)]
+        return lost
+
+    def up(self, *numbers: int) -> None:
+        """Agents of these nodes speak."""
+        for number in numbers:
+            assert self.heard(self.now_s, news(number))
+        self.tick(self.now_s)
+
+
+def names(orders: NodeOrders) -> dict[str, int]:
+    return {each.name: each.life for each in orders.processes}
+
+
+# ---- who is there ----
+
+
+def test_a_node_is_there_once_its_agent_speaks() -> None:
+    book = Book()
+    assert [node.phase for node in book.nodes] == [NodePhase.ABSENT] * 2
+    assert book.pass_time(10 * TIMEOUT_S) == []
+    assert book.sent == [], "nobody is known"
+    assert book.heard(book.now_s, news(1, host="gpu-7"))
+    assert not book.heard(book.now_s, news(1, host="gpu-7")), "it was known"
+    assert [node.phase for node in book.nodes] == [NodePhase.ABSENT, NodePhase.UP]
+    assert [node.host for node in book.nodes] == ["", "gpu-7"]
+    assert [node.agent for node in book.nodes] == ["", "node-1-b1"]
+
+
+def test_a_node_is_lost_after_its_timeout_and_not_before() -> None:
+    book = Book()
+    book.up(0, 1)
+    assert book.pass_time(TIMEOUT_S, news(0)) == []
+    assert book.nodes[1].phase is NodePhase.UP
+    assert book.pass_time(STEP_S, news(0)) == [1]
+    assert [node.phase for node in book.nodes] == [NodePhase.UP, NodePhase.LOST]
+    assert book.pass_time(10.0, news(0)) == [], "it is lost once"
+
+
+@pytest.mark.parametrize("is_heard_first", [True, False])
+def test_a_supervisor_that_stood_still_itself_loses_nobody(is_heard_first: bool) -> None:
+    book = Book()
+    book.up(0)
+    process = book.run(book.now_s, 0, order("decode-0"))
+    book.pass_time(1.0)  # This was silence.
+    book.now_s += 60.0  # This was not: nobody listened.
+    if is_heard_first:
+        book.heard(book.now_s, news(0))
+    assert book.tick(book.now_s) == []
+    assert process.code is None
+    silent_s = 0.0 if is_heard_first else 1.0
+    assert book.pass_time(TIMEOUT_S - silent_s) == []
+    assert book.pass_time(STEP_S) == [0]
+
+
+def test_many_short_pauses_are_no_excuse_for_ever() -> None:
+    """A supervisor that is called as often as it promised was there."""
+    book = Book()
+    book.up(0)
+    lost = []
+    for _ in range(4):
+        book.now_s += PERIOD_S
+        lost += book.tick(book.now_s)
+    assert [node.number for node in lost] == [0]
+
+
+# ---- what it is to run ----
+
+
+def test_what_runs_on_a_node_is_told_at_every_change_and_every_beat() -> None:
+    book = Book()
+    book.up(0, 1)
+    book.orders("node-0-b1")
+    book.run(book.now_s, 0, order("decode-0"))
+    book.run(book.now_s, 0, order("decode-1", 7))
+    assert [names(each) for each in book.orders("node-0-b1")] == [
+        {"decode-0": 1},
+        {"decode-0": 1, "decode-1": 7},
+    ]
+    book.pass_time(10 * AGENT_BEAT_S, news(0), news(1))
+    told = book.orders("node-0-b1")
+    assert 7 <= len(told) <= 11
+    assert {each.processes for each in told} == {(order("decode-0"), order("decode-1", 7))}
+    assert not any(each.is_over or each.addresses for each in told)
+    assert {each.processes for each in book.orders("node-1-b1")} == {()}
+
+
+def test_what_a_node_says_of_its_processes_is_known() -> None:
+    book = Book()
+    book.up(0)
+    first = book.run(book.now_s, 0, order("decode-0"))
+    assert (first.code, first.news.pid) == (None, 0)
+    book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
+    assert (first.code, first.news.pid) == (None, 1001)
+    assert book.addresses() == {"decode-0": address(0)}
+    book.heard(book.now_s, news(0, runs("decode-0", code=3)))
+    assert (first.code, first.reason) == (3, "")
+    assert book.addresses() == {}
+    book.orders("node-0-b1")
+    book.pass_time(2 * AGENT_BEAT_S, news(0, runs("decode-0", code=3)))
+    assert {each.processes for each in book.orders("node-0-b1")} == {()}, "it need not say it more"
+    second = book.run(book.now_s, 0, order("decode-0", 2))
+    assert [names(each) for each in book.orders("node-0-b1")] == [{"decode-0": 2}]
+    # What it says of the life before, and of what nobody asked for, is nothing to the second.
+    book.heard(book.now_s, news(0, runs("decode-0", code=3), runs("decode-9")))
+    assert (second.code, second.news.pid) == (None, 0)
+    assert book.nodes[0].processes.keys() == {"decode-0"}
+
+
+def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
+    book = Book()
+    book.up(0, 1)
+    ended, lost = (book.run(book.now_s, 0, order(name)) for name in ("decode-0", "decode-1"))
+    other = book.run(book.now_s, 1, order("decode-2"))
+    book.heard(book.now_s, news(0, runs("decode-0", code=3), runs("decode-1", at=address(0))))
+    assert book.pass_time(2 * TIMEOUT_S, news(1, runs("decode-2", at=address(1)))) == [0]
+    assert (ended.code, ended.reason) == (3, "")
+    assert lost.code == -signal.SIGKILL
+    assert "not been heard for 1.5 s" in lost.reason
+    assert (other.code, other.reason) == (None, "")
+    assert book.addresses() == {"decode-2": address(1)}
+
+
+def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() -> None:
+    book = Book()
+    book.up(0, 1)
+    speaks = [news(number, runs(f"decode-{number}", at=address(number))) for number in (0, 1)]
+    for number in (0, 1):
+        book.run(book.now_s, number, order(f"decode-{number}"))
+    given_up = book.nodes[0].processes["decode-0"]
+    assert book.pass_time(2 * TIMEOUT_S, speaks[1]) == [0]
+    book.run(book.now_s, 1, order("decode-0", 2))
+    # It may hear again before it is heard: it is told all the time.
+    assert {each.processes for each in book.orders("node-0-b1")[-3:]} == {()}
+    assert not book.heard(book.now_s, speaks[0])
+    assert book.nodes[0].phase is NodePhase.UP
+    book.heard(book.now_s, news(0, runs("decode-0", at=address(0, 9))))
+    assert given_up.code == -signal.SIGKILL, "though it runs still"
+    assert given_up.news.address is None, "nobody asks any more"
+    assert book.addresses() == {"decode-1": address(1)}
+    book.pass_time(2 * AGENT_BEAT_S, *speaks)
+    assert {each.processes for each in book.orders("node-0-b1")} == {()}
+    again = book.run(book.now_s, 0, order("decode-0", 3))
+    book.heard(book.now_s, speaks[0])
+    assert (again.news.life, again.news.address) == (3, None), "that was the first life"
+    assert [names(each) for each in book.orders("node-0-b1")] == [{"decode-0": 3}]
+    book.heard(book.now_s, news(0, runs("decode-0", 3, address(0, 3))))
+    assert book.addresses()["decode-0"] == address(0, 3)
+
+
+def test_signals_are_part_of_the_orders_and_kill_stands_above_all() -> None:
+    book = Book()
+    book.up(0)
+    process = book.run(book.now_s, 0, order("decode-0"))
+
+    def told(*numbers: int) -> list[int]:
+        book.orders("node-0-b1")
+        for number in numbers:
+            book.signal(book.now_s, 0, process, number)
+        return [each.processes[0].signal for each in book.orders("node-0-b1")]
+
+    assert process.order.signal == 0
+    assert told(signal.SIGINT, signal.SIGTERM) == [signal.SIGINT, signal.SIGTERM]
+    assert told(signal.SIGKILL, signal.SIGTERM) == [signal.SIGKILL] * 2
+    assert (process.order.arguments, process.order.threads) == (order("decode-0").arguments, 2)
+    book.tick(book.now_s + AGENT_BEAT_S)
+    assert [each.processes[0].signal for each in book.orders("node-0-b1")] == [signal.SIGKILL]
+    book.heard(book.now_s, news(0, runs("decode-0", code=-9)))
+    assert told(signal.SIGTERM) == [], "there is nobody to hear it"
+    # The next life begins without it.
+    assert book.run(book.now_s, 0, order("decode-0", 2)).order.signal == 0
+
+
+def test_a_process_that_was_lost_with_its_node_is_not_signalled_there() -> None:
+    book = Book()
+    book.up(0)
+    process = book.run(book.now_s, 0, order("decode-0"))
+    book.pass_time(2 * TIMEOUT_S)
+    book.orders("node-0-b1")
+    book.signal(book.now_s, 0, process, signal.SIGKILL)
+    assert book.orders("node-0-b1") == []
+
+
+# ---- agents ----
+
+
+def test_of_two_agents_the_later_counts_and_the_earlier_is_told_to_leave() -> None:
+    book = Book()
+    book.up(0)
+    process = book.run(book.now_s, 0, order("decode-0"))
+    book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
+    book.orders("node-0-b1")
+    assert book.heard(book.now_s, news(0, boot="b2", host="another"))
+    assert process.code == -signal.SIGKILL
+    assert "agent was started again" in process.reason
+    assert (book.nodes[0].phase, book.nodes[0].host) == (NodePhase.UP, "another")
+    assert [each.is_over for each in book.orders("node-0-b1")] == [True]
+    second = book.run(book.now_s, 0, order("decode-0", 2))
+    # The earlier one did not hear it, or was cut off: whenever it speaks, it is told again.
+    for _ in range(3):
+        said = news(0, runs("decode-0", 2, address(0, 2)))
+        assert not book.heard(book.now_s, said)
+        assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
+    assert (book.nodes[0].host, second.news.address) == ("another", None)
+    assert not any(each.is_over for each in book.orders("node-0-b2"))
+    # What it says keeps nobody alive.
+    assert book.pass_time(2 * TIMEOUT_S, news(0)) == [0]
+    assert not book.heard(book.now_s, news(0, boot="b2"))
+    assert book.nodes[0].phase is NodePhase.UP
+
+
+def test_an_agent_that_follows_one_that_was_lost() -> None:
+    book = Book()
+    book.up(0)
+    process = book.run(book.now_s, 0, order("decode-0"))
+    book.pass_time(2 * TIMEOUT_S)
+    assert book.heard(book.now_s, news(0, boot="b2"))
+    assert "not been heard" in process.reason, "it was over before"
+    assert not book.heard(book.now_s, news(0))
+    assert book.orders("node-0-b1")[-1].is_over
+
+
+def test_a_node_that_is_given_back() -> None:
+    book = Book()
+    book.up(0, 1)
+    process = book.run(book.now_s, 0, order("decode-0"))
+    other = book.run(book.now_s, 1, order("decode-1"))
+    book.orders("node-0-b1")
+    book.release(0)
+    assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
+    assert (process.code, process.reason) == (-signal.SIGKILL, "its node was given back")
+    assert other.code is None
+    node = book.nodes[0]
+    assert (node.phase, node.host, node.processes) == (NodePhase.ABSENT, "", {})
+    # Its agent may not have heard it.
+    assert not book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
+    assert book.nodes[0].phase is NodePhase.ABSENT
+    assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
+    assert book.pass_time(10.0, news(1)) == []
+    # The same place is lent again.
+    assert book.heard(book.now_s, news(0, boot="b2"))
+    assert book.nodes[0].phase is NodePhase.UP
+    book.release(0)
+    book.release(0)  # There is nobody to tell.
+    assert [each.is_over for each in book.orders("node-0-b2")] == [True]
+
+
+def test_when_the_run_is_over_all_agents_are_told() -> None:
+    book = Book(3)
+    book.up(0, 1)
+    book.pass_time(2 * TIMEOUT_S, news(0))  # 1 is lost, 2 never came.
+    book.sent.clear()
+    book.dismiss()
+    assert book.sent == [(f"node-{n}-b1", NodeOrders((), is_over=True)) for n in (0, 1)]
+
+
+# ---- addresses ----
+
+
+def test_a_node_hears_of_all_units_and_gateways_and_of_ranks_of_its_own_units() -> None:
+    book = Book(3)
+    book.up(0, 1, 2)
+    places = {
+        0: ("decode-0", "decode-0.0"),
+        1: ("decode-0.1", "prefill-0"),
+        2: ("prefill-0.0", "prefill-0.1"),
+    }
+    for number, on_it in places.items():
+        for name in on_it:
+            book.run(book.now_s, number, order(name))
+        book.heard(book.now_s, news(number, *(runs(name, at=address(number)) for name in on_it)))
+    here = {"front": Address(1, "tcp://10.0.0.9:1"), "gateway-1": Address(1, "tcp://10.0.0.9:2")}
+    book.listen_here(here)
+    book.sent.clear()
+    book.tell_addresses(book.now_s)
+    told = {number: book.orders(f"node-{number}-b1") for number in places}
+    assert [len(each) for each in told.values()] == [1, 1, 1]
+    assert {number: each[0].addresses for number, each in told.items()} == {
+        0: {**here, "decode-0.1": address(1), "prefill-0": address(1)},
+        1: {
+            **here,
+            "decode-0": address(0),
+            "decode-0.0": address(0),
+            "prefill-0.0": address(2),
+            "prefill-0.1": address(2),
+        },
+        2: {**here, "decode-0": address(0), "prefill-0": address(1)},
+    }
+    assert names(told[0][0]) == {"decode-0": 1, "decode-0.0": 1}, "with all that it is to run"
+    book.tell_addresses(book.now_s)
+    assert book.sent == [], "nothing has changed"
+
+
+def test_a_change_is_told_to_whom_it_concerns() -> None:
+    book = Book(3)
+    book.up(0, 1, 2)
+    for number, name in enumerate(("decode-0", "decode-0.0", "prefill-0")):
+        book.run(book.now_s, number, order(name))
+        book.heard(book.now_s, news(number, runs(name, at=address(number))))
+    book.tell_addresses(book.now_s)
+    book.sent.clear()
+    # A rank listens elsewhere in its next life: its leader's node alone has to know.
+    book.heard(book.now_s, news(1, runs("decode-0.0", code=1)))
+    book.run(book.now_s, 1, order("decode-0.0", 2))
+    book.sent.clear()
+    book.tell_addresses(book.now_s)
+    assert {to for to, _ in book.sent} == {"node-0-b1"}
+    assert book.orders("node-0-b1")[0].addresses == {"prefill-0": address(2)}
+    book.heard(book.now_s, news(1, runs("decode-0.0", 2, address(1, 2))))
+    book.tell_addresses(book.now_s)
+    assert {to for to, _ in book.sent} == {"node-0-b1"}
+    assert book.orders("node-0-b1")[0].addresses == {
+        "prefill-0": address(2),
+        "decode-0.0": address(1, 2),
+    }
+    # A unit that is over is no unit: all others hear of it.
+    book.heard(book.now_s, news(2, runs("prefill-0", code=1)))
+    book.tell_addresses(book.now_s)
+    assert {to for to, _ in book.sent} == {"node-0-b1", "node-1-b1"}
+
+
+def test_a_process_that_moved_away_is_heard_of_where_it_was() -> None:
+    book = Book()
+    book.up(0, 1)
+    book.run(book.now_s, 0, order("decode-0"))
+    book.run(book.now_s, 0, order("decode-0.0"))
+    book.heard(book.now_s, news(0, runs("decode-0", code=1), runs("decode-0.0", at=address(0))))
+    book.run(book.now_s, 1, order("decode-0", 2))
+    book.heard(book.now_s, news(1, runs("decode-0", 2, address(1, 2))))
+    book.tell_addresses(book.now_s)
+    assert book.orders("node-0-b1")[-1].addresses == {"decode-0": address(1, 2)}
+    assert book.orders("node-1-b1")[-1].addresses == {"decode-0.0": address(0)}
+
+
+def test_who_is_not_there_is_told_no_addresses_and_all_when_it_comes() -> None:
+    book = Book()
+    here = {"front": Address(1, "tcp://10.0.0.9:1")}
+    book.listen_here(here)
+    book.tell_addresses(book.now_s)
+    assert book.sent == []
+    book.up(0)
+    book.tell_addresses(book.now_s)
+    assert book.orders("node-0-b1")[-1].addresses == here
+    book.pass_time(2 * TIMEOUT_S)  # Lost.
+    book.orders("node-0-b1")
+    later = {"front": Address(2, "tcp://10.0.0.9:2")}
+    book.listen_here(later)
+    book.tell_addresses(book.now_s)
+    assert book.orders("node-0-b1") == []
+    book.heard(book.now_s, news(0))
+    book.tell_addresses(book.now_s)
+    assert book.orders("node-0-b1")[-1].addresses == later
+    # An agent that follows knows nothing, though nothing has changed.
+    book.heard(book.now_s, news(0, boot="b2"))
+    book.tell_addresses(book.now_s)
+    assert book.orders("node-0-b2")[-1].addresses == later
+    book.release(0)
+    book.heard(book.now_s, news(0, boot="b3"))
+    book.tell_addresses(book.now_s)
+    assert book.orders("node-0-b3")[-1].addresses == later
+
+
+# ---- all of it, with agents that do as they are told and a network that does not ----
+
+DELAY_S = 0.2
+"""What a message takes at most, where no link is cut."""
+HOMES = {"decode-0": 0, "decode-0.0": 0, "decode-0.1": 1, "prefill-0": 2}
+"""Name -> the node that it lies on, or where that is lost, a leader on any."""
+HERE = {"front": Address(1, "tcp://10.0.0.9:1")}
+
+
+@dataclass
+class Agent:
+    """One node's agent: does what it is told, says how that fares, and knows no more."""
+
+    node: int
+    boot: str
+    world: World
+    is_cut: bool = False
+    is_here: bool = True
+    """It has not left, nor died."""
+    running: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Name -> life, and when it begins to listen."""
+    ended: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Name -> life and exit code, while it is named."""
+    known: dict[str, Address] = field(default_factory=dict)
+    inbox: deque[tuple[float, NodeOrders]] = field(default_factory=deque)
+    outbox: deque[tuple[float, NodeNews]] = field(default_factory=deque)
+    """On their way, in order: the wire keeps them while a link is cut."""
+    spoke_s: float = 0.0
+
+    def step(self, now_s: float) -> None:
+        while self.is_here and not self.is_cut and self.inbox and self.inbox[0][0] <= now_s:
+            self._obey(now_s, self.inbox.popleft()[1])
+        if self.is_here and now_s - self.spoke_s >= AGENT_BEAT_S:
+            self.spoke_s = now_s
+            said = [
+                runs(name, life, self.listens_at(life) if listens_s <= now_s else None)
+                for name, (life, listens_s) in self.running.items()
+            ]
+            said += [runs(name, life, code=code) for name, (life, code) in self.ended.items()]
+            message = news(self.node, *said, boot=self.boot)
+            self.outbox.append((self.due(now_s, self.outbox), message))
+
+    def due(
+        self, now_s: float, queue: deque[tuple[float, NodeOrders]] | deque[tuple[float, NodeNews]]
+    ) -> float:
+        """When a message arrives: not before the one before it."""
+        return max(now_s + self.world.random.uniform(0.0, DELAY_S), queue[-1][0] if queue else 0.0)
+
+    def listens_at(self, life: int) -> Address:
+        return Address(life, f"tcp://{self.node}.{self.boot}:{life}")
+
+    def end(self, name: str, code: int) -> None:
+        life, _ = self.running.pop(name)
+        self.ended[name] = life, code
+        self.world.ended.add((name, life))
+
+    def leave(self) -> None:
+        self.is_here = False
+        self.running.clear()
+        if self.is_cut:  # What it kept is gone with it.
+            self.outbox.clear()
+
+    def _obey(self, now_s: float, orders: NodeOrders) -> None:
+        if orders.is_over:
+            self.leave()
+            return
+        self.known = self.known if orders.addresses is None else orders.addresses
+        wanted = names(orders)
+        self.running = {n: at for n, at in self.running.items() if wanted.get(n) == at[0]}
+        self.ended = {n: end for n, end in self.ended.items() if wanted.get(n) == end[0]}
+        for each in orders.processes:
+            if each.name not in self.running.keys() | self.ended.keys():
+                assert (each.name, each.life) not in self.world.started, "no life is lived twice"
+                self.world.started.add((each.name, each.life))
+                self.running[each.name] = each.life, now_s + self.world.random.uniform(0.0, 0.5)
+            elif each.signal == signal.SIGKILL and each.name in self.running:
+                self.end(each.name, -signal.SIGKILL)
+
+
+class World:
+    """A supervisor with its book, and agents. Links may be cut, for a while; so long nothing that
+    was said is lost, as the wire has it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.now_s = 0.0
+        self.random = Random(seed)
+        self.agents: list[Agent] = []
+        self.book = Nodes(3, TIMEOUT_S, self._send)
+        self.book.listen_here(HERE)
+        self.lives: dict[str, int] = dict.fromkeys(HOMES, 0)
+        self.processes: dict[str, tuple[int, FarProcess]] = {}
+        self.lost: set[int] = set()
+        self.disturbed: set[int] = set()
+        """Nodes that were cut off, or whose agent was replaced."""
+        self.still_until_s = self.supervised_s = 0.0
+        self.started: set[tuple[str, int]] = set()
+        self.ended: set[tuple[str, int]] = set()
+        """Lives of processes that agents started, and that ended by themselves or by a signal."""
+        for node in range(3):
+            self.join(node)
+
+    def join(self, node: int) -> None:
+        """Another agent for a node."""
+        boot = f"b{len(self.agents)}"
+        # Its start takes longer than what another said before it is on the way.
+        self.agents.append(Agent(node, boot, self, spoke_s=self.now_s))
+
+    def pass_time(self, duration_s: float) -> None:
+        until_s = self.now_s + duration_s
+        while self.now_s < until_s:
+            self.now_s += STEP_S
+            for agent in self.agents:
+                agent.step(self.now_s)
+            if self.now_s >= self.still_until_s:
+                self._supervise()
+
+    def apply(self, event: str, number: int) -> None:
+        agent = next(each for each in reversed(self.agents) if each.node == number)
+        name = sorted(HOMES)[number]
+        if event == "still":
+            self.still_until_s = self.now_s + 3.0 * (number + 1) * self.random.random()
+            return
+        if event == "crash":
+            for each in self.agents:
+                if name in each.running:
+                    each.end(name, 1)
+            return
+        if event == "kill":
+            if name in self.processes:
+                self.book.signal(self.now_s, *self.processes[name], signal.SIGKILL)
+            return
+        if event == "lose":  # The wire had too much for it.
+            for each in self.agents:
+                if each.node == number:
+                    each.inbox = deque(told for told in each.inbox if told[1].addresses is not None)
+            return
+        self.disturbed.add(number)
+        if event == "cut":
+            agent.is_cut = True
+        elif event == "mend":
+            for each in self.agents:
+                each.is_cut &= each.node != number
+        elif event == "power":
+            agent.leave()
+            self.join(number)
+        elif event == "second":
+            self.join(number)
+        elif event == "release":
+            self.book.release(number)
+            self.join(number)
+
+    def _send(self, to: str, message: AnyMessage) -> None:
+        assert isinstance(message, NodeOrders)
+        for agent in self.agents:
+            if agent_name(agent.node, agent.boot) == to:
+                agent.inbox.append((agent.due(self.now_s, agent.inbox), message))
+
+    def _supervise(self) -> None:
+        # One that stood still for long has more to hear than it takes at once.
+        was_still = self.now_s - self.supervised_s > PAUSE_PERIODS * PERIOD_S + STEP_S
+        is_late = was_still and self.random.random() < 0.5
+        self.supervised_s = self.now_s
+        for agent in self.agents if not is_late else ():
+            while not agent.is_cut and agent.outbox and agent.outbox[0][0] <= self.now_s:
+                self.book.heard(self.now_s, agent.outbox.popleft()[1])
+        self.lost |= {node.number for node in self.book.tick(self.now_s)}
+        for node in self.book.nodes:
+            if node.phase is NodePhase.LOST:
+                assert all(process.code is not None for process in node.processes.values())
+        for name, home in HOMES.items():
+            _, process = self.processes.get(name, (0, None))
+            if process is not None and process.code is not None and not process.reason:
+                assert (name, process.order.life) in self.ended, "it has not ended"
+            nodes = [home, *range(3)] if name == "decode-0" else [home]
+            up = [n for n in nodes if self.book.nodes[n].phase is NodePhase.UP]
+            if up and (process is None or process.code is not None):
+                self.lives[name] += 1
+                started = self.book.run(self.now_s, up[0], order(name, self.lives[name]))
+                self.processes[name] = up[0], started
+        self.book.tell_addresses(self.now_s)
+
+    def check(self) -> None:
+        """What is true when it was quiet for a while."""
+        here = [agent for agent in self.agents if agent.is_here]
+        assert sorted(agent.node for agent in here) == [0, 1, 2], "one agent a node"
+        assert not any(agent.running for agent in self.agents if not agent.is_here)
+        running = {name: life for agent in here for name, (life, _) in agent.running.items()}
+        assert sum(len(agent.running) for agent in here) == len(running), "each in one place"
+        assert running == self.lives, "the last life of each, and no other"
+        everywhere = HERE | {
+            name: agent.listens_at(life)
+            for agent in here
+            for name, (life, _) in agent.running.items()
+        }
+        for agent in here:
+            node = self.book.nodes[agent.node]
+            assert (node.phase, node.agent) == (NodePhase.UP, agent_name(agent.node, agent.boot))
+            assert {name: life for name, (life, _) in agent.running.items()} == {
+                name: process.order.life
+                for name, process in node.processes.items()
+                if process.code is None
+            }
+            needed = {
+                name: at
+                for name, at in everywhere.items()
+                if name not in agent.running
+                and ("." not in name or agent.running.keys() & siblings(name))
+            }
+            assert needed.items() <= agent.known.items()
+            assert agent.known.items() <= everywhere.items(), "nobody who is gone"
+            assert not agent.known.keys() & agent.running.keys()
+        assert self.book.addresses() == {n: at for n, at in everywhere.items() if n not in HERE}
+        assert self.lost <= self.disturbed, "it was there all along"
+
+
+def siblings(name: str) -> set[str]:
+    """Processes of the same unit."""
+    return {other for other in HOMES if other.partition(".")[0] == name.partition(".")[0]}
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ("cut", "mend", "lose", "crash", "kill", "still", "power", "second", "release")
+        ),
+        st.integers(0, 2),
+        st.sampled_from((0.1, 0.3, 1.0, 2.0, 4.0)),
+    ),
+    max_size=16,
+)
+
+
+@given(events, st.integers(0, 1 << 32))
+def test_after_the_last_fault_every_node_runs_what_the_book_says(
+    faults: list[tuple[str, int, float]], seed: int
+) -> None:
+    world = World(seed)
+    world.pass_time(1.0)
+    for event, number, pause_s in faults:
+        world.apply(event, number)
+        world.pass_time(pause_s)
+    for number in range(3):
+        world.apply("mend", number)
+    world.disturbed = {n for e, n, _ in faults if e in ("cut", "power", "second", "release")}
+    world.still_until_s = 0.0
+    world.pass_time(3 * TIMEOUT_S)
+    world.check()

@@ -1,0 +1,961 @@
+"""Messages between processes of different hosts: what is lost, doubled and delayed on the way is
+mended, and nobody else is heard.
+
+Two hosts are two folders. What an agent does, to say in the one where a process of the other
+listens, a test does itself; a relay between them breaks connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import selectors
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from zmq.utils.z85 import decode as z85_decoded
+
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+from hadal.core.messages import Address, AnyMessage, Cancel, Drain, Tokens
+from hadal.core.plans import Draw
+from hadal.runtime.process.process import Run, raise_descriptor_limit
+from hadal.runtime.wire import (
+    MAX_BATCH,
+    MAX_QUEUED,
+    Network,
+    ZmqWire,
+    _Far,
+    _keys,
+    address_path,
+    open_wire,
+    write_address,
+)
+from tests.fresh import fresh
+
+HOST = "127.0.0.1"
+SECRET = bytes(range(32))
+WAIT_S = 10.0
+"""What is to come comes within this."""
+QUIET_S = 0.3
+"""What is not to come would have come within this."""
+
+
+class Relay:
+    """A port from which connections lead to another, until they break. `cuts` draws after how many
+    bytes; what the relay has of them by then is lost. One that `swallows` loses all that follows
+    instead, and breaks nothing.
+    """
+
+    def __init__(self, endpoint: str, cuts: Callable[[], int] | None = None) -> None:
+        self.target = int(endpoint.rpartition(":")[2])
+        self.num_cut = 0
+        self.swallows = False
+        self._cuts = cuts
+        self._is_cut = self._is_over = self._is_silent = self._was_silent = False
+        self._listener = socket.create_server((HOST, 0))
+        # The kernel holds little for one that is silent.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self.endpoint = f"tcp://{HOST}:{self._listener.getsockname()[1]}"
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._other: dict[socket.socket, socket.socket] = {}
+        self._left: dict[socket.socket, int] = {}
+        """Bytes that each end may still send."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def be_silent(self, is_silent: bool = True) -> None:
+        """Let nothing through from now on, in either direction, and tell nobody; or let it go
+        on.
+        """
+        self._is_silent = is_silent
+        wait_for(lambda: self._was_silent == is_silent, "the relay obeys")
+
+    def cut(self) -> None:
+        """Break all connections, and wait until that is done."""
+        self._is_cut = True
+        wait_for(lambda: not self._is_cut, "the relay cuts")
+
+    @property
+    def is_swallowing(self) -> bool:
+        return 0 in self._left.values()
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join(WAIT_S)
+        self._listener.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._is_over:
+            if self._is_cut:
+                for end in list(self._other):
+                    self._break(end)
+                self._is_cut = False
+            self._was_silent = self._is_silent
+            if self._was_silent:
+                time.sleep(0.005)
+                continue
+            for key, _ in self._selector.select(0.01):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._other:  # Not broken in this round.
+                    self._forward(key.fileobj)
+        for end in list(self._other):
+            self._break(end)
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
+        try:
+            far = socket.create_connection((HOST, self.target), WAIT_S)
+        except OSError:
+            near.close()
+            return
+        for end, other in ((near, far), (far, near)):
+            end.settimeout(WAIT_S)
+            self._other[end] = other
+            self._left[end] = self._cuts() if self._cuts else 1 << 62
+            self._selector.register(end, selectors.EVENT_READ)
+
+    def _forward(self, end: socket.socket) -> None:
+        try:
+            data = end.recv(1 << 16)
+            self._other[end].sendall(data[: self._left[end]])
+        except OSError:
+            data = b""
+        self._left[end] = max(0, self._left[end] - len(data))
+        if not data or not (self._left[end] or self.swallows):
+            self._break(end)
+
+    def _break(self, end: socket.socket) -> None:
+        if end not in self._other:
+            return
+        self.num_cut += 1
+        for each in (end, self._other[end]):
+            del self._other[each], self._left[each]
+            self._selector.unregister(each)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            each.close()  # Resets: what is on the way is gone.
+
+
+class Hosts:
+    """Folders as of several hosts, and what runs there. All ends with the test."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def folder(self) -> Path:
+        # pytest's own folders are too long for a socket.
+        return Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hadal-w-")))
+
+    def wire(
+        self,
+        name: str,
+        life: int = 1,
+        folder: Path | None = None,
+        network: Network | None = Network(HOST, SECRET),  # noqa: B008
+    ) -> ZmqWire:
+        """A process's, on a host of its own or in this folder."""
+        wire = ZmqWire(name, folder or self.folder(), life=life, network=network)
+        self._stack.callback(lambda: wire._context.closed or wire.close())
+        return wire
+
+    def pair(self) -> tuple[ZmqWire, ZmqWire]:
+        """`a` and `b`, on hosts that know of each other."""
+        a, b = self.wire("a"), self.wire("b")
+        introduce(a, b)
+        introduce(b, a)
+        return a, b
+
+    def relay(self, wire: ZmqWire, cuts: Callable[[], int] | None = None) -> Relay:
+        """One that leads to this wire."""
+        relay = Relay(wire.endpoint, cuts)
+        self._stack.callback(relay.close)
+        return relay
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with contextlib.ExitStack() as stack:
+        yield Hosts(stack)
+
+
+def introduce(wire: ZmqWire, to: ZmqWire, life: int = 1, relay: Relay | None = None) -> None:
+    """Say on `to`'s host where `wire` listens, or that it does behind a relay."""
+    endpoint = relay.endpoint if relay else wire.endpoint
+    write_address(to._folder, wire.name, Address(life, endpoint))
+
+
+def kill(wire: ZmqWire) -> None:
+    """As kill -9 does: all its sockets go, its files stay."""
+    wire._context.destroy(linger=0)
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.005)
+
+
+def receive_all(
+    wire: ZmqWire, count: int, *also: ZmqWire, timeout_s: float = WAIT_S, quiet_s: float = 0.05
+) -> list[AnyMessage]:
+    """Collect `count` messages, then make sure that no more follow. `also` live meanwhile and
+    receive nothing.
+    """
+    messages: list[AnyMessage] = []
+    deadline_s = time.monotonic() + timeout_s
+    while len(messages) < count and time.monotonic() < deadline_s:
+        messages += wire.receive(0.02)
+        assert not any(other.receive(0.0) for other in also)
+    quiet_until_s = time.monotonic() + quiet_s
+    while time.monotonic() < quiet_until_s:
+        messages += wire.receive(0.02)
+        assert not any(other.receive(0.0) for other in also)
+    return messages
+
+
+def numbered(count: int, first: int = 0) -> list[AnyMessage]:
+    return [Cancel(str(number), number) for number in range(first, first + count)]
+
+
+def num_kept(wire: ZmqWire, to: str = "b") -> int:
+    """Messages that it would send again."""
+    peer = wire._peers[to]
+    assert isinstance(peer, _Far)
+    return len(peer._kept)
+
+
+def is_kept_no_more(a: ZmqWire, b: ZmqWire) -> None:
+    """What `a` sent is acknowledged though `b` has nothing else to say."""
+    deadline_s = time.monotonic() + WAIT_S
+    while num_kept(a):
+        assert time.monotonic() < deadline_s, "it is kept for ever"
+        assert a.receive(0.01) == b.receive(0.01) == []
+
+
+# ---- all is well ----
+
+
+def test_messages_arrive_whole_and_in_order(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    sent: list[AnyMessage] = [
+        Tokens("decode-0", bytes(n % 40), b"", b"x", ((n, "stop"),), {n: Draw(-0.5, ((n, -0.25),))})
+        for n in range(3 * MAX_BATCH)
+    ]
+    sent.append(Cancel("r" * (1 << 21), 0))
+    for message in sent:
+        a.send("b", message)
+    assert receive_all(b, len(sent), a) == sent
+    assert a.counts["sent"] == b.counts["received"] == len(sent)
+    assert a.counts["again"] == b.counts["repeated"] == b.counts["early"] == 0
+
+
+def test_a_message_to_nobody_is_dropped_and_counted(hosts: Hosts) -> None:
+    a = hosts.wire("a")
+    a.send("nobody", Drain())
+    address_path(a._folder, "torn").write_text("[1, ")
+    a.send("torn", Drain())
+    address_path(a._folder, "nowhere").write_text('[1, "the other host"]')
+    a.send("nowhere", Drain())
+    assert (a.counts["absent"], a.counts["sent"]) == (3, 0)
+
+
+def test_an_answer_is_faster_than_the_news_of_the_senders_address(hosts: Hosts) -> None:
+    a, b = hosts.wire("a"), hosts.wire("b")
+    introduce(b, a)
+    a.send("b", Cancel("a question", 0))
+    assert receive_all(b, 1) == [Cancel("a question", 0)]
+    assert not address_path(b._folder, "a").exists()
+    b.send("a", Cancel("an answer", 0))
+    assert receive_all(a, 1) == [Cancel("an answer", 0)]
+    assert b.counts["absent"] == 0
+    # When the news is there it is the same place, and the same link.
+    introduce(a, b)
+    link = b._peers["a"]
+    b.send("a", Cancel("more", 0))
+    assert receive_all(a, 1) == [Cancel("more", 0)]
+    assert b._peers["a"] is link
+    # It is gone when the folder says so, though it was once heard by itself.
+    address_path(b._folder, "a").unlink()
+    b.send("a", Drain())
+    assert b.counts["absent"] == 1
+
+
+def test_one_that_is_known_to_be_gone_is_not_sent_to_where_it_said_it_listens(hosts: Hosts) -> None:
+    a, b = hosts.wire("a"), hosts.wire("b")
+    introduce(b, a)
+    a.send("b", Drain())
+    assert receive_all(b, 1) == [Drain()]
+    b.forget("a")
+    b.send("a", Drain())
+    assert (b.counts["absent"], b.counts["sent"]) == (1, 0)
+
+
+def test_acknowledgements_go_out_when_nothing_else_is_sent(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    for message in numbered(10):
+        a.send("b", message)
+    assert num_kept(a) == 10
+    assert receive_all(b, 10) == numbered(10)
+    is_kept_no_more(a, b)
+    assert b.counts["sent"] == 0, "that was no message"
+
+
+def test_they_go_with_what_is_sent_anyway(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    for message in numbered(10):
+        a.send("b", message)
+    got: list[AnyMessage] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while len(got) < 10:
+        assert time.monotonic() < deadline_s
+        got += b.receive(0.02)
+    b.send("a", Drain())
+    assert receive_all(a, 1, quiet_s=0.0) == [Drain()]
+    assert num_kept(a) == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_they_go_out_though_the_receiver_waits_for_long(hosts: Hosts, is_async: bool) -> None:
+    a, b = hosts.pair()
+    a.send("b", Drain())
+    assert receive_all(b, 1, quiet_s=0.0) == [Drain()]
+    got: list[AnyMessage] = []
+    is_over = threading.Event()
+
+    def wait() -> None:
+        while not is_over.is_set():
+            got.extend(asyncio.run(b.receive_async(3.0)) if is_async else b.receive(3.0))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun_s = time.monotonic()
+    while num_kept(a) and time.monotonic() - begun_s < 2.0:
+        assert a.receive(0.01) == []
+    is_acknowledged = not num_kept(a)
+    is_over.set()
+    a.send("b", Drain())
+    thread.join(WAIT_S)
+    assert is_acknowledged
+    assert got == [Drain()]
+
+
+def test_in_an_event_loop(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    near = hosts.wire("c", folder=b._folder)
+    count = 2 * MAX_BATCH + 5
+
+    async def receive() -> list[AnyMessage]:
+        got = await b.receive_async(0.01)
+        assert got == []
+        for message in numbered(count):
+            a.send("b", message)
+            near.send("b", Drain())
+        until_s = time.monotonic() + WAIT_S
+        while len(got) < 2 * count:
+            assert time.monotonic() < until_s
+            got += await b.receive_async(5.0)
+        return got
+
+    got = asyncio.run(receive())
+    assert [message for message in got if message != Drain()] == numbered(count)
+
+
+# ---- connections break ----
+
+
+def both_ways(
+    a: ZmqWire, b: ZmqWire, count: int, on_round: Callable[[int], None] = lambda round: None
+) -> None:
+    """Send `count` messages each way, and have all of them arrive once and in order."""
+    generator = Random(0)
+    sent: list[AnyMessage] = [
+        Cancel("x" * generator.choice((0, 10, 100, 1500)), n) for n in range(count)
+    ]
+    at_a: list[AnyMessage] = []
+    at_b: list[AnyMessage] = []
+    num_sent = num_rounds = 0
+    deadline_s = time.monotonic() + 3 * WAIT_S
+    while min(len(at_a), len(at_b)) < count:
+        assert time.monotonic() < deadline_s, (len(at_a), len(at_b), a.counts, b.counts)
+        on_round(num_rounds)
+        num_rounds += 1
+        if num_sent < min(count, len(at_a) + MAX_QUEUED // 2, len(at_b) + MAX_QUEUED // 2):
+            for message in sent[num_sent : num_sent + 20]:
+                a.send("b", message)
+                b.send("a", message)
+            num_sent += 20
+        at_a += a.receive(0.001)
+        at_b += b.receive(0.001)
+    at_a += a.receive(0.05)
+    at_b += b.receive(0.05)
+    assert at_a == sent
+    assert at_b == sent
+    assert a.counts["sent"] == b.counts["sent"] == count
+
+
+@pytest.mark.parametrize("seed", [1, None])
+def test_a_connection_that_breaks_again_and_again_loses_and_doubles_nothing(
+    hosts: Hosts, seed: int | None
+) -> None:
+    generator = fresh() if seed is None else Random(seed)
+    a, b = hosts.wire("a"), hosts.wire("b")
+    # Most in the middle of a message, some in the middle of a handshake.
+    to_a = hosts.relay(a, lambda: generator.choice((500, 40_000, 80_000, 120_000)))
+    to_b = hosts.relay(b, lambda: generator.choice((500, 40_000, 80_000, 120_000)))
+    introduce(a, b, relay=to_a)
+    introduce(b, a, relay=to_b)
+    both_ways(a, b, 1500)
+    assert min(to_a.num_cut, to_b.num_cut) >= 5
+    assert min(a.counts["again"], b.counts["again"]) >= 3
+    to_a._cuts = to_b._cuts = None
+    to_a.cut()
+    to_b.cut()
+    is_kept_no_more(a, b)
+
+
+def test_a_way_that_is_silent_for_a_while(hosts: Hosts) -> None:
+    """Longer than either end waits for the other: one goes on then, one is reset."""
+    goes_on, is_reset = hosts.pair(), hosts.pair()
+    relays = []
+    for a, b in (goes_on, is_reset):
+        to_a, to_b = hosts.relay(a), hosts.relay(b)
+        introduce(a, b, relay=to_a)
+        introduce(b, a, relay=to_b)
+        relays += [to_a, to_b]
+        both_ways(a, b, 100)
+    sent = numbered(500)
+    begun_s, num_sent, is_silent = time.monotonic(), 0, True
+    got: list[list[AnyMessage]] = [[] for _ in range(4)]
+    ends = [(a, "b") for a, _ in (goes_on, is_reset)] + [(b, "a") for _, b in (goes_on, is_reset)]
+    while min(map(len, got)) < len(sent) or num_sent < len(sent):
+        passed_s = time.monotonic() - begun_s
+        assert passed_s < 3 * WAIT_S
+        for relay in relays:
+            relay.be_silent(0.2 < passed_s < 3.2)
+        if passed_s >= 3.2 and is_silent:
+            is_silent = False
+            for relay in relays[2:]:
+                relay.cut()
+        for wire, to in ends:
+            for message in sent[num_sent : num_sent + 5]:
+                wire.send(to, message)
+        num_sent += 5
+        for (wire, _), messages in zip(ends, got, strict=True):
+            messages += wire.receive(0.005)
+    assert got == [sent] * 4
+    assert all(wire.counts["again"] for wire, _ in ends)
+
+
+def test_what_a_broken_connection_held_is_sent_again_though_both_ends_wait(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    relay = hosts.relay(b)
+    introduce(b, a, relay=relay)
+    a.send("b", Cancel("before", 0))
+    assert receive_all(b, 1, a) == [Cancel("before", 0)]
+    relay.be_silent()
+    a.send("b", Cancel("on the way", 0))
+
+    def break_it() -> None:
+        relay.cut()
+        relay.be_silent(False)
+
+    is_over = threading.Event()
+
+    def wait() -> None:
+        while not is_over.is_set():
+            a.receive(4.0)
+
+    begun_s = time.monotonic()
+    waiting = threading.Thread(target=wait)
+    breaking = threading.Timer(0.3, break_it)
+    for thread in (waiting, breaking):
+        thread.start()
+    got: list[AnyMessage] = []
+    while not got and time.monotonic() - begun_s < WAIT_S:
+        got = b.receive(4.0)
+    passed_s = time.monotonic() - begun_s
+    is_over.set()
+    b.send("a", Drain())
+    for thread in (waiting, breaking):
+        thread.join(WAIT_S)
+    assert got == [Cancel("on the way", 0)]
+    assert passed_s < 2.5
+
+
+def test_an_acknowledgement_that_is_lost_is_said_again(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    relay = hosts.relay(a)
+    introduce(a, b, relay=relay)
+    b.send("a", Drain())
+    assert receive_all(a, 1, b) == [Drain()]
+    relay.be_silent()
+    a.send("b", Drain())
+    assert receive_all(b, 1, quiet_s=0.5) == [Drain()]  # It is in the relay's hands by then.
+    assert num_kept(a) == 1
+    relay.cut()
+    relay.be_silent(False)
+    is_kept_no_more(a, b)
+
+
+# ---- one end is not well ----
+
+
+def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    first = numbered(MAX_QUEUED // 2 - 1)  # zmq does not count yet that they were read.
+    for message in first:
+        a.send("b", message)
+    assert receive_all(b, len(first), a) == first
+    is_kept_no_more(a, b)
+    begun_s = time.monotonic()
+    later = numbered(2 * MAX_QUEUED)
+    for message in later:
+        a.send("b", message)
+    assert time.monotonic() - begun_s < 5
+    assert num_kept(a) == MAX_QUEUED
+    assert a.counts["full"] == MAX_QUEUED
+    # Longer than a connection may be silent. The first that fit are those that arrive.
+    while time.monotonic() - begun_s < 2.8:
+        assert a.receive(0.05) == []
+    assert receive_all(b, MAX_QUEUED, a) == later[:MAX_QUEUED]
+    assert a.counts["again"] == 0, "it was not read, not broken"
+    is_kept_no_more(a, b)
+    a.send("b", Drain())
+    assert receive_all(b, 1, a) == [Drain()]
+
+
+def test_what_zmq_does_not_take_at_once_is_not_left_out(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zmq counts what it passed on in halves of its queue, so that one seems full that is not."""
+    monkeypatch.setattr("hadal.runtime.wire.MAX_QUEUED", 200)
+    a, b = hosts.pair()
+    relay = hosts.relay(b)
+    introduce(b, a, relay=relay)
+    for message in numbered(50):
+        a.send("b", message)
+    assert receive_all(b, 50, a) == numbered(50)
+    is_kept_no_more(a, b)
+    relay.be_silent()
+    sent: list[AnyMessage] = [Cancel("x" * 200_000, n) for n in range(190)]
+    for message in sent:
+        a.send("b", message)  # The kernel takes some, and zmq as many as it can.
+    link = a._peers["b"]
+    assert isinstance(link, _Far)
+    assert link.has_rest, "it took all: this test says nothing"
+    relay.be_silent(False)
+    assert receive_all(b, len(sent), a) == sent
+    assert a.counts["full"] == a.counts["again"] == 0
+    assert not link.has_rest
+
+
+# ---- lives ----
+
+
+def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    a.send("b", Cancel("before", 0))
+    assert receive_all(b, 1) == [Cancel("before", 0)]
+    kill(b)
+    for _ in range(100):
+        a.send("b", Cancel("for the dead", 0))
+    successor = hosts.wire("b", 2, b._folder)
+    assert receive_all(successor, 0, a, quiet_s=QUIET_S) == []
+    introduce(successor, a, 2)
+    a.send("b", Cancel("after", 0))
+    assert receive_all(successor, 1, a, quiet_s=QUIET_S) == [Cancel("after", 0)]
+
+
+@pytest.mark.parametrize(("name", "life"), [("b", 2), ("c", 1)])
+def test_one_that_listens_at_the_place_of_a_dead_one_gets_nothing_of_its(
+    hosts: Hosts, name: str, life: int
+) -> None:
+    """The kernel gives a port to the next who asks, and zmq connects again by itself."""
+    a, b, other = hosts.wire("a"), hosts.wire("b"), hosts.wire(name, life)
+    relay = hosts.relay(b)
+    introduce(b, a, relay=relay)
+    for message in numbered(5):
+        a.send("b", message)
+    assert receive_all(b, 5) == numbered(5)  # It dies before `a` hears that they came.
+    kill(b)
+    relay.target = int(other.endpoint.rpartition(":")[2])
+    relay.cut()
+    a.send("b", Cancel("for the dead", 0))
+    deadline_s = time.monotonic() + WAIT_S
+    while not other.counts["stale"]:
+        assert time.monotonic() < deadline_s
+        assert a.receive(0.02) == other.receive(0.02) == []
+    write_address(a._folder, name, Address(life, relay.endpoint))
+    a.send(name, Drain())
+    assert receive_all(other, 1, a) == [Drain()]
+
+
+def test_what_was_acknowledged_to_a_predecessor_is_not_taken_for_ones_own(hosts: Hosts) -> None:
+    dead, b = hosts.pair()
+    for message in numbered(50):
+        dead.send("b", message)
+    assert receive_all(b, 50) == numbered(50)
+    kill(dead)
+    a = hosts.wire("a", 2)
+    relay = hosts.relay(b, lambda: 2000)  # A handshake.
+    relay.swallows = True
+    introduce(b, a, relay=relay)
+    introduce(a, b, 2)
+    sent: list[AnyMessage] = [Cancel("x" * 10_000, n) for n in range(10)]
+    for message in sent:
+        a.send("b", message)
+    wait_for(lambda: relay.is_swallowing, "it is on the way")
+    b.send("a", Drain())  # All that it heard of is what the dead one sent.
+    assert receive_all(a, 1, b) == [Drain()]
+    relay.cut()
+    relay._cuts = None
+    assert receive_all(b, 10, a) == sent
+
+
+@pytest.mark.parametrize("was_heard", [True, False])
+def test_an_earlier_life_that_is_heard_again_is_not_heard_after_a_later_one(
+    hosts: Hosts, was_heard: bool
+) -> None:
+    old, b = hosts.pair()
+    relay = hosts.relay(b)
+    introduce(b, old, relay=relay)
+    if was_heard:
+        old.send("b", Cancel("old, before", 0))
+        assert receive_all(b, 1) == [Cancel("old, before", 0)]
+    relay.be_silent()  # Cut off.
+    for message in numbered(5):
+        old.send("b", message)
+    new = hosts.wire("a", 2)
+    introduce(b, new)
+    introduce(new, b, 2)
+    new.send("b", Cancel("new", 0))
+    assert receive_all(b, 1) == [Cancel("new", 0)]
+    relay.be_silent(False)
+    deadline_s = time.monotonic() + WAIT_S
+    while b.counts["stale"] < 5:
+        assert time.monotonic() < deadline_s
+        assert b.receive(0.02) == old.receive(0.0) == new.receive(0.0) == []
+    # And it is not answered.
+    b.send("a", Cancel("an answer", 0))
+    assert receive_all(new, 1, old) == [Cancel("an answer", 0)]
+    new.send("b", Cancel("new, again", 0))
+    assert receive_all(b, 1, old) == [Cancel("new, again", 0)]
+
+
+def test_what_was_queued_for_one_that_is_forgotten_is_dropped_and_all_after_it_arrives(
+    hosts: Hosts,
+) -> None:
+    a, b = hosts.pair()
+    relay = hosts.relay(b)
+    introduce(b, a, relay=relay)
+    a.send("b", Cancel("before", 0))
+    assert receive_all(b, 1, a) == [Cancel("before", 0)]
+    relay.be_silent()
+    for message in numbered(100):
+        a.send("b", message)
+    a.forget("b")
+    for message in numbered(100, first=100):
+        a.send("b", message)
+    relay.be_silent(False)
+    # What had left by then arrives, unless the new link was faster.
+    got: list[AnyMessage] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while numbered(200)[-1] not in got:
+        assert time.monotonic() < deadline_s
+        got += b.receive(0.01)
+    got += receive_all(b, 0, a)
+    assert got[-100:] == numbered(100, first=100)
+    assert got[:-100] == numbered(len(got) - 100)
+    is_kept_no_more(a, b)
+
+
+def test_what_is_kept_for_one_that_is_gone_is_dropped(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    kill(b)
+    for message in numbered(100):
+        a.send("b", message)
+    address_path(a._folder, "b").unlink()
+    deadline_s = time.monotonic() + WAIT_S
+    while "b" in a._peers:
+        assert time.monotonic() < deadline_s
+        assert a.receive(0.01) == []
+
+
+def test_it_speaks_to_more_peers_than_a_program_of_zmqs_usually_does(hosts: Hosts) -> None:
+    raise_descriptor_limit()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4096:
+        pytest.skip("so many descriptors are not to be had here")
+    a, b = hosts.pair()
+    names = [f"decode-{index}" for index in range(400)]
+    for name in names:
+        write_address(a._folder, name, Address(1, f"tcp://{HOST}:1"))  # Nobody is there.
+        a.send(name, Drain())
+    assert a.counts["sent"] == len(names)
+    a.send("b", Drain())
+    assert receive_all(b, 1, a) == [Drain()]
+
+
+# ---- others ----
+
+
+def keys_of_others() -> Sequence[tuple[bytes, bytes, bytes]]:
+    """The server's key, and a client's pair."""
+    public, secret = zmq.curve_keypair()
+    our_public, our_secret = _keys(SECRET)
+    their_public, their_secret = _keys(bytes(32))
+    return [
+        (public, public, secret),
+        (public, our_public, our_secret),
+        (their_public, their_public, their_secret),
+    ]
+
+
+def sender_to(
+    context: zmq.Context[Any], endpoint: str, keys: tuple[bytes, bytes, bytes]
+) -> zmq.Socket[bytes]:
+    sender: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    for option, key in zip(
+        (zmq.CURVE_SERVERKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY), keys, strict=True
+    ):
+        sender.set(option, key)
+    sender.connect(endpoint)
+    return sender
+
+
+def test_a_stranger_is_not_heard_and_does_not_disturb(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    a.send("b", Cancel("before", 0))
+    header = msgspec.msgpack.encode(("a", 1, 1, 2, 0, 0, a.endpoint, "b", 1))
+    frames = [header, msgspec.msgpack.encode(Cancel("a stranger's", 0)), b""]
+    port = int(b.endpoint.rpartition(":")[2])
+    context = zmq.Context()
+    plain: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    strangers = [plain]
+    plain.connect(b.endpoint)
+    strangers += [sender_to(context, b.endpoint, keys) for keys in keys_of_others()]
+    for stranger in strangers:
+        stranger.send_multipart(frames)
+    raw = [socket.create_connection((HOST, port), WAIT_S) for _ in range(20)]
+    generator = fresh()
+    for connection in raw:
+        connection.sendall(generator.randbytes(generator.randrange(1, 2000)))
+    assert receive_all(b, 1, a, quiet_s=QUIET_S) == [Cancel("before", 0)]
+    a.send("b", Cancel("after", 0))
+    assert receive_all(b, 1, a) == [Cancel("after", 0)]
+    assert b.counts.keys() <= {"received", "sent"}
+    assert a.counts["again"] == 0
+    for connection in raw:
+        connection.close()
+    context.destroy(linger=0)
+
+
+def test_a_stranger_where_a_peer_should_be_is_told_nothing(hosts: Hosts) -> None:
+    a, context, got = hosts.wire("a"), zmq.Context(), b""
+    stranger: zmq.Socket[bytes] = context.socket(zmq.PULL)
+    stranger.set(zmq.CURVE_SERVER, 1)
+    stranger.set(zmq.CURVE_SECRETKEY, zmq.curve_keypair()[1])
+    port = stranger.bind_to_random_port(f"tcp://{HOST}")
+    write_address(a._folder, "curve", Address(1, f"tcp://{HOST}:{port}"))
+    with socket.create_server((HOST, 0)) as server:
+        write_address(a._folder, "raw", Address(1, f"tcp://{HOST}:{server.getsockname()[1]}"))
+        for to in ("curve", "raw"):
+            a.send(to, Cancel("a secret", 0))
+        assert a.receive(QUIET_S) == []
+        server.settimeout(WAIT_S)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(WAIT_S)
+            # The greeting of a server that speaks CURVE (ZMTP 3.1).
+            connection.sendall(
+                b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\1" + bytes(31)
+            )
+            connection.settimeout(QUIET_S)
+            with contextlib.suppress(OSError):
+                while data := connection.recv(1 << 16):
+                    got += data
+    assert b"CURVE" in got
+    assert b"HELLO" in got, "else it was not asked as far as that"
+    for said in (b"a secret", _keys(SECRET)[0], z85_decoded(_keys(SECRET)[0])):
+        assert said not in got
+    assert not stranger.poll(0)
+    context.destroy(linger=0)
+
+
+def malformed(a: ZmqWire) -> list[list[bytes]]:
+    """Frames of one who holds the secret and is out of its mind, or of another version."""
+
+    def header(*fields: Any, **changed: Any) -> bytes:
+        whole = {
+            "name": "x",
+            "life": 1,
+            "link": 1,
+            "number": 1,
+            "acked_link": 0,
+            "acked": 0,
+            "endpoint": a.endpoint,
+            "to": "b",
+            "to_life": 1,
+        }
+        return msgspec.msgpack.encode(tuple((whole | changed).values()))
+
+    body = msgspec.msgpack.encode(Drain())
+    return [
+        [b""],
+        [b"", b"", b""],
+        [header(), body],
+        [header(), body, b"", b""],
+        [b"\xff" * 40, b"\xff" * 40, b""],
+        [header()[:-1], body, b""],
+        [header(number="first"), body, b""],
+        [header(link=None), body, b""],
+        [header(), b"not msgpack \xc1", b""],
+        [header(name="y"), msgspec.msgpack.encode(["Cancel", 7, "seven"]), b""],
+        [header(name="z"), b"\x91" * 100_000, b""],
+        [header(endpoint=""), body, b""],
+        [header(endpoint="the other host"), body, b""],
+        [header(endpoint="ipc:///dev/null"), body, b""],
+        [header(name="\0"), body, b""],
+        [header(name="../a"), body, b""],
+        [header(name="n" * 5000), body, b""],
+        [header(name=""), body, b""],
+    ]
+
+
+def test_what_is_not_ours_is_dropped_and_counted(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    a.send("b", Cancel("before", 0))
+    assert receive_all(b, 1, a) == [Cancel("before", 0)]
+    context = zmq.Context()
+    public, secret = _keys(SECRET)
+    every = malformed(a)
+    senders = []
+    for frames in every:
+        senders.append(sender_to(context, b.endpoint, (public, public, secret)))
+        senders[-1].send_multipart(frames)
+    deadline_s = time.monotonic() + WAIT_S
+    while b.counts["malformed"] < len(every):
+        assert time.monotonic() < deadline_s, b.counts
+        assert b.receive(0.02) == []
+    assert receive_all(b, 0, a, quiet_s=0.25) == []  # Meanwhile they are acknowledged, or not.
+    assert b.counts["malformed"] == len(every)
+    a.send("b", Cancel("after", 0))
+    assert receive_all(b, 1, a) == [Cancel("after", 0)]
+    context.destroy(linger=0)
+
+
+def test_one_that_acknowledges_what_was_never_sent(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    a.send("b", Drain())
+    link = a._peers["b"]
+    assert isinstance(link, _Far)
+    header = a._header_decoder.decode(
+        msgspec.msgpack.encode(("b", 1, 1, 1, link.link, 1 << 40, b.endpoint, "a", 1))
+    )
+    assert a._is_next(header)
+    for message in numbered(10):
+        a.send("b", message)
+    assert receive_all(b, 11)[1:] == numbered(10)
+
+
+# ---- where it listens ----
+
+
+def listening() -> set[tuple[str, int]]:
+    """Where this process listens, by what the kernel says: addresses and ports."""
+    inodes = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] != "0A" or f"socket:[{words[9]}]" not in inodes:
+                continue
+            address, _, port = words[1].partition(":")
+            packed = b"".join(
+                struct.pack("=I", int(address[at : at + 8], 16)) for at in range(0, len(address), 8)
+            )
+            found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_nothing_listens_beyond_the_address_that_is_named(hosts: Hosts, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            pytest.skip(f"{address} is no address here")
+    before = listening()
+    a, b = (hosts.wire(name, network=Network(address, SECRET)) for name in "ab")
+    ports = {int(wire.endpoint.rpartition(":")[2]) for wire in (a, b)}
+    assert listening() - before == {(address, port) for port in ports}
+    introduce(b, a)
+    a.send("b", Drain())
+    assert receive_all(b, 1, a) == [Drain()]
+
+
+def test_a_run_of_one_host_opens_no_port(hosts: Hosts) -> None:
+    before = listening()
+    run = Run("run", Deployment(), secret=SECRET)
+    near = open_wire(run, "near", hosts.folder(), 1)
+    alone = hosts.wire("alone", network=None)
+    assert listening() == before
+    assert near.endpoint == alone.endpoint == ""
+    assert not address_path(near._folder, "near").exists()
+    near.close()
+
+
+def test_an_address_that_is_none_of_this_hosts_is_a_clear_error(hosts: Hosts) -> None:
+    folder, before = hosts.folder(), threading.active_count()
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        ZmqWire("a", folder, network=Network("192.0.2.1", SECRET))  # RFC 5737: nobody's.
+    assert list(folder.iterdir()) == []
+    assert threading.active_count() == before
+
+
+def test_closing_leaves_the_name_to_a_successor(hosts: Hosts) -> None:
+    old = hosts.wire("a")
+    new = hosts.wire("a", 2, old._folder)
+    old.close()
+    assert address_path(new._folder, "a").exists()
+    new.close()
+    assert not address_path(new._folder, "a").exists()
+
+
+def test_what_was_sent_last_still_leaves_when_closing(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    a.send("b", Cancel("before", 0))
+    assert receive_all(b, 1, a) == [Cancel("before", 0)]
+    a.send("b", Drain())
+    a.close()
+    assert receive_all(b, 1) == [Drain()]
+
+
+def test_closing_does_not_wait_for_one_that_cannot_be_reached(hosts: Hosts) -> None:
+    a, b = hosts.pair()
+    kill(b)
+    for message in numbered(100):
+        a.send("b", message)
+    begun_s = time.monotonic()
+    a.close()
+    assert time.monotonic() - begun_s < 2.0
