@@ -39,6 +39,7 @@ LIVE = ("dist", "gpu", "unit/comm", "unit/commands", "unit/gateway", "unit/runti
 UNDISTURBED = (
     "test_cache_tenants.py",
     "test_handover_hosts.py",
+    "test_hosts.py",
     "test_live_balance.py",
     "test_moves.py",
     "test_overlap.py",
