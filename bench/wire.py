@@ -111,9 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return echo(Path(asked.echo[0]), asked.echo[1])
     num_rounds = QUICK_ROUNDS if asked.quick else ROUNDS
     cases = [(size, count) for size in SIZES for count in (1, NUM_RANKS) if size * count < 2e6]
-    cases.append((SIZES[-1], 1))
     rows: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {
-        case: {NEAR: [], FAR: []} for case in dict.fromkeys(cases)
+        case: {NEAR: [], FAR: []} for case in cases
     }
     for _ in range(num_rounds):
         for way in (NEAR, FAR):

@@ -1,7 +1,7 @@
 """Hosts on one machine: each has a network, processes, a name and shared memory of its own, and all
 are joined by one bridge.
 
-Needs root, ip, tc and nsenter (Debian: iproute2, util-linux). Hosts differ from real ones in that
+Needs root, ip, tc, nsenter and unshare (Debian: iproute2, util-linux). Hosts differ from real ones in that
 they share cores, a clock and the file system, where only the model and what is installed is read.
 """
 
@@ -58,7 +58,8 @@ def why_no_hosts() -> str:
     return ""
 
 
-NEEDS_HOSTS = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+_WHY = why_no_hosts()
+NEEDS_HOSTS = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 
 class Host:

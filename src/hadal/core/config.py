@@ -80,6 +80,8 @@ ROLES = (PREFILL, DECODE)
 """What units are for, by the names of their tables in a deployment."""
 RANK_HEARTBEAT_S = 0.25
 """Period of a rank's heartbeat to its leader."""
+AGENT_BEAT_S = 0.25
+"""How often the agent of a node says that it is there, and is told what to run."""
 GATEWAY_HEARTBEAT_S = 0.25
 """A gateway tells its supervisor so often that its event loop turns, and the one with the front
 tells the others.
@@ -433,11 +435,16 @@ def read_deployment(path: Path, **overrides: Any) -> Deployment:
 
 
 def _check_cluster(deployment: Deployment) -> None:
-    """What works on one host alone is refused, and what would deceive."""
+    """Refuse what works on one host alone, and deadlines that would end what runs."""
     if deployment.handover == "shm":
         raise ConfigError(
             "handover is 'shm', which reaches no other host, and cluster.on is"
             f" {deployment.cluster.on!r}. Take 'auto', 'nixl' or 'tcp'."
+        )
+    if deployment.cluster.node_timeout_s < 4 * AGENT_BEAT_S:
+        raise ConfigError(
+            f"cluster.node_timeout_s ({deployment.cluster.node_timeout_s:g}) must be"
+            f" {4 * AGENT_BEAT_S:g} s at least: an agent speaks every {AGENT_BEAT_S:g} s."
         )
     if deployment.cluster.lease_s < 4 * deployment.cluster.node_timeout_s:
         raise ConfigError(

@@ -8,9 +8,10 @@ here: short, hashable and cheap to encode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
 import msgspec
+from msgspec import Meta
 
 from hadal.core.cache import DiskLocation
 from hadal.core.config import ROLES
@@ -869,7 +870,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """Where a process listens for those of other hosts, in its `life`-th life."""
 
     life: int
-    endpoint: str
+    endpoint: Annotated[str, Meta(pattern="^tcp://")]
     """As zmq writes it: tcp://10.0.0.1:40001."""
 
 
@@ -885,18 +886,26 @@ class NodesKept(Message, frozen=True):
     """Lender -> supervisor, again and again: it looks after the nodes."""
 
     complaint: str
-    """Why nodes that are wanted are not there; empty while they are, or may soon be."""
+    """Why nodes that are wanted are not found; empty while they are, or may soon be."""
+    found: tuple[tuple[int, ...], ...] = ()
+    """Groups whose nodes were found, so that an agent may be expected on each."""
+
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,40}(\.[0-9]{1,6})?\Z")]
+"""Of a process, where it becomes part of a file's name."""
+NodeNumber = Annotated[int, Meta(ge=0)]
+"""Of the nodes that a deployment takes, from 0 on."""
 
 
 class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
     """A process that a node is to run."""
 
-    name: str
+    name: Name
     life: int
     arguments: tuple[str, ...]
     """A module, and what it is given besides its folder and its life."""
     threads: int
-    signal: int = 0
+    signal: Annotated[int, Meta(ge=0, le=64)] = 0
     """The last that it is to get; 0: none."""
 
 
@@ -906,7 +915,7 @@ class NodeOrders(Message, frozen=True):
     """
 
     processes: tuple[ProcessOrder, ...]
-    addresses: dict[str, Address] | None = None
+    addresses: dict[Name, Address] | None = None
     """Of all processes elsewhere that its own may speak to; None: as it was said last."""
     is_over: bool = False
     """The run ends, or another agent has taken this one's place: it is to end all and leave."""
@@ -915,7 +924,7 @@ class NodeOrders(Message, frozen=True):
 class ProcessNews(msgspec.Struct, frozen=True, array_like=True):
     """How a process of a node fares."""
 
-    name: str
+    name: Name
     life: int
     pid: int
     code: int | None = None
@@ -929,10 +938,9 @@ class ProcessNews(msgspec.Struct, frozen=True, array_like=True):
 class NodeNews(Message, frozen=True):
     """How a node fares: its agent says it every AGENT_BEAT_S, and at once when something changed."""
 
-    node: int
-    """Of those that the deployment takes, from 0 on."""
-    boot: str
-    """Of the agent's process: another one has another."""
+    node: NodeNumber
+    boot: Name
+    """Drawn by the agent's process when it starts."""
     agent: Address
     host: str
     """The node's name."""
@@ -943,8 +951,8 @@ class NodeNews(Message, frozen=True):
 class Printed(Message, frozen=True):
     """Lines that a process of a node has printed."""
 
-    node: int
-    process: str
+    node: NodeNumber
+    process: Name
     life: int
     lines: tuple[bytes, ...]
 

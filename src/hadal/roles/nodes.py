@@ -1,5 +1,5 @@
-"""The supervisor's book of the nodes of a cluster: which of them are there, what each is to run, and
-how what it runs fares.
+"""The nodes of a cluster, as the supervisor knows them: which of them are there, what each is to run,
+and how what it runs fares.
 
 Two clocks, on purpose. A node whose agent says nothing for `timeout_s` is lost: what ran on it is
 over, here and now, and its units go on without. Whether it is to be replaced is the business of
@@ -9,7 +9,7 @@ whoever lends it, who may take a minute, for its word ends processes that may be
 
 A node that was only cut off may still run what was given up. Everything that it is told names all
 that it is to run, each with its life: what is not named ends, and what speaks under an earlier life
-is not heard (runtime/wire). Where two agents speak for one node, the one that spoke first last
+is not heard (runtime/wire). Where two agents speak for one node, the one that began to speak later
 counts, and the other is told to leave.
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hadal.core.config import AGENT_BEAT_S
 from hadal.core.messages import (
     Address,
     AnyMessage,
@@ -31,10 +32,8 @@ from hadal.core.messages import (
 )
 from hadal.roles.suspects import Absence
 
-AGENT_BEAT_S = 0.25
-"""How often an agent says that it is there, and is told what to run."""
 PERIOD_S = 0.5
-"""The book's `tick` is called as often as this, at least."""
+"""`Nodes.tick` is called as often as this, at least."""
 
 
 class NodePhase(StrEnum):

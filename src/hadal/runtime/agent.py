@@ -3,7 +3,7 @@ node is to run.
 
 It is given its joining as JSON on standard input, since the deployment's secret is in it, and makes
 a run folder of its own: to the processes that it starts, it is what the supervisor is to those of
-its own host. Everything that it hears names all that is to run, so nothing that got lost matters
+its own host. Every order names all that is to run, so nothing that got lost matters
 for long (roles/nodes). It ends with all that it runs when the run ends, when another agent has taken
 its place, or when it has heard nothing for the deployment's `cluster.lease_s`.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import secrets
 import shutil
 import signal
@@ -27,12 +26,11 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from hadal import __version__
+from hadal.core.config import AGENT_BEAT_S
 from hadal.core.errors import ConfigError
 from hadal.core.messages import (
     SUPERVISOR,
@@ -45,10 +43,11 @@ from hadal.core.messages import (
     Sighting,
     Suspect,
 )
-from hadal.roles.nodes import AGENT_BEAT_S, agent_name
+from hadal.roles.nodes import agent_name
 from hadal.runtime.devices import cpu_kind
 from hadal.runtime.process.child import look_at
 from hadal.runtime.process.forks import (
+    UNIT_MODULES,
     Forks,
     Left,
     Output,
@@ -64,15 +63,15 @@ from hadal.runtime.process.process import (
     FOLDER_PREFIX,
     Run,
     life_arguments,
+    raise_descriptor_limit,
     read_signals,
     remove_stale_folders,
     signal_pipe,
+    versions,
     write_run,
 )
 from hadal.runtime.topology import UNIT_MODULE, judge_of
 from hadal.runtime.transfer.pool import (
-    PREFIX,
-    SHM_FOLDER,
     remove_shared_memory,
     remove_stale_shared_memory,
 )
@@ -88,7 +87,9 @@ from hadal.runtime.wire import (
 log = logging.getLogger("hadal.agent")
 
 MAX_LINES = 10_000
-"""Lines of a process that wait to be sent; more drop the oldest."""
+"""Lines of a process that came since it was last looked at; more drop the oldest."""
+MAX_LINE_BYTES = 1 << 14
+"""What is longer is cut."""
 MAX_LINES_SENT = 200
 """Of one process in one message."""
 _QUICK_S = 0.02
@@ -98,6 +99,7 @@ _LAST_WORDS_S = 0.2
 _KILL_S = 5.0
 """How long a killed process may take to be gone."""
 _NICE = -10
+"""Ahead of all that was not made more urgent."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
@@ -128,14 +130,13 @@ class _Running:
     """When it was seen to have ended; its exit code is told behind its last line."""
 
     def news(self) -> ProcessNews:
-        waited_s = look_at(self.process.pid).waited_s if self.code is None else 0.0
+        """But for how long it waited, which takes a look at it."""
         return ProcessNews(
             self.order.name,
             self.order.life,
             self.process.pid,
             self.code,
-            waited_s,
-            self.address,
+            address=self.address,
         )
 
 
@@ -152,21 +153,22 @@ class Agent:
         """Killed, and not gone yet."""
         self._mirrored: set[str] = set()
         """Names elsewhere whose addresses are in the folder."""
+        self._unwritten: dict[str, Address] | None = None
+        """Addresses that are not in the folder yet."""
         self._heard_s = time.monotonic()
         self._is_over = False
         run = joining.run
         remove_stale_shared_memory()
         remove_stale_folders()
         write_run(folder, run)
-        forks.clear_after(Left([f"{SHM_FOLDER}/{PREFIX}{run.run_id}.*"], [str(folder)]))
+        # Pools go with the next run here: others of this one may share the host.
+        forks.clear_after(Left([], [str(folder)]))
         write_address(folder, SUPERVISOR, joining.supervisor)
         self._boot = secrets.token_hex(4)
         name = agent_name(joining.node, self._boot)
         self._wire = ZmqWire(name, folder, network=Network(joining.address, run.secret))
         self._versions = {
-            "hadal": __version__,
-            "python": platform.python_version(),
-            "torch": version("torch"),
+            **versions(),
             "cpu": cpu_kind(),
         }
         self._spoke_s = 0.0
@@ -178,7 +180,10 @@ class Agent:
         while not self._is_over:
             for message in self._wire.receive(self._wait_s()):
                 if isinstance(message, NodeOrders):
-                    self._ordered(message)
+                    try:
+                        self._ordered(message)
+                    except OSError as error:  # No room for a file or a process: it is said again.
+                        log.error("what was ordered could not be done: %s", error)
                 elif isinstance(message, Suspect):
                     self._see(message.process)
             if {signal.SIGTERM, signal.SIGINT} & set(read_signals(signals_fd)):
@@ -197,32 +202,39 @@ class Agent:
 
     def close(self) -> None:
         """Kill what still runs, and remove what it leaves."""
+        there = {**self._ending, **self._running}
         for running in (*self._running.values(), *self._ending.values()):
-            if running.code is None:
-                running.process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    running.process.wait(_KILL_S)
+            running.process.kill()
+        until_s = time.monotonic() + _KILL_S
+        for running in (*self._running.values(), *self._ending.values()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.process.wait(max(0.0, until_s - time.monotonic()))
         self._forks.close()
         self._wire.close()
-        remove_shared_memory(self._joining.run.run_id)
+        for name in there:  # Others of this run may share the host.
+            remove_shared_memory(self._joining.run.run_id, name)
 
     def _ordered(self, orders: NodeOrders) -> None:
         self._heard_s = time.monotonic()
         self._is_over |= orders.is_over
         wanted = {order.name: order for order in orders.processes}
         if orders.addresses is not None:
-            self._mirror(orders.addresses)
+            self._unwritten = orders.addresses
+        if self._unwritten is not None:
+            self._mirror(self._unwritten)
+            self._unwritten = None
         for name, running in list(self._running.items()):
             order = wanted.get(name)
             if order is None or order.life != running.order.life:
                 self._end(name, running)
-            elif order.signal != running.signalled and running.code is None:
+            elif order.signal not in (0, running.signalled) and running.code is None:
                 running.signalled = order.signal
                 running.process.send_signal(signal.Signals(order.signal))
         if self._forks.is_warming:
             return  # The next beat comes soon.
         for order in wanted.values():
-            # Whoever holds the secret can give orders, and gateways do: a unit is all they can start.
+            # Whoever holds the secret can give orders, and every process holds it: a unit is all that
+            # they can start.
             is_there = order.name in self._running or order.name in self._ending
             if not is_there and order.arguments[:1] == (UNIT_MODULE,):
                 self._start(order)
@@ -314,11 +326,13 @@ class Agent:
                 )
                 printed = Printed(self._joining.node, name, running.order.life, lines)
                 self._wire.send(SUPERVISOR, printed)
-        processes = tuple(running.news() for running in self._running.values())
-        facts = tuple(msgspec.structs.replace(news, waited_s=0.0) for news in processes)
+        facts = tuple(running.news() for running in self._running.values())
         if facts == self._said and now_s - self._spoke_s < AGENT_BEAT_S:
             return
         self._spoke_s, self._said = now_s, facts
+        processes = tuple(
+            msgspec.structs.replace(news, waited_s=look_at(news.pid).waited_s) for news in facts
+        )
         news = NodeNews(
             self._joining.node,
             self._boot,
@@ -348,7 +362,7 @@ class Agent:
 
 def _keep_lines(output: Output, lines: deque[bytes]) -> None:
     with output as printed:
-        lines.extend(printed)
+        lines.extend(line[:MAX_LINE_BYTES] for line in printed)
 
 
 def main() -> int:
@@ -359,7 +373,9 @@ def main() -> int:
         print(f"no joining of a node: {error}", file=sys.stderr)
         return EXIT_CONFIG
     start_log(f"node-{joining.node}", joining.run.log_level, joining.run.log_format)
-    forks = Forks(environment())
+    raise_descriptor_limit()
+    # No gateway runs here, and nothing is left to be imported when nobody waits.
+    forks = Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
     # By its beats the supervisor knows that the node is there: they go ahead of what the node
     # computes, where that is allowed. What it starts comes from the fork server, as it was before.
     with contextlib.suppress(PermissionError):

@@ -7,7 +7,8 @@ UnitDown at once, or LeaderDown where ranks wait for another leader.
 
     SIGTERM, Ctrl-C   drain: the gateway finishes its streams and ends, then the units are ended
     the same again    end everything now
-    SIGKILL           the kernel kills every child (runtime/process)
+    SIGKILL           the kernel kills every child of this host (runtime/process); on nodes agents
+                      end theirs after cluster.lease_s
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import secrets
 import shutil
 import signal
@@ -25,13 +25,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from hadal import __version__
 from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
 from hadal.core.errors import ConfigError
-from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES, is_near
+from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
     FRONT,
     LENDER,
@@ -94,9 +92,11 @@ from hadal.runtime.process.process import (
     Run,
     is_heard,
     life_arguments,
+    raise_descriptor_limit,
     read_signals,
     remove_stale_folders,
     signal_pipe,
+    versions,
     write_run,
 )
 from hadal.runtime.recorder import recorded
@@ -119,7 +119,7 @@ from hadal.runtime.transfer.pool import (
     remove_shared_memory,
     remove_stale_shared_memory,
 )
-from hadal.runtime.wire import Network, ZmqWire, address_path, socket_path
+from hadal.runtime.wire import address_path, open_wire, socket_path
 
 # The fleet role at work: units are processes that the supervisor starts and stops, here or on nodes.
 #
@@ -217,7 +217,7 @@ class FleetExecutor:
                 case WakeAt(time_s):
                     self._wake_s = time_s
                 case OfferNodes() | WithdrawNodes():
-                    # Nodes are had by what is to run there and given back with it (runtime/nodes).
+                    # LiveNodes.keep asks for nodes by what is to run, and gives them back with it.
                     log.debug("%s", effect)
 
     def _log_send(self, message: AnyMessage) -> None:
@@ -258,6 +258,8 @@ TAKEOVERS_MAX = 2
 hold.
 """
 _MAX_WAIT_S = 0.5
+HERE = (GATEWAY, LENDER)
+"""Roles of processes that run beside the supervisor, wherever units do."""
 _LOOK_S = 0.1
 """How often it looks at all that there is, though nodes said nothing but that they are there."""
 _WARMING_S = 0.02
@@ -303,6 +305,7 @@ def serve(
 
     `forks` was started before, so that it imports torch while the deployment is read.
     """
+    raise_descriptor_limit()
     for name in remove_stale_shared_memory():
         log.info("removed %s, left by a run that is gone", name)
     remove_stale_folders()
@@ -336,11 +339,7 @@ class Supervisor:
         self._listener = listener
         self._announce = announce
         self._run_id = secrets.token_hex(4)
-        self._versions = {
-            "hadal": __version__,
-            "python": platform.python_version(),
-            "torch": version("torch"),
-        }
+        self._versions = versions()
         self._url = url_of(listener, resolved.deployment.host)
         self._started_s = time.monotonic()
         self._was_started = False
@@ -373,8 +372,7 @@ class Supervisor:
         self._forks = forks
         patterns = [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
         forks.clear_after(Left(patterns, [] if options.run_folder else [str(folder)]))
-        network = None if is_near(self._address) else Network(self._address, run.secret)
-        self._wire = ZmqWire(SUPERVISOR, folder, life=1, network=network)
+        self._wire = open_wire(run, SUPERVISOR, folder, life=1)
         if options.log_dir is not None:
             _make_log_dir(options.log_dir)
         kept_in = folder / LOGS_FOLDER
@@ -393,6 +391,12 @@ class Supervisor:
     def run(self, signals_fd: int) -> int:
         """Supervise until stopped or given up. Returns the exit code."""
         self._wire.wake_on(signals_fd)
+        try:
+            return self._run(signals_fd)
+        finally:
+            self._wire.wake_on_no_more(signals_fd)
+
+    def _run(self, signals_fd: int) -> int:
         self._start_due()
         while self._exit_code is None:
             messages = self._wire.receive(self._wait_s())
@@ -524,9 +528,7 @@ class Supervisor:
             for c in self._children.values()
             if c.phase is ProcessPhase.WAITING and c.start_at_s <= now_s
         ]
-        for child in due:
-            self._start(now_s, child)
-        if due:
+        if any([self._start(now_s, child) for child in due]):
             self._write_status()
         if not self._was_started and all(
             child.phase is not ProcessPhase.WAITING for child in self._children.values()
@@ -534,16 +536,18 @@ class Supervisor:
             self._was_started = True
             self._announce(self.status())
 
-    def _start(self, now_s: float, child: Child) -> None:
-        """Start a process where it is to run, if that is there and able to."""
+    def _start(self, now_s: float, child: Child) -> bool:
+        """Start a process where it is to run; False if that is not there, or not able to yet."""
         plan = self._plans[child.name]
         if self._nodes is not None and not self._is_here(child):
             nodes, node = self._nodes, self._nodes.node_for(plan)
-            if node is not None:
-                child.start(now_s, lambda *what: nodes.start(plan, node, *what))
-            return
-        if self._forks.is_warming and child.role != GATEWAY:
-            return  # Gateways import other things, and need not wait for torch.
+            if node is None:
+                return False
+            child.start(now_s, lambda *what: nodes.start(plan, node, *what))
+            self._wire.expect(child.name, child.num_starts)
+            return True
+        if self._forks.is_warming and child.role not in HERE:
+            return False  # Gateways import other things, and need not wait for torch.
         environment = {**self._environment, "OMP_NUM_THREADS": str(plan.threads)}
         fds: tuple[int, ...] = ()
         more: tuple[str, ...] = ()
@@ -561,6 +565,8 @@ class Supervisor:
                 self._forks,
             ),
         )
+        self._wire.expect(wire_name(child.name), child.num_starts)
+        return True
 
     def _look_at_nodes(self, nodes: LiveNodes) -> None:
         """Have the nodes that are needed, and no others. While nothing was served yet, nodes that
@@ -584,7 +590,7 @@ class Supervisor:
 
     def _is_here(self, child: Child) -> bool:
         """Whether it runs on this host, where it does."""
-        return self._nodes is None or child.role in (GATEWAY, LENDER)
+        return self._nodes is None or child.role in HERE
 
     def _ready(self, name: str) -> None:
         child = self._children.get(name)
@@ -719,7 +725,7 @@ class Supervisor:
         leader.
         """
         unit, rank = unit_of(child.name)
-        if child.name in (GATEWAY, LENDER):
+        if child.role in HERE and (child.name == GATEWAY or child.role == LENDER):
             return  # The next one's first message says it.
         if rank is not None:
             self._ended_ranks.setdefault((unit, reason), []).append(child.name)
@@ -800,8 +806,8 @@ class Supervisor:
         return max(child.moved_s, min(ready_s, default=now_s)) if ranks else child.moved_s
 
     def _gateway_spoke(self, heartbeat: GatewayHeartbeat) -> None:
-        child = self._children[heartbeat.gateway]
-        if heartbeat.pid == child.pid:  # Else its predecessor's last words.
+        child = self._children.get(heartbeat.gateway)
+        if child is not None and heartbeat.pid == child.pid:  # Else its predecessor's last words.
             self._gateways.heard(time.monotonic(), heartbeat.gateway)
             self._ready(heartbeat.gateway)
 
@@ -879,7 +885,12 @@ class Supervisor:
     def _wait_s(self) -> float:
         if self._forks.is_warming:
             return _WARMING_S
-        waits = [c.start_at_s for c in self._children.values() if c.phase is ProcessPhase.WAITING]
+        # One of a node is started at the next look, every _LOOK_S.
+        waits = [
+            child.start_at_s
+            for child in self._children.values()
+            if child.phase is ProcessPhase.WAITING and self._is_here(child)
+        ]
         if self._drain_until_s is not None:
             waits.append(self._drain_until_s)
         most_s = _MAX_WAIT_S if self._nodes is None else _LOOK_S

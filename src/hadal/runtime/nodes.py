@@ -28,6 +28,7 @@ from hadal.core.messages import (
     Address,
     KeepNodes,
     NodeNews,
+    NodeOrders,
     NodesKept,
     Printed,
     ProcessOrder,
@@ -49,6 +50,8 @@ log = logging.getLogger("hadal.nodes")
 
 _RAY_ADDRESS = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` writes down the head's address."""
+_MAX_LINES = 10_000
+"""Lines of a process that wait for whoever writes them down."""
 _PUMP_S = 0.05
 _ASK_S = 1.0
 """How often the lender is told which nodes are wanted."""
@@ -67,8 +70,9 @@ class _Output:
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def put(self, line: bytes) -> None:
-        """The next line."""
-        self._lines.put(line)
+        """The next line. Where the reader is late, as at a terminal that was stopped, it is lost."""
+        if self._lines.qsize() < _MAX_LINES:
+            self._lines.put(line)
 
     def close(self) -> None:
         """There are no more. Idempotent."""
@@ -141,20 +145,24 @@ class LiveNodes:
         self._kept: frozenset[tuple[int, ...]] = frozenset()
         self._complaint = self._told = ""
         """What the lender complains of, and of that what was told."""
+        self._found_s: dict[tuple[int, ...], float] = {}
+        """Since when the nodes of a group are found, and an agent is expected on each."""
+        self._timeout_s = deployment.cluster.place_timeout_s
+        self._lease_s = deployment.cluster.lease_s
         self._asked_s, self._lender_heard_s = -math.inf, math.inf
         self._is_silent = False
         self._rank_to_node = {plan.name: plan.node for plan in plans}
         self._names_here = [wire_name(name) for name in gateway_names(deployment)]
         self._versions = dict(versions)
-        self._unfit: set[int] = set()
-        """Nodes on which other versions are installed."""
+        self._unfit: dict[int, str] = {}
+        """Nodes that would compute something else, and why."""
         self._folder = folder
         self._wire = wire
         self._nodes = Nodes(num_nodes(units), deployment.cluster.node_timeout_s, wire.send)
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
-        self._agents: dict[str, Address] = {}
-        """By their names, all that ever spoke: the earlier ones are told to leave."""
+        self._agents: dict[str, float] = {}
+        """When agents spoke last, by their names; the earlier ones of a node are told to leave."""
         self._shown: tuple[str, tuple[NodeStatus, ...]] = "", ()
         self._known: dict[str, Address] = {}
         """Addresses that are in the folder."""
@@ -179,6 +187,8 @@ class LiveNodes:
         """An agent spoke, or the lender. True if something is to be done about it at once."""
         if isinstance(message, NodesKept):
             self._complaint, self._lender_heard_s = message.complaint, now_s
+            before_s = self._found_s
+            self._found_s = {group: before_s.get(group, now_s) for group in message.found}
             return False
         if isinstance(message, Printed):
             elsewhere = self._processes.get(message.process)
@@ -189,10 +199,15 @@ class LiveNodes:
                 for line in message.lines:
                     elsewhere.stdout.put(line)
             return False
+        if message.node >= len(self._nodes.nodes):
+            return False
         agent = agent_name(message.node, message.boot)
-        if self._agents.get(agent) != message.agent:
-            self._agents[agent] = message.agent
+        if agent not in self._agents:
             write_address(self._folder, agent, message.agent)
+        self._agents[agent] = now_s
+        if not any(message.node in group for group in self._kept):
+            self._wire.send(agent, NodeOrders((), is_over=True))  # Its node was given back.
+            return False
         node = self._nodes.nodes[message.node]
         was = node.phase
         if self._nodes.heard(now_s, message):
@@ -207,8 +222,8 @@ class LiveNodes:
         return self._nodes.has_moved
 
     def tick(self, now_s: float) -> bool:
-        """Time passed: to be called several times a second, once all that was said is heard. True
-        if nodes came or went since the last call.
+        """Time passed: to be called several times a second, once a batch of what was said is heard.
+        True if what `status` or `wrong` says has changed.
         """
         was_silent, self._is_silent = self._is_silent, now_s - self._lender_heard_s > _SLOW_S
         if self._is_silent and not was_silent:
@@ -223,6 +238,8 @@ class LiveNodes:
             for elsewhere in self._processes.values():
                 if elsewhere.node == node.number:
                     elsewhere.stdout.close()
+        self._complaint = self._complaint or self._why_silent(now_s)
+        self._forget_agents(now_s)
         self._nodes.listen_here(self._addresses_here())
         self._write_addresses()
         self._nodes.tell_addresses(now_s)
@@ -241,7 +258,7 @@ class LiveNodes:
         self._wire.send(LENDER, KeepNodes(tuple(sorted(kept))))
 
     def complaint(self) -> str:
-        """Why nodes are not there, if that has changed since it was asked last; else empty."""
+        """Why nodes are not there, once when that begins; else empty."""
         told, self._told = self._told, self._complaint
         return self._complaint if bool(told) != bool(self._complaint) else ""
 
@@ -258,6 +275,8 @@ class LiveNodes:
         self, plan: ProcessPlan, node: int, arguments: tuple[str, ...], life: int
     ) -> Elsewhere:
         """Have a node start a process."""
+        if (before := self._processes.get(plan.name)) is not None:
+            before.stdout.close()
         order = ProcessOrder(plan.name, life, arguments, plan.threads)
         process = self._nodes.run(time.monotonic(), node, order)
         elsewhere = self._processes[plan.name] = Elsewhere(self, node, process)
@@ -299,6 +318,29 @@ class LiveNodes:
     def _is_up(self, number: int) -> bool:
         return self._nodes.nodes[number].phase is NodePhase.UP and number not in self._unfit
 
+    def _why_silent(self, now_s: float) -> str:
+        """Why a node that was found is of no use; empty while each is, or may soon be."""
+        for group, found_s in self._found_s.items():
+            for number in group:
+                node = self._nodes.nodes[number]
+                if number in self._unfit:
+                    return f"node {number} ({node.host}) is not used: {self._unfit[number]}"
+                if node.phase is NodePhase.ABSENT and now_s - found_s > self._timeout_s:
+                    return (
+                        f"no agent speaks from node {number}, {self._timeout_s:g} s after Ray found"
+                        " it. Its output is in Ray's logs there"
+                    )
+        return ""
+
+    def _forget_agents(self, now_s: float) -> None:
+        """Those whose place another took end within their lease."""
+        current = {node.agent for node in self._nodes.nodes}
+        for name, heard_s in list(self._agents.items()):
+            if name not in current and now_s - heard_s > self._lease_s:
+                del self._agents[name]
+                address_path(self._folder, name).unlink(missing_ok=True)
+                self._wire.forget(name)
+
     def _look_at_versions(self, news: NodeNews) -> None:
         """Nothing is started on a node that would compute something else than the first one."""
         self._versions.setdefault("cpu", news.versions.get("cpu", ""))
@@ -307,15 +349,9 @@ class LiveNodes:
             for name, expected in self._versions.items()
             if news.versions.get(name) != expected
         ]
-        self._unfit.discard(news.node)
+        self._unfit.pop(news.node, None)
         if other:
-            self._unfit.add(news.node)
-            log.error(
-                "node %d (%s) is not used: %s. All nodes have to be alike.",
-                news.node,
-                news.host,
-                ", ".join(other),
-            )
+            self._unfit[news.node] = f"{', '.join(other)}; all nodes have to be alike"
 
     def _addresses_here(self) -> dict[str, Address]:
         """Where the gateways listen, who are on this host."""

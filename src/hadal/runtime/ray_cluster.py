@@ -1,11 +1,12 @@
-"""The process that has nodes from Ray: it places an agent on each, and another where a node is gone.
+"""The lender: asks Ray for nodes, has an agent started on each, and asks for another where a node is
+gone.
 
     placement group   the nodes of one unit, or one that small units share: all of it or nothing
     actor             one in each bundle; it starts the agent as a process of its own and ends with it
     Ray's head        must keep its state on disk or in Redis: else its end is that of every node
 
 Nothing that is said while serving goes through Ray. Ray learns of a dead node after seconds to a
-minute; that it is lost was decided long before (roles/nodes), and here another is only had. Groups
+minute. Hadal gave it up long before (roles/nodes); the lender only replaces it. Groups
 and actors are detached, so this process may end and be started again, as it does with the Ray node
 that it is on: what runs goes on, and is found again by its name. This is the one module that imports
 ray.
@@ -57,7 +58,7 @@ from hadal.runtime.process.process import (
     enter_child,
 )
 from hadal.runtime.topology import place_units, ranges
-from hadal.runtime.wire import address_path, open_wire, read_address
+from hadal.runtime.wire import ZmqWire, address_path, read_address
 
 log = logging.getLogger("hadal.ray")
 
@@ -66,8 +67,12 @@ _STORAGE_TAG = b"extra_usage_tag_gcs_storage"
 """Where the head writes down what it keeps its state in, whether or not it tells anybody."""
 _IN_MEMORY = "memory"
 _LOOK_S = 0.1
+"""How often Ray is asked how far it is."""
 _TELL_S = 1.0
+"""How often the supervisor is told that nodes are looked after."""
 _CONNECT_S = 5.0
+"""How long the supervisor's host may take to say whether its port is closed."""
+_AGAIN_S = 2.0
 
 Group = tuple[int, ...]
 """Nodes of the deployment that are had together or not at all."""
@@ -86,19 +91,20 @@ class NodeActor:
             start_new_session=True,
         )
         assert self._agent.stdin is not None
-        with self._agent.stdin as pipe:
+        with contextlib.suppress(BrokenPipeError), self._agent.stdin as pipe:
             pipe.write(msgspec.json.encode(_joining(asked, asked.node, address)))
         supervisor = asked.supervisor.endpoint
         threading.Thread(target=self._end_with_it, args=(supervisor,), daemon=True).start()
 
     def _end_with_it(self, supervisor: str) -> None:
-        """Ray starts both again. Not if the supervisor was killed, for then nobody is left to give
-        the nodes back: that its port is closed tells it from one that cannot be reached.
+        """Ray then starts both again, unless the supervisor is gone: then the nodes are given back. A
+        closed port says that it is gone; one that cannot be reached says nothing.
         """
         code = self._agent.wait()
         group = ray.util.get_current_placement_group()
         if code == EXIT_LEASE and group is not None and _is_closed(supervisor):
             remove_placement_group(group)  # And this with it.
+        time.sleep(_AGAIN_S)  # Ray starts both again at once, and without a limit.
         os._exit(1)
 
 
@@ -125,6 +131,21 @@ class RayLender:
         """Why those that are looked for in vain are not found."""
         _join(run.deployment.cluster.address)
         self._refuse_volatile_head()
+        self._adopt()
+
+    @property
+    def found(self) -> tuple[Group, ...]:
+        """Groups whose nodes are there."""
+        return tuple(group for group, lent in self._lent.items() if lent.has_agents)
+
+    def _adopt(self) -> None:
+        """Take over what a lender of this run before this one asked for."""
+        prefix = f"{self._run_id}-"
+        for asked in placement_group_table().values():
+            name = asked["name"]
+            if name.startswith(prefix) and asked["state"] != "REMOVED":
+                group = tuple(map(int, name.removeprefix(prefix).split("-")))
+                self._lent[group] = _Lent(get_placement_group(name), time.monotonic())
 
     def move(self, wanted: Collection[Group]) -> str:
         """Give back what is not wanted, and come nearer to what is. Returns what there is to
@@ -204,6 +225,7 @@ class RayLender:
             units = units_of(self._deployment, unit.role)
             num_ranks = min(unit.num_ranks, units.ranks_per_node)
             for node in set(unit.nodes) & needed.keys():
+                # Units on one node take turns on its cores; a GPU is one rank's.
                 if self._deployment.device == "cuda":
                     needed[node]["GPU"] += num_ranks
                 else:
@@ -212,16 +234,11 @@ class RayLender:
         return {node: dict(counted) for node, counted in needed.items()}
 
     def _place(self, group: Group) -> PlacementGroup:
-        """Ask for a group, or find it where it was asked for before."""
-        name = f"{self._run_id}-{'-'.join(map(str, group))}"
-        with contextlib.suppress(ValueError):
-            found: PlacementGroup = get_placement_group(name)
-            return found
         key, _, value = self._deployment.cluster.label.partition("=")
         made: PlacementGroup = placement_group(
             list(self._bundles(group).values()),
             strategy="STRICT_SPREAD",
-            name=name,
+            name=f"{self._run_id}-{'-'.join(map(str, group))}",
             lifetime="detached",
             bundle_label_selector=[{key: value}] * len(group) if key else None,
         )
@@ -299,7 +316,8 @@ def main() -> int:
     add_life_arguments(parser)
     asked = parser.parse_args()
     run = enter_child(LENDER, asked.folder)
-    wire = open_wire(run, LENDER, asked.folder, asked.life)
+    # Nobody speaks to it but the supervisor, on this host.
+    wire = ZmqWire(LENDER, asked.folder, life=asked.life)
     ending = threading.Event()
     try:
         lender = RayLender(run, read_address(address_path(asked.folder, SUPERVISOR)))
@@ -313,7 +331,7 @@ def main() -> int:
             complaint = lender.move(wanted)
             if time.monotonic() - told_s >= _TELL_S:
                 told_s = time.monotonic()
-                wire.send(SUPERVISOR, NodesKept(complaint))
+                wire.send(SUPERVISOR, NodesKept(complaint, lender.found))
         lender.move(())
     except ConfigError as error:
         log.critical("%s", error)

@@ -38,7 +38,7 @@ import os
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class _Near:
 
     def __init__(self, context: zmq.Context[Any], path: Path, identity: Identity) -> None:
         self.identity = identity
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self.socket: zmq.Socket[bytes] = _socket(context, zmq.PUSH)
         self.socket.set(zmq.SNDHWM, MAX_QUEUED)
         self.socket.set(zmq.RECONNECT_IVL, -1)
         self.socket.connect(f"ipc://{path}")
@@ -224,8 +224,9 @@ class _Far:
         self._socket.close(linger=linger_ms)
 
     def _connect(self) -> None:
+        """Raises OSError."""
         public, secret = self._keys
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = _socket(self._context, zmq.PUSH)
         self._socket.set(zmq.SNDHWM, MAX_QUEUED + 1)  # An acknowledgement goes beside them.
         self._socket.set(zmq.CURVE_SERVERKEY, public)
         self._socket.set(zmq.CURVE_PUBLICKEY, public)
@@ -235,12 +236,12 @@ class _Far:
         self._socket.set(zmq.IPV6, "[" in self.address.endpoint)
         _beat(self._socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._monitor = self._socket.get_monitor_socket(events)
         self._was_open = False
         try:
+            self._monitor = self._socket.get_monitor_socket(events)
             self._socket.connect(self.address.endpoint)
         except zmq.ZMQError as error:
-            self.close()
+            self._socket.close(linger=0)
             raise OSError(f"{self.address.endpoint!r} leads nowhere ({error}).") from error
 
     def _push(self, header: _Header, number: int, body: bytes, grant: bytes) -> bool:
@@ -288,8 +289,9 @@ class ZmqWire:
         """
         self.name = name
         self.counts: Counter[str] = Counter()
-        """"sent", "received", "again" (sent once more over a new connection), and dropped:
-        "absent", "full", "malformed", "stale", "repeated", "early" (one before it comes again).
+        """"sent", "received", "again" (connections that broke and were opened anew), and dropped:
+        "absent", "full", "large", "malformed", "stale", "repeated", "early" (one before it comes
+        again).
         """
         self._grants = grants
         self._folder = folder
@@ -328,7 +330,8 @@ class ZmqWire:
         unborn.rename(self._path)
         self._identity = _identity(self._path)
         self._poller = zmq.Poller()
-        for pull in self._pulls():
+        self._in_turn = self._pulls()
+        for pull in self._in_turn:
             self._poller.register(pull, zmq.POLLIN)
 
     @property
@@ -344,6 +347,10 @@ class ZmqWire:
             return
         grant = b"" if self._grants is None else self._grants.to(to, message)
         body = self._encoder.encode(message)
+        if len(body) > MAX_MESSAGE_BYTES // 2:
+            # Its receiver would close the connection, now and whenever it is sent again.
+            self.counts["large"] += 1
+            return
         try:
             if isinstance(peer, _Near):
                 peer.socket.send_multipart((self._near_header, body, grant), zmq.NOBLOCK)
@@ -362,6 +369,18 @@ class ZmqWire:
         pipe).
         """
         self._poller.register(fd, zmq.POLLIN)
+
+    def wake_on_no_more(self, fd: int) -> None:
+        """The descriptor is not looked at any more."""
+        self._poller.unregister(fd)
+
+    def expect(self, peer: str, life: int) -> None:
+        """A process of this name is started in this life: hear no earlier one any more, though the
+        later has not spoken yet.
+        """
+        heard = self._heard.get(peer)
+        if heard is None or heard.life < life:
+            self._heard[peer] = _Heard(life)
 
     def receive(self, timeout_s: float) -> list[AnyMessage]:
         """Return what has come, at most MAX_BATCH; wait up to `timeout_s` for the first or a
@@ -448,7 +467,7 @@ class ZmqWire:
         write_address(self._folder, self.name, Address(life, self._endpoint))
         return pull
 
-    def _pulls(self) -> Sequence[zmq.Socket[bytes]]:
+    def _pulls(self) -> list[zmq.Socket[bytes]]:
         return [self._pull] if self._far_pull is None else [self._pull, self._far_pull]
 
     def _peer(self, to: str) -> _Near | _Far | None:
@@ -464,7 +483,10 @@ class ZmqWire:
         if peer is not None and peer.identity == identity:
             return peer
         self._drop(to)
-        self._peers[to] = _Near(self._context, socket_path(self._folder, to), identity)
+        try:
+            self._peers[to] = _Near(self._context, socket_path(self._folder, to), identity)
+        except OSError:
+            return None
         return self._peers[to]
 
     def _far_peer(self, to: str, peer: _Near | _Far | None) -> _Far | None:
@@ -518,7 +540,8 @@ class ZmqWire:
     def _drain(self) -> list[AnyMessage]:
         messages: list[AnyMessage] = []
         self._is_drained = True
-        for pull in self._pulls():
+        self._in_turn.reverse()  # Neither keeps the other waiting for long.
+        for pull in self._in_turn:
             for _ in range(MAX_BATCH - len(messages)):
                 try:
                     frames = pull.recv_multipart(zmq.NOBLOCK)
@@ -556,7 +579,10 @@ class ZmqWire:
                 continue
             if peer.has_broken():
                 self.counts["again"] += 1
-                self._say(name, peer, peer.open_again)
+                try:
+                    self._say(name, peer, peer.open_again)
+                except OSError:
+                    self._drop(name)
             elif peer.has_rest:
                 self._say(name, peer, peer.send_rest)
 
@@ -589,6 +615,7 @@ class ZmqWire:
         heard = self._heard.get(header.name)
         if heard is None or heard.life < header.life:
             heard = self._heard[header.name] = _Heard(header.life)
+            self._learnt.pop(header.name, None)  # Another one listened there.
         if (header.life, header.link) < (heard.life, heard.link if header.link else 0):
             self.counts["stale"] += 1
             return False
@@ -651,6 +678,15 @@ def read_address(path: Path) -> Address:
         return msgspec.json.decode(path.read_bytes(), type=Address)
     except msgspec.MsgspecError as error:
         raise OSError(f"{path}: no address of a process ({error}).") from error
+
+
+def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    """Raises OSError where there are too many, of sockets or of descriptors."""
+    try:
+        made: zmq.Socket[bytes] = context.socket(kind)
+    except zmq.ZMQError as error:
+        raise OSError(f"no socket is to be had ({error}).") from error
+    return made
 
 
 def _keys(secret: bytes) -> tuple[bytes, bytes]:

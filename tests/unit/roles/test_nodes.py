@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadal.core.config import AGENT_BEAT_S
 from hadal.core.messages import (
     Address,
     AnyMessage,
@@ -20,7 +21,7 @@ from hadal.core.messages import (
     ProcessOrder,
 )
 from hadal.policy.suspicion import PAUSE_PERIODS
-from hadal.roles.nodes import AGENT_BEAT_S, PERIOD_S, FarProcess, NodePhase, Nodes, agent_name
+from hadal.roles.nodes import PERIOD_S, FarProcess, NodePhase, Nodes, agent_name
 
 TIMEOUT_S = 1.5
 STEP_S = 0.1

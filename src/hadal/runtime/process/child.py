@@ -1,7 +1,7 @@
 """One process of a run as its supervisor sees it: how it starts, what it says, how it ends, when it
 may start again, and whether it is frozen.
 
-Knows no roles and no messages.
+Knows what a node's phase and a Sighting are, and no other role or message.
 """
 
 from __future__ import annotations

@@ -43,11 +43,8 @@ import msgspec
 
 from hadal.runtime.process.entry import PR_SET_PDEATHSIG
 
-MODULES = (
-    "hadal.runtime.rank",
-    "hadal.runtime.unit",
-    "hadal.gateway.process",
-)
+UNIT_MODULES = ("hadal.runtime.rank", "hadal.runtime.unit")
+MODULES = (*UNIT_MODULES, "hadal.gateway.process")
 """Modules that forked processes need, in the order in which they are imported."""
 API_KEYS = "HADAL_API_KEYS"
 """Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
@@ -103,6 +100,13 @@ def environment() -> dict[str, str]:
         # Deciding code multiplies nothing large, and a process with threads cannot be forked.
         "OPENBLAS_NUM_THREADS": "1",
     }
+
+
+def _is_readable(fd: int, timeout_s: float) -> bool:
+    """Wait for that, for so long. Unlike select(2), of any descriptor: a supervisor has many."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000.0 * max(0.0, timeout_s)))
 
 
 class Output(Protocol):
@@ -166,7 +170,7 @@ class Forked:
     def wait(self, timeout: float) -> int:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
         if self.poll() is None:
-            select.select([self._pidfd], [], [], timeout)
+            _is_readable(self._pidfd, timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
@@ -221,7 +225,7 @@ class Forks:
         """Whether the fork server is to be able to fork, and is not yet."""
         if self._socket is None or self._is_ready:
             return False
-        if select.select([self._socket], [], [], 0.0)[0]:
+        if _is_readable(self._socket.fileno(), 0.0):
             if self._socket.recv(1) == _READY:
                 self._is_ready = True
             else:
@@ -329,7 +333,7 @@ def main() -> int:
         line.send(_READY)
     del waiting[:-1]
     while True:
-        if waiting and not select.select([line], [], [], _QUIET_S)[0]:
+        if waiting and not _is_readable(line.fileno(), _QUIET_S):
             importlib.import_module(waiting.pop())  # Nobody waits: for the gateway's next life.
             continue
         try:

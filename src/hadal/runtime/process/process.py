@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import platform
 import resource
 import secrets
 import shutil
@@ -20,10 +21,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
+from hadal import __version__
 from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
 from hadal.runtime.process.logs import TEXT, start_log
@@ -117,8 +120,9 @@ class Run:
     address: str = "127.0.0.1"
     """Of this node, where processes of other hosts reach those of this one."""
     secret: bytes = field(default=b"", repr=False)
-    """What its processes prove themselves by (core/handshake). It stands in `run.json` alone: in no
-    name, argument, environment, log or recording.
+    """What its processes prove themselves by (core/handshake). It stands in `run.json` and, of a
+    cluster, in what Ray keeps of the agents (docs/cluster.md): in no name, argument of a process,
+    environment, log or recording.
     """
 
 
@@ -170,6 +174,15 @@ def remove_stale_folders() -> None:
                 shutil.rmtree(folder)
         except OSError as error:  # None of a run's, or gone already.
             log.debug("%s stays: %s", folder, error)
+
+
+def versions() -> dict[str, str]:
+    """What this process runs on, by name."""
+    return {
+        "hadal": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
 
 
 def new_epoch() -> str:
