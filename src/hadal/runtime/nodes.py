@@ -53,6 +53,7 @@ _RAY_ADDRESS = Path("/tmp/ray/ray_current_cluster")
 _MAX_LINES = 10_000
 """Lines of a process that wait for whoever writes them down."""
 _PUMP_S = 0.05
+"""How long to wait at once for what an agent says, while the run ends."""
 _ASK_S = 1.0
 """How often the lender is told which nodes are wanted."""
 _SLOW_S = 5.0

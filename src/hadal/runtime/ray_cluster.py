@@ -73,6 +73,7 @@ _TELL_S = 1.0
 _CONNECT_S = 5.0
 """How long the supervisor's host may take to say whether its port is closed."""
 _AGAIN_S = 2.0
+"""Between an agent's end and the next one's start."""
 
 Group = tuple[int, ...]
 """Nodes of the deployment that are had together or not at all."""

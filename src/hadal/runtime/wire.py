@@ -75,12 +75,15 @@ LOOK_S = 0.1
 SILENT_MS = 2000
 """A connection to another host that is silent for so long has broken."""
 BEAT_MS = 500
+"""How often zmq says on a connection that it is there, and how long opening one may take."""
 RECONNECT_MS = 100
+"""Between two tries to open one."""
 MAX_SOCKETS = 1 << 14
-"""Of a process: three a link to another host, and the supervisor has one to every rank. (zmq's own
+"""A process may have so many: three a link to another host, and the supervisor has one to every rank. (zmq's own
 limit is 1,023.)
 """
 PURPOSE = "wire 1"
+"""What the key of these links is derived for (core/handshake.key_of)."""
 _MAX_PATH = 107
 """sockaddr_un.sun_path less its final zero (unix(7))."""
 
@@ -106,9 +109,9 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
     name: str
     life: int
     link: int = 0
-    """Of the sender's links to this receiver, counted up."""
+    """The link's number, counted up by the sender for this receiver."""
     number: int = 0
-    """Of the messages on that link, from 1 on; 0: this one only acknowledges."""
+    """The message's number on that link, from 1 on; 0: this one only acknowledges."""
     acked_link: int = 0
     acked: int = 0
     """The last number that the sender took from the receiver on that link."""
