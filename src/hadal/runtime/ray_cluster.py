@@ -264,7 +264,9 @@ class RayLender:
             _resources({name: found[name] for name in ("CPU", "GPU") if name in found})
             for found in alive
         )
-        return ", ".join(f"{count} x {text or 'nothing'}" for text, count in counted.items())
+        return ", ".join(
+            f"{count} x {text or 'nothing'}" for text, count in sorted(counted.items())
+        )
 
 
 def _join(address: str) -> None:
