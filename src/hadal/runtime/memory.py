@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import math
 import os
@@ -176,6 +177,15 @@ def plan_memory(
             kind, deployment, config, precision, _blocks(units, block_bytes, context_blocks)
         )
         _check_device_memory(kind, rank, deployment)
+        fitting = _with_what_fits_of_spare_room(rank, deployment)
+        if fitting.spare_bytes < rank.spare_bytes:
+            warnings.append(
+                f"{kind}: a rank has room for {gb(fitting.spare_bytes)} of the"
+                f" {gb(rank.spare_bytes)} of experts that it takes over when a node of its unit is"
+                " lost. Where that is too little, the unit starts anew then. Less KV"
+                f" ({kind}.kv_memory_mb) or more ranks would make room."
+            )
+        rank = fitting
         ranks.append(rank)
         if deployment.device == "cuda" and config.weight_block_size is not None:
             now = ranks_in_fp32(deployment, config, rank.kv_blocks)[len(ranks) - 1]
@@ -529,21 +539,32 @@ def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
     )
 
 
+def _device_bytes(deployment: Deployment) -> float:
+    """Of a GPU; without end where there is none or the file does not say."""
+    is_known = deployment.device == "cuda" and deployment.device_memory_gb
+    return deployment.device_memory_gb * 1e9 if is_known else math.inf
+
+
+def _with_what_fits_of_spare_room(rank: RankMemory, deployment: Deployment) -> RankMemory:
+    """A unit serves without the room, so what a rank needs to serve comes before it."""
+    most = int(min(_device_bytes(deployment), 2**62)) - (rank.total_bytes - rank.spare_bytes)
+    return dataclasses.replace(rank, spare_bytes=max(0, min(rank.spare_bytes, most)))
+
+
 def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) -> None:
-    limit_bytes = deployment.device_memory_gb * 1e9
-    if deployment.device != "cuda" or not limit_bytes or rank.total_bytes <= limit_bytes:
+    """Raise ConfigError if a rank has no room for what it serves with, `spare_bytes` left out."""
+    limit_bytes, needed = _device_bytes(deployment), rank.total_bytes - rank.spare_bytes
+    if needed <= limit_bytes:
         return
     parts = (
         f"weights {gb(rank.weight_bytes)}, KV {gb(rank.kv_bytes)}, buffers {gb(rank.comm_bytes)}"
     )
     if rank.staged_bytes:
         parts += f", a layer being staged {gb(rank.staged_bytes)}"
-    if rank.spare_bytes:
-        parts += f", room for a lost node's experts {gb(rank.spare_bytes)}"
     if rank.kept_bytes:
         parts += f", what drafts are made of {gb(rank.kept_bytes)}"
-    if rank.total_bytes - rank.kv_bytes < limit_bytes:
-        excess_mb = (rank.total_bytes - limit_bytes) / 2**20
+    if needed - rank.kv_bytes < limit_bytes:
+        excess_mb = (needed - limit_bytes) / 2**20
         remedy = (
             f"Lower {kind}.kv_memory_mb by {excess_mb:.0f} or more (below a whole context:"
             f" {kind}.kv_blocks)."
@@ -554,7 +575,7 @@ def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) ->
             " (device_memory_gb)."
         )
     raise ConfigError(
-        f"a {kind} rank needs {gb(rank.total_bytes)} ({parts}), and a GPU has"
+        f"a {kind} rank needs {gb(needed)} ({parts}), and a GPU has"
         f" {gb(int(limit_bytes))}. {remedy}"
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -248,6 +249,23 @@ def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
     assert prefill.spare_bytes * 9 == prefill.expert_bytes * 3
     assert decode.spare_bytes * 2 == decode.expert_bytes
     assert plan_of(ranks=8, ranks_per_node=8).spare_bytes == 0, "it is lost with its node"
+
+
+def test_what_a_rank_serves_with_comes_before_room_for_a_lost_node(v3: ModelConfig) -> None:
+    """Half of the experts of two nodes are on one of them: no GPU holds them all."""
+    units = UnitsConfig(ranks=16, ranks_per_node=8)
+    asked = Deployment(device="cuda", prefill=units, decode=units)
+    whole = plan_memory(asked, v3).prefill
+    assert whole.spare_bytes == whole.expert_bytes
+    for share in (0.5, 0.01):
+        fits = whole.total_bytes - (1 - share) * whole.spare_bytes
+        plan = plan_memory(msgspec.structs.replace(asked, device_memory_gb=fits / 1e9), v3)
+        assert plan.prefill.spare_bytes == pytest.approx(share * whole.spare_bytes, abs=8)
+        (told,) = [text for text in plan.warnings if text.startswith("prefill: a rank has room")]
+        assert "starts anew" in told
+    too_small = whole.total_bytes - whole.spare_bytes - whole.kv_bytes // 2
+    with pytest.raises(ConfigError, match=r"Lower prefill\.kv_memory_mb"):
+        plan_memory(msgspec.structs.replace(asked, device_memory_gb=too_small / 1e9), v3)
 
 
 def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> None:

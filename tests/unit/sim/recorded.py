@@ -17,7 +17,7 @@ import msgspec
 
 from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import AnyMessage, Cancel, Generation, Submit
+from hadal.core.messages import BLOCK_TOKENS, AnyMessage, Cancel, Generation, Submit
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event
@@ -69,12 +69,13 @@ class Recorded:
 
 class Runner:
     """Draws nothing but token 0; a step takes as long as the generator says, and of what the step
-    before it drafted as much is right. One rank.
+    before it drafted, and has room in its blocks, as much is right. One rank.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._slots: set[int] = set()
+        self._room: dict[int, int] = {}
+        """Slot -> positions that fit into its blocks beyond those that are computed."""
         self._num_drafts = 0
         """Of the last plan."""
 
@@ -86,15 +87,21 @@ class Runner:
             keys = tuple(key for key, chunk in enumerate(chunks) if chunk.sampling is not None)
             return StepDone(plan.step_id, keys, (0,) * len(keys), {}, elapsed_s)
         assert isinstance(plan, DecodePlan)
-        drafted = self._slots - set(plan.leaves) - {join.slot for join in plan.joins}
-        self._slots = self._slots - set(plan.leaves) | {join.slot for join in plan.joins}
-        keys = tuple(
-            slot
-            for slot in sorted(self._slots)
-            for _ in range(1 + (slot in drafted and self._rng.randint(0, self._num_drafts)))
-        )
+        for slot in plan.leaves:
+            del self._room[slot]
+        drafted = self._room.keys() - {join.slot for join in plan.joins}
+        for join in plan.joins:
+            self._room[join.slot] = len(join.block_ids) * BLOCK_TOKENS - join.num_tokens
+        for slot, _, _ in plan.grown:
+            self._room[slot] += BLOCK_TOKENS
+        keys = []
+        for slot, room in sorted(self._room.items()):
+            num_checked = min(self._num_drafts, room - 1) if slot in drafted else 0
+            num_drawn = 1 + self._rng.randint(0, max(0, num_checked))
+            self._room[slot] -= num_drawn
+            keys += [slot] * num_drawn
         self._num_drafts = plan.num_drafts
-        return StepDone(plan.step_id, keys, (0,) * len(keys), {}, elapsed_s)
+        return StepDone(plan.step_id, tuple(keys), (0,) * len(keys), {}, elapsed_s)
 
 
 def record(
