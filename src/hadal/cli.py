@@ -424,6 +424,42 @@ def status(
 
 @app.command(
     epilog=examples(
+        ("hadal rollout", "start all units anew, one by one, with the code that is installed now"),
+        ("hadal rollout --model FOLDER", "go over to other weights of the same model"),
+        after=(
+            "No request fails: what a unit holds is finished, or goes on elsewhere, before it ends."
+            " Ends with 0 if all are replaced, 1 if a new one does not come up, 2 if it cannot be."
+        ),
+    )
+)
+def rollout(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Checkpoint's folder, on every host. [dim]the one that is served now[/dim]"
+        ),
+    ] = "",
+    is_waited: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until all units are replaced.")
+    ] = True,
+    run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
+) -> None:
+    """Replace the units of a running server, one after the other, while it serves."""
+    from hadal.commands.rollout import roll_out
+    from hadal.core.errors import ConfigError
+
+    try:
+        sys.exit(roll_out(run_folder, model, is_waited=is_waited))
+    except ConfigError as error:
+        typer.echo(f"hadal rollout: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        typer.echo("hadal rollout: it goes on; `hadal status` says how far it is.", err=True)
+        sys.exit(130)
+
+
+@app.command(
+    epilog=examples(
         ("hadal logs", "the last lines of all processes, in order"),
         ("hadal logs decode-0 -n 200", "of a unit: its leader and its ranks"),
         ("hadal logs decode-0.3 -f", "of one rank, and go on with what it writes"),

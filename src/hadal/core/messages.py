@@ -828,6 +828,18 @@ class KeepUnit(Message, frozen=True):
     unit: str
 
 
+# ---- operator -> fleet ----
+class Rollout(Message, frozen=True):
+    """Replace every unit, one after the other, by one that is started anew (`hadal rollout`)."""
+
+    model: str = ""
+    """Folder of the checkpoint that the new ones serve; empty: the one that they serve now."""
+    model_digest: str = ""
+    """Of its config.json and weights (runtime/resolve)."""
+    fingerprint: str = ""
+    """Of what its KV depends on (runtime/resolve)."""
+
+
 # ---- front -> fleet ----
 class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
     """A unit that is up, as the front counts it."""
@@ -919,6 +931,8 @@ class NodeOrders(Message, frozen=True):
     """Of all processes elsewhere that its own may speak to; None: as it was said last."""
     is_over: bool = False
     """The run ends, or another agent has taken this one's place: it is to end all and leave."""
+    num_rollouts: int = 0
+    """At another number than before, what is started runs the code that is installed by then."""
 
 
 class ProcessNews(msgspec.Struct, frozen=True, array_like=True):
@@ -993,6 +1007,7 @@ AnyMessage = (
     | DrainUnit
     | KeepUnit
     | Demand
+    | Rollout
     | GatewayHeartbeat
     | Open
     | Leave

@@ -11,20 +11,31 @@ between, the next event mends it:
     Drain.. -> front ... Demand: it holds nothing -> StopUnit ... UnitDown -> its nodes are offered
     to other work
 
+A rollout replaces all units in the same way: while all that are wanted are up, the next old one is
+drained, and what is then missing is started.
+
 Knows no process, no host and no wall clock; `day_s` says where in a day the clock began.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import ConfigError, InvariantError
-from hadal.core.messages import Demand, DrainUnit, KeepUnit, UnitDown, UnitFacts, UnitUp
+from hadal.core.messages import (
+    Demand,
+    DrainUnit,
+    KeepUnit,
+    Rollout,
+    UnitDown,
+    UnitFacts,
+    UnitUp,
+)
 from hadal.core.seams import (
     Event,
     FleetEffect,
@@ -217,6 +228,8 @@ class FleetUnit:
     """When it was last asked to do what its state is for: asked again if nothing comes of it."""
     drain_number: int = 0
     """Number of its last drain."""
+    is_old: bool = False
+    """It was started before the last rollout was asked for, and is to be replaced."""
 
 
 class UnitTable:
@@ -238,6 +251,7 @@ class UnitTable:
         """Walk the table. Raises InvariantError for a pair that cannot happen."""
         unit.state = next_state(unit.state, move)
         unit.since_s = unit.asked_s = now_s
+        unit.is_old &= move is not UnitMove.END
 
     def of_role(self, role: str, *states: UnitState) -> Iterator[FleetUnit]:
         """Those in one of these states, in the order of their names' numbers."""
@@ -336,6 +350,9 @@ class Fleet:
                 self._up(now_s, event)
             case UnitDown(unit):
                 self._down(now_s, unit)
+            case Rollout():
+                for one in self.table.in_state(*OWNS_NODES):
+                    one.is_old = True
             case Tick():
                 pass
             case _:
@@ -348,6 +365,16 @@ class Fleet:
         """Nodes that its units own now."""
         return sum(self.role_to_nodes().values())
 
+    @property
+    def num_old(self) -> int:
+        """Units that a rollout has still to replace."""
+        return sum(unit.is_old for unit in self.table.by_name.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Starts in a row that failed, of all roles."""
+        return sum(self._num_failed.values())
+
     def role_to_nodes(self) -> dict[str, int]:
         """Role -> nodes that its units own now."""
         return {role: self.table.num_owning(role) * self._unit_nodes[role] for role in ROLES}
@@ -356,6 +383,7 @@ class Fleet:
         if now_s >= self._review_s:
             self._review(now_s)
         self._settle(now_s)
+        self._roll_out(now_s)
         for role in ROLES:
             self._shrink(now_s, role)
         self._grow(now_s)
@@ -467,6 +495,35 @@ class Fleet:
     def _ask_drain(self, now_s: float, unit: FleetUnit, timeout_s: float) -> None:
         self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, timeout_s, unit.drain_number)))
 
+    def _roll_out(self, now_s: float) -> None:
+        """Let the next old unit go, once the one before it is replaced. A new one that does not
+        come up ends it there: the old ones go on.
+        """
+        if not self.num_old:
+            return
+        for unit in self.table.in_state(UnitState.STARTING):
+            if unit.is_old:
+                self._stop(now_s, unit)  # It serves nobody yet.
+        on_their_way = self.table.in_state(
+            UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING
+        )
+        if on_their_way or any(map(self._is_short, ROLES)):
+            return
+        old = [unit for unit in self.table.in_state(UnitState.UP) if unit.is_old]
+        # Of new weights, prefill units serve new decode units alone: each role goes over as far as
+        # the other.
+        left = Counter(unit.role for unit in old)
+        shares = {role: left[role] / self.table.num_owning(role) for role in left}
+        self._drain(
+            now_s, min(old, key=lambda unit: (-shares[unit.role], unit.role, self._held_by(unit)))
+        )
+
+    def _drain(self, now_s: float, unit: FleetUnit) -> None:
+        self.table.move(unit, UnitMove.DRAIN, now_s)
+        self._num_drains += 1
+        unit.drain_number = self._num_drains
+        self._ask_drain(now_s, unit, self._drain_timeout_s)
+
     def _shrink(self, now_s: float, role: str) -> None:
         num_over = self.table.num_working(role) - self._num_wanted(role)
         if num_over <= 0:
@@ -474,15 +531,15 @@ class Fleet:
         starting = sorted(
             self.table.of_role(role, UnitState.STARTING), key=lambda unit: -unit.since_s
         )
-        up = sorted(self.table.of_role(role, UnitState.UP), key=self._held_by)
+        up = sorted(
+            self.table.of_role(role, UnitState.UP),
+            key=lambda unit: (not unit.is_old, self._held_by(unit)),
+        )
         for unit in [*starting, *up][:num_over]:
             if unit.state is UnitState.STARTING:
                 self._stop(now_s, unit)
-                continue
-            self.table.move(unit, UnitMove.DRAIN, now_s)
-            self._num_drains += 1
-            unit.drain_number = self._num_drains
-            self._ask_drain(now_s, unit, self._drain_timeout_s)
+            else:
+                self._drain(now_s, unit)
 
     def _grow(self, now_s: float) -> None:
         """One unit at a time, of the role that has the smaller part of what it is to have."""
@@ -497,9 +554,10 @@ class Fleet:
                 blocked.add(role)
 
     def _add(self, now_s: float, role: str) -> bool:
-        draining = sorted(self.table.of_role(role, UnitState.DRAINING), key=self._held_by)
-        if draining:
-            unit = draining[-1]
+        draining = self.table.of_role(role, UnitState.DRAINING)
+        kept = sorted((unit for unit in draining if not unit.is_old), key=self._held_by)
+        if kept:
+            unit = kept[-1]
             self.table.move(unit, UnitMove.KEEP, now_s)
             self._ask(now_s, unit, Send(FRONT, KeepUnit(unit.name)))
             return True
@@ -559,7 +617,8 @@ class Fleet:
                 problems.append(
                     f"{num_working} {role} units work or start, {num_wanted} are wanted"
                 )
-            if num_working < num_wanted and any(self.table.of_role(role, UnitState.DRAINING)):
+            draining = self.table.of_role(role, UnitState.DRAINING)
+            if num_working < num_wanted and not all(unit.is_old for unit in draining):
                 problems.append(
                     f"a {role} unit drains while {num_wanted - num_working} more are wanted"
                 )

@@ -103,6 +103,8 @@ class Nodes:
         self._gone: set[tuple[int, str]] = set()
         """Agents whose place another has taken."""
         self._here: dict[str, Address] = {}
+        self.num_rollouts = 0
+        """See NodeOrders."""
         self.has_moved = True
         """Processes began or ceased to listen since nodes were last told where."""
 
@@ -217,7 +219,10 @@ class Nodes:
         node.ordered_s = now_s
         node.told = node.told if addresses is None else addresses
         if node.agent:
-            self._send(node.agent, NodeOrders(_orders(node.processes), addresses))
+            self._send(
+                node.agent,
+                NodeOrders(_orders(node.processes), addresses, num_rollouts=self.num_rollouts),
+            )
 
     def dismiss(self) -> None:
         """The run is over."""

@@ -143,10 +143,12 @@ class _Running:
 class Agent:
     """One node's processes, its run folder and its wire."""
 
-    def __init__(self, joining: Joining, folder: Path, forks: Forks) -> None:
+    def __init__(self, joining: Joining, folder: Path, forks: Forks, niceness: int = 0) -> None:
         self._joining = joining
         self._folder = folder
         self._forks = forks
+        self._niceness = niceness
+        """Of what it forks; its own is lower."""
         self._environment = environment()
         self._running: dict[str, _Running] = {}
         self._ending: dict[str, _Running] = {}
@@ -162,7 +164,10 @@ class Agent:
         remove_stale_folders()
         write_run(folder, run)
         # Pools go with the next run here: others of this one may share the host.
-        forks.clear_after(Left([], [str(folder)]))
+        self._left = Left([], [str(folder)])
+        forks.clear_after(self._left)
+        self._num_rollouts: int | None = None
+        """As it was ordered last."""
         write_address(folder, SUPERVISOR, joining.supervisor)
         self._boot = secrets.token_hex(4)
         name = agent_name(joining.node, self._boot)
@@ -230,6 +235,9 @@ class Agent:
             elif order.signal not in (0, running.signalled) and running.code is None:
                 running.signalled = order.signal
                 running.process.send_signal(signal.Signals(order.signal))
+        if self._num_rollouts not in (None, orders.num_rollouts):
+            self._renew_forks()
+        self._num_rollouts = orders.num_rollouts
         if self._forks.is_warming:
             return  # The next beat comes soon.
         for order in wanted.values():
@@ -238,6 +246,14 @@ class Agent:
             is_there = order.name in self._running or order.name in self._ending
             if not is_there and order.arguments[:1] == (UNIT_MODULE,):
                 self._start(order)
+
+    def _renew_forks(self) -> None:
+        """Fork from one that has imported the code that is installed now."""
+        self._forks.close()
+        self._forks = _agent_forks()
+        if self._forks.pid:  # It would go ahead as this process does, with all that it forks.
+            os.setpriority(os.PRIO_PROCESS, self._forks.pid, self._niceness)
+        self._forks.clear_after(self._left)
 
     def _mirror(self, addresses: dict[str, Address]) -> None:
         """Make the names elsewhere known to this node's processes. A process that is about to end
@@ -360,6 +376,11 @@ class Agent:
         return _QUICK_S if is_coming_up or self._forks.is_warming else AGENT_BEAT_S
 
 
+def _agent_forks() -> Forks:
+    # No gateway runs here, and nothing is left to be imported when nobody waits.
+    return Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
+
+
 def _keep_lines(output: Output, lines: deque[bytes]) -> None:
     with output as printed:
         lines.extend(line[:MAX_LINE_BYTES] for line in printed)
@@ -374,8 +395,7 @@ def main() -> int:
         return EXIT_CONFIG
     start_log(f"node-{joining.node}", joining.run.log_level, joining.run.log_format)
     raise_descriptor_limit()
-    # No gateway runs here, and nothing is left to be imported when nobody waits.
-    forks = Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
+    forks, niceness = _agent_forks(), os.getpriority(os.PRIO_PROCESS, 0)
     # By its beats the supervisor knows that the node is there: they go ahead of what the node
     # computes, where that is allowed. What it starts comes from the fork server, as it was before.
     with contextlib.suppress(PermissionError):
@@ -383,7 +403,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     try:
         with signal_pipe(_SIGNALS) as fd:
-            agent = Agent(joining, folder, forks)
+            agent = Agent(joining, folder, forks, niceness)
             try:
                 return agent.run(fd)
             finally:

@@ -13,8 +13,8 @@ UnitDown at once, or LeaderDown where ranks wait for another leader.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -22,10 +22,12 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
 from hadal.core.errors import ConfigError
@@ -34,40 +36,29 @@ from hadal.core.messages import (
     FRONT,
     LENDER,
     SUPERVISOR,
-    AnyMessage,
     Demand,
     Drain,
-    DrainUnit,
     GatewayHeartbeat,
-    KeepUnit,
     LeaderDown,
     NodeNews,
     NodesKept,
     Printed,
     RankUp,
+    Rollout,
     Sighting,
     Suspect,
     UnitDown,
     UnitUp,
 )
-from hadal.core.seams import (
-    Event,
-    FleetEffect,
-    OfferNodes,
-    Send,
-    StartUnit,
-    StopUnit,
-    Tick,
-    WakeAt,
-    WithdrawNodes,
-)
 from hadal.policy.suspicion import start_is_over
-from hadal.roles.fleet import Fleet, make_fleet
+from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
+from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.nodes import LiveNodes, address_here
 from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
+    RolloutStatus,
     Starting,
     Status,
     Watch,
@@ -89,12 +80,15 @@ from hadal.runtime.process.process import (
     FOLDER_PREFIX,
     HAS_SERVED,
     LISTEN_FD,
+    RUN_FILE,
     Run,
     is_heard,
     life_arguments,
+    messages_digest,
     raise_descriptor_limit,
     read_signals,
     remove_stale_folders,
+    rollout_arguments,
     signal_pipe,
     versions,
     write_run,
@@ -121,136 +115,7 @@ from hadal.runtime.transfer.pool import (
 )
 from hadal.runtime.wire import address_path, open_wire, socket_path
 
-# The fleet role at work: units are processes that the supervisor starts and stops, here or on nodes.
-#
-# The role decides; this file only moves. A process that is not wanted rests: its child is there and
-# does not run.
-
-
-log = logging.getLogger("hadal.fleet")
-
-STOP_S = 10.0
-"""Time from SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to
-disk.
-"""
-
-
-class FleetExecutor:
-    """All children but the gateway are units' processes. `send` puts a message on the wire."""
-
-    def __init__(
-        self,
-        role: Fleet,
-        children: Mapping[str, Child],
-        send: Callable[[str, AnyMessage], None],
-        now_s: float,
-    ) -> None:
-        self._role = role
-        self._send = send
-        self._unit_to_children: dict[str, list[Child]] = {}
-        for child in children.values():
-            unit = unit_of(child.name)[0]
-            if unit in role.table.by_name:
-                self._unit_to_children.setdefault(unit, []).append(child)
-                child.dismiss()  # Until the role asks for it.
-        self._kill_at_s: dict[str, float] = {}
-        self._wake_s = math.inf
-        self._gone: list[str] = []
-        """Units that were to be stopped and did not run."""
-        self._apply(now_s, role.start(now_s))
-
-    @property
-    def units(self) -> Collection[str]:
-        """All there may be."""
-        return self._unit_to_children.keys()
-
-    def tell(self, now_s: float, event: Event) -> None:
-        """Something happened that the role is to hear."""
-        self._apply(now_s, self._role.handle(now_s, event))
-
-    def ended(self, now_s: float, unit: str, reason: str) -> bool:
-        """A unit's first process has ended. Whether it runs again is the role's to say; True if it
-        was asked to end.
-        """
-        was_asked = self._kill_at_s.pop(unit, None) is not None
-        for child in self._unit_to_children[unit]:
-            child.dismiss()
-        self.tell(now_s, UnitDown(unit, reason))
-        return was_asked
-
-    def tick(self, now_s: float) -> None:
-        """Time passed: to be called every half second or so."""
-        for unit, kill_at_s in list(self._kill_at_s.items()):
-            if now_s >= kill_at_s:
-                log.warning("%s does not end; it is killed", unit)
-                self._kill_at_s[unit] = math.inf
-                for child in self._unit_to_children[unit]:
-                    child.signal(signal.SIGKILL)
-        gone, self._gone = self._gone, []
-        for unit in gone:
-            self.tell(now_s, UnitDown(unit, "it did not run"))
-        if now_s >= self._wake_s:
-            self._wake_s = math.inf
-            self.tell(now_s, Tick())
-
-    def has_other(self, unit: str) -> bool:
-        """Whether another unit of its role works, so that it can be done without for a while."""
-        role = self._role.table.by_name[unit].role
-        return any(
-            children[0].phase is ProcessPhase.READY
-            for name, children in self._unit_to_children.items()
-            if name != unit and children[0].role == role
-        )
-
-    def _apply(self, now_s: float, effects: Iterable[FleetEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case StartUnit(unit):
-                    log.info("starting %s%s", unit, self._why("grow"))
-                    for child in self._unit_to_children[unit]:
-                        child.want(now_s)
-                case StopUnit(unit):
-                    self._stop(now_s, unit)
-                case Send(to, message):
-                    self._log_send(message)
-                    self._send(to, message)
-                case WakeAt(time_s):
-                    self._wake_s = time_s
-                case OfferNodes() | WithdrawNodes():
-                    # LiveNodes.keep asks for nodes by what is to run, and gives them back with it.
-                    log.debug("%s", effect)
-
-    def _log_send(self, message: AnyMessage) -> None:
-        match message:
-            case DrainUnit(unit, timeout_s):
-                log.info("draining %s for at most %.0f s%s", unit, timeout_s, self._why("shrink"))
-            case KeepUnit(unit):
-                log.info("keeping %s", unit)
-
-    def _why(self, step: str) -> str:
-        """What led to it, if the last decision was such a step; units that died are replaced
-        without one.
-        """
-        decision = self._role.decision
-        return f" ({decision.why})" if decision is not None and decision.why.step == step else ""
-
-    def _stop(self, now_s: float, unit: str) -> None:
-        """The first process ends by itself, and the ranks of a unit are ended when it has."""
-        if unit in self._kill_at_s:
-            return
-        first, *ranks = self._unit_to_children[unit]
-        is_running = first.phase in (ProcessPhase.STARTING, ProcessPhase.READY)
-        for child in self._unit_to_children[unit]:
-            child.dismiss()
-        if is_running:
-            log.info("stopping %s", unit)
-            self._kill_at_s[unit] = now_s + STOP_S
-            first.signal(signal.SIGTERM)
-        else:
-            self._gone.append(unit)
-            for rank in ranks:
-                rank.replace()  # It may have started before the leader that it waits for.
-
+log = logging.getLogger("hadal.supervisor")
 
 EXIT_GAVE_UP = 1
 TAKEOVERS_MAX = 2
@@ -356,7 +221,7 @@ class Supervisor:
         self._drain_until_s: float | None = None
         self._kill_at_once = False
         self._address = address_here(resolved.deployment.cluster)
-        run = Run(
+        self._run_told = Run(
             self._run_id,
             resolved.deployment,
             options.log_level,
@@ -366,13 +231,14 @@ class Supervisor:
             self._address,
             _secret(options.secret_file),
         )
-        write_run(folder, run)
+        write_run(folder, self._run_told)
         self._environment = environment()
         self._api_keys = ",".join(options.api_keys)
         self._forks = forks
         patterns = [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
-        forks.clear_after(Left(patterns, [] if options.run_folder else [str(folder)]))
-        self._wire = open_wire(run, SUPERVISOR, folder, life=1)
+        self._left = Left(patterns, [] if options.run_folder else [str(folder)])
+        forks.clear_after(self._left)
+        self._wire = open_wire(self._run_told, SUPERVISOR, folder, life=1)
         if options.log_dir is not None:
             _make_log_dir(options.log_dir)
         kept_in = folder / LOGS_FOLDER
@@ -386,7 +252,10 @@ class Supervisor:
         self._nodes = self._live_nodes()
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
-        self._fleet = self._make_fleet()
+        self._fleet = self._make_fleet() if self._deployment.fleet.is_on else None
+        self._rollout: RolloutStatus | None = None
+        self._rolled_out = Rollout()
+        """The last."""
 
     def run(self, signals_fd: int) -> int:
         """Supervise until stopped or given up. Returns the exit code."""
@@ -411,6 +280,8 @@ class Supervisor:
                     self._tell_fleet(message)
                 elif isinstance(message, Demand):
                     self._tell_fleet(message)
+                elif isinstance(message, Rollout):
+                    self._roll_out(message)
                 elif isinstance(message, RankUp):
                     self._ready(rank_name(message.unit, message.rank))
                 elif isinstance(message, Suspect):
@@ -437,6 +308,7 @@ class Supervisor:
             if self._exit_code is None:
                 if self._fleet is not None:
                     self._fleet.tick(time.monotonic())
+                self._look_at_rollout()
                 self._start_due()
                 self._end_drain_if_due()
         return self._exit_code
@@ -482,6 +354,7 @@ class Supervisor:
             nodes=self._nodes.status() if self._nodes else (),
             nodes_wrong=self._nodes.wrong if self._nodes else "",
             versions=self._versions,
+            rollout=self._rollout,
         )
 
     def _is_ready(self) -> bool:
@@ -503,9 +376,7 @@ class Supervisor:
         plans = self._plans.values()
         return LiveNodes(self._deployment, plans, self._folder, self._wire, self._versions)
 
-    def _make_fleet(self) -> FleetExecutor | None:
-        if not self._deployment.fleet.is_on:
-            return None
+    def _make_fleet(self) -> FleetExecutor:
         now_s = time.monotonic()
         made = MadeFleet(time.time() - now_s)
         fleet = recorded(
@@ -520,6 +391,56 @@ class Supervisor:
     def _tell_fleet(self, message: Demand | UnitUp) -> None:
         if self._fleet is not None:
             self._fleet.tell(time.monotonic(), message)
+
+    def _roll_out(self, message: Rollout) -> None:
+        """Begin to replace all units; what an earlier rollout has not replaced yet, too. From now
+        on there is a fleet, be their number fixed.
+        """
+        now_s = time.monotonic()
+        if self._drain_until_s is not None:
+            return
+        if self._fleet is None:
+            self._fleet = self._make_fleet()
+            self._fleet.found(now_s)
+        if not message.model:
+            message = self._rolled_out  # What the last one brought goes on being served.
+        self._rolled_out = message
+        self._forks.close()  # It has imported the code that was there when the server started.
+        self._forks = Forks(self._environment)
+        self._forks.clear_after(self._left)
+        if self._nodes is not None:
+            self._nodes.renew_code()
+        number = self._rollout.number + 1 if self._rollout is not None else 1
+        model = message.model or self._deployment.model
+        log.info("replacing all units by ones that serve %s", model)
+        self._fleet.roll_out(now_s, message, rollout_arguments(message, messages_digest()))
+        self._rollout = RolloutStatus(number, model, self._fleet.num_old, self._fleet.num_old)
+        self._write_status()
+
+    def _look_at_rollout(self) -> None:
+        """Notice how far it is, and its end."""
+        if self._rollout is None or self._fleet is None or not self._rollout.num_left:
+            return
+        num_left, num_failed = self._fleet.num_old, self._fleet.num_failed
+        if (num_left, num_failed) == (self._rollout.num_left, self._rollout.num_failed):
+            return
+        self._rollout = dataclasses.replace(self._rollout, num_left=num_left, num_failed=num_failed)
+        if not num_left:
+            self._rolled_out_all()
+        self._write_status()
+
+    def _rolled_out_all(self) -> None:
+        """From now on the run is of what the new units serve."""
+        new = self._rolled_out
+        if new.model:
+            self._deployment = msgspec.structs.replace(self._deployment, model=new.model)
+            self._run_told = dataclasses.replace(
+                self._run_told,
+                deployment=self._deployment,
+                model_digest=new.model_digest,
+                fingerprint=new.fingerprint,
+            )
+            write_run(self._folder, self._run_told)
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
@@ -949,7 +870,7 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
         make_private(asked)
         if is_heard(asked / f"{SUPERVISOR}.sock"):
             raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Take another.")
-        for left in asked.glob("*.sock"):
+        for left in (*asked.glob("*.sock"), *asked.glob(RUN_FILE)):
             left.unlink()
         shutil.rmtree(asked / LOGS_FOLDER, ignore_errors=True)
         yield asked.absolute()

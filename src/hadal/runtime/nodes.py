@@ -283,6 +283,10 @@ class LiveNodes:
         elsewhere = self._processes[plan.name] = Elsewhere(self, node, process)
         return elsewhere
 
+    def renew_code(self) -> None:
+        """Have what is started from now on run the code that is installed on its node."""
+        self._nodes.num_rollouts += 1
+
     def why_lost(self, name: str) -> str:
         """Why a process is over, where no exit code says it; empty if one does, or it runs."""
         elsewhere = self._processes.get(name)

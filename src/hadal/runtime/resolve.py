@@ -80,9 +80,7 @@ _HEADER_MAX_BYTES = 100_000_000
 def fingerprint_of(
     deployment: Deployment, config: ModelConfig, dtype: str, model_digest: str
 ) -> str:
-    """Hex digits; empty where the cache is off and nobody asks. `dtype`: of the pools."""
-    if not deployment.cache.is_on:
-        return ""
+    """Hex digits. `dtype`: of the pools."""
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     layout = BLOCK_TOKENS, num_cache_layers(deployment, config), config.entry_dim
     _add(
@@ -190,9 +188,7 @@ class Resolved:
     precision: str
     """Precision of the checkpoint, as its files say; empty where only config.json was read."""
     fingerprint: str = ""
-    """What KV depends on besides its text; empty where the cache is off, or only config.json was
-    read.
-    """
+    """What KV depends on besides its text; empty where only config.json was read."""
     model_digest: str = ""
     """Of config.json and the weights; empty where only config.json was read."""
 
@@ -380,10 +376,17 @@ def resolve(deployment: Deployment) -> Resolved:
             " free: processes may be killed for want of memory."
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
-    model_digest = digest_of_model(folder)
-    fingerprint = fingerprint_of(deployment, resolved.config, POOL_DTYPE, model_digest)
-    return Resolved(
-        deployment, resolved.config, memory, resolved.precision, fingerprint, model_digest
+    return with_digests(dataclasses.replace(resolved, memory=memory))
+
+
+def with_digests(resolved: Resolved) -> Resolved:
+    """The same with what its weights and its KV are known by. Raises CheckpointError."""
+    deployment = resolved.deployment
+    digest = digest_of_model(Path(deployment.model))
+    return dataclasses.replace(
+        resolved,
+        model_digest=digest,
+        fingerprint=fingerprint_of(deployment, resolved.config, POOL_DTYPE, digest),
     )
 
 

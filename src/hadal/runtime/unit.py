@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.config import units_of
+from hadal.core.errors import ConfigError
 from hadal.core.messages import RankDone, UnitReport
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
@@ -26,7 +27,14 @@ from hadal.roles.recording import MadeLeader
 from hadal.runtime.compute import IDLE
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.process.logs import tell_doing
-from hadal.runtime.process.process import LiveClock, Run, enter_child, new_epoch, unit_arguments
+from hadal.runtime.process.process import (
+    EXIT_CONFIG,
+    LiveClock,
+    Run,
+    enter_unit,
+    new_epoch,
+    unit_arguments,
+)
 from hadal.runtime.recorder import recorded
 from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import rank_name
@@ -47,7 +55,11 @@ def main() -> int:
     """
     asked = unit_arguments(__doc__)
     name = asked.unit if asked.rank is None else rank_name(asked.unit, asked.rank)
-    run = enter_child(name, asked.folder)
+    try:
+        run = enter_unit(name, asked)
+    except ConfigError as error:
+        log.critical("%s", error)
+        return EXIT_CONFIG
     if asked.rank is None and units_of(run.deployment, asked.role).ranks > 1:
         return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder, asked.life))
     make = importlib.import_module(_WITH_RUNNER).make_host

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Demand, Drain, DrainUnit, KeepUnit, UnitDown, UnitFacts, UnitUp
+from hadal.core.messages import (
+    Demand,
+    Drain,
+    DrainUnit,
+    KeepUnit,
+    Rollout,
+    UnitDown,
+    UnitFacts,
+    UnitUp,
+)
 from hadal.core.seams import (
     FleetEffect,
     OfferNodes,
@@ -37,8 +46,10 @@ PERIOD_S, HOLD_S, DRAIN_S = 10.0, 60.0, 100.0
 class Driver:
     """A fleet and a front that counts: 1,000 tokens/s are a unit of either role, all used."""
 
-    def __init__(self, *, num_nodes: int = 60, **options: Any) -> None:
-        rules = ScalingRules(
+    def __init__(
+        self, *, num_nodes: int = 60, rules: ScalingRules | None = None, **options: Any
+    ) -> None:
+        rules = rules or ScalingRules(
             RoleRules(2, 1.0, 1, 8),
             RoleRules(5, 1.0, 1, 6),
             num_nodes_max=num_nodes,
@@ -352,3 +363,101 @@ def test_check_sees_units_that_nobody_may_want() -> None:
     driver = Driver()
     driver.fleet.wanted = Units(1, 0)
     assert "0 decode units are wanted, out of bounds" in driver.fleet.check()
+
+
+class RollingOut(Driver):
+    """A fleet of a fixed number of units, all up, that is rolled out."""
+
+    def __init__(self, num_prefill: int, num_decode: int) -> None:
+        super().__init__(
+            rules=ScalingRules(
+                RoleRules(2, 1.0, num_prefill, num_prefill),
+                RoleRules(5, 1.0, num_decode, num_decode),
+                num_nodes_max=2 * num_prefill + 5 * num_decode,
+                start_s=30.0,
+                period_s=PERIOD_S,
+                hold_s=HOLD_S,
+                margin=0.0,
+            )
+        )
+        self.up(*starts(self.last))
+        self.tell(Rollout())
+
+    def replace(self) -> str:
+        """The unit that drains is empty, ends, is started again and is up. Returns its name."""
+        (unit,) = self.fleet.table.in_state(UnitState.DRAINING)
+        assert stops(self.goes_on(0.0, 0.0)) == [unit.name]
+        assert starts(self.down(unit.name)) == [unit.name]
+        self.up(unit.name)
+        return unit.name
+
+
+def test_a_rollout_replaces_one_unit_after_the_other() -> None:
+    driver = RollingOut(1, 3)
+    assert driver.fleet.num_old == 4
+    replaced = [driver.replace() for _ in range(4)]
+    assert sorted(replaced) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
+    assert replaced.index("prefill-0") == 1, "no role is further than the other"
+    assert driver.fleet.num_old == 0
+    driver.goes_on(0.0, 0.0, 3)
+    assert set(driver.states()) == set(driver.states("prefill")) == {"up"}
+
+
+def test_what_an_old_unit_holds_is_waited_for() -> None:
+    driver = RollingOut(1, 1)
+    driver.held = {"decode-0": 3}
+    assert driver.states() == ["draining"]
+    driver.goes_on(0.0, 0.0, 3)
+    assert driver.states() == ["draining"], "and it is not kept, though it is missing"
+    assert driver.states("prefill") == ["up"]
+    driver.held = {}
+    assert driver.replace() == "decode-0"
+
+
+def test_a_rollout_stops_at_a_new_unit_that_does_not_come_up_and_a_second_one_heals_it() -> None:
+    driver = RollingOut(1, 3)
+    (first,) = driver.fleet.table.in_state(UnitState.DRAINING)
+    driver.goes_on(0.0, 0.0)
+    driver.down(first.name)
+    for _ in range(4):
+        driver.down(first.name)
+        driver.now_s += BACKOFF_MAX_S
+        driver.tell(Tick())
+    assert driver.fleet.num_failed == 4
+    assert (driver.fleet.num_old, driver.states().count("up")) == (3, 2)
+    assert first.state is UnitState.STARTING
+    assert stops(driver.tell(Rollout())) == [first.name], "the next rollout replaces it, too"
+    driver.down(first.name)
+    driver.now_s += BACKOFF_MAX_S
+    driver.tell(Tick())
+    driver.up(first.name)
+    assert [driver.replace() for _ in range(3)]
+    assert (driver.fleet.num_old, driver.fleet.num_failed) == (0, 0)
+
+
+def test_free_nodes_take_the_new_unit_before_the_old_one_has_ended() -> None:
+    driver = Driver()
+    driver.up("prefill-0", "decode-0")
+    driver.held = {"decode-0": 1}
+    effects = driver.tell(Rollout())
+    assert driver.states()[:2] == ["draining", "starting"]
+    assert starts(effects) == ["decode-1"]
+    driver.up("decode-1")
+    assert driver.states("prefill")[0] == "up", "one after the other"
+    driver.held = {}
+    assert stops(driver.goes_on(0.0, 0.0)) == ["decode-0"]
+    driver.down("decode-0")
+    assert driver.states()[:2] == ["stopped", "up"]
+    assert driver.states("prefill")[:2] == ["draining", "starting"]
+
+
+def test_one_that_dies_in_a_rollout_is_replaced_by_that() -> None:
+    driver = RollingOut(1, 2)
+    (first,) = driver.fleet.table.in_state(UnitState.DRAINING)
+    (other,) = (u for u in driver.fleet.table.in_state(UnitState.UP) if u.role == "decode")
+    assert other.name in starts(driver.down(other.name))
+    assert not other.is_old
+    driver.up(other.name)
+    assert driver.replace() == first.name
+    assert driver.replace() == "prefill-0"
+    assert driver.fleet.num_old == 0

@@ -108,8 +108,9 @@ class Alarm:
 
 
 class FrontFleet:
-    """Marks units as draining. `heartbeat_s`: between two reports; 0: there is no fleet to
-    report to. `out` is the front's list of effects, which this appends to.
+    """Marks units as draining. `heartbeat_s`: between two reports, which are made while a unit
+    drains and, where the fleet follows the demand (`is_followed`), all the time. `out` is the
+    front's list of effects, which this appends to.
     """
 
     def __init__(
@@ -121,6 +122,8 @@ class FrontFleet:
         epoch: str,
         heartbeat_s: float,
         out: list[Effect],
+        *,
+        is_followed: bool,
     ) -> None:
         self._requests = requests
         self._units = units
@@ -128,6 +131,7 @@ class FrontFleet:
         self._totals = totals
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
+        self._is_followed = is_followed
         self._out = out
         self._said_s = -math.inf
 
@@ -159,7 +163,9 @@ class FrontFleet:
 
     def report(self, now_s: float) -> None:
         """Tell the fleet how much is asked for, if that is due."""
-        if self._heartbeat_s and now_s - self._said_s >= self._heartbeat_s:
+        if now_s - self._said_s < self._heartbeat_s:
+            return
+        if self._is_followed or any(u.drain_number for u in self._units.by_name.values()):
             self._said_s = now_s
             self._out.append(Send(SUPERVISOR, self.demand()))
 
@@ -370,9 +376,15 @@ class Front:
         self.handover = Handover(
             self.units, self.routing.decode_unit, is_early=config.early_pull == AUTO
         )
-        heartbeat_s = config.heartbeat_s if config.fleet.is_on else 0.0
         self.fleet = FrontFleet(
-            self.requests, self.units, self.handover, self.totals, epoch, heartbeat_s, self._out
+            self.requests,
+            self.units,
+            self.handover,
+            self.totals,
+            epoch,
+            config.heartbeat_s,
+            self._out,
+            is_followed=config.fleet.is_on,
         )
         self.is_draining = False
         self._config = config

@@ -69,6 +69,22 @@ class NodeStatus:
 
 
 @dataclass(frozen=True)
+class RolloutStatus:
+    """How far the last rollout is."""
+
+    number: int
+    """Of this run, from 1."""
+    model: str
+    """Folder of what the new units serve."""
+    num_units: int
+    """All that were to be replaced."""
+    num_left: int
+    """Those that are not replaced yet."""
+    num_failed: int = 0
+    """Starts in a row that came to nothing: while there are any, no other unit is replaced."""
+
+
+@dataclass(frozen=True)
 class Status:
     """One run. `ready`: every process is."""
 
@@ -86,6 +102,8 @@ class Status:
     """Why nodes that are wanted are not there, or none could be had now; empty if all is well."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of what it runs on."""
+    rollout: RolloutStatus | None = None
+    """None: there was none."""
 
 
 def wrong_nodes(status: Status) -> list[str]:
@@ -176,6 +194,8 @@ class Child:
         self.ready_s = 0.0
         self.last_end = ""
         """How it ended last, as its supervisor says it."""
+        self.more_arguments: tuple[str, ...] = ()
+        """What it is given beside its arguments from its next start on."""
         self._arguments = tuple(arguments)
         self._log_path = log_path
         self._log_format = log_format
@@ -199,7 +219,7 @@ class Child:
         start.
         """
         self.num_starts += 1
-        self._process = start(self._arguments, self.num_starts)
+        self._process = start((*self._arguments, *self.more_arguments), self.num_starts)
         self.phase = ProcessPhase.STARTING
         self._is_replaced = False
         self.started_s = self.moved_s = now_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +31,7 @@ import msgspec
 from hadal import __version__
 from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
+from hadal.core.messages import AnyMessage, Rollout
 from hadal.runtime.process.logs import TEXT, start_log
 
 # Signals as bytes on a descriptor, so that one sleep waits for everything.
@@ -114,7 +117,7 @@ class Run:
     log_level: str = "info"
     log_format: str = TEXT
     fingerprint: str = ""
-    """What KV depends on besides its text (runtime/resolve); empty where the cache is off."""
+    """What KV depends on besides its text (runtime/resolve)."""
     model_digest: str = ""
     """Of config.json and the weights that the server was started with (runtime/resolve)."""
     address: str = "127.0.0.1"
@@ -130,14 +133,16 @@ def write_run(folder: Path, run: Run) -> None:
     """Write `run.json`, for this user alone: it holds the secret, and the ledger's URL may hold a
     password.
     """
-    path = folder / RUN_FILE
-    path.unlink(
-        missing_ok=True
-    )  # Whoever has an older one open, or made it a link, reads nothing of this one.
+    path, new = folder / RUN_FILE, folder / f"{RUN_FILE}.new"
+    new.unlink(missing_ok=True)  # Whoever has an older one open, or made it a link, reads nothing.
     with os.fdopen(
-        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
+        os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
     ) as file:
         file.write(msgspec.json.format(msgspec.json.encode(run)))
+    with contextlib.suppress(FileNotFoundError):  # Its time is when the server was started.
+        written_ns = path.stat().st_mtime_ns
+        os.utime(new, ns=(written_ns, written_ns))
+    new.rename(path)
 
 
 def read_run(folder: Path) -> Run:
@@ -203,8 +208,49 @@ def unit_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--role", required=True, choices=ROLES)
     parser.add_argument("--rank", type=int, help="place in the unit, from 0; none: its leader")
     parser.add_argument("--device", type=int, help="which GPU of its node; none: the CPU")
+    parser.add_argument("--model", default="", help="folder of the checkpoint; none: the run's")
+    parser.add_argument("--model-digest", default="", help="of that folder's weights")
+    parser.add_argument("--fingerprint", default="", help="of what KV made with them depends on")
+    parser.add_argument("--messages", default="", help="digest of those that the server speaks")
     add_life_arguments(parser)
     return parser.parse_args()
+
+
+def rollout_arguments(rollout: Rollout, messages: str) -> tuple[str, ...]:
+    """What a unit's process is told that was started for a rollout."""
+    words = {
+        "--model": rollout.model,
+        "--model-digest": rollout.model_digest,
+        "--fingerprint": rollout.fingerprint,
+        "--messages": messages,
+    }
+    return tuple(f"{name}={value}" for name, value in words.items() if value)
+
+
+def messages_digest() -> str:
+    """Of the fields of all messages. Processes that differ in it would misread each other."""
+    schema = msgspec.json.encode(msgspec.json.schema(AnyMessage))
+    return blake2b(schema, digest_size=16).hexdigest()
+
+
+def enter_unit(name: str, asked: argparse.Namespace) -> Run:
+    """First call of a unit's process: the run, with what it serves instead of what the server was
+    started with. Raises ConfigError if this code cannot talk to the server's.
+    """
+    run = enter_child(name, asked.folder)
+    if asked.messages and asked.messages != messages_digest():
+        raise ConfigError(
+            f"hadal {__version__}, which is installed now, does not understand the messages of the"
+            " server that runs. Start a server with it beside this one, and end this one then."
+        )
+    if not asked.model:
+        return run
+    return dataclasses.replace(
+        run,
+        deployment=msgspec.structs.replace(run.deployment, model=asked.model),
+        model_digest=asked.model_digest,
+        fingerprint=asked.fingerprint,
+    )
 
 
 def add_life_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,132 @@
+"""`hadal rollout`: have a running server replace its units, one after the other.
+
+What new units serve is looked at here, before the server hears of it: it must be a model that its
+gateways, blocks and memory plan are right for. Then the supervisor is told, and `status.json` says
+how far it is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+
+from hadal.commands.status import Found, find, wrong
+from hadal.core.errors import ConfigError
+from hadal.core.messages import SUPERVISOR, Rollout
+from hadal.progress import Bar
+from hadal.runtime.process.child import RolloutStatus, read_status
+from hadal.runtime.process.process import read_run
+from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, with_digests
+from hadal.runtime.wire import ZmqWire
+
+EXIT_STOPPED = 1
+"""A new unit does not come up: the old ones go on, and no other is replaced."""
+_OF_THE_GATEWAY = (*TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
+"""Files of a checkpoint that gateways, which go on, have read."""
+_LOOK_S = 0.2
+_HEARD_S = 10.0
+"""How long the server may take to say that it has begun."""
+
+
+def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
+    """Returns the command's exit code. Raises ConfigError where there is no such server, or the
+    model is none that it can go over to.
+    """
+    found = find(run_folder)
+    message = _message(found.folder, model) if model else Rollout()
+    before = found.status.rollout.number if found.status.rollout is not None else 0
+    wire = ZmqWire(f"rollout-{os.getpid()}", found.folder)
+    try:
+        wire.send(SUPERVISOR, message)
+    finally:
+        wire.close()
+    begun = _begun(found, before)
+    console = Console(stderr=True)
+    console.print(
+        f"Replacing {begun.num_units} units, one after the other, by ones that serve {begun.model}."
+    )
+    if not is_waited:
+        return 0
+    with Bar("units replaced", begun.num_units, console=console) as bar:
+        for status in _statuses(found.folder, begun.number):
+            bar.update(done=begun.num_units - status.num_left)
+            if status.num_failed:
+                break
+        else:
+            typer.echo(f"{begun.num_units} units are replaced.")
+            return 0
+    newest = read_status(found.folder)
+    for reason in wrong(newest) if newest is not None else ():
+        console.print(reason, markup=False)
+    console.print(
+        "What was started anew does not come up (`hadal logs` says why): no other unit is replaced"
+        " until it does. Put it right, or go back: hadal rollout --model FOLDER."
+    )
+    return EXIT_STOPPED
+
+
+def _message(folder: Path, model: str) -> Rollout:
+    """What the supervisor is told of a model. Raises ConfigError."""
+    run = read_run(folder)
+    old, new = Path(run.deployment.model), model_folder(model)
+    for name in _OF_THE_GATEWAY:
+        if _bytes_of(old / name) != _bytes_of(new / name):
+            raise ConfigError(
+                f"{new / name}: differs from that of {old}. A rollout changes weights alone; serve a"
+                " model of another tokenizer or template beside this one."
+            )
+    deployment = msgspec.structs.replace(run.deployment, model=str(new))
+    before, after = plan(run.deployment), plan(deployment)
+    if (before.config, before.precision) != (after.config, after.precision):
+        raise ConfigError(
+            f"{new}: its config.json or the type of its weights differs from that of {old}. A"
+            " rollout changes weights alone; serve it beside this one."
+        )
+    after = with_digests(after)
+    return Rollout(str(new), after.model_digest, after.fingerprint)
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    """None: there is no such file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _begun(found: Found, before: int) -> RolloutStatus:
+    """What the server says once it has heard of the rollout after number `before`. Raises
+    ConfigError.
+    """
+    until_s = time.monotonic() + _HEARD_S
+    while time.monotonic() < until_s:
+        status = read_status(found.folder)
+        if status is not None and status.rollout is not None and status.rollout.number > before:
+            return status.rollout
+        time.sleep(_LOOK_S)
+    raise ConfigError(
+        f"{found.status.url} did not begin within {_HEARD_S:g} s: it is ending, or it is an older"
+        " version that knows no rollout."
+    )
+
+
+def _statuses(folder: Path, number: int) -> Iterator[RolloutStatus]:
+    """How far it is, until all units are replaced and up. Raises ConfigError if the server ends, or
+    another rollout begins.
+    """
+    while True:
+        status = read_status(folder)
+        if status is None or status.rollout is None:
+            raise ConfigError("the server has ended.")
+        if status.rollout.number != number:
+            raise ConfigError("another rollout has begun, which replaces this one's units, too.")
+        yield status.rollout
+        if not status.rollout.num_left and status.ready:
+            return
+        time.sleep(_LOOK_S)
