@@ -30,6 +30,7 @@ from hadal.runtime.process import forks
 ROOT = Path(__file__).resolve().parents[2]
 CHILDREN = ("tests.dist.ledger_child", "tests.dist.disk_child")
 WARM_TIMEOUT_S = 120.0
+_PLAIN_START = forks.start
 _warm: list[forks.Forks] = []
 
 
@@ -117,7 +118,10 @@ class _Process:
 def _start(
     fd: int, environment: Mapping[str, str], modules: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """As `forks.start`, without a new interpreter."""
+    """As `forks.start`, without a new interpreter. A server that makes another later has threads by
+    then, and takes a new one.
+    """
+    forks.start = _PLAIN_START
     pid = os.fork()
     if pid:
         return _Process(pid)  # type: ignore[return-value]

@@ -70,9 +70,13 @@ class Askers:
 
 
 def roll_out(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hadal", "rollout", "--run-folder", str(server.folder)]
+    command = [str(Path(sys.executable).with_name("hadal")), "rollout"]
     return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=WATCHED_S, check=False
+        [*command, "--run-folder", str(server.folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=WATCHED_S,
+        check=False,
     )
 
 
