@@ -143,6 +143,11 @@ def show(found: Found, console: Console) -> None:
             Text("; ".join(ends[:_ENDS]) + more),
         )
     console.print(table)
+    if (rollout := status.rollout) is not None and rollout.num_left:
+        console.print(
+            f"rollout: {rollout.num_units - rollout.num_left} of {rollout.num_units} units serve"
+            f" {rollout.model}"
+        )
     for sentence in wrong(status):
         console.print(f"[yellow]{sentence}[/yellow]")
 

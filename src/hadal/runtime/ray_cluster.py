@@ -70,6 +70,8 @@ _LOOK_S = 0.1
 """How often Ray is asked how far it is."""
 _TELL_S = 1.0
 """How often the supervisor is told that nodes are looked after."""
+LEASES_MAX = 10
+"""Of a supervisor that cannot be reached, one after the other, before its nodes are given back."""
 _CONNECT_S = 5.0
 """How long the supervisor's host may take to say whether its port is closed."""
 _AGAIN_S = 2.0
@@ -80,33 +82,47 @@ Group = tuple[int, ...]
 
 
 class NodeActor:
-    """Starts a node's agent, and ends with it as it does with this."""
+    """Keeps an agent on a node, which ends with this."""
 
     def __init__(self, joining: bytes) -> None:
         """`joining`: as JSON, but for the address of this node."""
         asked = msgspec.json.decode(joining, type=Joining)
         address = str(get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._agent = subprocess.Popen(
+        self._joining = _joining(asked, asked.node, address)
+        # The thread that starts an agent has to outlive it: the kernel ends the agent with it.
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        """Have an agent until one ends by itself, whereupon Ray starts this anew elsewhere, or here.
+        One that ends for want of a supervisor is followed by another until the supervisor is known
+        to be gone: then the nodes are given back. A closed port says so at once; one that cannot be
+        reached says nothing, and is waited for.
+        """
+        lease_s = self._joining.run.deployment.cluster.lease_s
+        num_leases = 0
+        while True:
+            begun_s = time.monotonic()
+            code = self._start().wait()
+            group = ray.util.get_current_placement_group()
+            if code == EXIT_LEASE and group is not None:
+                has_heard = time.monotonic() - begun_s > 2.0 * lease_s
+                num_leases = 1 if has_heard else num_leases + 1
+                if num_leases == LEASES_MAX or _is_closed(self._joining.supervisor.endpoint):
+                    remove_placement_group(group)  # And this with it.
+            time.sleep(_AGAIN_S)  # Else both would be started at once, and without a limit.
+            if code != EXIT_LEASE:
+                os._exit(1)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        agent = subprocess.Popen(
             [sys.executable, "-P", entry.__file__, str(os.getpid()), "hadal.runtime.agent"],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self._agent.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._agent.stdin as pipe:
-            pipe.write(msgspec.json.encode(_joining(asked, asked.node, address)))
-        supervisor = asked.supervisor.endpoint
-        threading.Thread(target=self._end_with_it, args=(supervisor,), daemon=True).start()
-
-    def _end_with_it(self, supervisor: str) -> None:
-        """Ray then starts both again, unless the supervisor is gone: then the nodes are given back. A
-        closed port says that it is gone; one that cannot be reached says nothing.
-        """
-        code = self._agent.wait()
-        group = ray.util.get_current_placement_group()
-        if code == EXIT_LEASE and group is not None and _is_closed(supervisor):
-            remove_placement_group(group)  # And this with it.
-        time.sleep(_AGAIN_S)  # Ray starts both again at once, and without a limit.
-        os._exit(1)
+        assert agent.stdin is not None
+        with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:
+            pipe.write(msgspec.json.encode(self._joining))
+        return agent
 
 
 @dataclass
