@@ -53,8 +53,9 @@ _SHOWN = 8
 
 
 def print_plan(resolved: Resolved, reasons: Sequence[str], console: Console | None = None) -> None:
-    """Print the whole plan; `reasons`: why this host cannot run it."""
+    """Print the whole plan; `reasons`: why it cannot be run."""
     console = console or Console(highlight=False, soft_wrap=True)
+    place = "a cluster" if resolved.deployment.cluster.spans_hosts else "this host"
     for title, rows in sections(resolved):
         console.print(Text(f"\n{title}", style="bold"))
         for name, text in rows:
@@ -63,9 +64,9 @@ def print_plan(resolved: Resolved, reasons: Sequence[str], console: Console | No
     for warning in resolved.memory.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"))
     for reason in reasons:
-        console.print(Text(f"cannot run on this host: {reason}", style="yellow"))
+        console.print(Text(f"cannot run on {place}: {reason}", style="yellow"))
     if not reasons:
-        console.print(Text("this host can run it", style="green"))
+        console.print(Text(f"{place} can run it", style="green"))
 
 
 def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:

@@ -22,6 +22,7 @@ from hadal.core.balance import OFF
 from hadal.core.config import (
     DECODE,
     PREFILL,
+    ROLES,
     Deployment,
     LedgerConfig,
     UnitsConfig,
@@ -48,7 +49,7 @@ from hadal.runtime.memory import (
     why_not_fit,
     with_blocks,
 )
-from hadal.runtime.topology import launch_plan, why_not_here
+from hadal.runtime.topology import launch_plan, why_not_anywhere, why_not_here
 from hadal.runtime.transfer.nixl import require_nixl
 from hadal.runtime.transfer.pool import POOL_DTYPE, SHM_FOLDER, no_room
 from hadal.stats.prices import micro_usd, price_list
@@ -302,7 +303,7 @@ def why_not_run(resolved: Resolved) -> list[str]:
     """
     deployment, memory = resolved.deployment, resolved.memory
     if deployment.cluster.spans_hosts:
-        return []
+        return [*why_not_anywhere(deployment), *_gpus_of_a_cluster_too_small(resolved)]
     reasons = _why_not_here(deployment)
     if reasons:
         return reasons
@@ -324,6 +325,21 @@ def _why_not_here(deployment: Deployment) -> list[str]:
     """What this host lacks of nodes, cores and GPUs."""
     num_gpus = len(gpus()) if deployment.device == "cuda" else 0
     return why_not_here(deployment, num_cores(), num_gpus)
+
+
+def _gpus_of_a_cluster_too_small(resolved: Resolved) -> list[str]:
+    """A rank has a GPU for itself there, of the size that the deployment says."""
+    deployment = resolved.deployment
+    there = int(deployment.device_memory_gb * 1e9)
+    if deployment.device != "cuda" or not there:
+        return []
+    ranks = zip(ROLES, ranks_in_fp32(deployment, resolved.config), strict=True)
+    return [
+        f"a {role} rank holds {gb(rank.total_bytes)} in FP32 (plain torch ops), and a GPU has"
+        f" {gb(there)}."
+        for role, rank in ranks
+        if rank.total_bytes > there
+    ]
 
 
 def _gpus_too_small(

@@ -204,6 +204,20 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def why_not_anywhere(deployment: Deployment) -> list[str]:
+    """Why no host can run the deployment, whatever it has."""
+    if max(deployment.prefill.ranks, deployment.decode.ranks) == 1:
+        return []
+    if deployment.transport == "deepep":
+        return ["transport 'deepep' is not there for `hadal serve` yet; take nccl."]
+    if deployment.device == "cuda" and deployment.transport == "tcp":
+        return [
+            "transport 'tcp' moves the memory of CPUs; GPUs take nccl, or gloo where they are"
+            " shared."
+        ]
+    return []
+
+
 def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[str]:
     """Why this host cannot run the deployment, one sentence each; empty if it can."""
     units = place_units(deployment)
@@ -214,18 +228,13 @@ def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[
     reasons = []
     if nodes > 1:
         reasons.append(
-            f"it needs {nodes} nodes of {most} {device}; this is one host with {host}, and `hadal"
-            " serve` starts the processes of one host so far."
+            f"it needs {nodes} nodes of {most} {device}; this is one host with {host}. A Ray cluster"
+            " has more: --on ray:ADDRESS."
         )
     elif deployment.device == "cuda" and not num_gpus:
         reasons.append(f"device is 'cuda'; this host has {host}.")
-    elif largest > 1 and deployment.transport == "deepep":
-        reasons.append("transport 'deepep' is not there for `hadal serve` yet; take nccl.")
-    elif largest > 1 and deployment.device == "cuda" and deployment.transport == "tcp":
-        reasons.append(
-            "transport 'tcp' moves the memory of CPUs; GPUs take nccl, or gloo where they are"
-            " shared."
-        )
+    elif found := why_not_anywhere(deployment):
+        reasons += found
     elif largest > 1 and deployment.transport == "nccl" and num_gpus < largest:
         reasons.append(
             f"a unit needs {largest} GPUs, one a rank (nccl); this host has {host}. With gloo ranks"

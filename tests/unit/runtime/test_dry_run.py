@@ -5,12 +5,13 @@ it.
 import io
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
 from hadal.comm.layout import MessageLayout, deepep_buffer_bytes
-from hadal.core.config import Deployment, UnitsConfig, read_deployment
+from hadal.core.config import ClusterConfig, Deployment, UnitsConfig, read_deployment
 from hadal.core.errors import ConfigError
 from hadal.overlap.plan import SCHEDULES, order
 from hadal.roles.leaders import first_placement
@@ -117,3 +118,17 @@ def test_the_laptops_units_of_many_ranks_run_on_any_host() -> None:
 def test_a_plan_that_is_wrong_everywhere_names_the_field() -> None:
     with pytest.raises(ConfigError, match=r"decode\.redundant_experts = 2 would"):
         plan(Deployment(device="cpu", decode=UnitsConfig(ranks=3, redundant_experts=1)))
+
+
+def test_a_cluster_is_told_what_no_host_can_run() -> None:
+    """Its hosts are not here to be looked at; what the deployment says of them is enough."""
+    asked = read_deployment(CONFIGS / "v3_ep32_ep144.toml")
+    on_ray = msgspec.structs.replace(asked, cluster=ClusterConfig(on="ray"))
+    found = plan(on_ray)
+    reasons = why_not_run(found)
+    assert "deepep" in reasons[0]
+    assert reasons[1].startswith("a prefill rank holds 2")
+    assert "cannot run on a cluster: transport" in text_of(found)
+    small = plan(Deployment(device="cpu", cluster=ClusterConfig(on="ray")))
+    assert why_not_run(small) == []
+    assert "a cluster can run it" in text_of(small)
