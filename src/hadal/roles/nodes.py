@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from hadal.core.config import AGENT_BEAT_S
 from hadal.core.messages import (
     Address,
-    AnyMessage,
     NodeNews,
     NodeOrders,
     ProcessNews,
     ProcessOrder,
 )
+from hadal.core.seams import Send
 from hadal.roles.suspects import Absence
 
 PERIOD_S = 0.5
@@ -91,14 +91,12 @@ def agent_name(node: int, boot: str) -> str:
 
 
 class Nodes:
-    """All nodes. `send` puts a message on the wire."""
+    """All nodes. What agents are to be told is taken by `take_sends`."""
 
-    def __init__(
-        self, num_nodes: int, timeout_s: float, send: Callable[[str, AnyMessage], None]
-    ) -> None:
+    def __init__(self, num_nodes: int, timeout_s: float) -> None:
         self.nodes = [Node(number) for number in range(num_nodes)]
         self._timeout_s = timeout_s
-        self._send = send
+        self._sends: list[Send] = []
         self._absence = Absence(PERIOD_S)
         self._gone: set[tuple[int, str]] = set()
         """Agents whose place another has taken."""
@@ -108,16 +106,36 @@ class Nodes:
         self.has_moved = True
         """Processes began or ceased to listen since nodes were last told where."""
 
+    def take_sends(self) -> list[Send]:
+        """What agents are to be told since the last call, in order."""
+        sends, self._sends = self._sends, []
+        return sends
+
+    def check(self) -> list[str]:
+        """Problems; empty where no process runs twice, or where nobody is heard."""
+        running: dict[str, int] = {}
+        problems = []
+        for node in self.nodes:
+            for name, process in node.processes.items():
+                if process.code is not None:
+                    continue
+                if name in running:
+                    problems.append(f"{name} runs on nodes {running[name]} and {node.number}")
+                if node.phase is NodePhase.LOST and process.news.pid:
+                    problems.append(f"{name} runs on node {node.number}, which is lost")
+                running[name] = node.number
+        return problems
+
     def heard(self, now_s: float, news: NodeNews) -> bool:
         """An agent spoke. True if it is one that did not count before: it knows nothing yet."""
         node = self.nodes[news.node]
         if (node.number, news.boot) in self._gone:
-            self._send(agent_name(node.number, news.boot), NodeOrders((), is_over=True))
+            self._say(agent_name(node.number, news.boot), NodeOrders((), is_over=True))
             return False
         is_new = node.news is None or node.news.boot != news.boot
         if is_new and node.news is not None:
             self._gone.add((node.number, node.news.boot))
-            self._send(node.agent, NodeOrders((), is_over=True))
+            self._say(node.agent, NodeOrders((), is_over=True))
             self._lose(node, "its node's agent was started again")
             node.told = None
         self.has_moved |= is_new or node.phase is not NodePhase.UP
@@ -210,7 +228,7 @@ class Nodes:
         node = self.nodes[number]
         if node.news is not None:
             self._gone.add((number, node.news.boot))
-            self._send(node.agent, NodeOrders((), is_over=True))
+            self._say(node.agent, NodeOrders((), is_over=True))
         self._lose(node, "its node was given back")
         self.nodes[number] = Node(number)
 
@@ -219,7 +237,7 @@ class Nodes:
         node.ordered_s = now_s
         node.told = node.told if addresses is None else addresses
         if node.agent:
-            self._send(
+            self._say(
                 node.agent,
                 NodeOrders(_orders(node.processes), addresses, num_rollouts=self.num_rollouts),
             )
@@ -228,7 +246,10 @@ class Nodes:
         """The run is over."""
         for node in self.nodes:
             if node.agent:
-                self._send(node.agent, NodeOrders((), is_over=True))
+                self._say(node.agent, NodeOrders((), is_over=True))
+
+    def _say(self, agent: str, orders: NodeOrders) -> None:
+        self._sends.append(Send(agent, orders))
 
     def _lose(self, node: Node, reason: str) -> None:
         self.has_moved = True

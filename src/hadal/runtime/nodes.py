@@ -159,7 +159,7 @@ class LiveNodes:
         """Nodes that would compute something else, and why."""
         self._folder = folder
         self._wire = wire
-        self._nodes = Nodes(num_nodes(units), deployment.cluster.node_timeout_s, wire.send)
+        self._nodes = Nodes(num_nodes(units), deployment.cluster.node_timeout_s)
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
         self._agents: dict[str, float] = {}
@@ -211,7 +211,9 @@ class LiveNodes:
             return False
         node = self._nodes.nodes[message.node]
         was = node.phase
-        if self._nodes.heard(now_s, message):
+        is_new = self._nodes.heard(now_s, message)
+        self._send_what_was_said()
+        if is_new:
             self._look_at_versions(message)
             log.info("node %d is %s", message.node, message.host)
         elif was is NodePhase.LOST and node.phase is NodePhase.UP:
@@ -244,6 +246,7 @@ class LiveNodes:
         self._nodes.listen_here(self._addresses_here())
         self._write_addresses()
         self._nodes.tell_addresses(now_s)
+        self._send_what_was_said()
         shown, self._shown = self._shown, (self.wrong, self.status())
         return shown != self._shown
 
@@ -255,6 +258,7 @@ class LiveNodes:
         for group in self._kept - kept:
             for number in group:
                 self._nodes.release(number)
+        self._send_what_was_said()
         self._kept, self._asked_s = kept, now_s
         self._wire.send(LENDER, KeepNodes(tuple(sorted(kept))))
 
@@ -280,6 +284,7 @@ class LiveNodes:
             before.stdout.close()
         order = ProcessOrder(plan.name, life, arguments, plan.threads)
         process = self._nodes.run(time.monotonic(), node, order)
+        self._send_what_was_said()
         elsewhere = self._processes[plan.name] = Elsewhere(self, node, process)
         return elsewhere
 
@@ -300,6 +305,7 @@ class LiveNodes:
     def signal(self, elsewhere: Elsewhere, number: signal.Signals) -> None:
         """Have a process sent a signal, if it runs."""
         self._nodes.signal(time.monotonic(), elsewhere.node, elsewhere.process, number)
+        self._send_what_was_said()
 
     def see(self, name: str) -> None:
         """Have a node tell a judge how a process fares."""
@@ -313,12 +319,18 @@ class LiveNodes:
             if isinstance(message, NodeNews | Printed):
                 self.hear(time.monotonic(), message)
         self._nodes.tick(time.monotonic())
+        self._send_what_was_said()
 
     def close(self) -> None:
         """Let the agents go."""
         self._nodes.dismiss()
+        self._send_what_was_said()
         for elsewhere in self._processes.values():
             elsewhere.stdout.close()
+
+    def _send_what_was_said(self) -> None:
+        for send in self._nodes.take_sends():
+            self._wire.send(send.to, send.message)
 
     def _is_up(self, number: int) -> bool:
         return self._nodes.nodes[number].phase is NodePhase.UP and number not in self._unfit

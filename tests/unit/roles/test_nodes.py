@@ -51,14 +51,21 @@ class Book(Nodes):
     """One whose messages are kept, and whose time passes by `pass_time`."""
 
     def __init__(self, num_nodes: int = 2) -> None:
-        self.sent: list[tuple[str, AnyMessage]] = []
         self.now_s = 100.0
-        super().__init__(num_nodes, TIMEOUT_S, lambda to, message: self.sent.append((to, message)))
+        self._kept: list[tuple[str, AnyMessage]] = []
+        super().__init__(num_nodes, TIMEOUT_S)
+
+    @property
+    def sent(self) -> list[tuple[str, AnyMessage]]:
+        """What agents were told and nobody has asked for."""
+        assert self.check() == []
+        self._kept += [(send.to, send.message) for send in self.take_sends()]
+        return self._kept
 
     def orders(self, to: str) -> list[NodeOrders]:
         """What this agent was told since it was asked last."""
         told = [message for name, message in self.sent if name == to]
-        self.sent = [(name, message) for name, message in self.sent if name != to]
+        self._kept = [(name, message) for name, message in self._kept if name != to]
         return [message for message in told if isinstance(message, NodeOrders)]
 
     def pass_time(self, duration_s: float, *speaking: NodeNews) -> list[int]:
@@ -211,6 +218,7 @@ def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() 
     assert book.addresses() == {"decode-1": address(1)}
     book.pass_time(2 * AGENT_BEAT_S, *speaks)
     assert {each.processes for each in book.orders("node-0-b1")} == {()}
+    book.heard(book.now_s, news(1, runs("decode-1", at=address(1)), runs("decode-0", 2, code=0)))
     again = book.run(book.now_s, 0, order("decode-0", 3))
     book.heard(book.now_s, speaks[0])
     assert (again.news.life, again.news.address) == (3, None), "that was the first life"
@@ -519,7 +527,7 @@ class World:
         self.now_s = 0.0
         self.random = Random(seed)
         self.agents: list[Agent] = []
-        self.book = Nodes(3, TIMEOUT_S, self._send)
+        self.book = Nodes(3, TIMEOUT_S)
         self.book.listen_here(HERE)
         self.lives: dict[str, int] = dict.fromkeys(HOMES, 0)
         self.processes: dict[str, tuple[int, FarProcess]] = {}
@@ -562,6 +570,7 @@ class World:
         if event == "kill":
             if name in self.processes:
                 self.book.signal(self.now_s, *self.processes[name], signal.SIGKILL)
+                self._deliver()
             return
         if event == "lose":  # The wire had too much for it.
             for each in self.agents:
@@ -581,13 +590,16 @@ class World:
             self.join(number)
         elif event == "release":
             self.book.release(number)
+            self._deliver()
             self.join(number)
 
-    def _send(self, to: str, message: AnyMessage) -> None:
-        assert isinstance(message, NodeOrders)
-        for agent in self.agents:
-            if agent_name(agent.node, agent.boot) == to:
-                agent.inbox.append((agent.due(self.now_s, agent.inbox), message))
+    def _deliver(self) -> None:
+        assert self.book.check() == []
+        for send in self.book.take_sends():
+            assert isinstance(send.message, NodeOrders)
+            for agent in self.agents:
+                if agent_name(agent.node, agent.boot) == send.to:
+                    agent.inbox.append((agent.due(self.now_s, agent.inbox), send.message))
 
     def _supervise(self) -> None:
         # One that stood still for long has more to hear than it takes at once.
@@ -612,6 +624,7 @@ class World:
                 started = self.book.run(self.now_s, up[0], order(name, self.lives[name]))
                 self.processes[name] = up[0], started
         self.book.tell_addresses(self.now_s)
+        self._deliver()
 
     def check(self) -> None:
         """What is true when it was quiet for a while."""
