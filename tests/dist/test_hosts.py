@@ -157,6 +157,27 @@ def test_a_leader_that_is_cut_off_is_followed_by_another_and_not_heard_again(
     assert not differences(cases, deployed.complete(cases))
 
 
+@pytest.mark.full
+def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
+    cases = everyday_cases(40, SEED)
+    server = deployed.server
+    before = {name: one.num_starts for name, one in server.status().processes.items()}
+    units = [name for name in before if name.startswith(("prefill", "decode"))]
+    rolling: list[Any] = []
+
+    async def roll_out() -> None:
+        await asyncio.sleep(0.5)
+        command = ["hadal", "rollout", "--run-folder", str(server.folder)]
+        rolling.append(deployed.hosts[0].start("rollout", command))
+
+    assert not differences(cases, deployed.complete(cases, roll_out))
+    while rolling[0].poll() is None:
+        assert not differences(cases, deployed.complete(cases))
+    assert rolling[0].wait(5) == 0, deployed.hosts[0].log_path("rollout").read_text()
+    after = {name: one.num_starts for name, one in server.status().processes.items()}
+    assert {name: after[name] - before[name] for name in units} == dict.fromkeys(units, 1)
+
+
 def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:
     with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
         second = serve(

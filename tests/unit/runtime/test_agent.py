@@ -179,6 +179,29 @@ def test_a_unit_runs_until_it_is_not_wanted_and_its_successor_elsewhere_stays_kn
     assert read_address(address_path(agent.folder, "prefill-0")) == elsewhere
 
 
+def forks_of(agent: Agent) -> set[int]:
+    """Fork servers among its children, by pid."""
+    children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children").read_text()
+    return {
+        pid
+        for pid in map(int, children.split())
+        if b"process.forks" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
+
+
+def test_a_rollout_takes_the_code_that_is_installed_by_then(agent: Agent) -> None:
+    agent.order()
+    agent.hear(lambda: forks_of(agent))
+    [before] = forks_of(agent)
+    agent.order(num_rollouts=1)
+    agent.hear(lambda: forks_of(agent) and before not in forks_of(agent))
+    [after] = forks_of(agent)
+    assert os.getpriority(os.PRIO_PROCESS, after) == os.getpriority(os.PRIO_PROCESS, 0)
+    agent.order(ProcessOrder("decode-0", 7, NO_UNIT, 1), num_rollouts=1)
+    agent.hear(lambda: (one := agent.of("decode-0")) is not None and one.code == 2)
+    assert forks_of(agent) == {after}
+
+
 def test_it_leaves_when_the_run_is_over_and_takes_all_with_it() -> None:
     with running() as agent:
         agent.order(ProcessOrder("decode-0", 1, NO_UNIT, 1))
