@@ -209,6 +209,20 @@ def test_imports_stand_at_the_top() -> None:
     fail_on(offenders)
 
 
+def test_the_lender_alone_knows_ray() -> None:
+    """It is a process of its own, so that what serves says nothing through Ray."""
+    lender = SRC / "runtime" / "ray_cluster.py"
+    fail_on(
+        [
+            f"{name(path)}:{line}: imports {module}"
+            for path in python_files("src/hadal")
+            if path != lender
+            for line, module in imports(parse(path))
+            if module.split(".")[0] == "ray" or module == "hadal.runtime.ray_cluster"
+        ]
+    )
+
+
 def test_functions_are_short() -> None:
     fail_on(
         [

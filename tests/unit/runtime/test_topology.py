@@ -1,9 +1,12 @@
 """Where ranks lie: names, nodes, and what a host cannot run."""
 
+from collections import Counter
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig, read_deployment
 from hadal.runtime.topology import (
     launch_plan,
     num_nodes,
@@ -13,6 +16,7 @@ from hadal.runtime.topology import (
     why_not_here,
 )
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 V3 = Deployment(
     device="cuda",
     transport="deepep",
@@ -59,6 +63,32 @@ def test_a_fleet_s_plan_names_every_process_once_and_fills_whole_nodes() -> None
     for plan in plans[:-1]:
         assert plan.node in nodes_of[unit_of(plan.name)[0]]
         assert (plan.device is None) == bool(plan.ready_after)
+
+
+def test_the_published_peak_of_278_nodes_is_one_group_a_unit() -> None:
+    """DeepSeek-V3/R1 inference overview: 278 nodes at the peak, here nine decode units and 29 of
+    prefill.
+    """
+    fleet = msgspec.structs.replace(
+        read_deployment(CONFIGS / "v3_ep32_ep144.toml"),
+        fleet=FleetConfig(mode="auto", prefill_max=29, decode_max=9),
+        cluster=ClusterConfig(on="ray"),
+    )
+    units = place_units(fleet)
+    assert Counter(len(unit.nodes) for unit in units) == {4: 29, 18: 9}
+    assert [node for unit in units for node in unit.nodes] == list(range(278)), "none twice"
+
+    *plans, gateway, lender = launch_plan(fleet)
+    assert [(plan.name, plan.node) for plan in (gateway, lender)] == [("gateway", 0), ("ray", 0)]
+    name_to_plan = {plan.name: plan for plan in plans}
+    assert len(name_to_plan) == len(plans) == 29 * 33 + 9 * 145
+    for unit in units:
+        leader = name_to_plan.pop(unit.name)
+        assert (leader.node, leader.device) == (unit.nodes[0], None), "it leads from the first"
+        ranks = [name_to_plan.pop(name) for name in leader.ready_after]
+        assert [plan.node for plan in ranks] == [node for node in unit.nodes for _ in range(8)]
+        assert [plan.device for plan in ranks] == [*range(8)] * len(unit.nodes)
+    assert not name_to_plan, "each is of a unit"
 
 
 def test_the_published_bundle_is_thirty_nodes() -> None:
