@@ -48,6 +48,7 @@ UNDISTURBED = (
     "test_rank_faults.py",
     "test_rank_processes.py",
     "test_rounds.py",
+    "test_scale.py",
     "test_starved.py",
     "test_succession.py",
     "test_tenants.py",

@@ -1,0 +1,53 @@
+"""The lender with agents that run nothing: an actor says once that it is its node, and rests.
+
+The agent that serves imports torch before it is told to start anything, which hundreds on one host
+cannot. Everything else is the lender's own.
+
+    python -m tests.dist.light_lender --folder RUN_FOLDER --life 1
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from hadal.core.messages import SUPERVISOR, Address, NodeNews
+from hadal.roles.nodes import agent_name
+from hadal.runtime import ray_cluster
+from hadal.runtime.agent import Joining
+from hadal.runtime.wire import Network, ZmqWire, write_address
+
+NUM_AGENTS = "HADAL_AGENTS"
+"""Environment variable: nodes below this number have an actor. Each is a process of some 50 MB."""
+
+
+class LightActor:
+    """What NodeActor is to a node, and its agent in one."""
+
+    def __init__(self, joining: bytes) -> None:
+        asked = msgspec.json.decode(joining, type=Joining)
+        folder, boot = Path(tempfile.mkdtemp()), str(os.getpid())
+        address = str(ray_cluster.get_node_ip_address())
+        network = Network(address, asked.run.secret)
+        self._wire = ZmqWire(agent_name(asked.node, boot), folder, network=network)
+        write_address(folder, SUPERVISOR, asked.supervisor)
+        listens = Address(0, self._wire.endpoint)
+        self._wire.send(SUPERVISOR, NodeNews(asked.node, boot, listens, address, (), {}))
+
+
+class LightLender(ray_cluster.RayLender):
+    """The lender, with actors on as many nodes as this machine bears."""
+
+    def _start(self, node: int, *where: object) -> None:
+        if node < int(os.environ[NUM_AGENTS]):
+            super()._start(node, *where)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    ray_cluster.NodeActor = LightActor  # type: ignore[misc, assignment]
+    ray_cluster.RayLender = LightLender  # type: ignore[misc]
+    sys.exit(ray_cluster.main())

@@ -1,0 +1,145 @@
+"""The published fleet at its peak on a Ray cluster of as many nodes, which are raylets on one host:
+the lender finds a group for every unit, whole nodes each, and gives all of them back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hadal.core.config import ClusterConfig, FleetConfig, read_deployment
+from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodeNews, NodesKept
+from hadal.runtime.process.process import Run, write_run
+from hadal.runtime.topology import place_units
+from hadal.runtime.wire import Network, ZmqWire, write_address
+from tests.dist.fake_nodes import GPUS, ClusterState
+from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Host, Hosts
+from tests.dist.light_lender import NUM_AGENTS
+from tests.dist.serving import wait_until
+
+pytestmark = [NEEDS_HOSTS, pytest.mark.full, pytest.mark.timeout(3000)]
+
+PREFILL, DECODE = 29, 9
+"""Units at the peak of 278 nodes."""
+LIGHT = int(os.environ.get(NUM_AGENTS, "30"))
+SECRET = bytes(range(32))
+START_S, PLACE_S, SOON_S = 1200.0, 600.0, 60.0
+PATIENT = {"RAY_worker_register_timeout_seconds": "600"}
+"""All actors start at once, on the cores of one host."""
+
+
+def state(host: Host) -> ClusterState | None:
+    """The last that the cluster said of itself; None: it is not up yet."""
+    lines = [line for line in host.log("nodes").splitlines() if line.startswith("{")]
+    return msgspec.json.decode(lines[-1], type=ClusterState) if lines else None
+
+
+def wait_for(host: Host, is_so: Callable[[ClusterState], bool], what: str) -> ClusterState:
+    def found() -> ClusterState | None:
+        time.sleep(0.5)
+        assert host.started["nodes"].poll() is None, host.log("nodes")[-3000:]
+        now = state(host)
+        return now if now is not None and is_so(now) else None
+
+    seen = wait_until(found, START_S, what)
+    assert isinstance(seen, ClusterState)
+    return seen
+
+
+class Asking:
+    """The supervisor, as far as the lender and agents see of it."""
+
+    def __init__(self, host: Host, folder: Path, run: Run) -> None:
+        network = Network(host.address, SECRET)
+        self._wire = host.call(lambda: ZmqWire(SUPERVISOR, folder, life=1, network=network))
+        write_run(folder, run)
+        write_address(folder, SUPERVISOR, Address(1, self._wire.endpoint))
+        self.agents: set[int] = set()
+        """Nodes that spoke."""
+
+    def have(self, groups: tuple[tuple[int, ...], ...], timeout_s: float) -> None:
+        """Ask for these groups, as often as the supervisor does, until they are found."""
+        found: tuple[tuple[int, ...], ...] | None = None
+        deadline_s = time.monotonic() + timeout_s
+        while found is None or set(found) != set(groups):
+            assert time.monotonic() < deadline_s, f"{len(found or ())} of {len(groups)} groups"
+            self._wire.send(LENDER, KeepNodes(groups))
+            heard = self._hear(1.0)
+            found = found if heard is None else heard
+
+    def hear_agents(self, num_agents: int) -> None:
+        """Until so many nodes spoke."""
+        deadline_s = time.monotonic() + PLACE_S
+        while len(self.agents) < num_agents:
+            assert time.monotonic() < deadline_s, f"{len(self.agents)} agents"
+            self._hear(1.0)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _hear(self, seconds: float) -> tuple[tuple[int, ...], ...] | None:
+        """What the lender said last in that time."""
+        found, until_s = None, time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0.0:
+            for message in self._wire.receive(left_s):
+                if isinstance(message, NodesKept):
+                    assert not message.complaint
+                    found = message.found
+                elif isinstance(message, NodeNews):
+                    assert message.node not in self.agents
+                    self.agents.add(message.node)
+        return found
+
+
+def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> None:
+    deployment = msgspec.structs.replace(
+        read_deployment(ROOT / "configs" / "v3_ep32_ep144.toml"),
+        fleet=FleetConfig(mode="auto", prefill_max=PREFILL, decode_max=DECODE),
+    )
+    groups = tuple(unit.nodes for unit in place_units(deployment))
+    num_nodes = sum(map(len, groups))
+    with Hosts(1) as hosts, tempfile.TemporaryDirectory(prefix="hadal-s-") as name:
+        host, folder = hosts[0], Path(name)
+        began_s = time.monotonic()
+        arguments = [host.address, str(PORT), str(num_nodes)]
+        host.start("nodes", [sys.executable, "-m", "tests.dist.fake_nodes", *arguments], PATIENT)
+        wait_for(host, lambda now: now.num_free_gpus == num_nodes * GPUS, "all nodes are there")
+        print(f"{num_nodes} nodes after {time.monotonic() - began_s:.0f} s", flush=True)
+
+        address = f"{host.address}:{PORT}"
+        cluster = ClusterConfig(
+            on="ray", address=address, volatile_head="allow", place_timeout_s=PLACE_S
+        )
+        deployment = msgspec.structs.replace(deployment, cluster=cluster)
+        asking = Asking(host, folder, Run("r0", deployment, address=host.address, secret=SECRET))
+        command = [sys.executable, "-m", "tests.dist.light_lender", "--folder", name, "--life", "1"]
+        host.start("lender", command, {NUM_AGENTS: str(LIGHT)})
+        try:
+            asking.have((), SOON_S)
+            began_s = time.monotonic()
+            asking.have(groups, PLACE_S)
+            print(f"{len(groups)} groups after {time.monotonic() - began_s:.1f} s", flush=True)
+            lent = wait_for(host, lambda now: now.num_free_gpus == 0, "no GPU is left")
+            named = {f"r0-{'-'.join(map(str, group))}": len(group) for group in groups}
+            assert {name: len(nodes) for name, nodes in lent.groups.items()} == named
+            every = [node for nodes in lent.groups.values() for node in nodes]
+            assert len(set(every)) == len(every) == num_nodes, "no node is in two groups"
+            asking.hear_agents(LIGHT)
+            print(f"{LIGHT} agents after {time.monotonic() - began_s:.1f} s", flush=True)
+            assert asking.agents == set(range(LIGHT))
+
+            asking.have((), SOON_S)
+            free = num_nodes * GPUS
+            wait_for(
+                host, lambda now: not now.groups and now.num_free_gpus == free, "all is given back"
+            )
+        finally:
+            print(host.log("lender")[-3000:])
+            asking.close()
