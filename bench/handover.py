@@ -89,16 +89,50 @@ def all_blocks() -> tuple[Blocks, ...]:
     )
 
 
-def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
+def fill(pool: KvPool) -> None:
+    """What an owner has in its pool."""
+    pool.blocks[:] = np.arange(pool.blocks.size, dtype=np.uint8).reshape(pool.blocks.shape)
+
+
+def receive(connection: socket.socket, pool: KvPool, num_bytes: int) -> None:
+    """Have an owner's raw socket send so many bytes, into the pool."""
+    connection.sendall(num_bytes.to_bytes(8, "little"))
+    view = pool.cache[pool.block_bytes : pool.block_bytes + num_bytes]
+    while view:
+        view = view[connection.recv_into(view) :]
+
+
+def pull(transfer: KvTransfer, lease: KvLease) -> None:
+    """Pull to where the blocks are at the owner. Raises RuntimeError."""
+    error = transfer.pull(lease, lease.block_ids)
+    if error is not None:
+        raise RuntimeError(error)
+
+
+def in_turn(acts: Sequence[Callable[[], None]], seconds: float) -> list[float]:
+    """Seconds of the median call of each, which take turns for so long, three times at least."""
+    times: list[list[float]] = [[] for _ in acts]
+    for act in acts:
+        act()  # Connections, pages, agents.
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s or len(times[0]) < 3:
+        for taken, act in zip(times, acts, strict=True):
+            begun_s = time.perf_counter()
+            act()
+            taken.append(time.perf_counter() - begun_s)
+    return [statistics.median(taken) for taken in times]
+
+
+def own(run: str, handover: str, shape: Shape, dtype: str, host: str = HOST) -> None:
     """The owner: its pool served, and the same bytes to whoever asks a raw socket for so many of
-    them.
+    them. `host`: the address of both.
     """
     pool = KvPool.create(pool_name(run, "prefill-0", "1"), shape, dtype)
-    pool.blocks[:] = np.arange(pool.blocks.size, dtype=np.uint8).reshape(pool.blocks.shape)
+    fill(pool)
     transfer = KvTransfer(
-        pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name)
+        pool, handover, host=host, secret=SECRET, grants=SelfGrants(SECRET, pool.name)
     )
-    listener = socket.create_server((HOST, 0))
+    listener = socket.create_server((host, 0))
     print(json.dumps((transfer.address, listener.getsockname()[1])), flush=True)
 
     def send() -> None:
@@ -158,37 +192,18 @@ def _compare(
 ) -> tuple[float, float, float]:
     ids = tuple(range(1, 1 + count))
     lease = KvLease(address, ids, (0,) * count, count * BLOCK_TOKENS)
-    num_bytes = count * pool.block_bytes
-
-    def copy() -> None:
-        np.copyto(pool.blocks[1 : 1 + count], source.blocks[1 : 1 + count])
-
-    def receive() -> None:
-        connection.sendall(num_bytes.to_bytes(8, "little"))
-        view = pool.cache[pool.block_bytes : pool.block_bytes + num_bytes]
-        while view:
-            view = view[connection.recv_into(view) :]
-
-    def pull() -> None:
-        error = transfer.pull(lease, ids)
-        if error is not None:
-            raise RuntimeError(error)
-
-    acts: tuple[Callable[[], None], ...] = (copy, receive, pull)
-    times: list[list[float]] = [[], [], []]
-    for act in acts:
-        act()  # Connections, pages, agents.
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s or len(times[0]) < 3:
-        for taken, act in zip(times, acts, strict=True):
-            begun_s = time.perf_counter()
-            act()
-            taken.append(time.perf_counter() - begun_s)
+    copied, received, pulled = in_turn(
+        (
+            lambda: np.copyto(pool.blocks[1 : 1 + count], source.blocks[1 : 1 + count]),
+            lambda: receive(connection, pool, count * pool.block_bytes),
+            lambda: pull(transfer, lease),
+        ),
+        seconds,
+    )
     pool.blocks[1:] = 0
-    pull()
-    if not np.array_equal(pool.blocks[ids[0] : ids[-1] + 1], source.blocks[ids[0] : ids[-1] + 1]):
+    pull(transfer, lease)
+    if not np.array_equal(pool.blocks[1 : 1 + count], source.blocks[1 : 1 + count]):
         raise RuntimeError("what was pulled is not what is there")
-    copied, received, pulled = (statistics.median(taken) for taken in times)
     return copied, received, pulled
 
 
@@ -239,8 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.own:
-        run, handover, shape, dtype = json.loads(options.own)
-        own(run, handover, tuple(shape), dtype)
+        run, handover, shape, dtype, *host = json.loads(options.own)
+        own(run, handover, tuple(shape), dtype, *host)
     elif options.measure:
         run, handover, shape, dtype, seconds = json.loads(options.measure)
         measure(run, handover, tuple(shape), dtype, seconds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,8 +23,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER
-from tests.dist.serving import wait_until
+from tests.dist.serving import Server, to_toml, wait_until
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +34,11 @@ PORT = 6379
 """Of the Ray head."""
 TEMP = "/dev/shm/t"
 """Folder for temporary files, on each host its own."""
-START_S = 90.0
+START_S = 180.0
+RAY = ("/ray/", "ray start", "ray::", "hadal.runtime.ray_cluster")
+"""What the command lines of Ray's own processes have in them, and the lender's, its one client."""
+_SOCKET = re.compile(r"^\S+ +\d+ +\d+ +(\S+) +(\S+) +.*?pid=(\d+).*? data_segs_out:(\d+)", re.M)
+"""This end, the other, the process and the segments with data that it sent: a line of ss(8)."""
 _CLONE_NEWNET = 0x40000000
 _INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(flush=True); signal.pause()"
 """The first process of a host: reaps what others leave, or a dead raylet counts as alive."""
@@ -71,6 +77,10 @@ class Host:
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self.num_cpus = 0
         """Of its Ray node."""
+        self.label = ""
+        """Of its Ray node, "key=value"."""
+        self.environment: dict[str, str] = {}
+        """Of all that is started on it."""
         self._net = f"hadal-{os.getpid()}-{number}"
         self._switch = switch
         self._init: subprocess.Popen[bytes] | None = None
@@ -109,7 +119,11 @@ class Host:
         return int(path.read_text().split()[0])
 
     def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
         """Start a process there; its output goes to a file, for `log`."""
         with open(self.log_path(name), "wb") as log:
@@ -117,10 +131,16 @@ class Host:
                 ["nsenter", "-t", str(self._inner), "-n", "-m", "-p", "-u", "--", *command],
                 stdout=log,
                 stderr=log,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 start_new_session=True,
                 cwd=ROOT,
-                env={**os.environ, "TMPDIR": TEMP, **ENVIRONMENT, **(environment or {})},
+                env={
+                    **os.environ,
+                    "TMPDIR": TEMP,
+                    **ENVIRONMENT,
+                    **self.environment,
+                    **(environment or {}),
+                },
             )
         self.started[name] = process
         return process
@@ -175,6 +195,24 @@ class Host:
                     found.append(int(path.name))
         return found
 
+    def sent(self) -> Counter[tuple[int, str, str]]:
+        """TCP segments with data that each of its processes has sent on each connection there is, by
+        pid here and both ends.
+        """
+        found = subprocess.run(
+            ["nsenter", "-t", str(self._inner), "-n", "ss", "-HOtnpi"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        return Counter(
+            {
+                (int(pid), here, there): int(num_segments)
+                for here, there, pid, num_segments in _SOCKET.findall(found.stdout)
+            }
+        )
+
     def names(self) -> Counter[str]:
         """Names of its processes, as those that are forked give themselves."""
         found: Counter[str] = Counter()
@@ -187,6 +225,11 @@ class Host:
         """KV pools in its shared memory."""
         shared = Path(f"/proc/{self._inner}/root{SHM_FOLDER}")
         return [path.name for path in shared.glob(f"{PREFIX}*")]
+
+    @property
+    def has_ray(self) -> bool:
+        """Whether its Ray node came up."""
+        return "Ray runtime started" in self.log("ray")
 
     def kill_ray(self) -> None:
         """Kill its Ray node alone, the head if it is that."""
@@ -268,9 +311,20 @@ class Hosts:
         for host, num_cpus in zip(self.hosts, num_cpus_of_each, strict=True):
             host.num_cpus = num_cpus
         self.start_head(is_volatile=is_volatile)
-        for host in self.hosts[1:]:
-            self.start_ray_node(host)
-        wait_until(lambda: self.num_ray_nodes() == len(self.hosts), START_S, "Ray nodes")
+
+        def are_up() -> bool:
+            """Few start at once, for Ray gives a node up that takes 30 s, which cannot be set; such
+            a one is tried again.
+            """
+            for host in self.hosts:
+                self.keep_ray_node(host)
+            coming = [host for host in self.hosts if "ray" in host.started and not host.has_ray]
+            absent = [host for host in self.hosts if "ray" not in host.started]
+            for host in absent[: max(0, (os.cpu_count() or 1) - len(coming))]:
+                self.start_ray_node(host)
+            return not coming and not absent
+
+        wait_until(are_up, START_S, "Ray nodes")
 
     def start_head(self, *, is_volatile: bool = False) -> None:
         head = self.hosts[0]
@@ -287,7 +341,7 @@ class Hosts:
             ],
             {} if is_volatile else storage,
         )
-        wait_until(lambda: "Ray runtime started" in head.log("ray"), START_S, "the head to start")
+        wait_until(lambda: head.has_ray, START_S, "the head to start")
 
     def start_ray_node(self, host: Host) -> None:
         host.start(
@@ -306,8 +360,29 @@ class Hosts:
         if node is not None and node.poll() is not None:
             self.start_ray_node(host) if host is not self.hosts[0] else self.start_head()
 
-    def num_ray_nodes(self) -> int:
-        return sum("Ray runtime started" in host.log("ray") for host in self.hosts)
+    def serve(self, folder: Path, name: str = "serve", number: int = 0, **tables: Any) -> Server:
+        """Start `hadal serve` on a host, its units on the Ray nodes unless `tables`, which are
+        fields of the deployment, say otherwise. `name`: of its log. Does not wait for it.
+        """
+        config = folder / "deployment.toml"
+        fields = {
+            "port": 8000,
+            "model": str(model_folder("")),
+            "cluster": self.cluster,
+            **tables,
+        }
+        config.write_text(to_toml(fields))
+        command = ["hadal", "serve", "--config", str(config), "--run-folder", str(folder / "run")]
+        process = self.hosts[number].start(name, command)
+        return Server(process, folder / "run", self.hosts[number].log_path(name))
+
+    @property
+    def cluster(self) -> dict[str, Any]:
+        """The deployment's table. All hosts share this machine's cores, so they may be silent for
+        longer than real ones.
+        """
+        address = f"{self.hosts[0].address}:{PORT}"
+        return {"on": "ray", "address": address, "node_timeout_s": 2.5}
 
     def close(self) -> None:
         for host in self.hosts:
@@ -321,6 +396,7 @@ def _ray_options(host: Host) -> list[str]:
     return [
         f"--node-ip-address={host.address}",
         f"--num-cpus={host.num_cpus}",
+        *([f"--labels={host.label}"] if host.label else []),
         "--temp-dir=/dev/shm/r",
         "--object-store-memory=80000000",
         "--include-log-monitor=false",

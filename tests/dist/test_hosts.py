@@ -19,19 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from hadal.runtime.process.process import EXIT_CONFIG
-from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import StartServer
-from tests.dist.hosts import NEEDS_HOSTS, PORT, Host, Hosts
+from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
-from tests.dist.serving import Server, to_toml, wait_until
+from tests.dist.serving import Server, wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(600 if not FULL else 3600)]
 
 SEED = 17
 OURS = {"prefill-0", "decode-0", "decode-0.0", "decode-0.1"}
+NUM_STEPS = 400
 SMALL = {"threads": 1, "ranks_per_node": 1, "kv_blocks": 96}
 
 
@@ -81,25 +82,9 @@ class Deployed:
         self.wait_whole()
 
 
-def cluster(hosts: Hosts) -> dict[str, Any]:
-    """All hosts share this machine's cores, so they may be silent for longer than real ones."""
-    address = f"{hosts[0].address}:{PORT}"
-    return {"on": "ray", "address": address, "node_timeout_s": 2.5}
-
-
 def serve(hosts: Hosts, folder: Path, name: str = "serve", **tables: Any) -> Deployed:
     """Start `hadal serve` on the first host; `name`: of its log."""
-    config = folder / "deployment.toml"
-    fields = {
-        "port": 8000,
-        "model": str(model_folder("")),
-        "cluster": cluster(hosts),
-        **tables,
-    }
-    config.write_text(to_toml(fields))
-    command = ["hadal", "serve", "--config", str(config), "--run-folder", str(folder / "run")]
-    process = hosts[0].start(name, command)
-    return Deployed(hosts, Server(process, folder / "run", hosts[0].log_path(name)))
+    return Deployed(hosts, hosts.serve(folder, name, **tables))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +103,52 @@ def deployed() -> Iterator[Deployed]:
 def test_the_texts_are_those_of_one_host(deployed: Deployed) -> None:
     cases = everyday_cases(200 if FULL else 12, SEED)
     assert not differences(cases, deployed.complete(cases))
+
+
+def test_a_step_says_nothing_through_ray(deployed: Deployed) -> None:
+    """What Ray's processes and the lender send while tokens stream is what they send anyway. What
+    ours send is counted by the same means: a step of two hosts is several messages.
+    """
+    rays = {pid for host in deployed.hosts for word in RAY for pid in host.pids(word)}
+
+    def sent() -> Counter[tuple[int, str, str]]:
+        return sum((host.sent() for host in deployed.hosts), Counter())
+
+    def through_ray(segments: Counter[tuple[int, str, str]]) -> int:
+        return sum(number for (pid, *_), number in segments.items() if pid in rays)
+
+    async def num_steps(client: httpx.AsyncClient) -> int:
+        metrics = (await client.get("/metrics")).text
+        return int(float(metrics.partition('hadal_steps_total{unit="decode-0"} ')[2].split()[0]))
+
+    async def read(reply: httpx.Response) -> None:
+        async for _ in reply.aiter_bytes():
+            pass
+
+    async def measure() -> tuple[int, Counter[Any], Counter[Any]]:
+        """Steps, what was sent while they were made, and in the same time without a step."""
+        body = {"model": "hadal-tiny", "prompt": [16] * 8, "max_tokens": 3000}
+        body |= {"ignore_eos": True, "stream": True}
+        async with httpx.AsyncClient(base_url=deployed.server.url, timeout=60.0) as client:
+            async with client.stream("POST", "/v1/completions", json=body) as reply:
+                reading = asyncio.create_task(read(reply))
+                before, first, began_s = sent(), await num_steps(client), time.monotonic()
+                while (steps := await num_steps(client) - first) < NUM_STEPS:
+                    assert not reading.done()
+                    await asyncio.sleep(0.1)
+                busy, took_s = sent() - before, time.monotonic() - began_s
+                reading.cancel()
+            await asyncio.sleep(1.0)  # The stream is given up.
+            before = sent()
+            await asyncio.sleep(took_s)
+            return steps, busy, sent() - before
+
+    steps, busy, idle = deployed.hosts[0].call(lambda: asyncio.run(measure()))
+    told = f"{steps} steps: {through_ray(busy)} of {busy.total()}, idle {through_ray(idle)} of {idle.total()}"
+    print(told)
+    assert busy.total() - through_ray(busy) > steps, told
+    assert through_ray(idle) > 0, told
+    assert through_ray(busy) - through_ray(idle) < 0.25 * steps, told
 
 
 def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
@@ -186,7 +217,7 @@ def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) 
             name="second",
             port=8001,
             decode={**SMALL, "ranks": 2},
-            cluster={**cluster(deployed.hosts), "place_timeout_s": 3.0},
+            cluster={**deployed.hosts.cluster, "place_timeout_s": 3.0},
         )
         assert second.server.process.wait(60) == EXIT_CONFIG
     assert "nodes 1-2 not found within 3 s" in second.server.log()
