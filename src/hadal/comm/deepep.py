@@ -31,7 +31,7 @@ from torch import Tensor
 from hadal.comm.expert_comm import ExpertSlotCounts, Received, replicas_of
 from hadal.comm.group import Interval
 from hadal.core.placement import Placement
-from hadal.core.plans import SCALE_GROUP, row_bytes
+from hadal.core.plans import NO_LINK_BYTES, SCALE_GROUP, LinkBytes, row_bytes
 from hadal.reference.codec import decode, encode
 from hadal.reference.ops import Replicas, choose_replicas
 
@@ -182,6 +182,10 @@ class DeepEpComm:
     def take_counts(self) -> Tensor:
         """See ExpertComm.take_counts."""
         return self.counts.take()
+
+    def take_link_bytes(self) -> LinkBytes:
+        """See ExpertComm.take_link_bytes. DeepEP does not say what it sent."""
+        return NO_LINK_BYTES
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, layer: int) -> DeepEpHandle:
         """See ExpertComm.dispatch."""

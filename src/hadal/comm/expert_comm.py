@@ -35,6 +35,7 @@ from hadal.comm.layout import (
 )
 from hadal.core.errors import HadalError, InvariantError
 from hadal.core.placement import EMPTY, Placement
+from hadal.core.plans import NO_LINK_BYTES, LinkBytes
 from hadal.kernels import ops
 from hadal.kernels.ops import MAX_TOP_K, Arrived, route, unpack
 from hadal.reference.ops import Replicas, Route
@@ -172,6 +173,57 @@ class ExpertSlotCounts:
         taken_LS = self._counts_LS.to("cpu", copy=True)
         self._counts_LS.zero_()
         return taken_LS
+
+
+# What a rank's tokens cost on the links, within its node and beyond it: the sizes of its messages,
+# which packing works out anyway.
+#
+# Sums of sums: a layer adds a few whole numbers and bytes are worked out once a step.
+
+
+class LinkByteCount:
+    """Of one formation. `near`: ranks of this rank's node, side by side, itself among them."""
+
+    def __init__(
+        self, layout: MessageLayout, mode: str, rank: int, peers: Sequence[int], near: range
+    ) -> None:
+        self._layout = layout
+        self._mode = mode
+        self._rank = rank
+        self._near = slice(near.start, near.stop)
+        num_near = sum(peer in near for peer in peers)
+        self._num_peers = num_near, len(peers) - num_near
+        self._clear()
+
+    def _clear(self) -> None:
+        self._num_dispatches = 0
+        self._near_rows = self._near_pairs = self._rows = self._pairs = 0
+
+    def add(self, way: Route) -> None:
+        """A dispatch takes this way, and its combine will come back by it."""
+        pairs, rank = way.num_pairs_R, self._rank
+        self._num_dispatches += 1
+        self._near_pairs += sum(pairs[self._near]) - pairs[rank]
+        self._pairs += way.at_TK.numel() - pairs[rank]
+        if self._mode == "normal":  # Else a row is a pair.
+            rows = way.num_rows_R
+            self._near_rows += sum(rows[self._near]) - rows[rank]
+            self._rows += sum(rows) - rows[rank]
+
+    def take(self) -> LinkBytes:
+        """Everything since the last time."""
+        near, far = (num_peers * self._num_dispatches for num_peers in self._num_peers)
+        rows, pairs = self._rows - self._near_rows, self._pairs - self._near_pairs
+        layout, mode = self._layout, self._mode
+        link_bytes = LinkBytes(
+            (
+                layout.dispatch_bytes(mode, self._near_rows, self._near_pairs, near),
+                layout.dispatch_bytes(mode, rows, pairs, far),
+            ),
+            (layout.combine_bytes(self._near_pairs), layout.combine_bytes(pairs)),
+        )
+        self._clear()
+        return link_bytes
 
 
 # Normal mode: a token that several experts of a rank want travels to it once. Sizes are learnt
@@ -440,7 +492,9 @@ class ExpertComm:
         mode: str,
         max_tokens: int,
         device: str = "cpu",
+        near: range | None = None,
     ) -> None:
+        """`near`: ranks of this rank's node; None: all of them."""
         if mode not in MODES:
             raise ValueError(f"{mode!r} is no mode. Known: {', '.join(MODES)}.")
         if not 1 <= top_k <= MAX_TOP_K or max_tokens < 1:
@@ -460,6 +514,9 @@ class ExpertComm:
         self._low_latency: LowLatencyMode | None = None
         self._replicas: list[Replicas] = []
         self._counts = ExpertSlotCounts(0, 0, device)
+        self._near = near
+        self._link_bytes: LinkByteCount | None = None
+        """None: there is nobody to talk to."""
         self._num_expert_slots = 0
         self._free: list[int] = []
 
@@ -481,6 +538,12 @@ class ExpertComm:
             placement.num_layers, placement.num_expert_slots, self._device
         )
         self._free = list(range(MAX_LIVE))
+        near = range(placement.num_ranks) if self._near is None else self._near
+        self._link_bytes = (
+            LinkByteCount(self.layout, self.mode, self.rank, self.peers, near)
+            if self.peers
+            else None
+        )
         self._low_latency = None
         if self.mode == "low_latency" and self.peers:
             # Of all expert slots, filled or not: a layer's flip may fill more of them.
@@ -527,6 +590,12 @@ class ExpertComm:
         """
         return self._counts.take()
 
+    def take_link_bytes(self) -> LinkBytes:
+        """Bytes that this rank's tokens took to its peers and back, since this was last asked or
+        the formation began.
+        """
+        return NO_LINK_BYTES if self._link_bytes is None else self._link_bytes.take()
+
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, layer: int) -> Handle:
         """Send every token to the ranks of its experts; `layer` counts MoE layers. T may be 0.
 
@@ -548,6 +617,8 @@ class ExpertComm:
         if not self._free:
             raise InvariantError(f"{MAX_LIVE} dispatches are live already: finish one first.")
         way = route(ids_TK, self._replicas[layer], layer + self.rank)
+        if self._link_bytes is not None:
+            self._link_bytes.add(way)
         index = self._free.pop(0)
         handle = Handle(self, index, x_TD, ids_TK, way, layer)
         handle._send()

@@ -64,13 +64,16 @@ class MessageLayout:
         """Bytes of a returned row: 14,336 for BF16 at hidden size 7168."""
         return row_bytes(self.hidden_size, self.back_format)
 
-    def dispatch_bytes(self, mode: str, num_rows: int, num_pairs: int) -> int:
+    def dispatch_bytes(
+        self, mode: str, num_rows: int, num_pairs: int, num_messages: int = 1
+    ) -> int:
         """Return the bytes of the message to one peer: `num_rows` distinct tokens in `num_pairs`
-        (token, expert) pairs.
+        (token, expert) pairs. Of several messages: all of theirs.
         """
+        heads = num_messages * HEAD_BYTES
         if mode == "low_latency":
-            return HEAD_BYTES + num_pairs * self.message_bytes
-        return HEAD_BYTES + num_pairs * PAIR_BYTES + num_rows * self.row_bytes
+            return heads + num_pairs * self.message_bytes
+        return heads + num_pairs * PAIR_BYTES + num_rows * self.row_bytes
 
     def combine_bytes(self, num_pairs: int) -> int:
         """Return the bytes of the message back from one peer."""

@@ -145,6 +145,16 @@ class UnitsConfig(ConfigTable, frozen=True):
                 " rank to hold a replica. Raise ranks or leave it 0."
             )
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node that each rank of a unit is on, counted within the unit."""
+        return tuple(rank // self.ranks_per_node for rank in range(self.ranks))
+
+    def beside(self, rank: int) -> range:
+        """The ranks of a unit that are on the node of `rank`, itself among them."""
+        first = rank - rank % self.ranks_per_node
+        return range(first, min(first + self.ranks_per_node, self.ranks))
+
 
 class CacheConfig(ConfigTable, frozen=True):
     """KV that outlives its request, found again by what it contains."""

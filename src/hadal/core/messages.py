@@ -16,6 +16,7 @@ from msgspec import Meta
 from hadal.core.cache import DiskLocation
 from hadal.core.config import ROLES
 from hadal.core.plans import (
+    NO_LINK_BYTES,
     BlocksRead,
     BlocksStored,
     Draw,
@@ -23,6 +24,7 @@ from hadal.core.plans import (
     FormPlan,
     Held,
     KvPulled,
+    LinkBytes,
     NamedBlocks,
     Sampling,
     Staged,
@@ -383,6 +385,8 @@ class UnitReport(Message, frozen=True):
     """Drafts by place that were compared with what was drawn: those before them were right."""
     drafts_accepted: tuple[int, ...] = ()
     """Those that were what was drawn."""
+    link_bytes: LinkBytes = NO_LINK_BYTES
+    """Bytes between its ranks, and of KV that they copied out of others' pools."""
 
 
 # ---- every process that listens -> gateway ----
@@ -495,6 +499,8 @@ class TraceRequest(Message, frozen=True):
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step that was recorded while it ran, of all its ranks."""
+
     step_id: int
     schedule: str
     num_micro_batches: int
@@ -502,6 +508,8 @@ class TracedStep(msgspec.Struct, frozen=True, array_like=True):
     events: tuple[TraceEvent, ...]
     balance: dict[str, float] = {}
     """Objective (core/balance) -> mean over maximum of the ranks in this step."""
+    link_bytes: LinkBytes = NO_LINK_BYTES
+    """Bytes between its ranks."""
 
 
 class Trace(Message, frozen=True):

@@ -325,6 +325,35 @@ adds to them leaves nothing to draw.
 """
 
 
+ByNode = tuple[int, int]
+"""What went within a node, and what went between two."""
+NO_BYTES: ByNode = (0, 0)
+
+
+class LinkBytes(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks sent to each other. What a rank keeps for itself went nowhere."""
+
+    dispatch: ByNode = NO_BYTES
+    combine: ByNode = NO_BYTES
+    kv: ByNode = NO_BYTES
+    """KV that was copied out of another rank's pool: hand-overs, and requests that moved."""
+
+    def plus(self, other: LinkBytes) -> LinkBytes:
+        """Both together."""
+        return LinkBytes(
+            _both(self.dispatch, other.dispatch),
+            _both(self.combine, other.combine),
+            _both(self.kv, other.kv),
+        )
+
+
+def _both(one: ByNode, other: ByNode) -> ByNode:
+    return one[0] + other[0], one[1] + other[1]
+
+
+NO_LINK_BYTES = LinkBytes()
+
+
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A step's tokens: row i is the token `tokens[i]` of `keys[i]`. Prefill: the index of the chunk
     that drew, once each. Decode: the slot, as often as its request got a token; those of one slot
@@ -356,6 +385,10 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Tokens that the rank's expert slots received since the last counted plan, int64 [L, S]; only
     a counted plan has them. A flip lets its layer's counts begin anew. A leader of many ranks reads
     them itself; the leader of steps inside it does not get them.
+    """
+    link_bytes: LinkBytes = NO_LINK_BYTES
+    """What the rank's own tokens sent to its peers and got back, since the last step that answered
+    (of several ranks together: the sum).
     """
 
 
@@ -392,6 +425,7 @@ class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     attempt: int
     error: str | None
+    link_bytes: LinkBytes = NO_LINK_BYTES
 
 
 class BlocksRead(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -18,6 +18,7 @@ from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.config import ROLES
 from hadal.core.messages import FrontSnapshot, UnitReport
+from hadal.core.plans import LinkBytes
 from hadal.gateway.replies import Usage
 from hadal.runtime.ledger.writer import LedgerCounts
 
@@ -63,6 +64,7 @@ _UNIT_COUNTERS = {
         "num_requests_moved",
     ),
 }
+_LINK_KINDS = LinkBytes.__struct_fields__
 _Cached = dict[str, tuple[str, dict[str, str]]]
 """Metric -> (what it is, the name in UnitReport.cache of each tier; "" where there are no tiers)."""
 _CACHE_COUNTERS: _Cached = {
@@ -342,6 +344,7 @@ def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
     ):
         yield from _cache_metrics(kind, metrics, loads)
     yield from _draft_metrics(loads)
+    yield _link_metric(loads)
     balance = GaugeMetricFamily(
         "hadal_balance",
         "Mean over maximum of a unit's ranks, smoothed; 1 is even.",
@@ -351,6 +354,23 @@ def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
         for objective, value in shown(load.balance).items():
             balance.add_metric((unit, objective), value)
     yield balance
+
+
+def _link_metric(loads: dict[str, UnitReport]) -> Metric:
+    """What a unit does not send has no series."""
+    link_bytes = CounterMetricFamily(
+        "hadal_link_bytes",
+        "Bytes between ranks by what they are, within a node or between nodes: tokens dispatched to"
+        " experts and combined again, and KV that the unit copied out of other ranks' pools.",
+        labels=("unit", "kind", "nodes"),
+    )
+    for unit, load in loads.items():
+        for kind in _LINK_KINDS:
+            both = getattr(load.link_bytes, kind)
+            if any(both):
+                for nodes, number in zip(("within", "between"), both, strict=True):
+                    link_bytes.add_metric((unit, kind, nodes), number)
+    return link_bytes
 
 
 def _draft_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:

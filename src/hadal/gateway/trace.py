@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from hadal.core.balance import shown
 from hadal.core.errors import HadalError
 from hadal.core.messages import TracedStep
+from hadal.core.plans import LinkBytes
 from hadal.gateway.errors import ApiError
 from hadal.gateway.host import Host
 from hadal.overlap.trace import (
@@ -47,7 +48,7 @@ _MAX_FREE = 999
 
 class TraceReply(msgspec.Struct, frozen=True):
     """The body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events,
-    balance.
+    balance, link_bytes.
     """
 
     unit: str
@@ -169,7 +170,9 @@ def _describe_step(unit: str, step: TracedStep) -> str:
     balance = ", ".join(
         f"{objective} {value:.3f}" for objective, value in shown(step.balance).items()
     )
-    return f"{head}; {_describe_link(step)}{f'; balance {balance}' if balance else ''}"
+    balanced = f"balance {balance}" if balance else ""
+    parts = (head, _describe_link(step), _describe_bytes(step.link_bytes), balanced)
+    return "; ".join(part for part in parts if part)
 
 
 def _describe_link(step: TracedStep) -> str:
@@ -184,6 +187,17 @@ def _describe_link(step: TracedStep) -> str:
     if len(by_rank) > 1:
         text += f" (mean of ranks: {', '.join(map(_describe_share, by_rank))})"
     return text
+
+
+def _describe_bytes(link_bytes: LinkBytes) -> str:
+    """What went between ranks, and the part of it between nodes; empty where nothing went."""
+    both = {"dispatch": link_bytes.dispatch, "combine": link_bytes.combine}
+    said = [
+        f"{kind} {sum(parts) / 1e6:.2f} MB ({parts[1] / sum(parts):.0%} between nodes)"
+        for kind, parts in both.items()
+        if any(parts)
+    ]
+    return ", ".join(said)
 
 
 def _describe_share(share: Share) -> str:

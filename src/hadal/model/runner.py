@@ -21,6 +21,7 @@ from torch import Tensor
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.plans import (
     FLIP,
+    NO_LINK_BYTES,
     Chunk,
     DecodePlan,
     Formed,
@@ -280,6 +281,9 @@ class ModelRunner:
             op_times=recorder.op_times(),
             events=tuple(recorder.events),
             expert_slot_counts=self._expert_slot_counts(plan),
+            link_bytes=NO_LINK_BYTES
+            if self._model.comm is None
+            else self._model.comm.take_link_bytes(),
         )
 
     def abort(self) -> None:

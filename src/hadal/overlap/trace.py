@@ -16,7 +16,7 @@ from typing import Any
 
 from hadal.core.balance import shown
 from hadal.core.messages import TracedStep
-from hadal.core.plans import DRAFT, TraceEvent
+from hadal.core.plans import DRAFT, ByNode, TraceEvent
 from hadal.overlap.plan import (
     ATTN_CORE,
     ATTN_IN,
@@ -179,6 +179,8 @@ def chrome_trace(
                 "covered_share": share.covered,
                 "exposed_ms": share.exposed_s * 1e3,
                 "balance": shown(step.balance),
+                "dispatch_bytes": _by_nodes(step.link_bytes.dispatch),
+                "combine_bytes": _by_nodes(step.link_bytes.combine),
             }
             start_s = min(event.start_s for event in mine)
             name = f"step {step.step_id} {step.schedule}"
@@ -187,6 +189,10 @@ def chrome_trace(
             )
             found += [_event(event, zero_s, threads) for event in mine]
     return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _by_nodes(both: ByNode) -> dict[str, int]:
+    return {"within nodes": both[0], "between nodes": both[1]}
 
 
 def _counters(step: TracedStep, zero_s: float) -> list[dict[str, Any]]:

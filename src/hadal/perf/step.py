@@ -21,6 +21,7 @@ from typing import Protocol
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.model_config import ModelConfig
+from hadal.core.plans import NO_LINK_BYTES, LinkBytes
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
 from hadal.perf.explain import DENSE_LAYERS, HOST, StepPart, StepPrice, part_of
 from hadal.perf.hardware import H800, Hardware
@@ -138,6 +139,28 @@ class Links:
         self._nodes = num_ranks / domain
         self._remote_nodes = remote_holders(model, self._nodes)
         self._remote_ranks = remote_holders(model, float(num_ranks))
+
+    def link_bytes(self, phase: str, num_tokens: float) -> LinkBytes:
+        """Return what one MoE layer sends between all ranks of the unit for `num_tokens` tokens of
+        theirs, a rank's own left out, on average.
+        """
+        model = self._model
+        if self._num_ranks == 1 or num_tokens <= 0.0:
+            return NO_LINK_BYTES
+        if phase == PREFILL:
+            # Over NVLink goes what the own node's ranks get, and what came from other nodes.
+            within, between = self._remote_ranks, self._remote_nodes
+            sizes = normal_dispatch_bytes(model), combine_bytes(model)
+        else:
+            between = model.num_experts_per_tok * (1.0 - self._local_share)
+            own = model.num_experts_per_tok / self._num_ranks
+            within = model.num_experts_per_tok - between - own
+            sizes = low_latency_dispatch_bytes(model), combine_bytes(model)
+        dispatch, combine = (
+            (round(num_tokens * within * size), round(num_tokens * between * size))
+            for size in sizes
+        )
+        return LinkBytes(dispatch, combine)
 
     def low_latency_s(
         self, num_tokens: float, imbalance: float, *, is_overlapped: bool
@@ -543,6 +566,11 @@ class StepModel:
             expert_slots_per_rank=self.num_expert_slots,
             affinity=self.constants.prompt_affinity,
         )
+
+    def link_bytes(self, phase: str, num_tokens: float, mtp_tokens: int = 0) -> LinkBytes:
+        """Return what a step sends between the unit's ranks for `num_tokens` tokens of theirs."""
+        layers = self.num_moe_layers + mtp_tokens
+        return self._links.link_bytes(phase, layers * num_tokens)
 
     def hbm_bytes(self, kv_tokens: float, mtp_tokens: int = 0) -> float:
         """Weights and KV of a rank, draft layers in where it drafts; activations and buffers are

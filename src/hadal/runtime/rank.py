@@ -476,12 +476,14 @@ def make_comm(
     """What a step's tokens go through on their way to experts; `group` None: of a unit that is one
     process.
     """
+    units = units_of(deployment, role)
     return ExpertComm(
         group,
         hidden_size=config.hidden_size,
         top_k=config.num_experts_per_tok,
         dispatch_format=deployment.dispatch_format,
-        mode=mode_of(role, units_of(deployment, role)),
+        mode=mode_of(role, units),
         max_tokens=max_step_tokens(role, deployment, config),
         device=device,
+        near=None if group is None else units.beside(group.rank),
     )

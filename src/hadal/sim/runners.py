@@ -121,7 +121,15 @@ class PrefillRunner:
             for _, chunk, sampling in drawn
         )
         keys = tuple(key for key, _, _ in drawn)
-        return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds * part, op_times=ops)
+        return StepDone(
+            plans[0].step_id,
+            keys,
+            tokens,
+            {},
+            price.seconds * part,
+            op_times=ops,
+            link_bytes=self._model.link_bytes(PREFILL, self.work.tokens),
+        )
 
     def formed(self, num_living: int) -> None:
         """Let `num_living` ranks take part from now on."""
@@ -317,9 +325,15 @@ class DecodeRunner:
         # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of
         # them.
         keys, values = cast("tuple[int, ...]", drawn), cast("tuple[int, ...]", tokens)
-        elapsed_s = price.seconds * part
+        num_computed = slots.size if num_tokens is None else int(num_tokens.sum())
         return StepDone(
-            plans[0].step_id, keys, values, {}, elapsed_s, op_times=_op_times(price, part)
+            plans[0].step_id,
+            keys,
+            values,
+            {},
+            price.seconds * part,
+            op_times=_op_times(price, part),
+            link_bytes=self._model.link_bytes(DECODE, num_computed, num_drafts),
         )
 
     def formed(self, num_living: int) -> None:

@@ -57,6 +57,8 @@ class QueueGroup:
     random: random.Random
     sent_bytes: list[int] = field(default_factory=list)
     """Of every exchange."""
+    sent_to: list[dict[int, int]] = field(default_factory=list)
+    """The same by peer."""
 
     def form(self, formation: int, members: Sequence[Member]) -> None:
         raise NotImplementedError
@@ -70,7 +72,8 @@ class QueueGroup:
             assert tensor.dtype is torch.uint8
             assert tensor.is_contiguous()
             self.queues[self.rank, peer].put(tensor.clone())
-        self.sent_bytes.append(sum(map(len, sends.values())))
+        self.sent_to.append({peer: len(tensor) for peer, tensor in sends.items()})
+        self.sent_bytes.append(sum(self.sent_to[-1].values()))
         return QueueExchange(self, recvs)
 
     def abort(self) -> None: ...

@@ -109,6 +109,18 @@ def test_a_unit_of_several_nodes_fills_them() -> None:
     )
 
 
+def test_ranks_of_a_node_lie_side_by_side() -> None:
+    many, few = UnitsConfig(ranks=12, ranks_per_node=4), UnitsConfig(ranks=5)
+    assert many.nodes == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2)
+    assert [many.beside(rank) for rank in (0, 3, 4, 11)] == [
+        range(4),
+        range(4),
+        range(4, 8),
+        range(8, 12),
+    ]
+    assert (set(few.nodes), few.beside(4)) == ({0}, range(5))
+
+
 def test_a_relative_model_is_looked_for_beside_the_file(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('model = "here"\n')

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hadal.core.balance import OBJECTIVES
 from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
 from hadal.core.messages import AnyMessage, FrontSnapshot, Totals, UnitReport
+from hadal.core.plans import LinkBytes
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import Usage
 from hadal.runtime.ledger.writer import LedgerCounts
@@ -240,3 +241,16 @@ def test_what_became_of_the_ledgers_facts() -> None:
     assert not any(
         name[0].startswith("hadal_ledger") for name in scraped(Metrics(lambda: snapshot))
     )
+
+
+def test_bytes_within_nodes_and_between_them() -> None:
+    busy = UnitReport("decode-0", "e", 1, 0, 0, 8, 0, link_bytes=LinkBytes((1, 2), (0, 4), (0, 0)))
+    samples = scraped_units(busy, UnitReport("prefill-0", "e", 1, 0, 0, 8, 0))
+    assert {
+        name[1:]: value for name, value in samples.items() if name[0] == "hadal_link_bytes_total"
+    } == {
+        ("dispatch", "within", "decode-0"): 1,
+        ("dispatch", "between", "decode-0"): 2,
+        ("combine", "within", "decode-0"): 0,
+        ("combine", "between", "decode-0"): 4,
+    }

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hadal.cli import app
 from hadal.core.messages import AnyMessage, Trace, TracedStep, TraceRequest, UnitReport
-from hadal.core.plans import TraceEvent
+from hadal.core.plans import LinkBytes, TraceEvent
 from hadal.gateway.service import ServedModel
 from hadal.gateway.trace import TraceError, TraceReply, describe, fetch, write
 
@@ -100,7 +100,11 @@ def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
             send(to, message)
             if isinstance(message, TraceRequest):
                 steps = (
-                    msgspec.structs.replace(traced(0), balance={"kv": math.nan, "requests": 0.5}),
+                    msgspec.structs.replace(
+                        traced(0),
+                        balance={"kv": math.nan, "requests": 0.5},
+                        link_bytes=LinkBytes((1_000_000, 3_000_000)),
+                    ),
                 )
                 it.units.tell(Trace(to, message.reply_id, steps))
 
@@ -108,7 +112,10 @@ def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
         reply = await it.client.get("/trace", params={"steps": "1"})
         body = msgspec.json.decode(reply.content, type=TraceReply)
         assert body.steps[0].balance == {"requests": 0.5}
-        assert "; balance requests 0.500" in describe(body).splitlines()[0]
+        assert (
+            "; dispatch 4.00 MB (75% between nodes); balance requests 0.500"
+            in describe(body).splitlines()[0]
+        )
 
     play(model, scene)
 

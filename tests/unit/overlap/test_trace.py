@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from hadal.core.messages import TracedStep
-from hadal.core.plans import DRAFT, TraceEvent
+from hadal.core.plans import DRAFT, LinkBytes, TraceEvent
 from hadal.overlap.plan import (
     COMBINE_START,
     DISPATCH_START,
@@ -119,7 +119,12 @@ def test_schedules_differ_by_number() -> None:
 def test_chrome_trace() -> None:
     steps = [
         TracedStep(
-            7, "prefill_dual", 2, 512, (*played(PREFILL_DUAL, 2), *played(PREFILL_DUAL, 2, rank=1))
+            7,
+            "prefill_dual",
+            2,
+            512,
+            (*played(PREFILL_DUAL, 2), *played(PREFILL_DUAL, 2, rank=1)),
+            link_bytes=LinkBytes((1, 2), (3, 4)),
         ),
         TracedStep(8, "sequential", 1, 3, ()),
     ]
@@ -141,6 +146,8 @@ def test_chrome_trace() -> None:
     head = next(e for e in spans if e["cat"] == "step")
     assert head["name"] == "step 7 prefill_dual"
     assert head["args"]["num_tokens"] == 512
+    assert head["args"]["dispatch_bytes"] == {"within nodes": 1, "between nodes": 2}
+    assert head["args"]["combine_bytes"] == {"within nodes": 3, "between nodes": 4}
     assert head["dur"] == pytest.approx(duration_s(played(PREFILL_DUAL, 2)) * 1e6, abs=1)
     assert len(spans) == len(steps[0].events) + 2
     # Within one thread of a viewer, spans either follow each other or would have to nest.

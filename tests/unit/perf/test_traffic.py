@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.calibration_points import LOW_LATENCY, LOW_LATENCY_H100, NORMAL
+from hadal.core.plans import NO_LINK_BYTES
 from hadal.perf.hardware import H800, HARDWARE
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import Links, expected_holders, remote_holders
@@ -102,3 +103,16 @@ def test_more_tokens_and_more_imbalance_take_longer(
         most = way(2 * tokens, imbalance, is_overlapped=is_overlapped)
         for a, b, c in zip(less, more, most, strict=True):
             assert a <= b < c
+
+
+def test_bytes_within_the_domain_and_between() -> None:
+    """A message goes to one rank of 16: to itself, to 7 beside it, to 8 of the other node."""
+    found = Links(DEEPSEEK_V3, H800, 16).link_bytes("decode", 1600)
+    sent = 1600 * 8 / 16
+    assert found.dispatch == (sent * 7 * 7408, sent * 8 * 7408)
+    assert found.combine == (sent * 7 * 14336, sent * 8 * 14336)
+    normal = Links(DEEPSEEK_V3, H800, 32).link_bytes("prefill", 1000)
+    assert normal.combine[1] == pytest.approx(2.357 * 1000 * 14336, rel=1e-3)
+    assert normal.combine[0] > normal.combine[1]
+    assert Links(DEEPSEEK_V3, H800, 8).link_bytes("prefill", 1000).dispatch[1] == 0
+    assert Links(DEEPSEEK_V3, H800, 1).link_bytes("decode", 1600) == NO_LINK_BYTES

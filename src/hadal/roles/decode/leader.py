@@ -620,6 +620,7 @@ class DecodeLeader:
 
     # ---- what comes in ----
     def _pulled(self, pulled: KvPulled) -> None:
+        self._reporter.link_bytes = self._reporter.link_bytes.plus(pulled.link_bytes)
         key = (pulled.request_id, pulled.attempt)
         if key in self.slots.moving.arriving:
             self.slots.moving.pulled(key, pulled.error)
@@ -690,6 +691,7 @@ class DecodeLeader:
             )
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
+        self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
         self._line.add(step.num_requests, done.elapsed_s)
         self._reporter.step_s, request_s = self._line.line
         self._reporter.rates_s = (request_s, 0.0)
@@ -702,7 +704,7 @@ class DecodeLeader:
         for slot in self.table.releasable(done.step_id).tolist():
             self.slots.vacate(slot)
         self._out += self.slots.moving.done(done.step_id)
-        self._out += self._tracer.done(done.step_id, done.events)
+        self._out += self._tracer.done(done)
 
     def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""

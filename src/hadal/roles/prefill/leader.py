@@ -323,6 +323,7 @@ class PrefillLeader:
             )
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
+        self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
         self.scheduler.done(done.step_id, done.op_times)
         if self.scheduler.is_calibrated:
             rates = self.scheduler.rates
@@ -355,7 +356,7 @@ class PrefillLeader:
         for part in step.parts:
             if part.prompt.key in self._started:
                 self._free_if_done(part.prompt)
-        self._out += self._tracer.done(done.step_id, done.events)
+        self._out += self._tracer.done(done)
 
     def _written(self, step: _PrefillStep, void: set[int]) -> None:
         """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not

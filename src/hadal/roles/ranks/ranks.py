@@ -45,6 +45,7 @@ from hadal.core.messages import (
 )
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
+    NO_LINK_BYTES,
     BlocksRead,
     BlocksStored,
     DecodePlan,
@@ -93,12 +94,14 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
     failed: dict[int, str] = {}
     chosen: dict[str, OpTime] = {}
     events: list[TraceEvent] = []
+    link_bytes = NO_LINK_BYTES
     for rank in sorted(parts):
         part, offset = parts[rank], offsets[rank]
         draws.update({len(tokens) + row: draw for row, draw in part.draws.items()})
         keys += [offset + key for key in part.keys]
         tokens += part.tokens
         failed.update({offset + key: reason for key, reason in part.failed.items()})
+        link_bytes = link_bytes.plus(part.link_bytes)
         for op_time in part.op_times:
             known = chosen.get(op_time.op)
             if known is not None:
@@ -118,6 +121,7 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
         failed,
         tuple(chosen.values()),
         tuple(events),
+        link_bytes=link_bytes,
     )
 
 
@@ -510,7 +514,7 @@ def make_ranked_leader(
     placement = first_placement(deployment, config, role)
     experts = ExpertBalancer(
         placement,
-        tuple(rank // units.ranks_per_node for rank in range(units.ranks)),
+        units.nodes,
         is_planning=moves_experts(units),
         num_groups=config.n_group if keeps_groups(units, config, role) else 0,
         terms=PREFILL_TERMS if role == PREFILL else None,

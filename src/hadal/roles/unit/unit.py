@@ -24,7 +24,7 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.plans import Sampling, TraceEvent
+from hadal.core.plans import NO_LINK_BYTES, Sampling, StepDone
 from hadal.core.seams import Effect, Send, WakeAt
 from hadal.roles.ranks.pools import RankPools
 
@@ -249,19 +249,20 @@ class Tracer:
         asked.num_planned += 1
         self._in_flight[step_id] = _Planned(schedule, num_micro_batches, num_tokens, balance or {})
 
-    def done(self, step_id: int, events: tuple[TraceEvent, ...]) -> list[Effect]:
+    def done(self, done: StepDone) -> list[Effect]:
         """A step is done; steps are done in the order of their plans."""
-        if not self._in_flight or (planned := self._in_flight.pop(step_id, None)) is None:
+        if not self._in_flight or (planned := self._in_flight.pop(done.step_id, None)) is None:
             return []
         asked = self._asked[0]
         asked.steps.append(
             TracedStep(
-                step_id,
+                done.step_id,
                 planned.schedule,
                 planned.num_micro_batches,
                 planned.num_tokens,
-                events,
+                done.events,
                 planned.balance,
+                done.link_bytes,
             )
         )
         if len(asked.steps) < asked.num_steps:
@@ -305,6 +306,8 @@ class UnitReporter:
         """Seconds of a token and of a pair, measured; 0 while unknown. The leader keeps it."""
         self.step_s = 0.0
         """Seconds of a step besides, measured. A decode leader keeps it."""
+        self.link_bytes = NO_LINK_BYTES
+        """Bytes between ranks since the start. The leader adds to it."""
         self.num_requests_moved = 0
         """Requests that moved from rank to rank. A decode leader counts them."""
         self.num_drafts = 0
@@ -426,4 +429,5 @@ class UnitReporter:
             num_drafts=self.num_drafts,
             drafts_tried=tuple(self.drafts_tried),
             drafts_accepted=tuple(self.drafts_accepted),
+            link_bytes=self.link_bytes,
         )

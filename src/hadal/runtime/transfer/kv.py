@@ -24,7 +24,7 @@ from collections.abc import Callable
 from hadal.core.balance import AUTO
 from hadal.core.handshake import is_near, key_of
 from hadal.core.messages import KvLease
-from hadal.core.plans import KvPulled
+from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
 from hadal.core.seams import Pull
 from hadal.runtime.process.process import Run
 from hadal.runtime.transfer.grants import Grants
@@ -63,6 +63,7 @@ class KvTransfer:
         if handover == NIXL:
             require_nixl()
         self._pool = pool
+        self._host = host
         self._handover = handover
         self._key = key_of(secret, PURPOSE) if grants is not None else b""
         self._grants = grants
@@ -104,6 +105,14 @@ class KvTransfer:
             return self._source(source).mapped is not None
         except PoolError:
             return True  # And fail at once.
+
+    def is_on_node(self, source: str) -> bool:
+        """Whether the pool is on this node, whichever way its KV comes."""
+        try:
+            known = self._source(source)
+        except PoolError:
+            return True  # Nothing comes from there.
+        return known.mapped is not None or known.address.host == self._host
 
     def transport_of(self, source: str) -> str:
         """Which transport the pulls from there take, as far as is known; "" before the first over a
@@ -357,7 +366,13 @@ class Copier:
         self._worker.stop(timeout_s)
 
     def _pull(self, pull: Pull) -> KvPulled:
-        return KvPulled(pull.request_id, pull.attempt, self._transfer.pull(pull.lease, pull.into))
+        error = self._transfer.pull(pull.lease, pull.into)
+        link_bytes = NO_LINK_BYTES
+        if error is None:
+            num_bytes = len(pull.into) * self._block_bytes
+            is_on_node = self._transfer.is_on_node(pull.lease.source)
+            link_bytes = LinkBytes(kv=(num_bytes, 0) if is_on_node else (0, num_bytes))
+        return KvPulled(pull.request_id, pull.attempt, error, link_bytes)
 
 
 def _next_pull(waiting: deque[Pull], running: list[Pull]) -> Pull | None:

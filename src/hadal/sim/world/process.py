@@ -15,7 +15,16 @@ from itertools import count
 from typing import Any, Protocol
 
 from hadal.core.messages import AnyMessage
-from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, StepDone
+from hadal.core.plans import (
+    NO_BYTES,
+    NO_LINK_BYTES,
+    BlocksRead,
+    BlocksStored,
+    ByNode,
+    KvPulled,
+    LinkBytes,
+    StepDone,
+)
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     Deliver,
@@ -105,8 +114,11 @@ class Process:
         deliver: Callable[[Deliver], None] | None = None,
         disk: Callable[[ReadBlocks | StoreBlocks], DiskAnswer] | None = None,
         pull_error: Callable[[Pull], str | None] = lambda effect: None,
+        kv_bytes: Callable[[Pull], ByNode] = lambda effect: NO_BYTES,
     ) -> None:
-        """`pull_error`: asked when a copy ends, why it is void."""
+        """`pull_error`: asked when a copy ends, why it is void. `kv_bytes`: what one that is not
+        took within a node, and between two.
+        """
         self.name = name
         self.role = role
         self.num_events = 0
@@ -119,6 +131,7 @@ class Process:
         self._deliver = deliver
         self._disk = disk
         self._pull_error = pull_error
+        self._kv_bytes = kv_bytes
         self._mail: list[Event] = []
         self._plans: deque[Any] = deque()
         self._wake_number = 0
@@ -214,11 +227,13 @@ class Process:
 
     def _pull(self, effect: Pull) -> None:
         assert self._pull_s is not None, f"{self.name} has no wire for KV"
-        self._answer(
-            effect.rank,
-            self._pull_s(effect),
-            lambda: KvPulled(effect.request_id, effect.attempt, self._pull_error(effect)),
-        )
+
+        def pulled() -> KvPulled:
+            error = self._pull_error(effect)
+            link_bytes = NO_LINK_BYTES if error else LinkBytes(kv=self._kv_bytes(effect))
+            return KvPulled(effect.request_id, effect.attempt, error, link_bytes)
+
+        self._answer(effect.rank, self._pull_s(effect), pulled)
 
     def _run(self) -> None:
         assert self._runner is not None, f"{self.name} has no runner"

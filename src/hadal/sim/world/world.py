@@ -36,7 +36,7 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
-from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.core.plans import BlocksRead, BlocksStored, ByNode
 from hadal.core.seams import Deliver, Effect, Event, Pull, ReadBlocks, Send, StoreBlocks, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.perf.explain import StepPrice
@@ -357,6 +357,7 @@ class FleetWorld:
             pull_s=lambda effect: self._pull_s(name, effect),
             disk=lambda effect: self._disk(name, effect),
             pull_error=self._pull_error,
+            kv_bytes=lambda effect: self._kv_bytes(name, effect),
         )
         process.start()
         return process
@@ -487,6 +488,14 @@ class FleetWorld:
         )
         self._nic_free_s[key] = free_s
         return free_s - now_s + self._wire_s
+
+    def _kv_bytes(self, name: str, effect: Pull) -> ByNode:
+        """Return what a copy moved. Units share no node."""
+        num_bytes = round(len(effect.into) * BLOCK_TOKENS * self._token_bytes)
+        node_ranks = self._models[DECODE].hardware.nvlink_domain
+        unit, *rest = effect.lease.source.split(".")
+        is_near = unit == name and int(rest[0]) // node_ranks == effect.rank // node_ranks
+        return (num_bytes, 0) if is_near else (0, num_bytes)
 
     def _disk(
         self, unit: str, effect: ReadBlocks | StoreBlocks

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hadal.core.messages import Cancel, FrontUp, Pulled, UnitReport
-from hadal.core.plans import KvPulled
+from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes, StepDone
 from hadal.core.seams import Freed
 from hadal.policy.decode_balance import Move, MoveTerms
 from hadal.roles.decode.slots import LOOK_STEPS, STALL_STEPS_MAX
@@ -350,3 +350,21 @@ def test_the_ledger_sees_a_half_that_is_missing() -> None:
     moving.arriving[name, 0] = target
     del moving._trips[source]
     assert unit.leader.audit()
+
+
+def test_what_travelled_is_reported() -> None:
+    """Of its steps, of hand-overs and of moves."""
+
+    def reported(now_s: float) -> LinkBytes:
+        return sent(unit.leader.handle(now_s, Cancel("", 0)), UnitReport)[-1].link_bytes
+
+    unit = Unit()
+    name, _, _ = unit.move()
+    assert reported(1.0) == NO_LINK_BYTES
+    unit.feed(KvPulled(name, 0, None, LinkBytes(kv=(700, 0))))
+    unit.feed(decode("e", 640, max_tokens=400))
+    unit.feed(KvPulled("e", 0, None, LinkBytes(kv=(0, 50))))
+    assert reported(2.0) == LinkBytes(kv=(700, 50))
+    step_id = unit.plans[0][0].step_id
+    unit.feed(StepDone(step_id, (), (), {}, 0.01, "broke", link_bytes=LinkBytes((1, 2), (3, 4))))
+    assert reported(3.0) == LinkBytes((1, 2), (3, 4), (700, 50))

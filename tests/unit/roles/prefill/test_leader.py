@@ -20,7 +20,7 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.plans import Draw, Sampling, StepDone
+from hadal.core.plans import Draw, LinkBytes, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Send, Tick, WakeAt
 from hadal.roles.prefill.leader import PrefillLeader
 from tests.unit.roles.driving import done, generation, of, prefill, prefill_plans, sent
@@ -316,3 +316,12 @@ def test_wrong_results_are_a_bug() -> None:
         unit.handle(0.1, done(7))
     with pytest.raises(InvariantError, match="cannot take Tokens"):
         unit.handle(0.1, Tokens("decode-0", b"", b"", b""))
+
+
+def test_what_travelled_is_reported() -> None:
+    unit = leader()
+    unit.start(0.0)
+    (plan,) = prefill_plans(unit.handle(0.0, prefill("a", 10)))
+    step = msgspec.structs.replace(done(plan.step_id, {0: 7}), link_bytes=LinkBytes((1, 2), (3, 4)))
+    (load,) = sent(unit.handle(0.6, step), UnitReport)
+    assert load.link_bytes == LinkBytes((1, 2), (3, 4))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.plans import Draw, OpTime, StepDone, TraceEvent
+from hadal.core.plans import Draw, LinkBytes, OpTime, StepDone, TraceEvent
 from hadal.roles.ranks.ranks import merge
 
 
@@ -41,3 +41,11 @@ def test_rows_of_the_ranks_follow_one_another_and_keys_may_repeat() -> None:
     assert (done.keys, done.tokens) == ((2, 1, 2, 8, 8, 9), (4, 5, 6, 7, 8, 9))
     assert done.draws == {0: first, 2: second, 4: third}
     assert done.failed == {1: "not finite"}
+
+
+def test_bytes_of_the_ranks_add_up() -> None:
+    parts = {
+        rank: StepDone(1, (), (), {}, 0.1, link_bytes=LinkBytes((rank, 10), (20, 30 * rank)))
+        for rank in (1, 2)
+    }
+    assert merge(1, (0, 8, 16), parts).link_bytes == LinkBytes((3, 20), (40, 90))

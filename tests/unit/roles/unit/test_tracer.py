@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from hadal.core.messages import Trace, TraceRequest
+from hadal.core.plans import LinkBytes
 from hadal.roles.unit.unit import REQUESTS_MAX, Tracer
-from tests.unit.roles.driving import sent
+from tests.unit.roles.driving import done, sent
 
 
 def test_steps_go_to_the_oldest_request() -> None:
@@ -15,9 +18,9 @@ def test_steps_go_to_the_oldest_request() -> None:
         assert tracer.is_wanted
         tracer.planned(step, "sequential", 1, 3)
     assert not tracer.is_wanted
-    assert tracer.done(4, ()) == []
-    (first,) = sent(tracer.done(5, ()), Trace)
-    (second,) = sent(tracer.done(6, ()), Trace)
+    assert tracer.done(done(4)) == []
+    (first,) = sent(tracer.done(done(5)), Trace)
+    (second,) = sent(tracer.done(done(6)), Trace)
     assert [(t.reply_id, [s.step_id for s in t.steps]) for t in (first, second)] == [
         (1, [5]),
         (2, [6]),
@@ -28,12 +31,12 @@ def test_void_steps_are_recorded_again() -> None:
     tracer = Tracer("decode-0")
     tracer.ask(TraceRequest(1, 2))
     tracer.planned(0, "sequential", 1, 3)
-    tracer.done(0, ())
+    tracer.done(done(0))
     tracer.planned(1, "sequential", 1, 3)
     tracer.reset()
     assert tracer.is_wanted
     tracer.planned(2, "sequential", 1, 3)
-    (trace,) = sent(tracer.done(2, ()), Trace)
+    (trace,) = sent(tracer.done(done(2)), Trace)
     assert [step.step_id for step in trace.steps] == [0, 2]
 
 
@@ -50,6 +53,15 @@ def test_a_step_says_how_its_ranks_were_balanced() -> None:
     tracer.ask(TraceRequest(1, 2))
     tracer.planned(0, "sequential", 1, 3, {"kv": 0.5})
     tracer.planned(1, "sequential", 1, 3)
-    tracer.done(0, ())
-    (trace,) = sent(tracer.done(1, ()), Trace)
+    tracer.done(done(0))
+    (trace,) = sent(tracer.done(done(1)), Trace)
     assert [step.balance for step in trace.steps] == [{"kv": 0.5}, {}]
+
+
+def test_a_step_says_what_travelled() -> None:
+    tracer = Tracer("decode-0")
+    tracer.ask(TraceRequest(1, 1))
+    tracer.planned(0, "sequential", 1, 8)
+    link_bytes = LinkBytes((1, 2), (3, 4))
+    (trace,) = sent(tracer.done(structs.replace(done(0), link_bytes=link_bytes)), Trace)
+    assert trace.steps[0].link_bytes == link_bytes

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from hadal.core.messages import KvLease
-from hadal.core.plans import KvPulled
+from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
 from hadal.core.seams import Pull
 from hadal.runtime.transfer.kv import INLINE_BYTES, NUM_THREADS, Copier
 
@@ -23,6 +23,7 @@ class WeightTransfer:
     """
 
     def __init__(self) -> None:
+        self.error: str | None = None
         self.log: list[tuple[str, int]] = []
         self.held: dict[str, threading.Event] = {}
         self.main = threading.current_thread()
@@ -31,6 +32,9 @@ class WeightTransfer:
         self.lock = threading.Lock()
 
     def is_near(self, source: str) -> bool:
+        return source.startswith(NEAR)
+
+    def is_on_node(self, source: str) -> bool:
         return source.startswith(NEAR)
 
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
@@ -44,7 +48,7 @@ class WeightTransfer:
         with self.lock:
             self.under_way.remove(lease.source)
             self.log.append((lease.source, lease.num_tokens))
-        return None
+        return self.error
 
 
 def pull(request_id: str, source: str, number: int, num_blocks: int = 1) -> Pull:
@@ -68,7 +72,7 @@ def test_small_pulls_on_this_host_are_done_at_once_and_no_others() -> None:
     copier = copier_of(wire)
     copier.submit(pull("a", NEAR, 1))
     assert wire.inline == [1]
-    assert copier.take() == [KvPulled("a", 0, None)]
+    assert copier.take() == [KvPulled("a", 0, None, LinkBytes(kv=(BLOCK, 0)))]
     copier.submit(pull("a", FAR, 2))
     copier.submit(pull("b", NEAR, 3, INLINE_BYTES // BLOCK + 1))
     taken: list[KvPulled] = []
@@ -150,4 +154,22 @@ def test_order_holds_for_pulls_that_wait_for_their_source() -> None:
     wire.held[FAR].set()
     until(lambda: len(wire.log) == 4)
     assert wire.log[1:] == [(FAR, 1), (FAR, 2), (f"{FAR}2", 3)]
+    copier.stop(1.0)
+
+
+def test_what_was_copied_is_counted_by_node() -> None:
+    wire = WeightTransfer()
+    copier = copier_of(wire)
+    copier.submit(pull("a", NEAR, 1))
+    (near,) = copier.take()
+    wire.error = "gone"
+    copier.submit(pull("b", NEAR, 2))
+    (failed,) = copier.take()
+    wire.error = None
+    copier.submit(pull("c", FAR, 3, 2))
+    taken: list[KvPulled] = []
+    until(lambda: bool(taken.extend(copier.take()) or taken))  # type: ignore[func-returns-value]
+    assert near.link_bytes == LinkBytes(kv=(BLOCK, 0))
+    assert (failed.error, failed.link_bytes) == ("gone", NO_LINK_BYTES)
+    assert taken[0].link_bytes == LinkBytes(kv=(0, 2 * BLOCK))
     copier.stop(1.0)

@@ -210,6 +210,7 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
         imposter.cache[:] = bytes([1]) * len(imposter.cache)
         wire = wire_of(pool, "auto")
         assert not wire.is_near(owner.address)
+        assert wire.is_on_node(owner.address), "its server is at this node's address"
         assert wire.pull(lease_of(owner.address, 5), (6,)) is None
         assert is_written(pool, 6, 5, 0)
         assert wire.transport_of(owner.address) == ("nixl" if nixl.package() else "tcp")

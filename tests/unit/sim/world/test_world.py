@@ -13,7 +13,9 @@ import pytest
 
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.perf.hardware import HARDWARE
+from hadal.perf.shapes import DEEPSEEK_V3, kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.world.seen import Requests
@@ -301,3 +303,21 @@ def test_how_full_ranks_are_is_sampled() -> None:
     )
     assert sorted(share) == ["decode-0", "decode-1"]
     assert all(of_unit.shape == (16,) and 0.0 < of_unit.mean() < 0.2 for of_unit in share.values())
+
+
+def test_bytes_are_counted_as_units_count_them_live() -> None:
+    """Prefill's 8 ranks are one node, decode's 16 are two, and KV goes from the one to the other."""
+    asked = requests(1, 100, 200.0)
+    made = world(asked)
+    made.run(300.0)
+    reports = made.front.snapshot().unit_to_report
+    prefill = [report.link_bytes for unit, report in reports.items() if unit.startswith("prefill")]
+    decode = [report.link_bytes for unit, report in reports.items() if unit.startswith("decode")]
+    for moved in prefill:
+        assert moved.dispatch[0] > 0
+        assert (moved.dispatch[1], moved.combine[1], moved.kv) == (0, 0, (0, 0))
+    for moved in decode:
+        assert moved.dispatch[1] / moved.dispatch[0] == pytest.approx(8 / 7, rel=1e-3)
+    num_tokens = sum(moved.kv[1] for moved in decode) / kv_bytes_per_token(DEEPSEEK_V3, 61)
+    asked_for = asked.tokens_in.sum()
+    assert asked_for < num_tokens < asked_for + BLOCK_TOKENS * len(asked.tokens_in)
