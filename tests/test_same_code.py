@@ -53,6 +53,7 @@ AGENTS = "a simulated node has no agent that speaks: its failure ends its units 
 ONLY_LIVE = {
     "roles": {
         "nodes": AGENTS,
+        "ranks.clocks": RANKS,
         "ranks.membership": RANKS,
         "ranks.ranks": RANKS,
         "experts.experts": PLACING,

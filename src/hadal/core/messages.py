@@ -512,12 +512,27 @@ class TracedStep(msgspec.Struct, frozen=True, array_like=True):
     """Bytes between its ranks."""
 
 
+class HostClock(msgspec.Struct, frozen=True):
+    """What is known of a host's clock, against that of the unit's leader."""
+
+    host: str
+    """Its address."""
+    ranks: tuple[int, ...]
+    """Ranks that were traced there."""
+    offset_s: float
+    """What its clock is ahead: times of its events are lessened by that."""
+    error_s: float
+    """What the offset may be wrong by, either way."""
+
+
 class Trace(Message, frozen=True):
     """The traced steps."""
 
     unit: str
     reply_id: int
     steps: tuple[TracedStep, ...]
+    clocks: tuple[HostClock, ...] = ()
+    """Where there are ranks on several hosts, whose times are the leader's clock's here."""
 
 
 # Effects on one rank's pool (the others are in core/seams): the leader of a unit asks for them, and
@@ -611,6 +626,10 @@ class RankDone(Message, frozen=True):
     done: StepDone
     lost: tuple[int, ...] = ()
     """Peers that the rank holds responsible for the error."""
+    taken_s: float = 0.0
+    """When the rank heard of the step, by its host's clock, which is not its leader's ..."""
+    said_s: float = 0.0
+    """... and when it says this."""
 
 
 class RankFormed(Message, frozen=True):

@@ -315,7 +315,9 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
     micro_batch: int
     layer: int
     start_s: float
-    """Start on the host's monotonic clock (time.perf_counter), which all its processes share."""
+    """Start on the host's monotonic clock (time.perf_counter), which all its processes share. In a
+    Trace of several hosts, on the clock of the unit's leader.
+    """
     end_s: float
 
 

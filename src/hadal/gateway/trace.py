@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from hadal.core.balance import shown
 from hadal.core.errors import HadalError
-from hadal.core.messages import TracedStep
+from hadal.core.messages import HostClock, TracedStep
 from hadal.core.plans import LinkBytes
 from hadal.gateway.errors import ApiError
 from hadal.gateway.host import Host
@@ -53,6 +53,8 @@ class TraceReply(msgspec.Struct, frozen=True):
 
     unit: str
     steps: tuple[TracedStep, ...]
+    clocks: tuple[HostClock, ...] = ()
+    """Of the hosts, where ranks are on several."""
 
 
 class TraceError(HadalError):
@@ -95,7 +97,9 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
         )
     # JSON knows numbers only: a NaN would become null, which is no balance.
     return TraceReply(
-        unit, tuple(replace(step, balance=shown(step.balance)) for step in trace.steps)
+        unit,
+        tuple(replace(step, balance=shown(step.balance)) for step in trace.steps),
+        trace.clocks,
     )
 
 
@@ -149,6 +153,9 @@ def describe(reply: TraceReply, width: int = 110) -> str:
     lines.
     """
     lines = [_describe_step(reply.unit, step) for step in reply.steps]
+    if reply.clocks:
+        errors = (f"{clock.host} to {clock.error_s * 1e3:.2f} ms" for clock in reply.clocks)
+        lines.append(f"hosts' clocks are aligned as measured: {', '.join(errors)}")
     last = reply.steps[-1]
     room = max(20, width - _LANE_CHARS)
     for share in shares(last.events)[:1]:
@@ -213,7 +220,7 @@ def write(reply: TraceReply, asked: Path | None) -> Path:
     """Write it for ui.perfetto.dev or chrome://tracing; returns where: the file asked for, else the
     first of trace.json, trace-2.json ... that is not there yet. Raises TraceError.
     """
-    content = msgspec.json.encode(chrome_trace(reply.unit, reply.steps))
+    content = msgspec.json.encode(chrome_trace(reply.unit, reply.steps, reply.clocks))
     output = asked or _FREE
     try:
         if asked is not None:

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from hadal.core.balance import shown
-from hadal.core.messages import TracedStep
+from hadal.core.messages import HostClock, TracedStep
 from hadal.core.plans import DRAFT, ByNode, TraceEvent
 from hadal.overlap.plan import (
     ATTN_CORE,
@@ -130,14 +132,19 @@ def duration_s(events: Sequence[TraceEvent]) -> float:
 
 
 def chrome_trace(
-    unit: str, steps: Sequence[TracedStep], *, is_apart: bool = False
+    unit: str,
+    steps: Sequence[TracedStep],
+    clocks: Sequence[HostClock] = (),
+    *,
+    is_apart: bool = False,
 ) -> dict[str, Any]:
     """The steps as one Trace Event Format object: a process for each rank, a thread for each lane;
     times in us.
 
     What the balancers made of a step is a counter of its own for each objective, in the first
-    rank's process. `is_apart`: each micro-batch's computation is a thread of its own, though one
-    lane does both.
+    rank's process. `clocks`: of the hosts, by which times were aligned; they stand in the file's
+    `otherData` and beside the names of ranks. `is_apart`: each micro-batch's
+    computation is a thread of its own, though one lane does both.
     """
     threads = _THREADS_APART if is_apart else _THREADS
     everything = [event for step in steps for event in step.events]
@@ -188,7 +195,18 @@ def chrome_trace(
                 _span(name, "step", share.rank, 0, start_s - zero_s, duration_s(mine), args)
             )
             found += [_event(event, zero_s, threads) for event in mine]
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+    for clock in clocks:
+        found += [_label(rank, clock) for rank in clock.ranks]
+    trace: dict[str, Any] = {"traceEvents": found, "displayTimeUnit": "ms"}
+    if clocks:
+        trace["otherData"] = {"clocks": msgspec.to_builtins(clocks)}
+    return trace
+
+
+def _label(rank: int, clock: HostClock) -> dict[str, Any]:
+    """Viewers show it beside a process's name."""
+    text = f"{clock.host}, aligned to {clock.error_s * 1e3:.3f} ms"
+    return {"ph": "M", "pid": rank, "name": "process_labels", "args": {"labels": text}}
 
 
 def _by_nodes(both: ByNode) -> dict[str, int]:

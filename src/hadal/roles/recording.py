@@ -4,9 +4,10 @@ answered.
     frame := length (4 bytes, big endian), msgpack        file := frame of an Opening, frames of Calls
 
 A role is a function of what it heard and when, so this is all it takes to live the same life again.
-Times are those of the host's monotone clock, which all processes of a host share; its readings are
-whole nanoseconds, and `ns_of` gets them back out of a float, so a time and a recorded delay make
-the very time that was read. Files are read and written elsewhere (runtime/recorder).
+Times are those of the host's monotone clock, which all processes of a host share, and no two hosts
+(`Opening.clock`). Its readings are whole nanoseconds, and `ns_of` gets them back out of a float, so
+a time and a recorded delay make the very time that was read. Files are read and written elsewhere
+(runtime/recorder).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.core.seams import Effect, Event, OfferNodes, StartUnit, StopUnit, WithdrawNodes
 from hadal.roles.ranks.rank import RankProgress
 
-VERSION = 3
+VERSION = 4
 AnyEvent = Event | RankProgress
 AnyEffect = Effect | StartUnit | StopUnit | OfferNodes | WithdrawNodes
 _LENGTH = struct.Struct(">I")
@@ -87,6 +88,8 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     """Its name on the wire."""
     made: Made
     deployment: Deployment
+    clock: str = ""
+    """The clock that its times are of: equal where processes read the same one."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

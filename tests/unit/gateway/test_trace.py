@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.core.messages import AnyMessage, Trace, TracedStep, TraceRequest, UnitReport
+from hadal.core.messages import AnyMessage, HostClock, Trace, TracedStep, TraceRequest, UnitReport
 from hadal.core.plans import LinkBytes, TraceEvent
 from hadal.gateway.service import ServedModel
 from hadal.gateway.trace import TraceError, TraceReply, describe, fetch, write
@@ -324,3 +324,38 @@ def test_a_trace_that_is_there_is_not_written_over(
 def test_a_step_without_events_says_its_balance() -> None:
     text = describe(TraceReply("decode-0", (TracedStep(4, "sequential", 1, 12, (), {"kv": 0.25}),)))
     assert text.endswith("0.00 ms; its ranks sent no events; balance kv 0.250")
+
+
+def test_hosts_whose_clocks_were_aligned_are_named(model: ServedModel, tmp_path: Path) -> None:
+    clocks = (HostClock("10.0.0.1", (0,), 0.0, 2e-5), HostClock("10.0.0.2", (1,), 86400.5, 7e-5))
+
+    async def scene(it: World) -> None:
+        await up(it)
+        send = it.units.send
+
+        def answering(to: str, message: AnyMessage) -> None:
+            send(to, message)
+            if isinstance(message, TraceRequest):
+                it.units.tell(Trace(to, message.reply_id, (traced(0),), clocks))
+
+        it.units.send = answering  # type: ignore[method-assign]
+        answer = await it.client.get("/trace", params={"steps": "1"})
+        reply = msgspec.json.decode(answer.content, type=TraceReply)
+        assert reply.clocks == clocks
+        assert "aligned as measured: 10.0.0.1 to 0.02 ms, 10.0.0.2 to 0.07 ms" in describe(reply)
+        file = msgspec.json.decode(write(reply, tmp_path / "trace.json").read_bytes())
+        assert file["otherData"]["clocks"][1] == {
+            "host": "10.0.0.2",
+            "ranks": [1],
+            "offset_s": 86400.5,
+            "error_s": 7e-5,
+        }
+        labels = {
+            entry["pid"]: entry["args"]["labels"]
+            for entry in file["traceEvents"]
+            if entry["name"] == "process_labels"
+        }
+        assert labels[1] == "10.0.0.2, aligned to 0.070 ms"
+        assert labels.keys() == {0, 1}
+
+    play(model, scene)

@@ -268,8 +268,10 @@ class RankRole:
         self._heartbeat_s = heartbeat_s
         self._is_formed = False
         self._progress = RankProgress(0, False)
-        self._in_flight: deque[tuple[int, int]] = deque()
-        """(formation, step id) of what the host was given and has not answered."""
+        self._in_flight: deque[tuple[int, int, float]] = deque()
+        """(formation, step id, when it was heard of) of what the host was given and has not
+        answered.
+        """
         self._holdings = RankHoldings()
         self._num_asked = 0
         """Copies, reads and writes of its pool that the host was given and has not answered."""
@@ -295,7 +297,7 @@ class RankRole:
             case RankForm(plan):
                 self._form(plan)
             case RankStep():
-                self._step(event)
+                self._step(now_s, event)
             case RankStage(plan):
                 self._stage(plan)
             case RankDo(effect):
@@ -303,7 +305,7 @@ class RankRole:
             case RankWho(epoch):
                 self._is_asked_who = self._is_asked_who or epoch == self._epoch
             case StepDone():
-                self._step_done(event)
+                self._step_done(now_s, event)
             case Formed():
                 self._formed(event)
             case Staged():
@@ -343,16 +345,16 @@ class RankRole:
         self._progress = msgspec.structs.replace(self._progress, lost=())
         self._out.append(Form(plan))
 
-    def _step(self, message: RankStep) -> None:
+    def _step(self, now_s: float, message: RankStep) -> None:
         if message.formation != self.formation or not self._is_formed:
             self.num_stale += 1
             return
-        num_in_flight = sum(formation == self.formation for formation, _ in self._in_flight)
+        num_in_flight = sum(formation == self.formation for formation, *_ in self._in_flight)
         if num_in_flight >= MAX_STEPS_IN_FLIGHT:
             raise InvariantError(
                 f"{self._name}: step {message.plan.step_id} is one too many in flight."
             )
-        self._in_flight.append((message.formation, message.plan.step_id))
+        self._in_flight.append((message.formation, message.plan.step_id, now_s))
         self._holdings.step(message.plan)
         self._out.append(Execute((message.plan,)))
 
@@ -380,19 +382,18 @@ class RankRole:
         self._out.append(effect)
 
     # ---- what comes of it ----
-    def _step_done(self, done: StepDone) -> None:
+    def _step_done(self, now_s: float, done: StepDone) -> None:
         if not self._in_flight or self._in_flight[0][1] != done.step_id:
             raise InvariantError(
                 f"{self._name}: step {done.step_id} is done, but it is not the one that runs."
             )
-        formation, _ = self._in_flight.popleft()
+        formation, _, taken_s = self._in_flight.popleft()
         if formation != self.formation:
             self.num_stale += 1
             return
         lost = self._progress.lost if done.error is not None else ()
-        self._out.append(
-            Send(self._leader, RankDone(self._rank, self._epoch, formation, done, lost))
-        )
+        answer = RankDone(self._rank, self._epoch, formation, done, lost, taken_s, now_s)
+        self._out.append(Send(self._leader, answer))
 
     def _formed(self, formed: Formed) -> None:
         if formed.formation != self.formation:
@@ -432,7 +433,7 @@ class RankRole:
 
     def audit(self) -> list[str]:
         """Problems; empty when no more steps of this formation are in flight than may be."""
-        num_in_flight = sum(formation == self.formation for formation, _ in self._in_flight)
+        num_in_flight = sum(formation == self.formation for formation, *_ in self._in_flight)
         return (
             [f"{num_in_flight} plans are in flight"] if num_in_flight > MAX_STEPS_IN_FLIGHT else []
         )

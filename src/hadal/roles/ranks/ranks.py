@@ -78,6 +78,7 @@ from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
+from hadal.roles.ranks.clocks import HostClocks
 from hadal.roles.ranks.membership import PEER_ERRORS, UnitMembership, UnitPhase
 from hadal.roles.suspects import Absence
 
@@ -198,6 +199,7 @@ class RankedLeader:
         self._wake_s = math.inf
         self._check_s = -math.inf
         self._absence = Absence(CHECK_S)
+        self._clocks = HostClocks()
         self._out: list[Effect] = []
 
     def take_notes(self) -> list[str]:
@@ -291,7 +293,8 @@ class RankedLeader:
                     load = msgspec.structs.replace(load, num_ranks=len(living), absent=absent)
                     self._out.append(Send(to, self.experts.seen(load)))
                 case Send(to, Trace() as trace):
-                    self._out.append(Send(to, self.experts.traced(trace)))
+                    trace = self._clocks.aligned(now_s, self.experts.traced(trace))
+                    self._out.append(Send(to, trace))
                 case Form():
                     raise InvariantError(f"{self._unit}: an inner leader does not form.")
                 case _:
@@ -343,6 +346,8 @@ class RankedLeader:
             self.num_stale += 1
             return
         steps[0].parts[message.rank] = message.done
+        if (up := self.membership.up_of(message.rank)) is not None:
+            self._clocks.heard(now_s, up.host, steps[0].sent_s, message)
         if message.done.error is not None:
             self.membership.broke(now_s, message.rank, message.lost)
         self._deliver(now_s)
@@ -372,9 +377,16 @@ class RankedLeader:
             if not is_whole or any(part.error is not None for part in step.parts.values()):
                 return
             self._in_flight.popleft()
+            if any(part.events for part in step.parts.values()):
+                self._clocks.traced(step.step_id, self._hosts())
             if self.experts.done(step.step_id, step.parts):
                 self.membership.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
+
+    def _hosts(self) -> dict[int, str]:
+        """Where each member is."""
+        ups = {rank: self.membership.up_of(rank) for rank in self.membership.members}
+        return {rank: up.host for rank, up in ups.items() if up is not None}
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
         """A rank did what the inner leader wanted; maybe an inner leader that holds it for lost by now."""

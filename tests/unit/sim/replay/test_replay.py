@@ -254,3 +254,12 @@ def test_messages_with_several_tokens_of_a_request_are_decided_again() -> None:
     report = replay([recording], make_role)
     assert report.difference is None, str(report.difference)
     assert report.outside["Tokens"] == 2
+
+
+def test_a_part_of_a_run_is_decided_again_by_itself(recordings: list[Recording]) -> None:
+    """As where a run spans hosts: what the others said comes from outside."""
+    for process in sorted({recording.process for recording in recordings}):
+        part = [recording for recording in recordings if recording.process != process]
+        report = replay(part, make_role)
+        assert report.difference is None
+        assert report.num_calls == sum(len(recording.calls) for recording in part)

@@ -1,0 +1,105 @@
+"""How far the clocks of a unit's hosts are from its leader's, measured on the messages of its
+steps; and a trace of several hosts in the leader's time.
+
+    leader   RankStep at a ──► taken at b              offset   (b - a + c - d) / 2
+             d ◄── RankDone    said at c               error    at most (d - a - (c - b)) / 2
+
+That is NTP's way (RFC 5905, 8), without a message of its own. A sample is worth less the older it
+is, for clocks drift. No decision asks for any of it: what decides counts durations, each by one
+clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from hadal.core.messages import HostClock, RankDone, Trace
+from hadal.core.plans import TraceEvent
+from hadal.roles.unit.unit import REQUESTS_MAX, STEPS_MAX
+
+DRIFT = 1e-4
+"""Seconds a second by which two hosts' clocks may drift apart: a crystal is good to 50 ppm."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    offset_s: float
+    """What the host's clock is ahead."""
+    error_s: float
+    at_s: float
+
+    def error_at(self, now_s: float) -> float:
+        return self.error_s + DRIFT * (now_s - self.at_s)
+
+
+class HostClocks:
+    """Of one leader. A host is its address, as ranks say it."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, _Sample] = {}
+        """The best of each host."""
+        self._step_to_hosts: OrderedDict[int, dict[int, str]] = OrderedDict()
+        """Of traced steps that no trace was sent with yet: the host of each rank."""
+
+    def heard(self, now_s: float, host: str, sent_s: float, done: RankDone) -> None:
+        """A rank of `host` answers, now, to the step that it was sent at `sent_s`."""
+        error_s = (now_s - sent_s - (done.said_s - done.taken_s)) / 2
+        if error_s < 0.0:
+            return  # It says nothing of its clock, or what cannot be.
+        offset_s = (done.taken_s - sent_s + done.said_s - now_s) / 2
+        known = self._samples.get(host)
+        if known is not None:
+            known_s = known.error_at(now_s)
+            # Two that exclude each other are of two clocks: the host was started again.
+            is_same_clock = abs(offset_s - known.offset_s) <= error_s + known_s
+            if is_same_clock and error_s > known_s:
+                return
+        self._samples[host] = _Sample(offset_s, error_s, now_s)
+
+    def traced(self, step_id: int, rank_to_host: Mapping[int, str]) -> None:
+        """A traced step is done, by these ranks."""
+        self._step_to_hosts[step_id] = dict(rank_to_host)
+        while len(self._step_to_hosts) > REQUESTS_MAX * STEPS_MAX:
+            self._step_to_hosts.popitem(last=False)
+
+    def aligned(self, now_s: float, trace: Trace) -> Trace:
+        """The trace with all times by the leader's clock, and how well they are known. Times of one
+        host alone stay as they are.
+        """
+        steps = [(step, self._step_to_hosts.pop(step.step_id, {})) for step in trace.steps]
+        host_to_ranks: dict[str, set[int]] = {}
+        for _, rank_to_host in steps:
+            for rank, host in rank_to_host.items():
+                host_to_ranks.setdefault(host, set()).add(rank)
+        if len(host_to_ranks) < 2:
+            return trace
+        clocks = {
+            host: HostClock(host, tuple(sorted(ranks)), sample.offset_s, sample.error_at(now_s))
+            for host, ranks in sorted(host_to_ranks.items(), key=lambda one: min(one[1]))
+            if (sample := self._samples.get(host)) is not None
+        }
+
+        def shifted(event: TraceEvent, rank_to_host: Mapping[int, str]) -> TraceEvent:
+            clock = clocks.get(rank_to_host.get(event.rank, ""))
+            if clock is None:
+                return event
+            return msgspec.structs.replace(
+                event,
+                start_s=event.start_s - clock.offset_s,
+                end_s=event.end_s - clock.offset_s,
+            )
+
+        return msgspec.structs.replace(
+            trace,
+            steps=tuple(
+                msgspec.structs.replace(
+                    step, events=tuple(shifted(event, hosts) for event in step.events)
+                )
+                for step, hosts in steps
+            ),
+            clocks=tuple(clocks.values()),
+        )
