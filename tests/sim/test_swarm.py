@@ -214,12 +214,12 @@ def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _blind_to_drains(views):  # type: ignore[no-untyped-def]
-    def blind(membership: FrontUnits):  # type: ignore[no-untyped-def]
+    def blind(membership: FrontUnits, fingerprint: str):  # type: ignore[no-untyped-def]
         drains = {name: unit.drain_by_s for name, unit in membership.by_name.items()}
         for unit in membership.by_name.values():
             unit.drain_by_s = None
         try:
-            return views(membership)
+            return views(membership, fingerprint)
         finally:
             for name, unit in membership.by_name.items():
                 unit.drain_by_s = drains[name]

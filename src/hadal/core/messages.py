@@ -86,6 +86,10 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """
     tenant: str = ""
     """The tenant's name, whatever its salt: what is scarce is shared among tenants."""
+    fingerprint: str = ""
+    """Of the KV that this attempt is made of (UnitUp), under which `chain` names its blocks. Empty:
+    any.
+    """
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -417,6 +421,10 @@ class UnitUp(Message, frozen=True):
     """Decode, of a leader that took its ranks over: the ids of attempts whose KV they hold. It
     waits for Resume.
     """
+    fingerprint: str = ""
+    """Stands for all that its KV depends on besides the text (kv/names): units of equal ones can
+    use each other's. Empty: the unit makes none, as in a simulation.
+    """
 
 
 class LeaderDown(Message, frozen=True):
@@ -743,6 +751,10 @@ class FrontSnapshot(msgspec.Struct, frozen=True):
     role_to_units: dict[str, dict[str, int]]
     """Units that are up, and how many ranks of each live."""
     totals: Totals
+    unit_to_fingerprint: dict[str, str] = {}
+    """Of the KV of those units: two, while others with new weights take their places one by one."""
+    fingerprint: str = ""
+    """Under which the front would place a prompt that comes now."""
 
     @property
     def can_serve(self) -> bool:

@@ -41,6 +41,7 @@ from hadal.gateway.errors import overloaded
 from hadal.gateway.host import Doors, FrontWire, Pages
 from hadal.gateway.mailbox import Mailbox, mailbox_for
 from hadal.gateway.trace import MAX_WAIT_S
+from hadal.roles.front.requests import FrontNames
 
 log = logging.getLogger("hadal.gateway")
 
@@ -86,13 +87,18 @@ class FarHost(Doors):
     the front is.
     """
 
-    def __init__(self, name: str, wire: FrontWire, now: Callable[[], float]) -> None:
-        """`name`: this gateway's, on the wire and at the supervisor."""
+    def __init__(
+        self, name: str, wire: FrontWire, now: Callable[[], float], names: FrontNames
+    ) -> None:
+        """`name`: this gateway's, on the wire and at the supervisor. `names`: by which it names
+        prompts, as the front would.
+        """
         super().__init__()
         self.pages = Pages(name, wire.send)
         self._name = name
         self._wire = wire
         self._now = now
+        self._names = names
         self._epoch = ""
         self._snapshot = _NO_FRONT
         self._gateways: tuple[str, ...] = ()
@@ -196,6 +202,7 @@ class FarHost(Doors):
     def _front_spoke(self, heartbeat: FrontHeartbeat) -> None:
         self._heard_s = self._now()
         self._snapshot, self._gateways = heartbeat.snapshot, heartbeat.gateways
+        self._names.fingerprint = heartbeat.snapshot.fingerprint
         if heartbeat.epoch == self._epoch:
             return
         is_first, self._epoch = not self._epoch, heartbeat.epoch

@@ -132,8 +132,9 @@ def make_gateway(
         )
         refused = host.process_to_refused
     else:
-        host = FarHost(name, wire, clock.now)
-        names, snapshot = FrontNames(deployment.cache, fingerprint), host.snapshot
+        names = FrontNames(deployment.cache, fingerprint)
+        host = FarHost(name, wire, clock.now, names)
+        snapshot = host.snapshot
         if sink is not None:  # Which units are up, the gateway with the front writes.
             accounting = Accounting(deployment, model.name, sink, dict, clock.now, time.time)
     return Gateway(

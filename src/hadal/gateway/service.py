@@ -282,15 +282,15 @@ class Service:
         )
         choices: list[Choice] = []
         for prompt, prefix in prompts:
-            chain = b""
+            names = b"", ""
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
                 generation = self._generation(
-                    ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, chain
+                    ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, names
                 )
                 # Here, where a long prompt is off the event loop; its other choices have the same
                 # names.
                 generation = self._names.named(generation)
-                chain = generation.chain
+                names = generation.chain, generation.fingerprint
                 assembler = Assembler(
                     self.model.vocabulary,
                     sections=sections,
@@ -312,8 +312,9 @@ class Service:
         seed: int,
         index: int,
         tenant: Tenant,
-        chain: bytes,
+        names: tuple[bytes, str],
     ) -> Generation:
+        """`names`: those that its prompt has already, and the fingerprint that they are under."""
         limits = self.limits
         room = self.model.context_tokens - len(prompt.ids)
         max_tokens = ask.max_tokens
@@ -345,6 +346,7 @@ class Service:
                 else salt_within(tenant.salt, ask.cache_salt)
             ),
             num_public=prompt.num_public,
-            chain=chain,
+            chain=names[0],
             tenant=tenant.name,
+            fingerprint=names[1],
         )

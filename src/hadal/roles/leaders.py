@@ -31,9 +31,9 @@ def make_leader(
 ) -> PrefillLeader | DecodeLeader:
     """Return the state machine that decides for a unit.
 
-    `pool_name`: the pool of a unit that is one process; ranks bring their own. `fingerprint`: what
-    the names of its blocks on disk begin with (kv/names). `index`: what a prefill unit knows to be
-    on disk; None: nothing until it hears.
+    `pool_name`: the pool of a unit that is one process; ranks bring their own. `fingerprint`: of
+    its KV (kv/names). `index`: what a prefill unit knows to be on disk; None: nothing until it
+    hears.
     """
     units = units_of(deployment, role)
     if role == PREFILL:
@@ -59,6 +59,7 @@ def make_leader(
             early_pull=deployment.early_pull,
             reports_names=units.ranks > 1,
             index=index,
+            fingerprint=fingerprint,
         )
     return DecodeLeader(
         unit,
@@ -75,7 +76,8 @@ def make_leader(
         num_moe_layers=num_moe_layers(config),
         request_balance=units.request_balance,
         lease_s=deployment.lease_s,
-        fingerprint=fingerprint if deployment.cache.folder else "",
+        has_disk=bool(deployment.cache.folder),
+        fingerprint=fingerprint,
         drafts=DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO),
     )
 

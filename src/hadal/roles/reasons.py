@@ -25,6 +25,8 @@ PULL_FAILED = "pull failed"
 STEP_FAILED = "step failed"
 RANK_LOST = "rank lost"
 """The rank that held it is gone, and its KV with it. Counts as a retry."""
+OTHER_WEIGHTS = "other weights"
+"""The unit is another by now than the one it was sent to, and cannot use its KV. As QUEUE_FULL."""
 TOO_LONG = "too long"
 """It can never fit in this unit. The front ends it with an error."""
 # Also core/plans.NO_TOKEN: nothing is left to draw, for the request's own numbers. The front ends
@@ -57,7 +59,7 @@ def answer_to(reason: str, num_retries: int) -> Remedy:
         return Remedy(True, False, 0.0)
     if kind == PREEMPTED:
         return Remedy(False, False, 0.0)
-    if kind in (QUEUE_FULL, LEASE_EXPIRED):
+    if kind in (QUEUE_FULL, LEASE_EXPIRED, OTHER_WEIGHTS):
         return Remedy(False, False, 2 * BACKOFF_S)
     if kind == RANK_LOST:
         return Remedy(False, True, 0.0)  # Other ranks live: nothing to wait for.

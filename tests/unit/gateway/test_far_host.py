@@ -102,15 +102,18 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.deployment = Deployment(model="x", limits=self.limits)
-        self.far = FarHost(NAME, self.wire, time.monotonic)
+        self.names = FrontNames(self.deployment.cache, "f0")
+        self.far = FarHost(NAME, self.wire, time.monotonic, self.names)
         self.far_gateway = self.gateway(self.far, NAME)
         transport = httpx.ASGITransport(make_app(self.far_gateway))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
 
     def gateway(self, host: Host | FarHost, name: str) -> Gateway:
-        snapshot = host.snapshot if isinstance(host, FarHost) else self.front.snapshot
+        is_far = isinstance(host, FarHost)
+        snapshot = self.far.snapshot if is_far else self.front.snapshot
+        names = self.names if is_far else self.front.names
         return Gateway(
-            service=Service(self.model, self.limits, FrontNames(self.deployment.cache, "f0")),
+            service=Service(self.model, self.limits, names),
             host=host,
             snapshot=snapshot,
             metrics=Metrics(snapshot, gateway=name),

@@ -272,6 +272,8 @@ def test_ranks_that_do_not_fit_a_gpu_together_are_refused(monkeypatch: pytest.Mo
     assert "FP32" in reason
 
 
-def test_the_fingerprint_is_worked_out_once_and_only_where_blocks_are_named() -> None:
-    assert len(resolve(Deployment(device="cpu")).fingerprint) == 32
-    assert resolve(Deployment(device="cpu", cache=CacheConfig(memory="off"))).fingerprint == ""
+def test_the_fingerprint_is_worked_out_whether_blocks_are_named_or_not() -> None:
+    found = resolve(Deployment(device="cpu")).fingerprint
+    assert len(found) == 32
+    off = resolve(Deployment(device="cpu", cache=CacheConfig(memory="off")))
+    assert off.fingerprint == found

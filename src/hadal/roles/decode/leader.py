@@ -62,7 +62,7 @@ from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
+from hadal.roles.reasons import OTHER_WEIGHTS, PULL_FAILED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
 from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.unit import (
@@ -73,6 +73,7 @@ from hadal.roles.unit.unit import (
     Tracer,
     UnitReporter,
     given_back,
+    has_other_weights,
     has_penalty,
 )
 
@@ -208,6 +209,7 @@ class DecodeArrivals:
         num_waiting_max: int,
         lease_s: float,
         out: list[Effect],
+        fingerprint: str = "",
     ) -> None:
         self.waiting: dict[Key, Decode] = {}
         """Prefilled, in the order in which they came."""
@@ -218,6 +220,7 @@ class DecodeArrivals:
         self._num_waiting_max = num_waiting_max
         self._lease_s = lease_s
         self._out = out
+        self._fingerprint = fingerprint
         self._is_full = False
         """Whether not all who waited had a slot, when they were last looked at."""
         self._deadlines: dict[Key, float] = {}
@@ -247,7 +250,9 @@ class DecodeArrivals:
             lease.num_tokens
         )
         problem = None
-        if not fits or not generation.output:
+        if has_other_weights(generation, self._fingerprint):
+            problem = OTHER_WEIGHTS
+        elif not fits or not generation.output:
             problem = (
                 f"{PULL_FAILED}: a lease on {lease.num_tokens} tokens does not fit {num_known}"
                 " known tokens"
@@ -279,6 +284,7 @@ class DecodeArrivals:
         if slot is None:
             if (
                 self.waiting
+                or has_other_weights(generation, self._fingerprint)
                 or key in self._slots.moving.arriving
                 or self._slots.is_starved
                 or self._is_too_long(hint)
@@ -467,8 +473,8 @@ class DecodeLeader:
     `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
     rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
     steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
-    heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk. `drafts`: how many
-    are made; None: none.
+    heard. `has_disk`: blocks are written to a disk cache. `fingerprint`: see UnitUp. `drafts`: how
+    many are made; None: none.
     """
 
     def __init__(
@@ -489,6 +495,7 @@ class DecodeLeader:
         request_balance: str = AUTO,
         terms: MoveTerms | None = None,
         lease_s: float = 30.0,
+        has_disk: bool = False,
         fingerprint: str = "",
         drafts: DraftChooser | None = None,
     ) -> None:
@@ -502,7 +509,7 @@ class DecodeLeader:
             unit,
             self._out,
             request_balance=request_balance,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint if has_disk else "",
             num_drafts_max=drafts.num_max,
         )
         self.arrivals = DecodeArrivals(
@@ -512,6 +519,7 @@ class DecodeLeader:
             num_waiting_max=num_waiting_max,
             lease_s=lease_s,
             out=self._out,
+            fingerprint=fingerprint,
         )
         self._known_terms = MoveTerms() if terms is None else terms
         self.scheduler = StepScheduler(
@@ -544,6 +552,7 @@ class DecodeLeader:
             heartbeat_s,
             self.slots.cache.totals,
             held=lambda: self.slots.held.attempt_ids,
+            fingerprint=fingerprint,
         )
         self._balance = BalanceMeter(self._reporter.balance)
         self._line = LineMeter()

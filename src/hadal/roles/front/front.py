@@ -273,8 +273,10 @@ class FrontTokens:
         """Count a message's tokens."""
         taken = self._requests.running.take(message)
         self._totals.tokens_out += taken.good.size
-        self._requests.num_blocks_placed += taken.num_blocks
-        self._units.grew(message.unit, taken.num_blocks)
+        if taken.num_blocks:
+            unit = self._units.by_name[message.unit]
+            self._requests.placed_under(unit.fingerprint).num_blocks += taken.num_blocks
+            self._units.grew(message.unit, taken.num_blocks)
         self._units.drew(message.unit, taken.good.size, taken.num_attempts)
         rows: Iterable[tuple[Record, tuple[Token, ...]]] = self._rows(message, taken.good)
         if taken.num_attempts < taken.good.size:
@@ -349,7 +351,7 @@ CLOSED_STATUS = 499
 
 class Front:
     """`epoch` is new at every start. `max_context` is the model's: prompt and output together never
-    exceed it. `fingerprint` stands for what KV depends on besides the text (see kv/names).
+    exceed it. `fingerprint`: of the KV of units that say none, and until one is up (UnitUp).
     `keeps_text`: without it tokens are counted and forgotten, as where nobody reads them: in a
     simulation without text.
     """
@@ -366,7 +368,7 @@ class Front:
         self._out: list[Effect] = []
         self._keeps_text = keeps_text
         self.requests = FrontRequests()
-        self.units = FrontUnits(config.unit_timeout_s, config.heartbeat_s)
+        self.units = FrontUnits(config.unit_timeout_s, config.heartbeat_s, fingerprint)
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
         self.routing = RequestRouting(self.requests, self.units, config.limits, max_context)
@@ -545,8 +547,7 @@ class Front:
             if (error := self.routing.fit(record)) is not None:
                 self._fail(record, error, 400)
                 continue
-            record.generation = self.names.named(record.generation, record.output)
-            chosen = self.routing.prefill_unit(record)
+            chosen = self._choose_prefill(record)
             if chosen is None:
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Transition.PLACE)
@@ -556,8 +557,21 @@ class Front:
             self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
 
+    def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
+        """Bind a request to the first fingerprint under which a prefill unit takes it now."""
+        for fingerprint in self.units.serving():
+            record.bind(fingerprint)
+            self._name(record)
+            chosen = self.routing.prefill_unit(record)
+            if chosen is not None:
+                return chosen
+        return None
+
+    def _name(self, record: Record) -> None:
+        record.generation = self.names.named(record.generation, record.output, record.fingerprint)
+
     def _current(self, record: Record) -> Generation:
-        record.generation = self.names.named(record.generation, record.output)
+        self._name(record)
         output = tuple(record.output) if self._keeps_text else range(record.num_output)
         return msgspec.structs.replace(record.generation, output=output, attempt=record.attempt)
 
@@ -756,13 +770,19 @@ class Front:
         # Before any work is sent there: a unit drops what it has when it first hears of a front, so
         # a later FrontUp would cost it what this one had sent.
         self._send(message.unit, FrontUp(self._epoch))
-        if unit is not None and (unit.orphan_by_s is not None or message.held):
+        is_successor = unit is not None and (unit.orphan_by_s is not None or bool(message.held))
+        if (
+            unit is not None
+            and is_successor
+            and unit.fingerprint == self.units.fingerprint_of(message)
+        ):
             self.units.succeeded(unit, message, now_s)
             self._resume(now_s, message)
             return
         if unit is not None:
             self._unit_down(now_s, message.unit, "restarted")
         self.units.add(message, now_s)
+        self._choose_names()
         if message.held:
             self._send(message.unit, Resume((), is_last=True))
 
@@ -804,11 +824,18 @@ class Front:
     def _unit_down(self, now_s: float, name: str, reason: str) -> None:
         """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
         self.units.remove(name)
+        self._choose_names()
         for record in self.requests.on_unit(name):
             if self.handover.drop_destination(record, name):
                 continue
             self._let_go(record, lost=name)
             self._retry(now_s, record, f"{name}: {reason}")
+
+    def _choose_names(self) -> None:
+        """Have prompts named as they would be placed now: those that come are named already then,
+        off the front's thread.
+        """
+        self.names.fingerprint = next(iter(self.units.serving()), self.names.fingerprint)
 
     # ---- time ----
     def _tick(self, now_s: float) -> None:
@@ -855,6 +882,8 @@ class Front:
             self.units.loads(),
             roles,
             msgspec.structs.replace(self.totals),
+            {unit.name: unit.fingerprint for unit in self.units.by_name.values()},
+            self.names.fingerprint,
         )
 
     def check(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -68,6 +68,24 @@ class Record:
     """Counted against decode while it is placed: its tokens and the one that comes."""
     row: int = -1
     """Row among the requests that run; negative: none."""
+    chains: dict[str, bytes] = field(default_factory=dict)
+    """Fingerprint -> the chain of its text, of those that it was bound to before."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What it is bound to from being placed on: KV of no other is used for it. Bound anew when
+        it is placed again, for then all of its text is prefilled again.
+        """
+        return self.generation.fingerprint
+
+    def bind(self, fingerprint: str) -> None:
+        """Bind one that waits."""
+        generation = self.generation
+        if generation.fingerprint == fingerprint:
+            return
+        self.chains[generation.fingerprint] = generation.chain
+        chain = self.chains.get(fingerprint, b"")
+        self.generation = msgspec.structs.replace(generation, chain=chain, fingerprint=fingerprint)
 
     @property
     def request_id(self) -> str:
@@ -356,18 +374,32 @@ _OWNED: dict[tuple[bool, bool], frozenset[str]] = {
 
 
 @dataclass(slots=True)
+class Placed:
+    """Sums over the requests that units work on whose KV is of one fingerprint."""
+
+    num_requests: int = 0
+    num_blocks: int = 0
+    num_transferring: int = 0
+    tenant_to_num: Counter[str] = field(default_factory=Counter)
+
+
+_NONE = Placed()
+
+
+@dataclass(slots=True)
 class FrontRequests:
     """Requests by id, in the order of arrival, with the queue and the sums the policies need."""
 
     by_id: dict[str, Record] = field(default_factory=dict)
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
-    num_blocks_placed: int = 0
+    fingerprint_to_placed: dict[str, Placed] = field(default_factory=dict)
+    """A fingerprint that no request is bound to is not in it."""
     running: Running = field(default_factory=Running)
     """Those in decode."""
     _tenant_to_queue: dict[str, list[QueueKey]] = field(default_factory=dict)
     """Queue keys of those that wait, in their order. A tenant of whom nobody waits is not in it."""
     tenant_to_placed: Counter[str] = field(default_factory=Counter)
-    """How many of a tenant's requests units work on."""
+    """How many of a tenant's requests units work on, of all fingerprints."""
     tenant_to_seen_s: dict[str, float] = field(default_factory=dict)
     """When a tenant's last request came. One that sent none for LATELY_S is forgotten when the next
     request comes.
@@ -377,6 +409,10 @@ class FrontRequests:
     @property
     def num_placed(self) -> int:
         return sum(self.counts[state] for state in PLACED)
+
+    @property
+    def num_blocks_placed(self) -> int:
+        return sum(placed.num_blocks for placed in self.fingerprint_to_placed.values())
 
     @property
     def num_queued(self) -> int:
@@ -436,18 +472,34 @@ class FrontRequests:
             self._enqueue(record)
         if after not in PLACED:
             self.running.leave(record)
+        if State.TRANSFERRING in (before, after):
+            placed = self.fingerprint_to_placed[record.fingerprint]
+            placed.num_transferring += 1 if after is State.TRANSFERRING else -1
         if before not in PLACED and after in PLACED:
             record.num_blocks = blocks_for(record.num_tokens + 1)
-            self.num_blocks_placed += record.num_blocks
-            self.tenant_to_placed[record.generation.tenant] += 1
+            self._count_placed(record, 1)
         elif before in PLACED and after not in PLACED:
-            self.num_blocks_placed -= record.num_blocks
-            self.tenant_to_placed[record.generation.tenant] -= 1
-            if not self.tenant_to_placed[record.generation.tenant]:
-                del self.tenant_to_placed[record.generation.tenant]
+            self._count_placed(record, -1)
         if after in (State.FINISHED, State.CANCELLED):
             self.counts[after] -= 1
             del self.by_id[record.request_id]
+
+    def _count_placed(self, record: Record, change: int) -> None:
+        """Count a request in, or out again with all that it has become."""
+        tenant, fingerprint = record.generation.tenant, record.fingerprint
+        placed = self.fingerprint_to_placed.setdefault(fingerprint, Placed())
+        placed.num_requests += change
+        placed.num_blocks += change * record.num_blocks
+        for tenant_to_num in (self.tenant_to_placed, placed.tenant_to_num):
+            tenant_to_num[tenant] += change
+            if not tenant_to_num[tenant]:
+                del tenant_to_num[tenant]
+        if not placed.num_requests:
+            del self.fingerprint_to_placed[fingerprint]
+
+    def placed_under(self, fingerprint: str) -> Placed:
+        """The sums over those that are bound to a fingerprint."""
+        return self.fingerprint_to_placed.get(fingerprint, _NONE)
 
     def grow(self, record: Record) -> int:
         """Count its first token of this attempt; return how many blocks its request grew by."""
@@ -455,7 +507,7 @@ class FrontRequests:
         grown = blocks_for(record.num_tokens + 1) - record.num_blocks
         if grown:
             record.num_blocks += grown
-            self.num_blocks_placed += grown
+            self.fingerprint_to_placed[record.fingerprint].num_blocks += grown
         return grown
 
     def next_queued(self, now_s: float) -> Record | None:
@@ -536,8 +588,8 @@ class FrontRequests:
         if {tenant: sorted(queue) for tenant, queue in queues.items()} != self._tenant_to_queue:
             problems.append("the queue does not hold those that are queued")
         placed = list(self.placed())
-        if self.num_blocks_placed != sum(record.num_blocks for record in placed):
-            problems.append("the sum of placed blocks is wrong")
+        if self.fingerprint_to_placed != _summed(placed):
+            problems.append("the sums of placed requests are wrong")
         if self.tenant_to_placed != Counter(record.generation.tenant for record in placed):
             problems.append("the counts of tenants' placed requests are wrong")
         counts = Counter(record.state for record in self.by_id.values())
@@ -547,33 +599,64 @@ class FrontRequests:
         return problems
 
 
+def _summed(records: list[Record]) -> dict[str, Placed]:
+    """What `fingerprint_to_placed` has to be where these are placed."""
+    sums: defaultdict[str, Placed] = defaultdict(Placed)
+    for record in records:
+        placed = sums[record.fingerprint]
+        placed.num_requests += 1
+        placed.num_blocks += record.num_blocks
+        placed.num_transferring += record.state is State.TRANSFERRING
+        placed.tenant_to_num[record.generation.tenant] += 1
+    return sums
+
+
 def _who(record: Record) -> tuple[str, int]:
     return record.generation.tenant, record.generation.priority
 
 
 # Names the blocks of a generation's text (kv/names), as far as that was not done already.
 #
-# Holds the deployment's root and nothing else, so any thread may use it: the gateway names a long
-# prompt where it tokenises it, and the front only what came since.
+# Any thread may use it: the gateway names a long prompt where it tokenises it, under the fingerprint
+# that it will probably be bound to, and the front what came since, or all of it under another.
 
 
 class FrontNames:
-    """Names under one fingerprint; none at all where nothing is cached."""
+    """None at all where nothing is cached."""
 
     def __init__(self, cache: CacheConfig, fingerprint: str) -> None:
         """`fingerprint` stands for all that KV depends on besides the text."""
-        self._root = root_of(fingerprint.encode()) if cache.is_on else None
+        self.fingerprint = fingerprint
+        """Under which a prompt that comes now is named."""
+        self._is_on = cache.is_on
+        self._fingerprint_to_root: dict[str, bytes] = {}
 
-    def named(self, generation: Generation, output: Sequence[int] = ()) -> Generation:
-        """`generation` with a chain that names the full blocks of its prompt and `output`: longer,
-        never another one.
+    def named(
+        self,
+        generation: Generation,
+        output: Sequence[int] = (),
+        fingerprint: str | None = None,
+    ) -> Generation:
+        """`generation` with a chain that names the full blocks of its prompt and `output` under a
+        fingerprint: that of a prompt that comes now, if none is given. A chain under the same one
+        grows and stays what it is; another is left behind.
 
         A hash for each block that has no name yet, so milliseconds for a very long prompt and next
         to nothing after.
         """
+        fingerprint = self.fingerprint if fingerprint is None else fingerprint
+        is_same = generation.fingerprint == fingerprint
+        chain = generation.chain if is_same else b""
         num_blocks = (len(generation.prompt) + len(output)) // BLOCK_TOKENS
-        if self._root is None or num_names(generation.chain) >= num_blocks:
+        if self._is_on and num_names(chain) < num_blocks:
+            text, root = generation.prompt + tuple(output), self._root_of(fingerprint)
+            chain = extend(root, chain, text, generation.salt, generation.num_public)
+        elif is_same:
             return generation
-        text = generation.prompt + tuple(output)
-        chain = extend(self._root, generation.chain, text, generation.salt, generation.num_public)
-        return msgspec.structs.replace(generation, chain=chain)
+        return msgspec.structs.replace(generation, chain=chain, fingerprint=fingerprint)
+
+    def _root_of(self, fingerprint: str) -> bytes:
+        roots = self._fingerprint_to_root
+        if fingerprint not in roots:
+            roots[fingerprint] = root_of(fingerprint.encode())
+        return roots[fingerprint]

@@ -8,7 +8,7 @@ late; the units' Load messages are kept for the metrics and as heartbeats.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -154,6 +154,8 @@ class Unit:
     """What one request can hold there at most; 0 while no rank of it lives."""
     num_requests_max: int
     seen_s: float
+    fingerprint: str = ""
+    """Of its KV (UnitUp): what is prefilled under it is decoded under it."""
     num_requests: int = 0
     num_tokens: int = 0
     """Prefill: tokens sent there whose prompts are not yet prefilled, those out of its cache
@@ -248,15 +250,18 @@ def _prefill_view(unit: Unit) -> PrefillUnitView:
 class FrontUnits:
     """Units by name; one that is down is not in it."""
 
-    def __init__(self, unit_timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(self, unit_timeout_s: float, heartbeat_s: float, fingerprint: str = "") -> None:
         """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `heartbeat_s`:
-        from one call of the front to the next, at most.
+        from one call of the front to the next, at most. `fingerprint`: of units that say none.
         """
         self.by_name: dict[str, Unit] = {}
         self.suspects = Suspects(unit_timeout_s)
         self._absence = Absence(heartbeat_s)
         self.cache = FrontCache()
         self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
+        self._fingerprint = fingerprint
+        self._fingerprint_to_num: dict[str, int] = {}
+        """How many units of each are up, in the order in which the first of them came."""
 
     def of_role(self, role: str) -> list[Unit]:
         """The role's units, in the order in which they came up."""
@@ -272,8 +277,12 @@ class FrontUnits:
             message.num_blocks_request or message.num_blocks,
             message.num_requests_max,
             now_s,
+            self.fingerprint_of(message),
         )
         self._role_to_units[unit.role].append(unit)
+        self._fingerprint_to_num[unit.fingerprint] = (
+            self._fingerprint_to_num.get(unit.fingerprint, 0) + 1
+        )
         self.cache.up(message.unit, message.epoch, message.num_blocks)
 
     def remove(self, name: str) -> None:
@@ -281,7 +290,33 @@ class FrontUnits:
         unit = self.by_name.pop(name, None)
         if unit is not None:
             self._role_to_units[unit.role].remove(unit)
+            self._fingerprint_to_num[unit.fingerprint] -= 1
+            if not self._fingerprint_to_num[unit.fingerprint]:
+                del self._fingerprint_to_num[unit.fingerprint]
         self.cache.down(name)
+
+    def fingerprint_of(self, message: UnitUp) -> str:
+        """That of a unit's KV."""
+        return message.fingerprint or self._fingerprint
+
+    def serving(self) -> list[str]:
+        """Fingerprints that a prompt may be bound to, the best first; empty: it has to wait.
+
+        With two, new weights are taking the place of old ones. Then a prompt goes where a unit of
+        each role takes requests, to the weights that came last if there is a choice. What only
+        draining units could decode is not prefilled: they end, and others come in their place. For
+        a leader that is lost there will be another (roles/ranks). With one there is no choice, and
+        what is prefilled in a unit's absence is bounded by `downstream`.
+        """
+        if len(self._fingerprint_to_num) < 2:
+            return [*self._fingerprint_to_num]
+        prefill = {u.fingerprint for u in self.of_role(PREFILL) if u.drain_by_s is None}
+        staying = [u for u in self.of_role(DECODE) if u.drain_by_s is None]
+        for units in ([u for u in staying if u.is_open], staying):
+            both = prefill & {u.fingerprint for u in units}
+            if both:
+                return [one for one in reversed(self._fingerprint_to_num) if one in both]
+        return []
 
     def orphaned(self, unit: Unit, by_s: float) -> None:
         """A unit's leader is gone. Said again, it changes nothing."""
@@ -397,19 +432,23 @@ class FrontUnits:
             unit.num_blocks_used -= num_blocks
 
     # ---- what the policies see ----
-    def open_prefill_units(self) -> list[str]:
-        """Those that take one more request."""
+    def open_prefill_units(self, fingerprint: str) -> list[str]:
+        """Those that take one more request of a fingerprint."""
         return [
             u.name
             for u in self.of_role(PREFILL)
-            if u.is_open and u.num_requests < u.num_requests_max
+            if u.is_open and u.num_requests < u.num_requests_max and u.fingerprint == fingerprint
         ]
 
-    def prefill_views(self, unit_to_cached: Mapping[str, int] = _NOTHING) -> list[PrefillUnitView]:
-        """The prefill units as a request sees them of which they have so many positions already."""
+    def prefill_views(
+        self, fingerprint: str, unit_to_cached: Mapping[str, int] = _NOTHING
+    ) -> list[PrefillUnitView]:
+        """The prefill units as a request of a fingerprint sees them of which they have so many
+        positions already.
+        """
         views = []
         for unit in self.of_role(PREFILL):
-            if unit.drain_by_s is not None:
+            if unit.drain_by_s is not None or unit.fingerprint != fingerprint:
                 continue
             if unit.prefill_view is None:
                 unit.prefill_view = _prefill_view(unit)
@@ -423,10 +462,11 @@ class FrontUnits:
             for view in views
         ]
 
-    def decode_views(self) -> list[DecodeUnitView]:
+    def decode_views(self, fingerprint: str) -> list[DecodeUnitView]:
+        """The decode units that take what was prefilled under a fingerprint."""
         views = []
         for unit in self.of_role(DECODE):
-            if not unit.is_open:
+            if not unit.is_open or unit.fingerprint != fingerprint:
                 continue
             if unit.decode_view is None:
                 unit.decode_view = _decode_view(unit)
@@ -435,6 +475,7 @@ class FrontUnits:
 
     def downstream(
         self,
+        fingerprint: str,
         num_requests: int,
         num_blocks_used: int,
         num_transferring: int,
@@ -442,8 +483,10 @@ class FrontUnits:
         num_tenants: int = 1,
         num_tenants_absent: int = 0,
     ) -> DownstreamView:
-        """One that drains or has no leader has room for what it holds and for nothing else."""
-        units = self.of_role(DECODE)
+        """The decode units of a fingerprint, with what is bound to it. One that drains or has no
+        leader has room for what it holds and for nothing else.
+        """
+        units = [unit for unit in self.of_role(DECODE) if unit.fingerprint == fingerprint]
         return DownstreamView(
             sum([unit.num_requests_max if unit.is_open else unit.num_requests for unit in units]),
             sum([unit.num_blocks if unit.is_open else unit.num_blocks_used for unit in units]),
@@ -500,6 +543,15 @@ class FrontUnits:
         }
         if owners - self.by_name.keys():
             problems.append(f"requests are on {owners - self.by_name.keys()}, which are down")
+        problems += [
+            f"{record.request_id} is on {unit.name}, which has other weights"
+            for record in placed
+            for name in (record.prefill_unit, record.decode_unit)
+            if (unit := self.by_name.get(name or "")) is not None
+            and unit.fingerprint != record.fingerprint
+        ]
+        if self._fingerprint_to_num != Counter(u.fingerprint for u in self.by_name.values()):
+            problems.append("the counts of fingerprints are wrong")
         return problems + self.cache.check(
             {unit.name: unit.epoch for unit in self.by_name.values()}
         )
@@ -596,39 +648,43 @@ class RequestRouting:
 
     def num_free(self) -> int:
         """How many more requests units could work on, as far as they are not too long."""
-        view = self.units.downstream(self.requests.num_placed, 0, 0)
-        return max(
-            0, min(self.limits.max_running, num_placed_max(view.num_slots)) - view.num_requests
-        )
+        num_free = 0
+        for fingerprint in self.units.serving():
+            num_placed = self.requests.placed_under(fingerprint).num_requests
+            view = self.units.downstream(fingerprint, num_placed, 0, 0)
+            num_free += max(0, num_placed_max(view.num_slots) - num_placed)
+        return max(0, min(self.limits.max_running - self.requests.num_placed, num_free))
 
     def has_room(self, generation: Generation) -> bool:
         """Whether a new request could start now; else it has to wait."""
         num_tokens = len(generation.prompt) + len(generation.output)
-        if not self._may_prefill(num_tokens, generation.tenant):
-            return False
-        return (
-            choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens), num_tokens)
+        return any(
+            self._may_prefill(num_tokens, generation.tenant, fingerprint)
+            and choose_prefill_unit(
+                self.units.prefill_views(fingerprint), blocks_for(num_tokens), num_tokens
+            )
             is not None
+            for fingerprint in self.units.serving()
         )
 
     def prefill_unit(self, record: Record) -> tuple[str, int] | None:
-        """The prefill unit it starts on now, and how many of its positions that has already; None
-        if it waits.
+        """The prefill unit of its fingerprint that it starts on now, and how many of its positions
+        that has already; None if it waits.
         """
-        num_tokens = record.num_tokens
-        if not self._may_prefill(num_tokens, record.generation.tenant):
+        num_tokens, fingerprint = record.num_tokens, record.fingerprint
+        if not self._may_prefill(num_tokens, record.generation.tenant, fingerprint):
             return None
         unit_to_cached: dict[str, int] = {}
         if record.generation.chain:
             # Only where it could go now: one that waits for room asks again at every event.
-            open_units = self.units.open_prefill_units()
+            open_units = self.units.open_prefill_units(fingerprint)
             unit_to_cached = self.units.cache.prefixes(record.generation.chain, open_units)
             # The last position is computed in any case, and a block is taken whole or not at all.
             most = usable_blocks(num_tokens) * BLOCK_TOKENS
             unit_to_cached = {
                 unit: min(num_cached, most) for unit, num_cached in unit_to_cached.items()
             }
-        views = self.units.prefill_views(unit_to_cached)
+        views = self.units.prefill_views(fingerprint, unit_to_cached)
         unit = choose_prefill_unit(views, blocks_for(num_tokens), num_tokens)
         return None if unit is None else (unit, unit_to_cached.get(unit, 0))
 
@@ -637,7 +693,8 @@ class RequestRouting:
         num_blocks_max = blocks_for(
             len(record.generation.prompt) + record.generation.max_tokens - 1
         )
-        return choose_decode_unit(self.units.decode_views(), record.num_blocks, num_blocks_max)
+        views = self.units.decode_views(record.fingerprint)
+        return choose_decode_unit(views, record.num_blocks, num_blocks_max)
 
     def fit(self, record: Record) -> str | None:
         """Cap its output, once, by the context and by what one request can hold in the units; why
@@ -656,15 +713,16 @@ class RequestRouting:
             record.generation = msgspec.structs.replace(generation, max_tokens=longest)
         return None
 
-    def _may_prefill(self, num_tokens: int, tenant: str) -> bool:
-        requests = self.requests
+    def _may_prefill(self, num_tokens: int, tenant: str, fingerprint: str) -> bool:
+        requests, placed = self.requests, self.requests.placed_under(fingerprint)
         if requests.num_placed >= self.limits.max_running:
             return False
         view = self.units.downstream(
-            requests.num_placed,
-            requests.num_blocks_placed,
-            requests.counts[State.TRANSFERRING],
-            requests.tenant_to_placed[tenant],
+            fingerprint,
+            placed.num_requests,
+            placed.num_blocks,
+            placed.num_transferring,
+            placed.tenant_to_num[tenant],
             len(requests.tenant_to_seen_s),
             requests.num_tenants_absent(tenant),
         )

@@ -61,10 +61,17 @@ from hadal.roles.prefill.prompts import (
     work_on,
 )
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
+from hadal.roles.reasons import LEASE_EXPIRED, OTHER_WEIGHTS, QUEUE_FULL, RANK_LOST, TOO_LONG, void
 from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
-from hadal.roles.unit.unit import BalanceMeter, Tracer, UnitReporter, finish_of, given_back
+from hadal.roles.unit.unit import (
+    BalanceMeter,
+    Tracer,
+    UnitReporter,
+    finish_of,
+    given_back,
+    has_other_weights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +116,12 @@ class PrefillLeader:
         early_pull: str = OFF,
         reports_names: bool = False,
         index: BlockIndex | None = None,
+        fingerprint: str = "",
     ) -> None:
         """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
         `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode hears of
         blocks before their prompt is done. `reports_names`: ranks hear what is named on them.
-        `index`: what is known to be on disk; None: nothing yet.
+        `index`: what is known to be on disk; None: nothing yet. `fingerprint`: see UnitUp.
         """
         if chunk_tokens < 1:
             raise ValueError(
@@ -140,6 +148,7 @@ class PrefillLeader:
             num_moe_layers=num_moe_layers,
         )
         self._unit = unit
+        self._fingerprint = fingerprint
         self._chunk_tokens = chunk_tokens
         self._num_requests_max = num_requests_max
         self._num_waiting_max = num_waiting_max
@@ -160,7 +169,14 @@ class PrefillLeader:
         self._in_flight: deque[_PrefillStep] = deque()
         self._num_plans = 0
         self._reporter = UnitReporter(
-            unit, PREFILL, epoch, self.blocks, num_requests_max, heartbeat_s, self.cache.totals
+            unit,
+            PREFILL,
+            epoch,
+            self.blocks,
+            num_requests_max,
+            heartbeat_s,
+            self.cache.totals,
+            fingerprint=fingerprint,
         )
         self._balance = BalanceMeter(self._reporter.balance)
         self._tracer = Tracer(unit)
@@ -232,7 +248,9 @@ class PrefillLeader:
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
             return  # The same message twice.
         num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living
-        if blocks_for(len(prompt.tokens)) > self.blocks.num_blocks_rank:
+        if has_other_weights(generation, self._fingerprint):
+            self._give_back(prompt.key, OTHER_WEIGHTS)
+        elif blocks_for(len(prompt.tokens)) > self.blocks.num_blocks_rank:
             self._give_back(prompt.key, f"{TOO_LONG}: {len(prompt.tokens)} tokens")
         elif len(self._waiting) >= num_most or not self.blocks.num_living:
             self._give_back(prompt.key, QUEUE_FULL)

@@ -52,6 +52,14 @@ def given_back(unit: str, key: Key, reason: str) -> Send:
     return Send("front", Returned(unit, *key, reason))
 
 
+def has_other_weights(generation: Generation, fingerprint: str) -> bool:
+    """Whether an attempt was meant for a unit whose KV is not of this fingerprint, as the one that
+    had the name before.
+    """
+    asked = generation.fingerprint
+    return asked != fingerprint and bool(asked and fingerprint)
+
+
 def has_penalty(sampling: Sampling) -> bool:
     return bool(
         sampling.presence_penalty
@@ -290,9 +298,11 @@ class UnitReporter:
         heartbeat_s: float,
         cache_totals: Callable[[], dict[str, int]] = dict,
         held: Callable[[], tuple[int, ...]] = tuple,
+        fingerprint: str = "",
     ) -> None:
         """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by
-        the names in core/cache; asked for each UnitReport. `held`: attempt ids that UnitUp names.
+        the names in core/cache; asked for each UnitReport. `held`: attempt ids that UnitUp names,
+        as it does `fingerprint`.
         """
         self.unit = unit
         self.role = role
@@ -321,6 +331,7 @@ class UnitReporter:
         self._heartbeat_s = heartbeat_s
         self._cache_totals = cache_totals
         self._held = held
+        self._fingerprint = fingerprint
         self._front_epoch: str | None = None
         self._is_known = False
         """The front knows that the unit is up."""
@@ -348,6 +359,7 @@ class UnitReporter:
             most,
             pools.num_blocks_request,
             self._held(),
+            self._fingerprint,
         )
         return [Send("front", up), Send(SUPERVISOR, up)]
 

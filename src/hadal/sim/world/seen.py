@@ -35,6 +35,8 @@ from hadal.sim.runners import STOP_ID, StepWork
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+FINGERPRINT = "simulated"
+"""Of all KV (kv/names): of the disk cache's folder, and in the names of what decode writes there."""
 _INDEX_BITS = 24
 _NONE = np.zeros(0, np.int64)
 
@@ -105,6 +107,7 @@ class Requests:
             Sampling(seed=number),
             0,
             chain=chain_of(number, num_named),
+            fingerprint=FINGERPRINT,
         )
 
 

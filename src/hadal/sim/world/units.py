@@ -27,7 +27,7 @@ from hadal.roles.leaders import make_leader
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.sim.runners import DecodeRunner, OutputTokens, PrefillRunner
 from hadal.sim.world.process import Process, SimClock
-from hadal.sim.world.seen import WorldLog, block_of, chain_of
+from hadal.sim.world.seen import FINGERPRINT, WorldLog, block_of, chain_of
 
 # The disk cache of a simulated world: which blocks it has, and what reading and writing them
 # takes.
@@ -217,8 +217,6 @@ Runner = PrefillRunner | DecodeRunner
 
 HBM_SHARE = 0.9
 """Share of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
-FINGERPRINT = "simulated"
-"""Fingerprint of the disk cache's folder, and in the names of what decode writes there."""
 
 
 def kv_blocks(model: StepModel, num_drafts: int = 0, role: str = DECODE) -> int:

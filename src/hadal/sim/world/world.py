@@ -47,7 +47,7 @@ from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.unit.unit import finish_of
 from hadal.sim.runners import STOP_ID, WORD_ID, DecodeRunner
 from hadal.sim.world.process import Process, Role, SimClock
-from hadal.sim.world.seen import Reading, Requests, WorldLog, nothing_seen, read
+from hadal.sim.world.seen import FINGERPRINT, Reading, Requests, WorldLog, nothing_seen, read
 from hadal.sim.world.units import (
     DiskSpeed,
     LoggedRunner,
@@ -299,7 +299,13 @@ class FleetWorld:
         """Requests that come, in their order."""
         self._next = 0
         """Which of those is next."""
-        self.front = Front(config, epoch="front-0", max_context=max_context, keeps_text=False)
+        self.front = Front(
+            config,
+            epoch="front-0",
+            max_context=max_context,
+            fingerprint=FINGERPRINT,
+            keeps_text=False,
+        )
         self._start("front", self.front)
         self._start_units(DECODE)
         if self._is_running.any():

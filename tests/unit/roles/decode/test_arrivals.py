@@ -334,6 +334,7 @@ def test_random_hints_lose_no_token_and_leak_nothing(seed: int) -> None:
         num_slots=random.choice([2, 4]),
         num_waiting_max=100,
         lease_s=random.choice([0.05, 30.0]),
+        has_disk=True,
         fingerprint=FINGERPRINT,
         drafts=DraftChooser(random.choice([0, 2]), is_fixed=True),
     )
@@ -350,7 +351,9 @@ def test_the_worlds_see_seats_that_go_on_and_seats_that_go() -> None:
     seen: Counter[str] = Counter()
     for seed in range(5):
         random = Random(seed)
-        unit = leader(14, 2, num_slots=4, num_waiting_max=100, fingerprint=FINGERPRINT)
+        unit = leader(
+            14, 2, num_slots=4, num_waiting_max=100, has_disk=True, fingerprint=FINGERPRINT
+        )
         world = DecodeWorld(random, unit, 2)
         world.reset(set(), {0, 1})
         for _ in range(800):

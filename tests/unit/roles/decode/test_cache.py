@@ -35,7 +35,7 @@ ROOT = root_of(FINGERPRINT.encode())
 
 
 def leader(num_blocks: int = 40, num_ranks: int = 1, **options: Any) -> DecodeLeader:
-    fields: dict[str, Any] = {"num_slots": 4, "fingerprint": FINGERPRINT}
+    fields: dict[str, Any] = {"num_slots": 4, "has_disk": True, "fingerprint": FINGERPRINT}
     return decode_leader(num_blocks, num_ranks, **fields | options)
 
 
@@ -168,16 +168,16 @@ def test_public_parts_of_a_prompt_are_named_as_the_front_names_them() -> None:
     assert drive.stores[0].names == extend(ROOT, b"", text, SALT, 70)[16:32]
 
 
-@pytest.mark.parametrize("fingerprint", ["", FINGERPRINT])
-def test_without_a_cache_nothing_is_named(fingerprint: str) -> None:
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_without_a_cache_nothing_is_named(has_disk: bool) -> None:
     message = request(prompt=100)
-    chain = message.generation.chain if not fingerprint else b""
+    chain = message.generation.chain if not has_disk else b""
     unnamed = msgspec.structs.replace(message.generation, chain=chain)
-    drive = Drive(leader(fingerprint=fingerprint), Decode(unnamed, message.lease))
+    drive = Drive(leader(has_disk=has_disk), Decode(unnamed, message.lease))
     drive.run(100)
     assert drive.stores == []
-    assert drive.publishes == {bool(fingerprint)}
-    assert drive.cache() == ({} if not fingerprint else counted())
+    assert drive.publishes == {has_disk}
+    assert drive.cache() == (counted() if has_disk else {})
 
 
 def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:

@@ -72,7 +72,8 @@ def test_every_token_comes_once_whatever_the_ranks_do(
         num_moe_layers=3,
         terms=terms,
         lease_s=random.choice([0.05, 30.0]),
-        fingerprint=random.choice([FINGERPRINT, ""]),
+        has_disk=random.choice([True, False]),
+        fingerprint=FINGERPRINT,
         drafts=DraftChooser(num_drafts, is_fixed=random.random() < 0.5),
     )
     world = DecodeWorld(random, unit, num_ranks)

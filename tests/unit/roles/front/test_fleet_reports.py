@@ -97,7 +97,7 @@ def test_nothing_new_goes_to_a_draining_unit() -> None:
     for unit in ("prefill-0", "decode-0"):
         assert of(made.handle(0.0, DrainUnit(unit, 60.0, 1)), Send) == []
     assert {decoding(made, f"r{index}") for index in range(3)} == {"decode-1"}
-    assert [view.unit for view in made.units.prefill_views()] == ["prefill-1"]
+    assert [view.unit for view in made.units.prefill_views("")] == ["prefill-1"]
     made.handle(0.0, KeepUnit("decode-0"))
     assert decoding(made, "r3") == "decode-0"
     ok(made)

@@ -27,12 +27,14 @@ def test_a_chain_names_the_full_blocks_and_grows_with_the_output() -> None:
 
 def test_what_is_named_is_not_named_again() -> None:
     """What stands in the chain is continued, whatever it is: a marker there shows in what comes
-    after.
+    after. Under another fingerprint it would be left behind.
     """
-    marked = msgspec.structs.replace(generation(prompt=128), chain=b"m" * 16)
+    marked = msgspec.structs.replace(generation(prompt=128), chain=b"m" * 16, fingerprint="f0")
     names = list(split(NAMES.named(marked).chain))
     assert names[0] == b"m" * 16
-    assert names[1] != list(split(NAMES.named(generation(prompt=128)).chain))[1]
+    plain = NAMES.named(generation(prompt=128))
+    assert names[1] != list(split(plain.chain))[1]
+    assert NAMES.named(msgspec.structs.replace(marked, fingerprint="f1")).chain == plain.chain
 
 
 def test_public_blocks_are_everybodys() -> None:
@@ -56,11 +58,15 @@ def test_public_blocks_are_everybodys() -> None:
 
 def test_without_a_cache_there_are_no_names() -> None:
     request = generation(prompt=130)
-    assert FrontNames(CacheConfig(memory="off"), "f0").named(request, [1] * 99) is request
+    none = FrontNames(CacheConfig(memory="off"), "f0").named(request, [1] * 99)
+    assert (none.chain, none.fingerprint) == (b"", "f0")
     disk_only = FrontNames(CacheConfig(memory="off", folder="there"), "f0")
     assert disk_only.named(request).chain == NAMES.named(request).chain != b""
 
 
 def test_another_fingerprint_is_another_name() -> None:
-    request = generation(prompt=64)
-    assert FrontNames(CacheConfig(), "f1").named(request).chain != NAMES.named(request).chain
+    request = NAMES.named(generation(prompt=64))
+    again = NAMES.named(request, fingerprint="f1")
+    assert again == FrontNames(CacheConfig(), "f1").named(generation(prompt=64))
+    assert again.chain == extend(root_of(b"f1"), b"", request.prompt, b"") != request.chain
+    assert NAMES.named(again) == request

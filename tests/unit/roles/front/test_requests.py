@@ -10,7 +10,7 @@ import pytest
 from hadal.core.errors import InvariantError
 from hadal.core.request import State, Transition
 from hadal.policy.admission import AGE_S
-from hadal.roles.front.requests import LATELY_S, FrontRequests, Record
+from hadal.roles.front.requests import LATELY_S, FrontRequests, Placed, Record
 from tests.unit.roles.driving import generation
 
 
@@ -143,7 +143,7 @@ def test_check_sees_owners_that_do_not_fit_the_state() -> None:
 
 def test_check_sees_a_wrong_sum_and_a_lost_place_in_the_queue() -> None:
     membership = book_of("a", "b")
-    membership.num_blocks_placed = 1
+    membership.fingerprint_to_placed["f"] = Placed(1)
     membership._tenant_to_queue[""].pop()
     membership.counts[State.QUEUED] = 7
     assert len(membership.check()) == 3

@@ -17,7 +17,7 @@ NAMES = FrontNames(CacheConfig(), "f0")
 
 
 def routing(**limits: int) -> RequestRouting:
-    units = FrontUnits(2.0, 0.5)
+    units = FrontUnits(2.0, 0.5, "f0")
     for name in ("prefill-0", "prefill-1", "decode-0"):
         units.add(UnitUp(name, name.split("-")[0], "e", 20, 2), 0.0)
     return RequestRouting(FrontRequests(), units, LimitsConfig(**limits), 10_000)
