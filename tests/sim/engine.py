@@ -104,11 +104,16 @@ def expected_output(generation: Generation) -> list[int]:
 
 
 class Pool:
-    """A unit's KV memory, as other units see it."""
+    """A unit's KV memory, as other units see it.
 
-    def __init__(self, num_blocks: int) -> None:
+    What its weights make of a cell stands there, and what they make of that again is read. So the
+    cell comes back, unless other weights had made it: a token that depends on such a one is wrong.
+    """
+
+    def __init__(self, num_blocks: int, weights: int = 0) -> None:
         self.cells: Cells = np.zeros((num_blocks, BLOCK_TOKENS), np.uint64)
         self.versions = [0] * num_blocks
+        self.weights = weights
 
     def freed(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
@@ -119,12 +124,13 @@ class Pool:
         assert num_tokens <= len(flat), (
             f"{num_tokens} positions are read from {len(block_ids)} blocks"
         )
-        return flat[:num_tokens]
+        return flat[:num_tokens] ^ np.uint64(self.weights)
 
     def write(self, block_ids: Sequence[int], start: int, cells: Cells | list[int]) -> None:
         for offset, cell in enumerate(cells):
             position = start + offset
-            self.cells[block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = cell
+            at = block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+            self.cells[at] = cell ^ self.weights
 
 
 def pull(source: Pool | None, lease: KvLease, target: Pool, into: Sequence[int]) -> str | None:
@@ -132,7 +138,9 @@ def pull(source: Pool | None, lease: KvLease, target: Pool, into: Sequence[int])
     if source is None:
         return "the pool is gone"
     assert len(into) == len(lease.block_ids), "as many blocks as are leased"
-    target.write(into, 0, source.read(lease.block_ids, lease.num_tokens).copy())
+    cells = source.read(lease.block_ids, lease.num_tokens)
+    # As they stand there: a copy knows nothing of weights.
+    target.write(into, 0, cells ^ np.uint64(source.weights ^ target.weights))
     now = tuple(source.versions[block] for block in lease.block_ids)
     return None if now == lease.versions else "the blocks were freed meanwhile"
 

@@ -1,5 +1,5 @@
-"""What every name of a block stands for in a world: the cells it must hold, and whose text it is
-of.
+"""What every name of a block stands for in a world: the cells it must hold, by whose weights they
+were made, and whose text it is of.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ from hadal.kv.names import PUBLIC, extend, root_of
 from tests.sim.engine import Cells, cells_of
 
 FINGERPRINT = "a model"
+OTHER = "the same with other weights"
+FINGERPRINT_TO_WEIGHTS = {FINGERPRINT: 0, OTHER: 0x5851F42D4C957F2D}
+"""What a unit's Pool is given."""
 
 
 class Names:
     """Filled as texts are named: by prompts, and by outputs that were computed for certain."""
 
     def __init__(self) -> None:
-        self._root = root_of(FINGERPRINT.encode())
         self._cells: dict[bytes, Cells] = {}
         self._salts: dict[bytes, bytes] = {}
 
     def add(self, generation: Generation) -> bytes:
-        """Note the blocks of prompt + output. Returns their chain."""
-        tokens = generation.prompt + generation.output
-        chain = extend(self._root, b"", tokens, generation.salt, generation.num_public)
+        """Note the blocks of prompt + output, made under the generation's fingerprint. Returns
+        their chain.
+        """
+        tokens, fingerprint = generation.prompt + generation.output, generation.fingerprint
+        root, weights = root_of(fingerprint.encode()), FINGERPRINT_TO_WEIGHTS[fingerprint]
+        chain = extend(root, b"", tokens, generation.salt, generation.num_public)
         for at, name in enumerate(split(chain)):
             first, end = at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS
             if name not in self._cells:
-                self._cells[name] = cells_of(tokens[first:end], first)
+                self._cells[name] = cells_of(tokens[first:end], first) ^ np.uint64(weights)
                 self._salts[name] = PUBLIC if end <= generation.num_public else generation.salt
             assert self._salts[name] == (
                 PUBLIC if end <= generation.num_public else generation.salt

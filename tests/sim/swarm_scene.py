@@ -33,6 +33,8 @@ PRESSURES = ("uneven", "tight", "hasty", "drafts")
 they are prefilled; and steps that check what the last ones drafted. Drawn by themselves, behind the
 others: without them a seed is what it was before they were thought of.
 """
+OTHER_WEIGHTS = "other weights"
+"""Units give way to others whose KV they cannot use. Drawn as PRESSURES are."""
 FEATURES = (
     "many units",
     "prefill ranks",
@@ -96,6 +98,7 @@ FAULTS = (
     "deaths in drains",
     "few retries",
     "shutdown",
+    OTHER_WEIGHTS,
 )
 
 
@@ -147,7 +150,11 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         for name in FEATURES
         if name not in PRESSURES and random.random() < random.choice([share, 0.5])
     }
-    on |= {name for name in FAULTS if random.random() < random.choice([0.0, share, share])}
+    on |= {
+        name
+        for name in FAULTS
+        if name != OTHER_WEIGHTS and random.random() < random.choice([0.0, share, share])
+    }
     pressure = Random(f"swarm pressure {seed}")
     pressures = {name for name in PRESSURES[:3] if pressure.random() < 0.3} - without
     on = (on | pressures) - without
@@ -214,11 +221,25 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         pull_s=random.choice([0.005, 0.02, 0.2]),
         draft_accept=draft_accept,
     )
-    scene = _pressed(scene, pressure)
+    scene = _with_other_weights(_pressed(scene, pressure), without)
     if "drafts" not in on:
         return scene
     decode = msgspec.structs.replace(scene.config.decode, drafts=num_drafts)
     return replace(scene, config=msgspec.structs.replace(scene.config, decode=decode))
+
+
+def _with_other_weights(scene: Scene, without: frozenset[str]) -> Scene:
+    """With units that are replaced, in some scenes."""
+    random = Random(f"swarm weights {scene.seed}")
+    every_s = random.choice([0.3, 1.0, 2.0])
+    if random.random() > 0.25 or OTHER_WEIGHTS in without:
+        return scene
+    return replace(
+        scene,
+        on=scene.on | {OTHER_WEIGHTS},
+        faults=replace(scene.faults, until_s=scene.faults.until_s or 4.0),
+        troubles=replace(scene.troubles, every_s=scene.troubles.every_s | {OTHER_WEIGHTS: every_s}),
+    )
 
 
 def _pressed(scene: Scene, random: Random) -> Scene:

@@ -18,6 +18,7 @@ from hadal.core.balance import OFF
 from hadal.core.messages import (
     AnyMessage,
     Cancel,
+    DrainUnit,
     Generation,
     Key,
     Pulled,
@@ -40,12 +41,13 @@ from tests.sim.disk import DiskFaults
 from tests.sim.engine import DecodeEngine, expected_output
 from tests.sim.fleet import FleetWorld
 from tests.sim.host import Host
+from tests.sim.names import FINGERPRINT, OTHER
 from tests.sim.ranks import RankHost
 from tests.sim.swarm_blocks import BlockWatch
 from tests.sim.swarm_calls import LETTERS, MODEL, Call, Sink
 from tests.sim.swarm_requests import add_requests
-from tests.sim.swarm_scene import Scene, may_end_with
-from tests.sim.world import is_whole
+from tests.sim.swarm_scene import OTHER_WEIGHTS, Scene, may_end_with
+from tests.sim.world import is_whole, process_names
 
 UNIX_S = 1_700_000_000.0
 NUM_EVENTS_MAX = 2_000_000
@@ -101,6 +103,8 @@ class SwarmWorld(FleetWorld):
             disk_faults=scene.disk_faults,
         )
         self.draft_accept = scene.draft_accept
+        if OTHER_WEIGHTS in scene.on:
+            self.fingerprints = (FINGERPRINT, OTHER)
         self._plan_troubles()
         add_requests(self, scene, Random(f"swarm requests {scene.seed}"))
 
@@ -146,7 +150,7 @@ class SwarmWorld(FleetWorld):
         )
         for one, client in zip(versions, call.clients, strict=True):
             if self.config.cache.is_on:
-                self.names.add(msgspec.structs.replace(one, output=tuple(expected_output(one))))
+                self._name_all(one)
             self.clients[one.request_id] = client
             self.calls[one.request_id] = call
         for one in versions:
@@ -239,6 +243,7 @@ class SwarmWorld(FleetWorld):
             "freezes": self._freeze,
             "slow ranks": self._slow,
             "node deaths": self._kill_nodes,
+            OTHER_WEIGHTS: self._replace_a_unit,
         }
         for name, every_s in troubles.every_s.items():
             self._again(name, acts[name], every_s)
@@ -256,10 +261,15 @@ class SwarmWorld(FleetWorld):
         self.clock.after(self.random.expovariate(1 / every_s), strike)
 
     def _calm(self) -> None:
-        """Steps fail no more: of a prompt of a hundred steps some would fail for ever."""
+        """Steps fail no more: of a prompt of a hundred steps some would fail for ever. And all
+        units get the same weights, or there might be none that decodes what another prefilled.
+        """
         self.faults = replace(self.faults, engine_rate=0.0)
         for host in self.hosts.values():
             (host.compute if isinstance(host, RankHost) else host)._fault_rate = 0.0
+        if OTHER_WEIGHTS in self.scene.on:
+            for name in [name for name in process_names(self.config) if "." not in name]:
+                self._replace(name, OTHER)
 
     def _living(self, *, ranks: bool) -> list[str]:
         return [
@@ -284,6 +294,30 @@ class SwarmWorld(FleetWorld):
         self.seen["node deaths"] += len(names) > 1
         for name in self.random.sample(names, min(len(names), self.random.choice([2, 3]))):
             self.kill_unit(name)
+
+    def _replace_a_unit(self) -> None:
+        """Some unit gives way to one with other weights. Often it drains before; where there is a
+        fleet, that is the fleet's to decide.
+        """
+        if not (units := self._living(ranks=False)):
+            return
+        name, delay_s = self.random.choice(units), 0.0
+        new = FINGERPRINT if self._fingerprint_of(name) == OTHER else OTHER
+        if "front" in self.hosts and not self.has_fleet and self.random.random() < 0.7:
+            timeout_s, delay_s = self.random.choice([(0.1, 0.5), (0.5, 0.5), (2.0, 1.0)])
+            self.seen["units drained for others"] += 1
+            self.hosts["front"].handle(DrainUnit(name, timeout_s, self._num_events + 1))
+        self.clock.after(delay_s, lambda: self._replace(name, new))
+
+    def _replace(self, name: str, fingerprint: str) -> None:
+        """Once units are to be alike, nothing makes them differ again."""
+        new = OTHER if self.clock.now() >= self.faults.until_s else fingerprint
+        self.seen["units with other weights"] += self._fingerprint_of(name) != new
+        self.unit_to_fingerprint[name] = new
+        self.kill_unit(name)
+        # Where its leader was dead already, ranks may have started again as they were.
+        for rank in [one for one in self.hosts if one.startswith(f"{name}.")]:
+            self.kill_unit(rank)
 
     def _freeze(self) -> None:
         hosts = [

@@ -18,7 +18,7 @@ import pytest
 
 from hadal.core.messages import AnyMessage, Key, Pulled, Release, UnitDown
 from hadal.core.seams import Send
-from hadal.policy.views import DecodeRanksView
+from hadal.policy.views import DecodeRanksView, DecodeUnitView
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
 from hadal.roles.front.front import Front
@@ -27,7 +27,7 @@ from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED
 from tests.fresh import NUM_SEEDS, fresh
 from tests.sim.swarm import LIMIT_S, command, draw, run, run_all, run_seed, shrink
-from tests.sim.swarm_scene import FAULTS, FEATURES, PRESSURES
+from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES
 from tests.sim.swarm_world import SwarmWorld
 
 NUM_FIXED = 15
@@ -35,7 +35,7 @@ NUM_FIXED = 15
 NUM_FULL = 10_000
 STEP = 20
 FOUND_SEEDS = [326, 1008]
-"""Each of them failed once, when there were no PRESSURES;"""
+"""Each of them failed once, when there were neither PRESSURES nor OTHER_WEIGHTS;"""
 FOUND_UNDER_PRESSURE = [1460, 2296, 2457, 3226]
 """and each of these with them, but for drafts."""
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
@@ -49,7 +49,7 @@ def test_seed(seed: int) -> None:
 @pytest.mark.parametrize("seed", [*FOUND_SEEDS, *FOUND_UNDER_PRESSURE])
 def test_a_seed_that_failed_once(seed: int) -> None:
     without = {"drafts"} if seed in FOUND_UNDER_PRESSURE else set(PRESSURES)
-    run(draw(seed, frozenset(without)))
+    run(draw(seed, frozenset(without | {OTHER_WEIGHTS})))
 
 
 @pytest.mark.full
@@ -152,9 +152,24 @@ def never_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Front, "_pulled", silent)
 
 
+def weights_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front that lets any decode unit go on with what any other prefilled, and units that take
+    it.
+    """
+    views = FrontUnits.decode_views
+
+    def of_all(self: FrontUnits, fingerprint: str) -> list[DecodeUnitView]:
+        return [view for one in self._fingerprint_to_num for view in views(self, one)]
+
+    monkeypatch.setattr(FrontUnits, "decode_views", of_all)
+    monkeypatch.setattr(FrontUnits, "check", lambda self, placed: [])
+    monkeypatch.setattr("hadal.roles.decode.leader.has_other_weights", lambda *_: False)
+
+
 @pytest.mark.parametrize(
     ("mutate", "says"),
     [
+        (weights_mixed, r"\] is wrong|a block is not what its name says"),
         (one_slot_more, "has 1 slots, for|has 2 slots, for|has 3 slots, for"),
         (freed_too_early, "are free while step"),
         (source_kept, "and still has blocks of rank"),
@@ -249,5 +264,6 @@ def test_the_slice_reaches_what_it_is_for() -> None:
         "moves",
         "preemptions",
         "ranks with every slot taken",
+        "units with other weights",
     )
     assert [what for what in reached if not found.seen[what]] == []

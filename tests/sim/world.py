@@ -53,7 +53,7 @@ from tests.sim.disk import DiskFaults, SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, engine_for, expected_output
 from tests.sim.experts import GROWING_S, NUM_EXPERTS, NUM_LAYERS, PORT, TERMS
 from tests.sim.host import Host
-from tests.sim.names import FINGERPRINT, Names
+from tests.sim.names import FINGERPRINT, FINGERPRINT_TO_WEIGHTS, Names
 from tests.sim.ranks import Fabric, RankHost
 from tests.sim.starving import Starving
 
@@ -100,6 +100,10 @@ class World:
         self.random = Random(seed)
         self.clock = SimClock()
         self.names = Names()
+        self.fingerprints: tuple[str, ...] = (FINGERPRINT,)
+        """All that units may have."""
+        self.unit_to_fingerprint: dict[str, str] = {}
+        """What a unit has from its next start on, if it is not the first."""
         self.disk = (
             SimDisk(
                 self.clock, self.random, disk_blocks, disk_faults or DiskFaults(), self.names.verify
@@ -209,7 +213,7 @@ class World:
                 ),
             )
             return
-        pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
+        pool = self.pools[pool_name] = self._pool(name, role)
         engine = self._engine(role, pool)
         self._start(
             name,
@@ -243,7 +247,14 @@ class World:
             first_k_dense_replace=0,
             max_position_embeddings=self.max_context,
         )
-        return make_leader(deployment, model, name, role, epoch, pool_name, fingerprint=FINGERPRINT)
+        fingerprint = self._fingerprint_of(name)
+        return make_leader(deployment, model, name, role, epoch, pool_name, fingerprint=fingerprint)
+
+    def _fingerprint_of(self, unit: str) -> str:
+        return self.unit_to_fingerprint.get(unit, self.fingerprints[0])
+
+    def _pool(self, unit: str, role: str) -> Pool:
+        return Pool(self.pool_blocks[role], FINGERPRINT_TO_WEIGHTS[self._fingerprint_of(unit)])
 
     def _ranked(
         self, name: str, inner: PrefillLeader | DecodeLeader, units: UnitsConfig
@@ -271,7 +282,7 @@ class World:
     def _rank_host(self, name: str, role: str, epoch: str) -> RankHost:
         unit, _, rank = name.partition(".")
         pool_name = f"{name}.{epoch}"
-        pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
+        pool = self.pools[pool_name] = self._pool(unit, role)
         engine = self._engine(role, pool)
         rank_role = RankRole(
             unit, int(rank), epoch, "host", 1, pool_name, expert_port=PORT + int(rank)
@@ -463,11 +474,17 @@ class World:
         if "front" not in self.hosts:
             return
         if self.config.cache.is_on:  # What it will say gets names, too.
-            self.names.add(
-                msgspec.structs.replace(generation, output=tuple(expected_output(generation)))
-            )
+            self._name_all(generation)
         self.clients[generation.request_id] = Client(generation, longest)
         self.hosts["front"].handle(Submit(generation))
+
+    def _name_all(self, generation: Generation) -> None:
+        """Name what a generation will have said, whatever unit works on it."""
+        whole = tuple(expected_output(generation))
+        for fingerprint in self.fingerprints:
+            self.names.add(
+                msgspec.structs.replace(generation, output=whole, fingerprint=fingerprint)
+            )
 
     def cancel(self, request_id: str) -> None:
         if request_id in self.clients:
