@@ -302,21 +302,17 @@ class FrontUnits:
     def serving(self) -> list[str]:
         """Fingerprints that a prompt may be bound to, the best first; empty: it has to wait.
 
-        With two, new weights are taking the place of old ones. Then a prompt goes where a unit of
-        each role takes requests, to the weights that came last if there is a choice. What only
-        draining units could decode is not prefilled: they end, and others come in their place. For
-        a leader that is lost there will be another (roles/ranks). With one there is no choice, and
-        what is prefilled in a unit's absence is bounded by `downstream`.
+        With one there is no choice. With two, new weights are taking the place of old ones, and a
+        prompt goes where a unit of each role takes requests: to the weights that came last, as long
+        as they have room. What is prefilled under others would lead nowhere.
         """
         if len(self._fingerprint_to_num) < 2:
             return [*self._fingerprint_to_num]
-        prefill = {u.fingerprint for u in self.of_role(PREFILL) if u.drain_by_s is None}
-        staying = [u for u in self.of_role(DECODE) if u.drain_by_s is None]
-        for units in ([u for u in staying if u.is_open], staying):
-            both = prefill & {u.fingerprint for u in units}
-            if both:
-                return [one for one in reversed(self._fingerprint_to_num) if one in both]
-        return []
+        prefill, decode = (
+            {unit.fingerprint for unit in self.of_role(role) if unit.is_open}
+            for role in (PREFILL, DECODE)
+        )
+        return [one for one in reversed(self._fingerprint_to_num) if one in prefill & decode]
 
     def orphaned(self, unit: Unit, by_s: float) -> None:
         """A unit's leader is gone. Said again, it changes nothing."""
