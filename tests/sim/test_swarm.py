@@ -169,7 +169,6 @@ def weights_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "says"),
     [
-        (weights_mixed, r"\] is wrong|a block is not what its name says"),
         (one_slot_more, "has 1 slots, for|has 2 slots, for|has 3 slots, for"),
         (freed_too_early, "are free while step"),
         (source_kept, "and still has blocks of rank"),
@@ -184,6 +183,14 @@ def test_the_world_sees_by_itself_what_ledgers_may_miss(
     monkeypatch.setattr(DecodeLeader, "audit", lambda self: [])
     errors = next(found.errors for seed in range(30) if (found := run_all([seed])).errors)
     assert re.search(says, *errors.values()), errors
+
+
+def test_kv_of_other_weights_shows_in_what_clients_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights_mixed(monkeypatch)
+    wanted = {OTHER_WEIGHTS, "many units"}
+    on = {seed: draw(seed).on for seed in range(60)}
+    seeds = [seed for seed in on if wanted <= on[seed] and "fleet" not in on[seed]]
+    assert any("] is wrong" in run_all([seed]).errors.get(seed, "") for seed in seeds)
 
 
 class LastWordWorld(SwarmWorld):

@@ -428,12 +428,12 @@ class FrontUnits:
             unit.num_blocks_used -= num_blocks
 
     # ---- what the policies see ----
-    def open_prefill_units(self, fingerprint: str) -> list[str]:
-        """Those that take one more request of a fingerprint."""
+    def open_prefill_units(self) -> list[str]:
+        """Those that take one more request."""
         return [
             u.name
             for u in self.of_role(PREFILL)
-            if u.is_open and u.num_requests < u.num_requests_max and u.fingerprint == fingerprint
+            if u.is_open and u.num_requests < u.num_requests_max
         ]
 
     def prefill_views(
@@ -673,7 +673,7 @@ class RequestRouting:
         unit_to_cached: dict[str, int] = {}
         if record.generation.chain:
             # Only where it could go now: one that waits for room asks again at every event.
-            open_units = self.units.open_prefill_units(fingerprint)
+            open_units = self.units.open_prefill_units()
             unit_to_cached = self.units.cache.prefixes(record.generation.chain, open_units)
             # The last position is computed in any case, and a block is taken whole or not at all.
             most = usable_blocks(num_tokens) * BLOCK_TOKENS

@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from hadal.core.messages import Cancel, Decode, FrontUp, KvLease, PullEarly, Pulled, Returned
+from hadal.core.messages import (
+    Cancel,
+    Decode,
+    FrontUp,
+    KvLease,
+    PullEarly,
+    Pulled,
+    Returned,
+    UnitUp,
+)
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Freed, Pull, RankReset, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
@@ -46,6 +55,21 @@ def pulled(unit: DecodeLeader, name: str = "a", error: str | None = None) -> lis
 
 def leased(pull: Pull) -> tuple[int, ...]:
     return pull.lease.block_ids
+
+
+def test_kv_of_other_weights_is_not_pulled() -> None:
+    unit = leader(fingerprint="f")
+    assert [up.fingerprint for up in sent(unit.handle(0.0, FrontUp("f1")), UnitUp)] == ["f", "f"]
+
+    def under(fingerprint: str, message: Decode | PullEarly) -> Decode | PullEarly:
+        generation = msgspec.structs.replace(message.generation, fingerprint=fingerprint)
+        return type(message)(generation, message.lease)
+
+    assert of(unit.handle(0.0, under("g", hint(64))), Pull) == []
+    effects = unit.handle(0.0, under("g", decode()))
+    assert sent(effects, Returned) == [Returned("decode-0", "a", 0, "other weights")]
+    assert of(effects, Pull) == []
+    assert len(of(unit.handle(0.0, under("f", decode())), Pull)) == 1
 
 
 def test_a_prompt_comes_in_parts_and_decode_pulls_the_rest() -> None:

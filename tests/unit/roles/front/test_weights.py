@@ -256,12 +256,20 @@ def test_a_chain_that_a_gateway_made_under_the_others_is_left_behind() -> None:
     made = front(*BOTH[:2])
     early = made.names.named(generation("a", 200))
     assert early.fingerprint == OLD
-    up(made, "prefill-0", NEW)
+    up(made, "prefill-1", NEW)
+    assert made.names.fingerprint == OLD
     up(made, "decode-0", NEW)
     assert made.names.fingerprint == NEW, "the next prompts are named as they will be placed"
+    up(made, "decode-1", OLD)
+    up(made, "prefill-0", OLD)
     (prefill,) = sent(made.handle(1.0, Submit(early)), Prefill)
     assert prefill.generation.chain == extend(root_of(b"new"), b"", early.prompt, b"")
-    assert made.snapshot().unit_to_fingerprint == {"prefill-0": NEW, "decode-0": NEW}
+    assert made.snapshot().unit_to_fingerprint == {
+        "prefill-0": OLD,
+        "prefill-1": NEW,
+        "decode-0": NEW,
+        "decode-1": OLD,
+    }
     assert made.snapshot().fingerprint == NEW
 
 

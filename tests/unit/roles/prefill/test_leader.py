@@ -45,6 +45,19 @@ def test_start_says_that_it_is_up_without_the_scratch_block() -> None:
     assert of(effects, WakeAt) == [WakeAt(0.5)]
 
 
+def test_it_says_whose_kv_it_makes_and_takes_no_attempt_at_another() -> None:
+    unit = leader(fingerprint="f")
+    (up, _) = sent(unit.start(0.0), UnitUp)
+    assert up.fingerprint == "f"
+    prompt = generation("a", 10)
+    for fingerprint, answers in (
+        ("g", [Returned("prefill-0", "a", 0, "other weights")]),
+        ("f", []),
+    ):
+        asked = Prefill(msgspec.structs.replace(prompt, fingerprint=fingerprint))
+        assert sent(unit.handle(0.0, asked), Returned) == answers
+
+
 def test_a_short_prompt_is_one_chunk_then_a_lease() -> None:
     unit = leader()
     (plan,) = prefill_plans(unit.handle(0.0, prefill(prompt=10)))
