@@ -353,6 +353,8 @@ class Fleet:
             case Rollout():
                 for one in self.table.in_state(*OWNS_NODES):
                     one.is_old = True
+                for role in ROLES:  # What failed was what is replaced now.
+                    self._num_failed[role], self._not_before_s[role] = 0, -math.inf
             case Tick():
                 pass
             case _:
