@@ -227,6 +227,19 @@ def test_a_reply_is_the_same_through_a_gateway_without_the_front(model: ServedMo
     run(scene)
 
 
+def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> None:
+    """It hears which units with new weights have come."""
+
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            async with asyncio.timeout(5):
+                while it.names.fingerprint != "f1":
+                    it.front.names.fingerprint = "f1"
+                    await asyncio.sleep(0.005)
+
+    run(scene)
+
+
 def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, TEXT), step_s=0.002) as it:

@@ -540,11 +540,11 @@ class FrontUnits:
         if owners - self.by_name.keys():
             problems.append(f"requests are on {owners - self.by_name.keys()}, which are down")
         problems += [
-            f"{record.request_id} is on {unit.name}, which has other weights"
+            f"{record.request_id} is on {owner.name}, which has other weights"
             for record in placed
             for name in (record.prefill_unit, record.decode_unit)
-            if (unit := self.by_name.get(name or "")) is not None
-            and unit.fingerprint != record.fingerprint
+            if (owner := self.by_name.get(name or "")) is not None
+            and owner.fingerprint != record.fingerprint
         ]
         if self._fingerprint_to_num != Counter(u.fingerprint for u in self.by_name.values()):
             problems.append("the counts of fingerprints are wrong")
