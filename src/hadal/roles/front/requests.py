@@ -487,7 +487,9 @@ class FrontRequests:
     def _count_placed(self, record: Record, change: int) -> None:
         """Count a request in, or out again with all that it has become."""
         tenant, fingerprint = record.generation.tenant, record.fingerprint
-        placed = self.fingerprint_to_placed.setdefault(fingerprint, Placed())
+        placed = self.fingerprint_to_placed.get(fingerprint)
+        if placed is None:
+            placed = self.fingerprint_to_placed[fingerprint] = Placed()
         placed.num_requests += change
         placed.num_blocks += change * record.num_blocks
         for tenant_to_num in (self.tenant_to_placed, placed.tenant_to_num):
