@@ -159,26 +159,33 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
 
 
 def place_units(deployment: Deployment) -> list[UnitNodes]:
-    """Put units on nodes in order: whole nodes for large ones, the first node with room for small
-    ones.
+    """Put units on nodes in order: those that fill nodes on nodes of their own, small ones on the
+    first node with room that none fills. A host that is alone has room for any number of ranks on
+    its CPUs; on a cluster `ranks_per_node` of them fill a node.
     """
     placed: list[UnitNodes] = []
     used: list[int] = []
-    """Devices taken on each node; a node of a large unit is full."""
+    """Devices taken on each node."""
+    full: set[int] = set()
+    """Nodes that a unit fills."""
     for role in ROLES:
         units = units_of(deployment, role)
+        per_node = units.ranks_per_node
+        num_whole = units.ranks // per_node
+        is_counted = deployment.device == "cuda"
+        fills = num_whole > 1 or (num_whole == 1 and deployment.cluster.spans_hosts)
         for index in range(deployment.num_units_max(role)):
-            name, per_node = f"{role}-{index}", units.ranks_per_node
-            if units.ranks > per_node:
-                nodes = tuple(range(len(used), len(used) + units.ranks // per_node))
-                used += [per_node] * len(nodes)
+            name = f"{role}-{index}"
+            if fills:
+                nodes = tuple(range(len(used), len(used) + num_whole))
+                used += [per_node] * num_whole
+                full.update(nodes)
                 placed.append(UnitNodes(name, role, units.ranks, nodes, 0))
                 continue
-            is_counted = deployment.device == "cuda"
             roomy = [
                 n
                 for n, taken in enumerate(used)
-                if not is_counted or taken + units.ranks <= per_node
+                if n not in full and (not is_counted or taken + units.ranks <= per_node)
             ]
             node = roomy[0] if roomy else len(used)
             if node == len(used):

@@ -114,6 +114,22 @@ def test_small_units_share_a_node_as_long_as_it_has_gpus() -> None:
     assert num_nodes(place_units(msgspec.structs.replace(two, device="cpu", transport="tcp"))) == 1
 
 
+def test_units_that_fill_a_node_of_a_cluster_have_it_for_themselves() -> None:
+    def nodes_of(**tables: UnitsConfig) -> list[tuple[int, ...]]:
+        deployment = Deployment(
+            cluster=ClusterConfig(on="ray"), fleet=FleetConfig("auto", decode_max=3), **tables
+        )
+        return [unit.nodes for unit in place_units(deployment)]
+
+    one = UnitsConfig(ranks_per_node=1)
+    assert nodes_of(prefill=one, decode=one) == [(0,), (1,), (2,), (3,)]
+    assert nodes_of(prefill=UnitsConfig(), decode=UnitsConfig()) == [(0,)] * 4
+    large = UnitsConfig(ranks=4, ranks_per_node=2)
+    assert nodes_of(prefill=large, decode=UnitsConfig()) == [(0, 1), (2,), (2,), (2,)], (
+        "small units share a node, and none that another fills"
+    )
+
+
 @pytest.mark.parametrize(
     ("device", "transport", "num_gpus", "words"),
     [
