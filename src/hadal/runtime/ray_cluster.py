@@ -3,6 +3,8 @@ gone.
 
     placement group   the nodes of one unit, or one that small units share: all of it or nothing
     actor             one in each bundle; it starts the agent as a process of its own and ends with it
+    floor             what the cluster is to have in all, for an autoscaler: groups are asked for one by
+                      one, and their nodes boot together
     Ray's head        must keep its state on disk or in Redis: else its end is that of every node
 
 Nothing that is said while serving goes through Ray. Ray learns of a dead node after seconds to a
@@ -34,6 +36,8 @@ from typing import Any
 
 import msgspec
 import ray
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import RpcError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import get_node_ip_address
 from ray.util.placement_group import (
@@ -74,6 +78,10 @@ LEASES_MAX = 10
 """Of a supervisor that cannot be reached, one after the other, before its nodes are given back."""
 _CONNECT_S = 5.0
 """How long the supervisor's host may take to say whether its port is closed."""
+_FLOOR_S = 30.0
+"""How often the autoscaler is told again what the cluster is to have: whoever else says something of the
+kind takes this word's place, and a head that was started again has forgotten it.
+"""
 _AGAIN_S = 2.0
 """Between an agent's end and the next one's start."""
 
@@ -108,6 +116,7 @@ class NodeActor:
                 has_heard = time.monotonic() - begun_s > 2.0 * lease_s
                 num_leases = 1 if has_heard else num_leases + 1
                 if num_leases == LEASES_MAX or _is_closed(self._joining.supervisor.endpoint):
+                    _ask_autoscaler([], "")
                     remove_placement_group(group)  # And this with it.
             time.sleep(_AGAIN_S)  # Else both would be started at once, and without a limit.
             if code != EXIT_LEASE:
@@ -146,6 +155,9 @@ class RayLender:
         self._lent: dict[Group, _Lent] = {}
         self._late: dict[Group, str] = {}
         """Why those that are looked for in vain are not found."""
+        self._floor: list[dict[str, float]] | None = None
+        """What the autoscaler was told last; None: nothing yet."""
+        self._floor_s = -math.inf
         _join(run.deployment.cluster.address)
         self._refuse_volatile_head()
         self._adopt()
@@ -171,6 +183,7 @@ class RayLender:
         The largest group goes first, one at a time: several small ones could take a place of each
         large one. What was looked for in vain goes last.
         """
+        self._set_floor(wanted)
         for group in self._lent.keys() - set(wanted):
             self._release(group)
         pending = next((one for one, lent in self._lent.items() if not lent.has_agents), None)
@@ -181,6 +194,14 @@ class RayLender:
             group = max(missing, key=lambda one: (one not in self._late, len(one)))
             self._lent[group] = _Lent(self._place(group), time.monotonic())
         return next((text for group, text in self._late.items() if group in wanted), "")
+
+    def _set_floor(self, wanted: Collection[Group]) -> None:
+        """Tell an autoscaler, if there is one, which nodes the cluster is to have."""
+        floor = [bundle for group in wanted for bundle in self._bundles(group).values()]
+        is_due = bool(floor) and time.monotonic() - self._floor_s > _FLOOR_S
+        if floor != self._floor or is_due:
+            self._floor, self._floor_s = floor, time.monotonic()
+            _ask_autoscaler(floor, self._deployment.cluster.label)
 
     def _look(self, group: Group, lent: _Lent) -> None:
         """Start agents if the nodes are found; give up for now if that takes too long."""
@@ -251,13 +272,12 @@ class RayLender:
         return {node: dict(counted) for node, counted in needed.items()}
 
     def _place(self, group: Group) -> PlacementGroup:
-        key, _, value = self._deployment.cluster.label.partition("=")
         made: PlacementGroup = placement_group(
             list(self._bundles(group).values()),
             strategy="STRICT_SPREAD",
             name=f"{self._run_id}-{'-'.join(map(str, group))}",
             lifetime="detached",
-            bundle_label_selector=[{key: value}] * len(group) if key else None,
+            bundle_label_selector=_selectors(len(group), self._deployment.cluster.label),
         )
         return made
 
@@ -297,6 +317,23 @@ def _join(address: str) -> None:
             f"no Ray cluster at {address!r} ({error}). Start one with `ray start --head` here and"
             " `ray start --address HEAD:6379` on the other nodes; docs/cluster.md tells the rest."
         ) from error
+
+
+def _selectors(num_bundles: int, label: str) -> list[dict[str, str]] | None:
+    """The label that each node of so many must have."""
+    key, _, value = label.partition("=")
+    return [{key: value}] * num_bundles if key else None
+
+
+def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
+    """Have the cluster's autoscaler keep nodes for all of these bundles, whoever uses them; a cluster
+    without one keeps the word and does nothing. This is a hint: what it does not bring, the groups
+    that wait for nodes ask for.
+    """
+    try:
+        request_resources(bundles=floor, bundle_label_selectors=_selectors(len(floor), label))
+    except RpcError as error:  # The head is away; it is told again.
+        log.warning("the autoscaler was not told which nodes are wanted: %s", error)
 
 
 def _joining(asked: Joining, node: int, address: str) -> Joining:

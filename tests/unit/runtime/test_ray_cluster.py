@@ -1,0 +1,146 @@
+"""The lender beside a Ray that is played: what it asks for, in which order, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
+from hadal.core.messages import Address
+from hadal.runtime import ray_cluster
+from hadal.runtime.process.process import Run
+from hadal.runtime.ray_cluster import Group, RayLender
+
+DEPLOYMENT = Deployment(
+    prefill=UnitsConfig(threads=2, ranks_per_node=1),
+    decode=UnitsConfig(ranks=2, threads=1, ranks_per_node=1),
+    fleet=FleetConfig("auto", decode_max=2),
+    cluster=ClusterConfig(on="ray", label="hadal=gpu", place_timeout_s=60.0),
+)
+"""Node 0 for prefill; 1 and 2, 3 and 4 for decode units."""
+PREFILL, DECODE_0, DECODE_1 = (0,), (1, 2), (3, 4)
+CPU_2, CPU_1 = {"CPU": 2.0}, {"CPU": 1.0}
+ADDRESS = Address(1, "tcp://10.0.0.1:1")
+
+
+@dataclass(frozen=True)
+class PlayedGroup:
+    name: str
+
+
+@dataclass
+class PlayedRay:
+    """Groups by name, and what an autoscaler was told."""
+
+    states: dict[str, str] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    floors: list[Sequence[dict[str, float]]] = field(default_factory=list)
+    selectors: list[Any] = field(default_factory=list)
+    now_s: float = 0.0
+
+    def place(self, bundles: Sequence[Any], *, name: str, **_: Any) -> PlayedGroup:
+        self.states[name] = "PENDING"
+        self.asked.append(name.removeprefix("run-"))
+        return PlayedGroup(name)
+
+    def table(self, group: PlayedGroup | None = None) -> Any:
+        if group is not None:
+            return {"state": self.states[group.name]}
+        return {name: {"name": name, "state": state} for name, state in self.states.items()}
+
+    def remove(self, group: PlayedGroup) -> None:
+        self.states[group.name] = "REMOVED"
+
+    def set_floor(self, bundles: Sequence[dict[str, float]], bundle_label_selectors: Any) -> None:
+        self.floors.append(bundles)
+        self.selectors.append(bundle_label_selectors)
+
+    def find(self, group: Group) -> None:
+        """There are nodes for it."""
+        self.states[f"run-{'-'.join(map(str, group))}"] = "CREATED"
+
+    def waiting(self) -> list[str]:
+        return [name for name, state in self.states.items() if state == "PENDING"]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
+    played = PlayedRay()
+    for name, function in {
+        "placement_group": played.place,
+        "placement_group_table": played.table,
+        "get_placement_group": PlayedGroup,
+        "remove_placement_group": played.remove,
+        "request_resources": played.set_floor,
+        "_join": lambda address: None,
+        "_internal_kv_get": lambda key, namespace: b"rocksdb",
+        "_ray_nodes": list,
+    }.items():
+        monkeypatch.setattr(ray_cluster, name, function)
+    monkeypatch.setattr(RayLender, "_start", lambda *_: None)
+    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: played.now_s)
+    return played
+
+
+@pytest.fixture
+def lender(played: PlayedRay) -> RayLender:
+    return RayLender(Run("run", DEPLOYMENT), ADDRESS)
+
+
+def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(
+    played: PlayedRay, lender: RayLender
+) -> None:
+    wanted = (PREFILL, DECODE_0)
+    lender.move(wanted)
+    assert played.asked == ["1-2"], "the largest first"
+    assert played.floors == [[CPU_2, CPU_1, CPU_1]]
+    assert played.selectors == [[{"hadal": "gpu"}] * 3]
+    played.now_s = 20.0
+    lender.move(wanted)
+    assert len(played.floors) == 1, "nothing changed"
+    played.find(DECODE_0)
+    lender.move(wanted)
+    lender.move(wanted)
+    assert played.asked == ["1-2", "0"]
+    played.now_s = 40.0
+    lender.move(wanted)
+    assert len(played.floors) == 2, "somebody else may have said something else"
+    lender.move((PREFILL,))
+    assert played.floors[-1] == [CPU_2]
+    lender.move(())
+    assert played.floors[-1] == []
+    played.now_s = 1000.0
+    lender.move(())
+    assert len(played.floors) == 4, "a floor that is nothing is said once"
+
+
+def test_nodes_that_others_have_are_asked_for_again_and_again(
+    played: PlayedRay, lender: RayLender
+) -> None:
+    assert lender.move((PREFILL,)) == ""
+    played.now_s = 61.0
+    assert "node 0 not found within 61 s" in lender.move((PREFILL,))
+    lender.move((PREFILL,))
+    assert played.asked == ["0", "0"]
+    assert played.waiting() == ["run-0"]
+    played.find(PREFILL)
+    assert lender.move((PREFILL,)) == ""
+    assert lender.found == (PREFILL,)
+
+
+def test_an_autoscaler_that_cannot_be_told_is_told_later(
+    played: PlayedRay, lender: RayLender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise ray_cluster.RpcError("the head is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_cluster, "request_resources", fail)
+        lender.move((PREFILL,))
+    assert played.asked == ["0"]
+    played.now_s = 31.0
+    lender.move((PREFILL,))
+    assert played.floors == [[CPU_2]]
