@@ -378,13 +378,16 @@ def main() -> int:
     try:
         lender = RayLender(run, read_address(address_path(asked.folder, SUPERVISOR)))
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
-        wanted: tuple[Group, ...] = ()
+        wanted: tuple[Group, ...] | None = None
+        """Not known yet: what the lender before had is kept until the supervisor spoke."""
+        complaint = ""
         told_s = -math.inf
         while not ending.is_set():
             for message in wire.receive(_LOOK_S):
                 if isinstance(message, KeepNodes):
                     wanted = message.groups
-            complaint = lender.move(wanted)
+            if wanted is not None:
+                complaint = lender.move(wanted)
             if time.monotonic() - told_s >= _TELL_S:
                 told_s = time.monotonic()
                 wire.send(SUPERVISOR, NodesKept(complaint, lender.found))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
-from hadal.core.messages import Address
+from hadal.core.messages import Address, AnyMessage, KeepNodes, NodesKept
 from hadal.runtime import ray_cluster
 from hadal.runtime.process.process import Run
 from hadal.runtime.ray_cluster import Group, RayLender
@@ -144,3 +146,39 @@ def test_an_autoscaler_that_cannot_be_told_is_told_later(
     played.now_s = 31.0
     lender.move((PREFILL,))
     assert played.floors == [[CPU_2]]
+
+
+def test_a_lender_that_is_started_again_gives_nothing_back_before_it_is_told_to(
+    played: PlayedRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What its predecessor had is kept while the supervisor has not spoken yet."""
+    states: list[dict[str, str]] = []
+
+    class PlayedWire:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.sent: list[AnyMessage] = []
+
+        def receive(self, timeout_s: float) -> list[AnyMessage]:
+            states.append(dict(played.states))
+            if len(states) == 3:
+                return [KeepNodes((DECODE_0,))]
+            if len(states) == 5:
+                raise KeyboardInterrupt
+            return []
+
+        def send(self, to: str, message: AnyMessage) -> None:
+            assert isinstance(message, NodesKept)
+
+        def close(self) -> None:
+            pass
+
+    played.states = {"run-1-2": "CREATED", "run-3-4": "CREATED", "other-7": "CREATED"}
+    monkeypatch.setattr(ray_cluster, "ZmqWire", PlayedWire)
+    monkeypatch.setattr(ray_cluster, "enter_child", lambda *_: Run("run", DEPLOYMENT))
+    monkeypatch.setattr(ray_cluster, "read_address", lambda path: ADDRESS)
+    monkeypatch.setattr(ray_cluster.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["ray_cluster", "--folder", str(tmp_path), "--life", "2"])
+    with pytest.raises(KeyboardInterrupt):
+        ray_cluster.main()
+    assert set(states[2].values()) == {"CREATED"}
+    assert states[4] == {"run-1-2": "CREATED", "run-3-4": "REMOVED", "other-7": "CREATED"}
