@@ -1,0 +1,251 @@
+"""Work that runs in the valley: it fills the free nodes of a Ray cluster, and makes room when somebody
+else asks for nodes.
+
+    a node is free             -> a group of one bundle, the node whole, and in it a worker
+    a worker has nothing to do -> the next piece of work
+    groups of others wait      -> as many workers as they need hand in the piece they are at, and leave
+
+    python examples/valley.py --address 10.0.0.1:6379
+
+Hadal's nodes are placement groups that take a node whole, too (runtime/ray_cluster). Ray gives a
+waiting group the first node that is free, and this job takes none as long as one waits: so the
+fleet comes first, and waits for a piece at most. Copy this file and put your work into `work`. A piece
+should take seconds and its result should be small; it is done once, unless its node dies, and then
+again.
+
+It counts primes, and ends when it has counted those below `--limit`, or by SIGTERM or Ctrl-C once
+the pieces at hand are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+LOOK_S = 1.0
+"""How often it looks who waits for nodes."""
+NAME = "valley"
+"""Name of its groups, by which it knows them from those of others."""
+NODE_LABEL = "ray.io/node-id"
+"""Ray's own label of a node."""
+_WAIT = ("PENDING", "RESCHEDULING")
+_TAKEN = ("CREATED", "PREPARED", "RESCHEDULING")
+_WHOLE = ("CPU", "GPU")
+"""What is taken of a node: all of each."""
+
+Piece = tuple[int, int]
+"""Numbers from the first up to the second."""
+
+
+def work(piece: Piece) -> int:
+    """Do a piece: the number of primes in it."""
+    begin, end = max(piece[0], 2), piece[1]
+    is_prime = bytearray([1]) * max(0, end - begin)
+    for divisor in range(2, int(end**0.5) + 1):
+        first = max(divisor * divisor, -(-begin // divisor) * divisor)
+        is_prime[first - begin :: divisor] = bytes(len(range(first, end, divisor)))
+    return sum(is_prime)
+
+
+class Worker:
+    """Has a node to itself."""
+
+    def do(self, piece: Piece, piece_s: float) -> int:
+        """The result, after `piece_s` at least, as if the work had taken so long."""
+        begun_s = time.monotonic()
+        result = work(piece)
+        time.sleep(max(0.0, begun_s + piece_s - time.monotonic()))
+        return result
+
+
+@dataclass
+class Lent:
+    """A node that this job has, or has asked for."""
+
+    group: PlacementGroup
+    asked_s: float
+    actor: Any = None
+    """Its worker, once the node is there."""
+    piece: Piece | None = None
+    result: Any = None
+    """What will become of the piece."""
+    is_leaving: bool = False
+
+
+class Valley:
+    """All pieces, and the nodes that they are done on."""
+
+    def __init__(self, limit: int, piece_size: int, piece_s: float) -> None:
+        self._todo: deque[Piece] = deque(
+            (begin, min(begin + piece_size, limit)) for begin in range(0, limit, piece_size)
+        )
+        self._piece_s = piece_s
+        self.results: dict[Piece, int] = {}
+        self.nodes: dict[str, Lent] = {}
+        """By Ray's id of the node."""
+        self.node_s = 0.0
+        """Seconds that nodes were had, summed."""
+        self._counted_s = time.monotonic()
+        self.is_ending = False
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is at hand, and nothing more will be."""
+        return not self.nodes and (self.is_ending or not self._todo)
+
+    def look(self) -> None:
+        """Take what is free, give what others wait for, and hand out pieces."""
+        table = list(placement_group_table().values())
+        others = [group for group in table if group["name"] != NAME]
+        num_wanted = sum(len(group["bundles"]) for group in others if group["state"] in _WAIT)
+        taken = {
+            node
+            for group in others
+            if group["state"] in _TAKEN
+            for node in group["bundles_to_node_id"].values()
+        }
+        # One that leaves makes room already; one that Ray has not given yet is none.
+        free = [
+            node
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] not in taken | self.nodes.keys() and whole(node)
+        ]
+        num_leaving = sum(lent.is_leaving for lent in self.nodes.values())
+        num_spare = len(free) + num_leaving - num_wanted
+        if self.is_ending or not self._todo:
+            num_spare = -len(self.nodes)
+        for node in free[: max(0, min(num_spare, len(free)))]:
+            self.nodes[node["NodeID"]] = Lent(take(node), time.monotonic())
+        staying = [lent for lent in self.nodes.values() if not lent.is_leaving]
+        for lent in staying[: max(0, -num_spare)]:
+            lent.is_leaving = True
+
+    def go_on(self, timeout_s: float) -> None:
+        """Collect what is done, until the time is over."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            for node, lent in list(self.nodes.items()):
+                self._move(node, lent)
+            self._count()
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0 or self.is_done:
+                return
+            results = [lent.result for lent in self.nodes.values() if lent.result is not None]
+            if results:
+                ray.wait(results, timeout=min(left_s, 0.2))
+            else:
+                time.sleep(min(left_s, 0.2))
+
+    def _move(self, node: str, lent: Lent) -> None:
+        """Take a node's result, if it is there, and give its worker another piece, or none."""
+        if lent.result is not None:
+            assert lent.piece is not None
+            done, _ = ray.wait([lent.result], timeout=0)
+            if not done:
+                return
+            try:
+                assert lent.piece not in self.results, f"{lent.piece} was done twice"
+                self.results[lent.piece] = ray.get(lent.result)
+            except RayActorError:  # The node is gone: the piece is another's.
+                print(f"{lent.piece} is done again, for its node is gone", flush=True)
+                self._todo.appendleft(lent.piece)
+                lent.is_leaving = True
+            lent.piece = lent.result = None
+        is_there = lent.actor is not None or _state(lent.group) == "CREATED"
+        was_taken = not is_there and time.monotonic() - lent.asked_s > LOOK_S  # By somebody faster.
+        if lent.is_leaving or not self._todo or was_taken:
+            remove_placement_group(lent.group)  # And the worker with it.
+            del self.nodes[node]
+            return
+        if not is_there:
+            return
+        lent.actor = lent.actor or start(lent.group)
+        lent.piece = self._todo.popleft()
+        lent.result = lent.actor.do.remote(lent.piece, self._piece_s)
+
+    def _count(self) -> None:
+        now_s = time.monotonic()
+        self.node_s += (now_s - self._counted_s) * sum(
+            lent.actor is not None for lent in self.nodes.values()
+        )
+        self._counted_s = now_s
+
+
+def whole(node: dict[str, Any]) -> dict[str, float]:
+    """What it takes to have a node to oneself; empty for one that others are not to use."""
+    return {name: node["Resources"][name] for name in _WHOLE if node["Resources"].get(name)}
+
+
+def take(node: dict[str, Any]) -> PlacementGroup:
+    """Ask for this node and no other: so no autoscaler starts one for work that can wait."""
+    bundle, label = whole(node), {NODE_LABEL: node["NodeID"]}
+    return placement_group([bundle], name=NAME, bundle_label_selector=[label])
+
+
+def _state(group: PlacementGroup) -> str:
+    return str(placement_group_table(group)["state"])
+
+
+def start(group: PlacementGroup) -> Any:
+    """A worker with all that its node has."""
+    (bundle,) = group.bundle_specs
+    actor = ray.remote(Worker).options(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+    )
+    return actor.remote()
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--address", default="auto", help="of the Ray cluster")
+    parser.add_argument("--limit", type=int, default=10**9, help="primes below this are counted")
+    parser.add_argument("--piece-size", type=int, default=10**6, help="numbers of a piece")
+    parser.add_argument("--piece-s", type=float, default=0.0, help="least seconds of a piece")
+    asked = parser.parse_args()
+    ray.init(address=asked.address, namespace=NAME, log_to_driver=False)
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    valley, shown = Valley(asked.limit, asked.piece_size, asked.piece_s), -1
+    while not valley.is_done:
+        valley.is_ending = ending.is_set()
+        valley.look()
+        valley.go_on(LOOK_S)
+        if len(valley.nodes) != shown:
+            shown = len(valley.nodes)
+            told = {"unix_s": round(time.time(), 1), "nodes": shown, "pieces": len(valley.results)}
+            print(json.dumps(told), flush=True)
+    told = {
+        "pieces": sorted(valley.results),
+        "primes": sum(valley.results.values()),
+        "node_minutes": round(valley.node_s / 60.0, 2),
+    }
+    print(json.dumps(told), flush=True)
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
