@@ -106,6 +106,11 @@ class Valley:
         self.is_ending = False
 
     @property
+    def num_working(self) -> int:
+        """Nodes that work for it."""
+        return sum(lent.actor is not None for lent in self.nodes.values())
+
+    @property
     def is_done(self) -> bool:
         """Nothing is at hand, and nothing more will be."""
         return not self.nodes and (self.is_ending or not self._todo)
@@ -182,9 +187,7 @@ class Valley:
 
     def _count(self) -> None:
         now_s = time.monotonic()
-        self.node_s += (now_s - self._counted_s) * sum(
-            lent.actor is not None for lent in self.nodes.values()
-        )
+        self.node_s += (now_s - self._counted_s) * self.num_working
         self._counted_s = now_s
 
 
@@ -233,8 +236,8 @@ def main() -> int:
         valley.is_ending = ending.is_set()
         valley.look()
         valley.go_on(LOOK_S)
-        if len(valley.nodes) != shown:
-            shown = len(valley.nodes)
+        if valley.num_working != shown:
+            shown = valley.num_working
             told = {"unix_s": round(time.time(), 1), "nodes": shown, "pieces": len(valley.results)}
             print(json.dumps(told), flush=True)
     told = {
