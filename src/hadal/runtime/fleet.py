@@ -113,6 +113,7 @@ class FleetExecutor:
                     child.signal(signal.SIGKILL)
         gone, self._gone = self._gone, []
         for unit in gone:
+            log.info("%s ended: it did not run", unit)
             self.tell(now_s, UnitDown(unit, "it did not run"))
         if now_s >= self._wake_s:
             self._wake_s = math.inf
@@ -175,8 +176,8 @@ class FleetExecutor:
         is_running = first.phase in (ProcessPhase.STARTING, ProcessPhase.READY)
         for child in self._unit_to_children[unit]:
             child.dismiss()
+        log.info("stopping %s", unit)
         if is_running:
-            log.info("stopping %s", unit)
             self._kill_at_s[unit] = now_s + STOP_S
             first.signal(signal.SIGTERM)
         else:

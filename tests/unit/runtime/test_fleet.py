@@ -134,7 +134,10 @@ def test_a_unit_of_many_processes_comes_and_goes_as_one() -> None:
     assert all(world.children[name].is_wanted for name in ("decode-0", "decode-0.0", "decode-0.1"))
 
 
-def test_a_start_that_is_called_off_before_it_began_ends_at_the_next_tick() -> None:
+def test_a_start_that_is_called_off_before_it_began_ends_at_the_next_tick(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "hadal.fleet")
     world = World()
     world.up("prefill-0")
     world.up("decode-0")
@@ -143,6 +146,8 @@ def test_a_start_that_is_called_off_before_it_began_ends_at_the_next_tick() -> N
     world.goes_on(0, 30)
     assert world.children["decode-1"].signals == []
     assert world.phases() == ["ready", "resting"]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[-2:] == ["stopping decode-1", "decode-1 ended: it did not run"]
 
 
 def test_ranks_that_run_before_their_leader_end_with_a_start_that_is_called_off() -> None:
