@@ -42,7 +42,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 LOOK_S = 1.0
 """How often it looks who waits for nodes."""
 NAME = "valley"
-"""Name of its groups, by which it knows them from those of others."""
+"""Names of its groups begin so; another job of this file has its own."""
 NODE_LABEL = "ray.io/node-id"
 """Ray's own label of a node."""
 _WAIT = ("PENDING", "RESCHEDULING")
@@ -97,6 +97,9 @@ class Valley:
             (begin, min(begin + piece_size, limit)) for begin in range(0, limit, piece_size)
         )
         self._piece_s = piece_s
+        self._own = f"{NAME}-{ray.get_runtime_context().get_job_id()}-"
+        """How the names of its groups begin, which Ray wants to be different ones."""
+        self._num_asked = 0
         self.results: dict[Piece, int] = {}
         self.nodes: dict[str, Lent] = {}
         """By Ray's id of the node."""
@@ -118,7 +121,7 @@ class Valley:
     def look(self) -> None:
         """Take what is free, give what others wait for, and hand out pieces."""
         table = list(placement_group_table().values())
-        others = [group for group in table if group["name"] != NAME]
+        others = [group for group in table if not group["name"].startswith(self._own)]
         num_wanted = sum(len(group["bundles"]) for group in others if group["state"] in _WAIT)
         taken = {
             node
@@ -137,7 +140,9 @@ class Valley:
         if self.is_ending or not self._todo:
             num_spare = -len(self.nodes)
         for node in free[: max(0, min(num_spare, len(free)))]:
-            self.nodes[node["NodeID"]] = Lent(take(node), time.monotonic())
+            self._num_asked += 1
+            group = take(node, f"{self._own}{self._num_asked}")
+            self.nodes[node["NodeID"]] = Lent(group, time.monotonic())
         staying = [lent for lent in self.nodes.values() if not lent.is_leaving]
         for lent in staying[: max(0, -num_spare)]:
             lent.is_leaving = True
@@ -196,10 +201,10 @@ def whole(node: dict[str, Any]) -> dict[str, float]:
     return {name: node["Resources"][name] for name in _WHOLE if node["Resources"].get(name)}
 
 
-def take(node: dict[str, Any]) -> PlacementGroup:
+def take(node: dict[str, Any], name: str) -> PlacementGroup:
     """Ask for this node and no other: so no autoscaler starts one for work that can wait."""
     bundle, label = whole(node), {NODE_LABEL: node["NodeID"]}
-    return placement_group([bundle], name=NAME, bundle_label_selector=[label])
+    return placement_group([bundle], name=name, bundle_label_selector=[label])
 
 
 def _state(group: PlacementGroup) -> str:
