@@ -224,7 +224,7 @@ class RayLender:
         """
         told = _joining(self._joining, node, self._joining.address)
         ray.remote(NodeActor).options(
-            name=f"{self._run_id}-node-{node}",
+            name=_actor_name(group, index),
             get_if_exists=True,
             lifetime="detached",
             scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -237,9 +237,15 @@ class RayLender:
         ).remote(msgspec.json.encode(told))
 
     def _release(self, group: Group) -> None:
-        """Give a group back. Its actors end with it."""
+        """Give a group back, and end its actors: Ray would keep them, to be started again in a group
+        that is not there any more.
+        """
         log.info("giving %s back to Ray", _nodes(group))
-        remove_placement_group(self._lent.pop(group).group)
+        lent = self._lent.pop(group).group
+        for index in range(len(group)):
+            with contextlib.suppress(ValueError):  # There is none yet.
+                ray.kill(ray.get_actor(_actor_name(lent, index)))
+        remove_placement_group(lent)
 
     def _refuse_volatile_head(self) -> None:
         found = _internal_kv_get(_STORAGE_TAG, namespace=b"usage_stats")
@@ -317,6 +323,13 @@ def _join(address: str) -> None:
             f"no Ray cluster at {address!r} ({error}). Start one with `ray start --head` here and"
             " `ray start --address HEAD:6379` on the other nodes; docs/cluster.md tells the rest."
         ) from error
+
+
+def _actor_name(group: PlacementGroup, index: int) -> str:
+    """Of the actor in a bundle, whichever lender asks. No group's is another's: the name of an actor
+    whose group was removed may be taken for good.
+    """
+    return f"{group.id.hex()}-{index}"
 
 
 def _selectors(num_bundles: int, label: str) -> list[dict[str, str]] | None:

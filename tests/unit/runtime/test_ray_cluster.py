@@ -32,6 +32,10 @@ ADDRESS = Address(1, "tcp://10.0.0.1:1")
 class PlayedGroup:
     name: str
 
+    @property
+    def id(self) -> bytes:
+        return self.name.encode()
+
 
 @dataclass
 class PlayedRay:
@@ -41,6 +45,8 @@ class PlayedRay:
     asked: list[str] = field(default_factory=list)
     floors: list[Sequence[dict[str, float]]] = field(default_factory=list)
     selectors: list[Any] = field(default_factory=list)
+    actors: list[str] = field(default_factory=list)
+    """Names of those that are there, which removing a group leaves as they are."""
     now_s: float = 0.0
 
     def place(self, bundles: Sequence[Any], *, name: str, **_: Any) -> PlayedGroup:
@@ -55,6 +61,11 @@ class PlayedRay:
 
     def remove(self, group: PlayedGroup) -> None:
         self.states[group.name] = "REMOVED"
+
+    def actor(self, name: str) -> str:
+        if name not in self.actors:
+            raise ValueError(name)
+        return name
 
     def set_floor(self, bundles: Sequence[dict[str, float]], bundle_label_selectors: Any) -> None:
         self.floors.append(bundles)
@@ -82,7 +93,15 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
         "_ray_nodes": list,
     }.items():
         monkeypatch.setattr(ray_cluster, name, function)
-    monkeypatch.setattr(RayLender, "_start", lambda *_: None)
+    monkeypatch.setattr(ray_cluster.ray, "get_actor", played.actor)
+    monkeypatch.setattr(ray_cluster.ray, "kill", played.actors.remove)
+    monkeypatch.setattr(
+        RayLender,
+        "_start",
+        lambda _, node, bundle, group, index: played.actors.append(
+            ray_cluster._actor_name(group, index)
+        ),
+    )
     monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: played.now_s)
     return played
 
@@ -131,6 +150,19 @@ def test_nodes_that_others_have_are_asked_for_again_and_again(
     played.find(PREFILL)
     assert lender.move((PREFILL,)) == ""
     assert lender.found == (PREFILL,)
+
+
+def test_the_actors_of_a_group_that_is_given_back_end_with_it(
+    played: PlayedRay, lender: RayLender
+) -> None:
+    """Ray does not end one that it was told to start again whenever it ends."""
+    lender.move((DECODE_0,))
+    played.find(DECODE_0)
+    lender.move((DECODE_0,))
+    assert len(set(played.actors)) == 2
+    lender.move(())
+    assert played.actors == []
+    assert played.states == {"run-1-2": "REMOVED"}
 
 
 def test_an_autoscaler_that_cannot_be_told_is_told_later(
