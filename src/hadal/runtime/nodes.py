@@ -256,6 +256,7 @@ class LiveNodes:
         if kept == self._kept and now_s - self._asked_s < _ASK_S:
             return
         for group in self._kept - kept:
+            self._found_s.pop(group, None)
             for number in group:
                 self._nodes.release(number)
         self._send_what_was_said()

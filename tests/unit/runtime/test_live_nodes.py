@@ -109,6 +109,15 @@ def test_a_node_that_is_found_and_silent_is_told_of(world: World) -> None:
     assert world.nodes.complaint() == "", "once"
 
 
+def test_a_node_that_was_given_back_is_not_said_to_be_silent(world: World) -> None:
+    world.found(1.0)
+    for node in range(3):
+        world.speak(2.0, node)
+    world.nodes.keep(10.0, {1, 2})
+    world.nodes.tick(10.1)
+    assert world.nodes.complaint() == ""
+
+
 def test_a_node_that_would_compute_something_else_is_not_used(world: World) -> None:
     world.found(1.0)
     world.speak(1.0, 0)
