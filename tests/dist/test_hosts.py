@@ -66,11 +66,14 @@ class Deployed:
         """
 
         def is_whole() -> bool:
-            for host in self.hosts:
-                self.hosts.keep_ray_node(host)
+            self.keep_ray_nodes()
             return self.server.status().ready
 
         wait_until(is_whole, timeout_s, "all processes are ready")
+
+    def keep_ray_nodes(self) -> None:
+        for host in self.hosts:
+            self.hosts.keep_ray_node(host)
 
     def wait_started_again(self, process: str, num_starts: int) -> None:
         """Wait until a process was lost, and until all are ready."""
@@ -105,6 +108,7 @@ def test_the_texts_are_those_of_one_host(deployed: Deployed) -> None:
     assert not differences(cases, deployed.complete(cases))
 
 
+@pytest.mark.full
 def test_a_step_says_nothing_through_ray(deployed: Deployed) -> None:
     """What Ray's processes and the lender send while tokens stream is what they send anyway. What
     ours send is counted by the same means: a step of two hosts is several messages.
@@ -203,6 +207,7 @@ def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
 
     assert not differences(cases, deployed.complete(cases, roll_out))
     while rolling[0].poll() is None:
+        deployed.keep_ray_nodes()
         assert not differences(cases, deployed.complete(cases))
     assert rolling[0].wait(5) == 0, deployed.hosts[0].log_path("rollout").read_text()
     after = {name: one.num_starts for name, one in server.status().processes.items()}

@@ -132,6 +132,7 @@ class FrontFleet:
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
         self._is_followed = is_followed
+        self._was_drained = False
         self._out = out
         self._said_s = -math.inf
 
@@ -165,7 +166,9 @@ class FrontFleet:
         """Tell the fleet how much is asked for, if that is due."""
         if now_s - self._said_s < self._heartbeat_s:
             return
-        if self._is_followed or any(u.drain_number for u in self._units.by_name.values()):
+        is_drained = any(u.drain_number for u in self._units.by_name.values())
+        was_drained, self._was_drained = self._was_drained, is_drained
+        if self._is_followed or is_drained or was_drained:  # Its end is told, too.
             self._said_s = now_s
             self._out.append(Send(SUPERVISOR, self.demand()))
 

@@ -272,10 +272,10 @@ class Forks:
         """No process is to be forked any more, and nothing need be cleared. Idempotent."""
         if self._socket is None or self._process is None:
             return
+        self._process.kill()  # Before it hears that nobody asks any more: it would clear.
+        self._process.wait()
         self._socket.close()
         self._socket = None
-        self._process.kill()
-        self._process.wait()
 
 
 def start_here(

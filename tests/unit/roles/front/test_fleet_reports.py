@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.balance import AUTO
+from hadal.core.balance import AUTO, OFF
 from hadal.core.config import Deployment, FleetConfig, LimitsConfig
 from hadal.core.messages import (
     Cancel,
@@ -272,3 +272,18 @@ def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -
     assert (
         sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []
     )  # Its answer to that.
+
+
+def test_without_a_fleet_to_follow_a_drain_is_told_from_its_beginning_to_its_end() -> None:
+    made = front(mode=OFF)
+
+    def told(now_s: float) -> list[int]:
+        """The drain's number in each report."""
+        reports = sent(made.handle(now_s, Tick()), Demand)
+        return [next(u for u in r.units if u.unit == "decode-0").drain_number for r in reports]
+
+    assert [told(now_s) for now_s in (1.0, 2.0, 3.0)] == [[], [], []]
+    made.handle(3.1, DrainUnit("decode-0", 60.0, 7))
+    assert [told(now_s) for now_s in (4.0, 5.0)] == [[7], [7]]
+    made.handle(5.1, KeepUnit("decode-0"))
+    assert [told(now_s) for now_s in (6.0, 7.0, 8.0)] == [[0], [], []]

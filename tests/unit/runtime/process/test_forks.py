@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.process.forks import Forked, Forks, reap_others
+from hadal.runtime.process.forks import Forked, Forks, Left, reap_others
 
 DEADLINE_S = 60.0
 MODULES = ("json", "jobcode")
@@ -142,6 +142,29 @@ def test_a_library_that_starts_threads_is_not_forked(
     wait(forks)
     assert forks.fork("decode-0", ["jobcode"], {}) is None
     forks.close()
+
+
+def test_one_that_is_closed_clears_nothing(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late it is killed: whoever closes it lives, and may start another."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    forks = Forks(environment, MODULES)
+    wait(forks)
+    forks.clear_after(Left([], [str(folder)]))
+    process = forks._process
+    assert process is not None
+    kill = process.kill
+
+    def kill_late() -> None:
+        time.sleep(0.5)
+        kill()
+
+    monkeypatch.setattr(process, "kill", kill_late)
+    forks.close()
+    assert process.poll() is not None
+    assert folder.is_dir()
 
 
 def test_what_a_killed_supervisor_leaves_is_removed_and_its_processes_end(
