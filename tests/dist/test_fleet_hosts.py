@@ -46,7 +46,7 @@ from hadal.sim.day.clock import HOUR_S as REAL_HOUR_S
 from hadal.sim.day.clock import DemandClock, hour_beijing
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Hosts
 from tests.dist.serving import wait_until
-from tests.dist.test_hosts import SMALL, Deployed, cluster, serve
+from tests.dist.test_hosts import SMALL, Deployed, serve
 from tests.sim.engine import VOCAB
 from tests.sim.fleet import FleetFaults, FleetWorld
 from tests.sim.scenario import longest_output
@@ -417,7 +417,7 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
             decode=UNITS,
             fleet=FLEET,
             cache={"memory": "off"},
-            cluster={**cluster(hosts), "node_timeout_s": 15.0},
+            cluster={**hosts.cluster, "node_timeout_s": 15.0},
             **PATIENCE,
         )
         hosts[0].call(lambda: deployed.server.wait_ready(300))
