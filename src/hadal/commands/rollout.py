@@ -75,14 +75,14 @@ def _message(folder: Path, model: str) -> Rollout:
     """What the supervisor is told of a model. Raises ConfigError."""
     run = read_run(folder)
     old, new = Path(run.deployment.model), model_folder(model)
+    deployment = msgspec.structs.replace(run.deployment, model=str(new))
+    before, after = plan(run.deployment), plan(deployment)
     for name in _OF_THE_GATEWAY:
         if _bytes_of(old / name) != _bytes_of(new / name):
             raise ConfigError(
                 f"{new / name}: differs from that of {old}. A rollout changes weights alone; serve a"
                 " model of another tokenizer or template beside this one."
             )
-    deployment = msgspec.structs.replace(run.deployment, model=str(new))
-    before, after = plan(run.deployment), plan(deployment)
     if (before.config, before.precision) != (after.config, after.precision):
         raise ConfigError(
             f"{new}: its config.json or the type of its weights differs from that of {old}. A"
@@ -93,11 +93,13 @@ def _message(folder: Path, model: str) -> Rollout:
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """None: there is no such file."""
+    """None: there is no such file. Raises ConfigError."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 def _begun(found: Found, before: int) -> RolloutStatus:
@@ -127,6 +129,6 @@ def _statuses(folder: Path, number: int) -> Iterator[RolloutStatus]:
         if status.rollout.number != number:
             raise ConfigError("another rollout has begun, which replaces this one's units, too.")
         yield status.rollout
-        if not status.rollout.num_left and status.ready:
+        if not status.rollout.num_left:
             return
         time.sleep(_LOOK_S)

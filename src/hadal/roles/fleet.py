@@ -251,7 +251,8 @@ class UnitTable:
         """Walk the table. Raises InvariantError for a pair that cannot happen."""
         unit.state = next_state(unit.state, move)
         unit.since_s = unit.asked_s = now_s
-        unit.is_old &= move is not UnitMove.END
+        if move is UnitMove.END:
+            unit.is_old = False
 
     def of_role(self, role: str, *states: UnitState) -> Iterator[FleetUnit]:
         """Those in one of these states, in the order of their names' numbers."""
@@ -368,9 +369,12 @@ class Fleet:
         return sum(self.role_to_nodes().values())
 
     @property
-    def num_old(self) -> int:
-        """Units that a rollout has still to replace."""
-        return sum(unit.is_old for unit in self.table.by_name.values())
+    def num_unreplaced(self) -> int:
+        """Units that the last rollout has still to replace or, where none is old any more, new ones
+        that are not up yet, or do not come up. 0: it is over.
+        """
+        num_coming = len(self.table.in_state(UnitState.STARTING))
+        return max(len(self._old_ones()), num_coming + sum(map(bool, self._num_failed.values())))
 
     @property
     def num_failed(self) -> int:
@@ -501,17 +505,16 @@ class Fleet:
         """Let the next old unit go, once the one before it is replaced. A new one that does not
         come up ends it there: the old ones go on.
         """
-        if not self.num_old:
+        if not self._old_ones():
             return
-        for unit in self.table.in_state(UnitState.STARTING):
-            if unit.is_old:
-                self._stop(now_s, unit)  # It serves nobody yet.
+        for unit in self._old_ones(UnitState.STARTING):
+            self._stop(now_s, unit)  # It serves nobody yet.
         on_their_way = self.table.in_state(
             UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING
         )
         if on_their_way or any(map(self._is_short, ROLES)):
             return
-        old = [unit for unit in self.table.in_state(UnitState.UP) if unit.is_old]
+        old = self._old_ones(UnitState.UP)
         # Of new weights, prefill units serve new decode units alone: each role goes over as far as
         # the other.
         left = Counter(unit.role for unit in old)
@@ -519,6 +522,10 @@ class Fleet:
         self._drain(
             now_s, min(old, key=lambda unit: (-shares[unit.role], unit.role, self._held_by(unit)))
         )
+
+    def _old_ones(self, *states: UnitState) -> list[FleetUnit]:
+        """Of these states; none given: of all."""
+        return [unit for unit in self.table.in_state(*(states or UnitState)) if unit.is_old]
 
     def _drain(self, now_s: float, unit: FleetUnit) -> None:
         self.table.move(unit, UnitMove.DRAIN, now_s)

@@ -84,9 +84,9 @@ class FleetExecutor:
         self.tell(now_s, message)
 
     @property
-    def num_old(self) -> int:
-        """Units that a rollout has still to replace."""
-        return self._role.num_old
+    def num_unreplaced(self) -> int:
+        """Units that the last rollout has still to replace; 0: it is over."""
+        return self._role.num_unreplaced
 
     @property
     def num_failed(self) -> int:

@@ -221,7 +221,7 @@ class Supervisor:
         self._drain_until_s: float | None = None
         self._kill_at_once = False
         self._address = address_here(resolved.deployment.cluster)
-        self._run_told = Run(
+        self._told = Run(  # What processes read at their start.
             self._run_id,
             resolved.deployment,
             options.log_level,
@@ -231,14 +231,14 @@ class Supervisor:
             self._address,
             _secret(options.secret_file),
         )
-        write_run(folder, self._run_told)
+        write_run(folder, self._told)
         self._environment = environment()
         self._api_keys = ",".join(options.api_keys)
         self._forks = forks
         patterns = [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
         self._left = Left(patterns, [] if options.run_folder else [str(folder)])
         forks.clear_after(self._left)
-        self._wire = open_wire(self._run_told, SUPERVISOR, folder, life=1)
+        self._wire = open_wire(self._told, SUPERVISOR, folder, life=1)
         if options.log_dir is not None:
             _make_log_dir(options.log_dir)
         kept_in = folder / LOGS_FOLDER
@@ -254,7 +254,7 @@ class Supervisor:
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
         self._fleet = self._make_fleet() if self._deployment.fleet.is_on else None
         self._rollout: RolloutStatus | None = None
-        self._rolled_out = Rollout()
+        self._last_rollout = Rollout()
         """The last."""
 
     def run(self, signals_fd: int) -> int:
@@ -403,8 +403,8 @@ class Supervisor:
             self._fleet = self._make_fleet()
             self._fleet.found(now_s)
         if not message.model:
-            message = self._rolled_out  # What the last one brought goes on being served.
-        self._rolled_out = message
+            message = self._last_rollout  # What the last one brought goes on being served.
+        self._last_rollout = message
         self._forks.close()  # It has imported the code that was there when the server started.
         self._forks = Forks(self._environment)
         self._forks.clear_after(self._left)
@@ -414,33 +414,35 @@ class Supervisor:
         model = message.model or self._deployment.model
         log.info("replacing all units by ones that serve %s", model)
         self._fleet.roll_out(now_s, message, rollout_arguments(message, messages_digest()))
-        self._rollout = RolloutStatus(number, model, self._fleet.num_old, self._fleet.num_old)
+        self._rollout = RolloutStatus(
+            number, model, self._fleet.num_unreplaced, self._fleet.num_unreplaced
+        )
         self._write_status()
 
     def _look_at_rollout(self) -> None:
         """Notice how far it is, and its end."""
         if self._rollout is None or self._fleet is None or not self._rollout.num_left:
             return
-        num_left, num_failed = self._fleet.num_old, self._fleet.num_failed
+        num_left, num_failed = self._fleet.num_unreplaced, self._fleet.num_failed
         if (num_left, num_failed) == (self._rollout.num_left, self._rollout.num_failed):
             return
         self._rollout = dataclasses.replace(self._rollout, num_left=num_left, num_failed=num_failed)
         if not num_left:
-            self._rolled_out_all()
+            self._end_rollout()
         self._write_status()
 
-    def _rolled_out_all(self) -> None:
+    def _end_rollout(self) -> None:
         """From now on the run is of what the new units serve."""
-        new = self._rolled_out
+        new = self._last_rollout
         if new.model:
             self._deployment = msgspec.structs.replace(self._deployment, model=new.model)
-            self._run_told = dataclasses.replace(
-                self._run_told,
+            self._told = dataclasses.replace(
+                self._told,
                 deployment=self._deployment,
                 model_digest=new.model_digest,
                 fingerprint=new.fingerprint,
             )
-            write_run(self._folder, self._run_told)
+            write_run(self._folder, self._told)
 
     def _start_due(self) -> None:
         now_s = time.monotonic()

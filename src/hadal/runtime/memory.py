@@ -177,15 +177,15 @@ def plan_memory(
             kind, deployment, config, precision, _blocks(units, block_bytes, context_blocks)
         )
         _check_device_memory(kind, rank, deployment)
-        fitting = _with_what_fits_of_spare_room(rank, deployment)
-        if fitting.spare_bytes < rank.spare_bytes:
+        asked_bytes = rank.spare_bytes
+        rank = _with_what_fits_of_spare_room(rank, deployment)
+        if rank.spare_bytes < asked_bytes:
             warnings.append(
-                f"{kind}: a rank has room for {gb(fitting.spare_bytes)} of the"
-                f" {gb(rank.spare_bytes)} of experts that it takes over when a node of its unit is"
+                f"{kind}: a rank has room for {gb(rank.spare_bytes)} of the {gb(asked_bytes)} of"
+                " experts that it takes over when a node of its unit is"
                 " lost. Where that is too little, the unit starts anew then. Less KV"
                 f" ({kind}.kv_memory_mb) or more ranks would make room."
             )
-        rank = fitting
         ranks.append(rank)
         if deployment.device == "cuda" and config.weight_block_size is not None:
             now = ranks_in_fp32(deployment, config, rank.kv_blocks)[len(ranks) - 1]
@@ -547,8 +547,8 @@ def _device_bytes(deployment: Deployment) -> float:
 
 def _with_what_fits_of_spare_room(rank: RankMemory, deployment: Deployment) -> RankMemory:
     """A unit serves without the room, so what a rank needs to serve comes before it."""
-    most = int(min(_device_bytes(deployment), 2**62)) - (rank.total_bytes - rank.spare_bytes)
-    return dataclasses.replace(rank, spare_bytes=max(0, min(rank.spare_bytes, most)))
+    most = max(0.0, _device_bytes(deployment) - (rank.total_bytes - rank.spare_bytes))
+    return dataclasses.replace(rank, spare_bytes=int(min(rank.spare_bytes, most)))
 
 
 def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) -> None:

@@ -394,11 +394,11 @@ class RollingOut(Driver):
 
 def test_a_rollout_replaces_one_unit_after_the_other() -> None:
     driver = RollingOut(1, 3)
-    assert driver.fleet.num_old == 4
+    assert driver.fleet.num_unreplaced == 4
     replaced = [driver.replace() for _ in range(4)]
     assert sorted(replaced) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
     assert replaced.index("prefill-0") == 1, "no role is further than the other"
-    assert driver.fleet.num_old == 0
+    assert driver.fleet.num_unreplaced == 0
     driver.goes_on(0.0, 0.0, 3)
     assert set(driver.states()) == set(driver.states("prefill")) == {"up"}
 
@@ -424,14 +424,30 @@ def test_a_rollout_stops_at_a_new_unit_that_does_not_come_up_and_a_second_one_he
         driver.now_s += BACKOFF_MAX_S
         driver.tell(Tick())
     assert driver.fleet.num_failed == 4
-    assert (driver.fleet.num_old, driver.states().count("up")) == (3, 2)
+    assert (driver.fleet.num_unreplaced, driver.states().count("up")) == (3, 2)
     assert first.state is UnitState.STARTING
     assert stops(driver.tell(Rollout())) == [first.name], "the next rollout replaces it, too"
     assert driver.fleet.num_failed == 0
     assert starts(driver.down(first.name)) == [first.name], "at once"
     driver.up(first.name)
     assert [driver.replace() for _ in range(3)]
-    assert (driver.fleet.num_old, driver.fleet.num_failed) == (0, 0)
+    assert (driver.fleet.num_unreplaced, driver.fleet.num_failed) == (0, 0)
+
+
+def test_a_rollout_is_over_when_the_last_new_unit_is_up_and_not_while_it_fails() -> None:
+    driver = RollingOut(1, 1)
+    driver.replace()
+    (last,) = driver.fleet.table.in_state(UnitState.DRAINING)
+    driver.goes_on(0.0, 0.0)
+    driver.down(last.name)
+    assert (last.state, driver.fleet.num_unreplaced) == (UnitState.STARTING, 1)
+    driver.down(last.name)
+    assert (last.state, driver.fleet.num_failed) == (UnitState.STOPPED, 1)
+    assert driver.fleet.num_unreplaced == 1
+    driver.now_s += BACKOFF_S
+    driver.tell(Tick())
+    driver.up(last.name)
+    assert (driver.fleet.num_unreplaced, driver.fleet.num_failed) == (0, 0)
 
 
 def test_free_nodes_take_the_new_unit_before_the_old_one_has_ended() -> None:
@@ -459,4 +475,4 @@ def test_one_that_dies_in_a_rollout_is_replaced_by_that() -> None:
     driver.up(other.name)
     assert driver.replace() == first.name
     assert driver.replace() == "prefill-0"
-    assert driver.fleet.num_old == 0
+    assert driver.fleet.num_unreplaced == 0

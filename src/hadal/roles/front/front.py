@@ -132,7 +132,8 @@ class FrontFleet:
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
         self._is_followed = is_followed
-        self._was_drained = False
+        self._drained = False
+        """Whether a unit drained when it was looked last."""
         self._out = out
         self._said_s = -math.inf
 
@@ -166,9 +167,9 @@ class FrontFleet:
         """Tell the fleet how much is asked for, if that is due."""
         if now_s - self._said_s < self._heartbeat_s:
             return
-        is_drained = any(u.drain_number for u in self._units.by_name.values())
-        was_drained, self._was_drained = self._was_drained, is_drained
-        if self._is_followed or is_drained or was_drained:  # Its end is told, too.
+        drains = any(unit.drain_number for unit in self._units.by_name.values())
+        drained, self._drained = self._drained, drains
+        if self._is_followed or drains or drained:  # Its end is told, too.
             self._said_s = now_s
             self._out.append(Send(SUPERVISOR, self.demand()))
 

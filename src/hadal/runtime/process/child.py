@@ -79,7 +79,7 @@ class RolloutStatus:
     num_units: int
     """All that were to be replaced."""
     num_left: int
-    """Those that are not replaced yet."""
+    """Those that are not replaced yet, by ones that are up."""
     num_failed: int = 0
     """Starts in a row that came to nothing: while there are any, no other unit is replaced."""
 
