@@ -26,9 +26,10 @@ from tests.dist.serving import wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.full, pytest.mark.timeout(3000)]
 
-PREFILL, DECODE = 29, 9
-"""Units at the peak of 278 nodes."""
+PREFILL, DECODE = map(int, os.environ.get("HADAL_UNITS", "29,9").split(","))
+"""Units, at the peak of 278 nodes; HADAL_UNITS=3,1 asks for one bundle of 30."""
 LIGHT = int(os.environ.get(NUM_AGENTS, "30"))
+"""Nodes that get an agent."""
 SECRET = bytes(range(32))
 START_S, PLACE_S, SOON_S = 1200.0, 600.0, 60.0
 PATIENT = {"RAY_worker_register_timeout_seconds": "600"}

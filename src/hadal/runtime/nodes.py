@@ -211,9 +211,7 @@ class LiveNodes:
             return False
         node = self._nodes.nodes[message.node]
         was = node.phase
-        is_new = self._nodes.heard(now_s, message)
-        self._send_what_was_said()
-        if is_new:
+        if self._nodes.heard(now_s, message):
             self._look_at_versions(message)
             log.info("node %d is %s", message.node, message.host)
         elif was is NodePhase.LOST and node.phase is NodePhase.UP:
@@ -259,7 +257,6 @@ class LiveNodes:
             self._found_s.pop(group, None)
             for number in group:
                 self._nodes.release(number)
-        self._send_what_was_said()
         self._kept, self._asked_s = kept, now_s
         self._wire.send(LENDER, KeepNodes(tuple(sorted(kept))))
 
@@ -330,6 +327,7 @@ class LiveNodes:
             elsewhere.stdout.close()
 
     def _send_what_was_said(self) -> None:
+        """What is heard and given up is answered at the next look."""
         for send in self._nodes.take_sends():
             self._wire.send(send.to, send.message)
 

@@ -141,14 +141,15 @@ def expert_share(
     if policy == OFF:
         loads_LR = rank_loads(in_order, loads_LE)
     else:
-        plan = _balanced(loads_LE, phase, in_order, num_redundant, ranks_per_node)
+        plan = balanced(loads_LE, phase, in_order, num_redundant, ranks_per_node)
         loads_LR = rank_loads(plan.placement, loads_LE, plan.split_LRS)
     return ExpertRanks(np.asarray(loads_LR / loads_LR.mean(axis=1, keepdims=True)))
 
 
-def _balanced(
+def balanced(
     loads_LE: Floats, phase: str, like: Placement, num_redundant: int, ranks_per_node: int
 ) -> ExpertPlan:
+    """Return the balancer's answer to these loads, as a unit with so many slots and nodes asks it."""
     nodes = tuple(rank // ranks_per_node for rank in range(like.num_ranks))
     cluster = Cluster((like.num_expert_slots,) * like.num_ranks, nodes)
     by_nodes = groups_fit_nodes(phase, nodes[-1] + 1, NUM_GROUPS, num_redundant)
