@@ -62,6 +62,10 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A prompt of a million tokens is 5 MB; anything beyond is not ours."""
 MAX_BATCH = 256
 """Messages returned at once, so that timers are looked at in between."""
+NEVER_MS = 2**31 - 1
+"""Before zmq looks for somebody else at the address of a process that is gone: 25 days. Told not to
+at all (-1), it waits for the messages to that process for ever when all is closed.
+"""
 LINGER_MS = 200
 """How long closing waits for what is queued."""
 ACK_S = 0.2
@@ -129,7 +133,7 @@ class _Near:
         self.identity = identity
         self.socket: zmq.Socket[bytes] = _socket(context, zmq.PUSH)
         self.socket.set(zmq.SNDHWM, MAX_QUEUED)
-        self.socket.set(zmq.RECONNECT_IVL, -1)
+        self.socket.set(zmq.RECONNECT_IVL, NEVER_MS)
         self.socket.connect(f"ipc://{path}")
 
     def close(self, linger_ms: int = 0) -> None:

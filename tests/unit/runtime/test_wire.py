@@ -3,6 +3,7 @@ never a crash.
 """
 
 import asyncio
+import multiprocessing
 import os
 import select
 import tempfile
@@ -74,7 +75,8 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(folder: Path)
     b.close()
 
 
-def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder: Path) -> None:
+def restart_a_peer(folder: Path) -> None:
+    """It is reached, and gets nothing of its predecessor's."""
     a, b = ZmqWire("a", folder), ZmqWire("b", folder)
     a.send("b", Cancel("before", 0))
     assert receive_all(b, 1) == [Cancel("before", 0)]
@@ -90,6 +92,33 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder
     assert receive_all(successor, 1) == [Cancel("after", 0)]
     a.close()
     successor.close()
+
+
+def restart_peers(num_times: int) -> None:
+    for _ in range(num_times):
+        with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
+            restart_a_peer(Path(name))
+
+
+def test_what_is_left_for_the_dead_holds_nobody_up_who_closes() -> None:
+    """It did in one of some thirty times, where several processes wanted a core."""
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=restart_peers, args=(50,))
+        for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    until_s = time.monotonic() + 60.0
+    for process in processes:
+        process.join(max(0.0, until_s - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * 4
+
+
+def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder: Path) -> None:
+    restart_a_peer(folder)
 
 
 def test_a_dead_sender_does_not_speak_after_its_successor(folder: Path) -> None:
