@@ -215,11 +215,17 @@ class Host:
 
     def names(self) -> Counter[str]:
         """Names of its processes, as those that are forked give themselves."""
-        found: Counter[str] = Counter()
+        return Counter(name for _, name in self._pids_and_names())
+
+    def pid_of(self, name: str) -> int:
+        """Here, of the one process that gives itself this name."""
+        [pid] = [pid for pid, found in self._pids_and_names() if found == name]
+        return pid
+
+    def _pids_and_names(self) -> Iterator[tuple[int, str]]:
         for path in self.processes():
             with contextlib.suppress(OSError):
-                found[(path / "comm").read_text().strip()] += 1
-        return found
+                yield int(path.name), (path / "comm").read_text().strip()
 
     def pools(self) -> list[str]:
         """KV pools in its shared memory."""

@@ -38,19 +38,22 @@ SMALL = {"threads": 1, "ranks_per_node": 1, "kv_blocks": 96}
 
 @dataclass
 class Deployed:
-    """A deployment on a cluster, asked from the host that its gateway is on."""
+    """A deployment on a cluster, asked from the host that its first gateway is on."""
 
     hosts: Hosts
     server: Server
 
     def complete(
-        self, cases: list[Case], while_running: Callable[[], Awaitable[None]] | None = None
+        self,
+        cases: list[Case],
+        while_running: Callable[[], Awaitable[None]] | None = None,
+        url: str = "",
     ) -> list[tuple[int, ...]]:
-        """What it answers."""
+        """What it answers; `url`: of another gateway."""
 
         async def ask() -> list[tuple[int, ...]]:
             return await complete_all(
-                self.server.url, "hadal-tiny", cases, while_running=while_running
+                url or self.server.url, "hadal-tiny", cases, while_running=while_running
             )
 
         return self.hosts[0].call(lambda: asyncio.run(ask()))
@@ -92,11 +95,17 @@ def serve(hosts: Hosts, folder: Path, name: str = "serve", **tables: Any) -> Dep
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
-    """Prefill on the first of three hosts, and a decode unit of two ranks over the others."""
+    """Prefill on the first of three hosts, a decode unit of two ranks over the others, and a gateway
+    on one of those besides the first one's.
+    """
     with Hosts(3) as hosts, tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
-        hosts.start_ray(1, 2, 2)
-        decode = {**SMALL, "ranks": 2, "threads": 2}
-        deployed = serve(hosts, Path(folder), prefill=SMALL, decode=decode)
+        hosts.start_ray(2, 4, 4)  # So that each has one place where it fits.
+        prefill = {**SMALL, "threads": 2}
+        decode = {**SMALL, "ranks": 2, "threads": 3}
+        gateway = {"nodes": 1}
+        deployed = serve(
+            *(hosts, Path(folder)), host="0.0.0.0", prefill=prefill, decode=decode, gateway=gateway
+        )
         hosts[0].call(lambda: deployed.server.wait_ready(120))
         deployed.wait_whole()
         yield deployed
@@ -153,6 +162,30 @@ def test_a_step_says_nothing_through_ray(deployed: Deployed) -> None:
     assert busy.total() - through_ray(busy) > steps, told
     assert through_ray(idle) > 0, told
     assert through_ray(busy) - through_ray(idle) < 0.25 * steps, told
+
+
+def test_the_end_of_a_gateway_on_a_node_costs_its_own_streams_alone(deployed: Deployed) -> None:
+    cases = everyday_cases(12, SEED)
+    host = deployed.host_of("gateway-1")
+    url = f"http://{host.address}:8000"
+    assert not differences(cases, deployed.complete(cases, url=url))
+    num_starts = deployed.server.status().processes["gateway-1"].num_starts
+    ended: list[httpx.RemoteProtocolError] = []
+
+    async def ask_and_kill() -> None:
+        async def kill() -> None:
+            await asyncio.sleep(0.5)
+            os.kill(host.pid_of("gateway-1"), signal.SIGKILL)
+
+        try:
+            await complete_all(url, "hadal-tiny", cases, while_running=kill)
+        except httpx.RemoteProtocolError as error:
+            ended.append(error)
+
+    assert not differences(cases, deployed.complete(cases, ask_and_kill))
+    assert ended, "it had answered all; this test shows nothing"
+    deployed.wait_started_again("gateway-1", num_starts)
+    assert not differences(cases, deployed.complete(cases, url=url))
 
 
 def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
@@ -226,7 +259,7 @@ def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) 
         )
         assert second.server.process.wait(60) == EXIT_CONFIG
     assert "nodes 1-2 not found within 3 s" in second.server.log()
-    assert "1 CPU are needed free each, and the cluster has 1 x 1 CPU, 2 x 2 CPU" in (
+    assert "1 CPU are needed free each, and the cluster has 1 x 2 CPU, 2 x 4 CPU" in (
         second.server.log()
     )
 

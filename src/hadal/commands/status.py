@@ -136,7 +136,9 @@ def show(found: Found, console: Console) -> None:
         more = f" and {len(ends) - _ENDS} more" if len(ends) > _ENDS else ""
         table.add_row(
             unit,
-            _places(of_unit.values(), sorted({plan.node for plan in plans})),
+            _places(
+                of_unit.values(), sorted({plan.node for plan in plans if plan.node is not None})
+            ),
             _ready(of_unit.values()),
             ranges([process.pid for process in of_unit.values() if process.pid]),
             str(sum(max(0, process.num_starts - 1) for process in of_unit.values()) or ""),

@@ -19,6 +19,7 @@ from msgspec import Meta, structs
 from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
 from hadal.core.documents import MAX_TOML_BYTES, converted, is_folder, parse_toml, read_text, shown
 from hadal.core.errors import ConfigError
+from hadal.core.handshake import is_near
 from hadal.core.model_config import ModelConfig
 
 # What a field may hold: at most far more than anybody has, and still answered in seconds.
@@ -244,6 +245,10 @@ class GatewayConfig(ConfigTable, frozen=True):
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Gateway processes, which take requests on one port. The first of them holds the front."""
+    nodes: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Gateways on as many nodes of a cluster besides, each at its node's address and the same port:
+    for a Service or a proxy, which spreads requests over all of them.
+    """
     allowed_hosts: tuple[Text, ...] = ()
     """Names beyond this machine's own by which a server without keys on a loopback address may be
     asked.
@@ -387,6 +392,8 @@ class Deployment(ConfigTable, frozen=True):
             )
         if self.cluster.spans_hosts:
             _check_cluster(self)
+        if self.gateway.nodes:
+            _check_gateways_on_nodes(self)
         _check_deadlines(self)
         for role in ROLES:
             most, units = getattr(self.fleet, f"{role}_max"), units_of(self, role).units
@@ -461,6 +468,24 @@ def _check_cluster(deployment: Deployment) -> None:
             f"cluster.lease_s ({deployment.cluster.lease_s:g}) must be four times"
             f" cluster.node_timeout_s ({deployment.cluster.node_timeout_s:g}) at least: a node that"
             " was cut off for a moment is to find what it ran."
+        )
+
+
+def _check_gateways_on_nodes(deployment: Deployment) -> None:
+    """Refuse gateways that nobody could reach."""
+    if not deployment.cluster.spans_hosts:
+        raise ConfigError(
+            f"gateway.nodes is {deployment.gateway.nodes}, and cluster.on is"
+            f" {deployment.cluster.on!r}: there is one host. Set gateway.processes."
+        )
+    if is_near(deployment.host):
+        raise ConfigError(
+            f"host is {deployment.host!r}, and gateway.nodes is {deployment.gateway.nodes}: whoever"
+            " reaches gateways on other hosts is not on this one. Set host to 0.0.0.0."
+        )
+    if deployment.port == 0:
+        raise ConfigError(
+            "port is 0, a free one, and gateways on nodes have the same port everywhere. Name one."
         )
 
 

@@ -2,7 +2,7 @@
 torch.
 
 The one named "gateway" holds the front, the others pass their generations on to it. The end of one
-ends its streams; the supervisor starts it again on the listening socket that all of them share.
+ends its streams; the supervisor starts it again on the listening socket that all of a host share.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from hadal.runtime.process.process import (
     HAS_SERVED,
     LISTEN_FD,
     LiveClock,
+    Run,
     add_life_arguments,
     enter_child,
 )
@@ -145,7 +146,7 @@ def make_gateway(
             snapshot,
             (lambda: accounting.counts) if accounting else None,
             refused,
-            name if deployment.gateway.processes > 1 else "",
+            name if len(gateway_names(deployment)) > 1 else "",
         ),
         keys=Keys(key.strip() for key in environment.get(API_KEYS, "").split(",")),
         now=clock.now,
@@ -175,13 +176,13 @@ def open_ledger(url: str) -> LedgerWriter:
     return writer
 
 
-def listener_of(deployment: Deployment, environment: dict[str, str]) -> socket.socket:
-    """The supervisor's listening socket, or one of our own where there is none. Raises
-    ConfigError.
+def listener_of(run: Run, environment: dict[str, str]) -> socket.socket:
+    """The supervisor's listening socket or, on a node, where there is none, one of our own at the
+    node's address. Raises ConfigError.
     """
     given = environment.get(LISTEN_FD)
     if given is None:
-        return open_listener(deployment.host, deployment.port)
+        return open_listener(run.address, run.deployment.port)
     return socket.socket(fileno=int(given))
 
 
@@ -300,7 +301,7 @@ def main() -> int:
         )
         for number, tenant in enumerate(gateway.keys.tenants, 1):
             log.info("API key %d is tenant %s in the ledger", number, tenant.name)
-        listening = listener_of(run.deployment, environment)
+        listening = listener_of(run, environment)
         gc.collect()
         gc.freeze()  # What is there now stays: no collection need look at it again.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -47,6 +47,7 @@ from hadal.roles.nodes import agent_name
 from hadal.runtime.devices import cpu_kind
 from hadal.runtime.process.child import look_at
 from hadal.runtime.process.forks import (
+    API_KEYS,
     UNIT_MODULES,
     Forks,
     Left,
@@ -70,7 +71,7 @@ from hadal.runtime.process.process import (
     versions,
     write_run,
 )
-from hadal.runtime.topology import UNIT_MODULE, judge_of
+from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, judge_of
 from hadal.runtime.transfer.pool import (
     remove_shared_memory,
     remove_stale_shared_memory,
@@ -100,6 +101,8 @@ _KILL_S = 5.0
 """How long a killed process may take to be gone."""
 _NICE = -10
 """Ahead of all that was not made more urgent."""
+STARTED_HERE = ((UNIT_MODULE,), (GATEWAY_MODULE,))
+"""Modules that an order may name."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
@@ -113,6 +116,8 @@ class Joining:
     """Where other hosts reach this one. Nothing listens anywhere else."""
     supervisor: Address
     run: Run
+    api_keys: str = ""
+    """What gateways are told, as the supervisor's own; empty on a node that has none."""
 
 
 @dataclass
@@ -241,10 +246,10 @@ class Agent:
         if self._forks.is_warming:
             return  # The next beat comes soon.
         for order in wanted.values():
-            # Whoever holds the secret can give orders, and every process holds it: a unit is all that
-            # they can start.
+            # Whoever holds the secret can give orders, and every process holds it: units and gateways
+            # are all that they can start.
             is_there = order.name in self._running or order.name in self._ending
-            if not is_there and order.arguments[:1] == (UNIT_MODULE,):
+            if not is_there and order.arguments[:1] in STARTED_HERE:
                 self._start(order)
 
     def _renew_forks(self) -> None:
@@ -271,11 +276,11 @@ class Agent:
         address_path(self._folder, order.name).unlink(missing_ok=True)
         self._mirrored.discard(order.name)
         arguments = [*order.arguments, *life_arguments(self._folder, order.life)]
+        told = {"OMP_NUM_THREADS": str(order.threads)}
+        if order.arguments[:1] == (GATEWAY_MODULE,):
+            told[API_KEYS] = self._joining.api_keys
         process = start_here(
-            order.name,
-            arguments,
-            {**self._environment, "OMP_NUM_THREADS": str(order.threads)},
-            forks=self._forks,
+            order.name, arguments, {**self._environment, **told}, forks=self._forks
         )
         running = self._running[order.name] = _Running(order, process)
         assert process.stdout is not None
@@ -377,7 +382,7 @@ class Agent:
 
 
 def _agent_forks() -> Forks:
-    # No gateway runs here, and nothing is left to be imported when nobody waits.
+    # Nothing is left to be imported when nobody waits.
     return Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
 
 

@@ -38,7 +38,16 @@ from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mo
 from hadal.runtime.process.child import ProcessPhase, Status
 from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.topology import UnitNodes, num_nodes, place_units, ranges, rank_name, unit_of
+from hadal.runtime.topology import (
+    UnitNodes,
+    gateway_names,
+    gateway_nodes,
+    num_nodes,
+    place_units,
+    ranges,
+    rank_name,
+    unit_of,
+)
 
 # What `hadal serve --dry-run` prints: where every rank would lie, what it would hold, and what
 # would travel.
@@ -100,6 +109,12 @@ def _topology(resolved: Resolved) -> Iterator[Row]:
         else "while a long prompt is computed"
     )
     yield "hand-over", f"{deployment.handover}, pulled {pulled}"
+    if names := gateway_names(deployment)[deployment.gateway.processes :]:
+        found = gateway_nodes(deployment)
+        yield (
+            "gateways",
+            f"{', '.join(names)} on {'nodes' if len(found) > 1 else 'node'} {ranges(found)}",
+        )
     if deployment.fleet.is_on:
         counts = [
             f"{units_of(deployment, role).units} to {deployment.num_units_max(role)} {role}"

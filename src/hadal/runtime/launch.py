@@ -59,6 +59,7 @@ from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
     RolloutStatus,
+    Sight,
     Starting,
     Status,
     Watch,
@@ -251,7 +252,7 @@ class Supervisor:
         }
         self._nodes = self._live_nodes()
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
-        self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
+        self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
         self._fleet = self._make_fleet() if self._deployment.fleet.is_on else None
         self._rollout: RolloutStatus | None = None
         self._last_rollout = Rollout()
@@ -462,22 +463,26 @@ class Supervisor:
     def _start(self, now_s: float, child: Child) -> bool:
         """Start a process where it is to run; False if that is not there, or not able to yet."""
         plan = self._plans[child.name]
+        more = (HAS_SERVED,) if child.role == GATEWAY and self._has_served else ()
         if self._nodes is not None and not self._is_here(child):
             nodes, node = self._nodes, self._nodes.node_for(plan)
             if node is None:
                 return False
-            child.start(now_s, lambda *what: nodes.start(plan, node, *what))
+            child.start(
+                now_s,
+                lambda arguments, life: nodes.start(plan, node, (*arguments, *more), life),
+            )
             self._wire.expect(child.name, child.num_starts)
             return True
         if self._forks.is_warming and child.role not in HERE:
             return False  # Gateways import other things, and need not wait for torch.
         environment = {**self._environment, "OMP_NUM_THREADS": str(plan.threads)}
         fds: tuple[int, ...] = ()
-        more: tuple[str, ...] = ()
         if child.role == GATEWAY:
             fds = (self._listener.fileno(),)
-            environment |= {LISTEN_FD: str(fds[0]), API_KEYS: self._api_keys}
-            more = (HAS_SERVED,) if self._has_served else ()
+            environment[LISTEN_FD] = str(fds[0])
+        if child.role in HERE:  # The lender gives the keys to nodes with gateways.
+            environment[API_KEYS] = self._api_keys
         child.start(
             now_s,
             lambda arguments, life: start_here(
@@ -496,14 +501,9 @@ class Supervisor:
         are not to be had end the start.
         """
         now_s = time.monotonic()
-        nodes.keep(
-            now_s,
-            {
-                self._plans[child.name].node
-                for child in self._children.values()
-                if not self._is_here(child) and (child.is_wanted or child.pid)
-            },
-        )
+        wanted = [c for c in self._children.values() if c.is_wanted or c.pid]
+        numbers = {self._plans[child.name].node for child in wanted}
+        nodes.keep(now_s, {number for number in numbers if number is not None})
         if nodes.tick(now_s):
             self._write_status()
         if complaint := nodes.complaint():
@@ -513,7 +513,7 @@ class Supervisor:
 
     def _is_here(self, child: Child) -> bool:
         """Whether it runs on this host, where it does."""
-        return self._nodes is None or child.role in HERE
+        return self._nodes is None or self._plans[child.name].node is None
 
     def _ready(self, name: str) -> None:
         child = self._children.get(name)
@@ -739,10 +739,8 @@ class Supervisor:
         heard before.
         """
         gateways = [self._children[name] for name in gateway_names(self._deployment)]
-        now_s, working = (
-            time.monotonic(),
-            {child.name: child.pid for child in gateways if child.phase is ProcessPhase.READY},
-        )
+        now_s = time.monotonic()
+        working = {child.name: child.pid for child in gateways if child.phase is ProcessPhase.READY}
         for name in self._gateways.frozen(now_s, working):
             log.warning(
                 "%s (pid %d) has not moved for %.1f s%s; its process is ended and started again",
@@ -753,6 +751,13 @@ class Supervisor:
             )
             self._children[name].signal(signal.SIGKILL)
             self._gateways.heard(now_s, name)  # It is killed once.
+
+    def _sight_of(self, name: str) -> Sight:
+        """How a gateway's process fares, as far as its host says it."""
+        child = self._children[name]
+        if self._nodes is not None and not self._is_here(child):
+            return Sight(self._nodes.waited_s(name), is_stopped=False)
+        return look_at(child.pid)
 
     def _stop_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:

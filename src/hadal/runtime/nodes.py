@@ -39,9 +39,8 @@ from hadal.runtime.process.child import NodeStatus
 from hadal.runtime.process.process import Run
 from hadal.runtime.topology import (
     ProcessPlan,
-    gateway_names,
-    num_nodes,
-    place_units,
+    gateways_here,
+    node_groups,
     wire_name,
 )
 from hadal.runtime.wire import ZmqWire, address_path, read_address, write_address
@@ -130,7 +129,7 @@ class Elsewhere:
 
 
 class LiveNodes:
-    """All nodes but the supervisor's own, which runs the gateways."""
+    """All nodes but the supervisor's own host."""
 
     def __init__(
         self,
@@ -140,9 +139,7 @@ class LiveNodes:
         wire: ZmqWire,
         versions: Mapping[str, str],
     ) -> None:
-        units = place_units(deployment)
-        self._groups = dict.fromkeys(unit.nodes for unit in units)
-        """Each the nodes of a large unit, or one that small units share."""
+        self._groups = node_groups(deployment)
         self._kept: frozenset[tuple[int, ...]] = frozenset()
         self._complaint = self._told = ""
         """What the lender complains of, and of that what was told."""
@@ -152,14 +149,14 @@ class LiveNodes:
         self._lease_s = deployment.cluster.lease_s
         self._asked_s, self._lender_heard_s = -math.inf, math.inf
         self._is_silent = False
-        self._rank_to_node = {plan.name: plan.node for plan in plans}
-        self._names_here = [wire_name(name) for name in gateway_names(deployment)]
+        self._name_to_node = {plan.name: plan.node for plan in plans if plan.node is not None}
+        self._names_here = [wire_name(name) for name in gateways_here(deployment)]
         self._versions = dict(versions)
         self._unfit: dict[int, str] = {}
         """Nodes that would compute something else, and why."""
         self._folder = folder
         self._wire = wire
-        self._nodes = Nodes(num_nodes(units), deployment.cluster.node_timeout_s)
+        self._nodes = Nodes(sum(map(len, self._groups)), deployment.cluster.node_timeout_s)
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
         self._agents: dict[str, float] = {}
@@ -269,9 +266,9 @@ class LiveNodes:
         """The node that a process is to run on now: its own or, where that is lost, a leader with
         any of its ranks; None while none of them is there.
         """
-        nodes = [plan.node]
-        if self._nodes.nodes[plan.node].phase is NodePhase.LOST:
-            nodes += [self._rank_to_node[name] for name in plan.ready_after]
+        nodes = [self._name_to_node[plan.name]]
+        if self._nodes.nodes[nodes[0]].phase is NodePhase.LOST:
+            nodes += [self._name_to_node[name] for name in plan.ready_after]
         return next((number for number in nodes if self._is_up(number)), None)
 
     def start(
@@ -370,7 +367,7 @@ class LiveNodes:
             self._unfit[news.node] = f"{', '.join(other)}; all nodes have to be alike"
 
     def _addresses_here(self) -> dict[str, Address]:
-        """Where the gateways listen, who are on this host."""
+        """Where the gateways of this host listen."""
         found = {}
         for name in self._names_here:
             with contextlib.suppress(OSError):

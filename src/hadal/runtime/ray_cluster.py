@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ from hadal.core.errors import ConfigError
 from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodesKept
 from hadal.runtime.agent import Joining
 from hadal.runtime.process import entry
+from hadal.runtime.process.forks import API_KEYS
 from hadal.runtime.process.process import (
     EXIT_CONFIG,
     EXIT_LEASE,
@@ -61,7 +62,7 @@ from hadal.runtime.process.process import (
     add_life_arguments,
     enter_child,
 )
-from hadal.runtime.topology import place_units, ranges
+from hadal.runtime.topology import gateway_nodes, place_units, ranges
 from hadal.runtime.wire import ZmqWire, address_path, read_address
 
 log = logging.getLogger("hadal.ray")
@@ -70,6 +71,8 @@ NAMESPACE = "hadal"
 _STORAGE_TAG = b"extra_usage_tag_gcs_storage"
 """Where the head writes down what it keeps its state in, whether or not it tells anybody."""
 _IN_MEMORY = "memory"
+_NODE_ID = "ray.io/node-id"
+"""Label of every Ray node."""
 _LOOK_S = 0.1
 """How often Ray is asked how far it is."""
 _TELL_S = 1.0
@@ -147,11 +150,15 @@ class _Lent:
 class RayLender:
     """Moves Ray nearer to what the supervisor wants, a little at each call."""
 
-    def __init__(self, run: Run, supervisor: Address) -> None:
-        """Join the cluster. Raises ConfigError if it is not there, or not to be relied upon."""
+    def __init__(self, run: Run, supervisor: Address, api_keys: str = "") -> None:
+        """Join the cluster. `api_keys`: for the nodes with gateways. Raises ConfigError if it is not
+        there, or not to be relied upon.
+        """
         self._deployment = run.deployment
         self._run_id = run.run_id
         self._joining = Joining(0, "", supervisor, run)
+        self._api_keys = api_keys
+        self._gateways = gateway_nodes(run.deployment)
         self._lent: dict[Group, _Lent] = {}
         self._late: dict[Group, str] = {}
         """Why those that are looked for in vain are not found."""
@@ -191,9 +198,12 @@ class RayLender:
         if pending is not None:
             self._look(pending, self._lent[pending])
         elif missing:
-            group = max(missing, key=lambda one: (one not in self._late, len(one)))
+            group = max(missing, key=self._urgency)
             self._lent[group] = _Lent(self._place(group), time.monotonic())
         return next((text for group, text in self._late.items() if group in wanted), "")
+
+    def _urgency(self, group: Group) -> tuple[bool, bool, int]:
+        return group not in self._late, group != self._gateways, len(group)
 
     def _set_floor(self, wanted: Collection[Group]) -> None:
         """Tell an autoscaler, if there is one, which nodes the cluster is to have."""
@@ -223,6 +233,8 @@ class RayLender:
         anew.
         """
         told = _joining(self._joining, node, self._joining.address)
+        if node in self._gateways:
+            told = replace(told, api_keys=self._api_keys)
         ray.remote(NodeActor).options(
             name=_actor_name(group, index),
             get_if_exists=True,
@@ -263,7 +275,9 @@ class RayLender:
         log.warning("%s.", text)
 
     def _bundles(self, group: Group) -> dict[int, dict[str, float]]:
-        """What each node must have: its ranks' GPUs, or their threads."""
+        """What each node must have: its ranks' GPUs or their threads, or a gateway's core."""
+        if group == self._gateways:
+            return {node: {"CPU": 1} for node in group}
         needed: dict[int, Counter[str]] = {node: Counter() for node in group}
         for unit in place_units(self._deployment):
             units = units_of(self._deployment, unit.role)
@@ -278,12 +292,16 @@ class RayLender:
         return {node: dict(counted) for node, counted in needed.items()}
 
     def _place(self, group: Group) -> PlacementGroup:
+        # The supervisor's gateways have the port on this host already.
+        elsewhere = {}
+        if group == self._gateways:
+            elsewhere = {_NODE_ID: f"!{ray.get_runtime_context().get_node_id()}"}
         made: PlacementGroup = placement_group(
             list(self._bundles(group).values()),
             strategy="STRICT_SPREAD",
             name=f"{self._run_id}-{'-'.join(map(str, group))}",
             lifetime="detached",
-            bundle_label_selector=_selectors(len(group), self._deployment.cluster.label),
+            bundle_label_selector=_selectors(len(group), self._deployment.cluster.label, elsewhere),
         )
         return made
 
@@ -332,10 +350,13 @@ def _actor_name(group: PlacementGroup, index: int) -> str:
     return f"{group.id.hex()}-{index}"
 
 
-def _selectors(num_bundles: int, label: str) -> list[dict[str, str]] | None:
-    """The label that each node of so many must have."""
+def _selectors(
+    num_bundles: int, label: str, more: Mapping[str, str] | None = None
+) -> list[dict[str, str]] | None:
+    """The labels that each node of so many must have."""
     key, _, value = label.partition("=")
-    return [{key: value}] * num_bundles if key else None
+    labels = ({key: value} if key else {}) | dict(more or {})
+    return [labels] * num_bundles if labels else None
 
 
 def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
@@ -351,7 +372,7 @@ def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
 
 def _joining(asked: Joining, node: int, address: str) -> Joining:
     """The same for another node."""
-    return Joining(node, address, asked.supervisor, replace(asked.run, address=address))
+    return replace(asked, node=node, address=address, run=replace(asked.run, address=address))
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
@@ -389,7 +410,8 @@ def main() -> int:
     wire = ZmqWire(LENDER, asked.folder, life=asked.life)
     ending = threading.Event()
     try:
-        lender = RayLender(run, read_address(address_path(asked.folder, SUPERVISOR)))
+        supervisor = read_address(address_path(asked.folder, SUPERVISOR))
+        lender = RayLender(run, supervisor, os.environ.get(API_KEYS, ""))
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
         wanted: tuple[Group, ...] | None = None
         """Not known yet: what the lender before had is kept until the supervisor spoke."""

@@ -35,7 +35,7 @@ from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.kernels.build import KERNELS, PLAIN, BuildError, instruction_set
 from hadal.kv.names import VERSION
 from hadal.runtime.devices import gpus
-from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.ledger.store import file_of, ledger_url
 from hadal.runtime.memory import (
     MemoryPlan,
     StoredWeights,
@@ -230,7 +230,7 @@ def plan(deployment: Deployment) -> Resolved:
         cache=msgspec.structs.replace(
             deployment.cache, folder=absolute_folder(deployment.cache.folder)
         ),
-        ledger=_ledger(deployment.ledger),
+        ledger=_ledger(deployment),
     )
     stored = stored_weights(folder)
     asked, deployment = deployment.decode.drafts, _with_drafts(deployment, config, stored)
@@ -287,14 +287,21 @@ def _why_no_module(config: ModelConfig) -> str:
     return f"layer {config.num_hidden_layers} is not in its files"
 
 
-def _ledger(ledger: LedgerConfig) -> LedgerConfig:
-    """The ledger with its URL found out and its prices tried."""
+def _ledger(deployment: Deployment) -> LedgerConfig:
+    """The ledger with its URL found out and its prices tried. Raises ConfigError."""
+    ledger = deployment.ledger
     try:
         price_list(ledger.prices)
         micro_usd(ledger.gpu_hour_usd)
     except ValueError as error:
         raise ConfigError(f"ledger: {error}") from None
-    return msgspec.structs.replace(ledger, url=ledger_url(ledger.url) or OFF)
+    url = ledger_url(ledger.url) or OFF
+    if deployment.gateway.nodes and url != OFF and (path := file_of(url)) is not None:
+        raise ConfigError(
+            f"the ledger is a file of this host, {path}, and gateways on nodes write to it"
+            " as well (gateway.nodes). Set ledger.url to postgresql://... or to 'off'."
+        )
+    return msgspec.structs.replace(ledger, url=url)
 
 
 def why_not_run(resolved: Resolved) -> list[str]:

@@ -57,7 +57,7 @@ def url_of(listener: socket.socket, host: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-UNIT_MODULE, _GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
+UNIT_MODULE, GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
 _LENDER_MODULE = "hadal.runtime.ray_cluster"
 GATEWAY = "gateway"
 """Role of every gateway's process, and the name of the one that holds the front."""
@@ -81,7 +81,13 @@ def rank_name(unit: str, rank: int) -> str:
 
 def gateway_names(deployment: Deployment) -> list[str]:
     """Names of the gateways' processes; the first holds the front."""
-    return [GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, deployment.gateway.processes))]
+    num_gateways = deployment.gateway.processes + deployment.gateway.nodes
+    return [GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, num_gateways))]
+
+
+def gateways_here(deployment: Deployment) -> list[str]:
+    """Those on the supervisor's host, which share a port there."""
+    return gateway_names(deployment)[: deployment.gateway.processes]
 
 
 def unit_of(name: str) -> tuple[str, int | None]:
@@ -109,8 +115,8 @@ class ProcessPlan:
 
     name: str
     role: str
-    node: int
-    """Of those that the deployment takes, from 0 on."""
+    node: int | None
+    """Of those that the deployment takes, from 0 on; None: beside the supervisor."""
     device: int | None
     """GPU of a rank on that node; None: it computes on the CPU, or not at all."""
     threads: int
@@ -126,10 +132,11 @@ def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
     first: they take longest.
     """
     plans = [plan for unit in place_units(deployment) for plan in _unit_plans(deployment, unit)]
-    for name in gateway_names(deployment):
-        plans.append(ProcessPlan(name, GATEWAY, 0, None, 1, _GATEWAY_MODULE, ("--name", name)))
+    nodes = (*(None for _ in gateways_here(deployment)), *gateway_nodes(deployment))
+    for name, node in zip(gateway_names(deployment), nodes, strict=True):
+        plans.append(ProcessPlan(name, GATEWAY, node, None, 1, GATEWAY_MODULE, ("--name", name)))
     if deployment.cluster.spans_hosts:
-        plans.append(ProcessPlan(LENDER, LENDER, 0, None, 1, _LENDER_MODULE, ()))
+        plans.append(ProcessPlan(LENDER, LENDER, None, None, 1, _LENDER_MODULE, ()))
     return tuple(plans)
 
 
@@ -198,6 +205,21 @@ def place_units(deployment: Deployment) -> list[UnitNodes]:
 def num_nodes(units: list[UnitNodes]) -> int:
     """Nodes that the units take together."""
     return 1 + max(node for unit in units for node in unit.nodes)
+
+
+def gateway_nodes(deployment: Deployment) -> tuple[int, ...]:
+    """The nodes that have a gateway each; they come behind those of units."""
+    first = num_nodes(place_units(deployment))
+    return tuple(range(first, first + deployment.gateway.nodes))
+
+
+def node_groups(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
+    """Nodes that are had together or not at all, each a host of its own in its group: a large unit's,
+    one that small units share, and last those of gateways.
+    """
+    groups = dict.fromkeys(unit.nodes for unit in place_units(deployment))
+    nodes = gateway_nodes(deployment)
+    return (*groups, nodes) if nodes else tuple(groups)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from hadal.gateway.process import listener_of, make_gateway, serve
 from hadal.gateway.service import ServedModel
 from hadal.kv.names import extend, root_of
 from hadal.runtime.process.forks import API_KEYS
-from hadal.runtime.process.process import EXIT_FATAL, LISTEN_FD
+from hadal.runtime.process.process import EXIT_FATAL, LISTEN_FD, Run
 
 from .fake_units import FakeUnits
 from .world import gateway_of, spell
@@ -42,11 +42,12 @@ def test_no_torch_and_a_quick_start() -> None:
 def test_listener_is_the_supervisors() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as given,
-        listener_of(Deployment(), {LISTEN_FD: str(socket.dup(given.fileno()))}) as taken,
+        listener_of(Run("r", Deployment()), {LISTEN_FD: str(socket.dup(given.fileno()))}) as taken,
     ):
         assert taken.getsockname() == given.getsockname()
-    with listener_of(Deployment(port=0), {}) as own:
-        assert own.getsockname()[1] > 0
+    on_a_node = Run("r", Deployment(host="0.0.0.0", port=0), address="127.0.0.1")
+    with listener_of(on_a_node, {}) as own:
+        assert own.getsockname()[0] == "127.0.0.1", "at the node's address and no other"
 
 
 @pytest.mark.parametrize("in_time", [True, False])

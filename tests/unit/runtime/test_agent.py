@@ -4,7 +4,9 @@ that is this test.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -33,10 +36,11 @@ from hadal.runtime.agent import Joining
 from hadal.runtime.process.forks import environment
 from hadal.runtime.process.process import EXIT_LEASE, FOLDER_PREFIX, Run
 from hadal.runtime.resolve import resolve
-from hadal.runtime.topology import UNIT_MODULE, launch_plan
+from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, launch_plan
 from hadal.runtime.wire import Network, ZmqWire, address_path, read_address, write_address
 
 LOOPBACK, SECRET, SOON_S = "127.0.0.1", b"s" * 32, 30.0
+KEY = "a-key-of-ours"
 UNITS = UnitsConfig(threads=1, kv_blocks=16)
 NO_UNIT = (UNIT_MODULE, "--unit", "decode-0", "--role", "none")
 """Ends at once: there is no such role."""
@@ -50,6 +54,8 @@ class Agent:
     wire: ZmqWire
     supervisor_folder: Path
     temporary: Path
+    port: int
+    """Of gateways."""
     news: NodeNews | None = None
     said: NodeOrders | None = None
     printed: list[bytes] = field(default_factory=list)
@@ -94,8 +100,13 @@ class Agent:
 
 @contextmanager
 def running(lease_s: float = 60.0) -> Iterator[Agent]:
+    with socket.create_server((LOOPBACK, 0)) as found:
+        port = found.getsockname()[1]
     asked = Deployment(
-        prefill=UNITS, decode=UNITS, cluster=ClusterConfig(lease_s=lease_s, node_timeout_s=0.5)
+        port=port,
+        prefill=UNITS,
+        decode=UNITS,
+        cluster=ClusterConfig(lease_s=lease_s, node_timeout_s=0.5),
     )
     resolved = resolve(asked)
     run = Run("r0", resolved.deployment, model_digest=resolved.model_digest, secret=SECRET)
@@ -109,11 +120,11 @@ def running(lease_s: float = 60.0) -> Iterator[Agent]:
             stdin=subprocess.PIPE,
             env={**environment(), "TMPDIR": str(temporary), "HADAL_LEDGER": "off"},
         )
-        joining = Joining(3, LOOPBACK, Address(1, wire.endpoint), run)
+        joining = Joining(3, LOOPBACK, Address(1, wire.endpoint), run, KEY)
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(msgspec.json.encode(joining))
-        agent = Agent(process, wire, supervisor, temporary)
+        agent = Agent(process, wire, supervisor, temporary, port)
         try:
             agent.hear(lambda: agent.news)
             yield agent
@@ -148,7 +159,24 @@ def test_an_end_is_told_behind_the_last_words_and_once_a_life(agent: Agent) -> N
     agent.hear(lambda: agent.of("decode-0") is None)
 
 
-def test_nothing_but_units_is_started(agent: Agent) -> None:
+def test_a_gateway_is_started_with_its_keys_at_the_nodes_address(agent: Agent) -> None:
+    """Here it knows no front, so that all are told to come back."""
+    arguments = (GATEWAY_MODULE, "--name", "gateway-1")
+    agent.order(ProcessOrder("gateway-1", 1, arguments, 1))
+    url = f"http://{LOOPBACK}:{agent.port}/v1/models"
+
+    def status_of(key: str) -> int:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code
+        return 0
+
+    agent.hear(lambda: status_of(KEY))
+    assert (status_of(KEY), status_of("another")) == (200, 401)
+    agent.order()
+    agent.hear(lambda: agent.of("gateway-1") is None)
+
+
+def test_nothing_but_units_and_gateways_is_started(agent: Agent) -> None:
     agent.order(
         ProcessOrder("decode-0", 3, ("http.server", "0"), 1),
         ProcessOrder("decode-1", 1, NO_UNIT, 1),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.config import ClusterConfig, Deployment, UnitsConfig
+from hadal.core.config import ClusterConfig, Deployment, GatewayConfig, UnitsConfig
 from hadal.core.errors import ConfigError
 from hadal.core.messages import (
     LENDER,
@@ -221,6 +221,9 @@ def test_without_a_cluster_nobody_else_is_to_reach_it() -> None:
         ({"handover": "shm"}, "reaches no other host"),
         ({"cluster": ClusterConfig(on="ray", node_timeout_s=0.5)}, "must be 1 s at least"),
         ({"cluster": ClusterConfig(on="ray", lease_s=4.0)}, "four times"),
+        ({"gateway": GatewayConfig(nodes=1)}, "Set host to 0.0.0.0"),
+        ({"gateway": GatewayConfig(nodes=1), "host": "0.0.0.0", "port": 0}, "Name one"),
+        ({"gateway": GatewayConfig(nodes=1), "cluster": ClusterConfig()}, "gateway.processes"),
     ],
 )
 def test_what_cannot_work_over_hosts_is_refused(fields: dict[str, object], says: str) -> None:

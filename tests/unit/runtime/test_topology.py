@@ -6,9 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig, read_deployment
+from hadal.core.config import (
+    ClusterConfig,
+    Deployment,
+    FleetConfig,
+    GatewayConfig,
+    UnitsConfig,
+    read_deployment,
+)
 from hadal.runtime.topology import (
     launch_plan,
+    node_groups,
     num_nodes,
     place_units,
     rank_name,
@@ -46,7 +54,8 @@ def test_units_of_one_rank_are_one_process_and_larger_ones_have_a_leader() -> No
     leader, rank = plans[1:3]
     assert leader.ready_after == ("decode-0.0", "decode-0.1")
     assert rank.arguments == ("--unit", "decode-0", "--role", "decode", "--rank", "0")
-    assert {(plan.node, plan.device) for plan in plans} == {(0, None)}
+    assert {(plan.node, plan.device) for plan in plans[:-1]} == {(0, None)}
+    assert plans[-1].node is None, "beside the supervisor"
 
 
 def test_a_fleet_s_plan_names_every_process_once_and_fills_whole_nodes() -> None:
@@ -79,7 +88,10 @@ def test_the_published_peak_of_278_nodes_is_one_group_a_unit() -> None:
     assert [node for unit in units for node in unit.nodes] == list(range(278)), "none twice"
 
     *plans, gateway, lender = launch_plan(fleet)
-    assert [(plan.name, plan.node) for plan in (gateway, lender)] == [("gateway", 0), ("ray", 0)]
+    assert [(plan.name, plan.node) for plan in (gateway, lender)] == [
+        ("gateway", None),
+        ("ray", None),
+    ]
     name_to_plan = {plan.name: plan for plan in plans}
     assert len(name_to_plan) == len(plans) == 29 * 33 + 9 * 145
     for unit in units:
@@ -89,6 +101,26 @@ def test_the_published_peak_of_278_nodes_is_one_group_a_unit() -> None:
         assert [plan.node for plan in ranks] == [node for node in unit.nodes for _ in range(8)]
         assert [plan.device for plan in ranks] == [*range(8)] * len(unit.nodes)
     assert not name_to_plan, "each is of a unit"
+
+
+def test_gateways_on_nodes_come_behind_units_and_are_one_group() -> None:
+    deployment = Deployment(
+        host="0.0.0.0",
+        prefill=UnitsConfig(units=2, ranks=2, ranks_per_node=1),
+        gateway=GatewayConfig(processes=2, nodes=3),
+        cluster=ClusterConfig(on="ray"),
+    )
+    assert node_groups(deployment) == ((0, 1), (2, 3), (4,), (5, 6, 7))
+    gateways = [plan for plan in launch_plan(deployment) if plan.role == "gateway"]
+    assert [(plan.name, plan.node) for plan in gateways] == [
+        ("gateway", None),
+        ("gateway-1", None),
+        ("gateway-2", 5),
+        ("gateway-3", 6),
+        ("gateway-4", 7),
+    ]
+    without = msgspec.structs.replace(deployment, gateway=GatewayConfig())
+    assert node_groups(without) == ((0, 1), (2, 3), (4,))
 
 
 def test_the_published_bundle_is_thirty_nodes() -> None:

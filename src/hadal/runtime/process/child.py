@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -490,14 +490,13 @@ def _waited_ns(path: Path) -> int:
 class Watch:
     """Times are of whatever clock the caller reads, in seconds."""
 
-    def __init__(
-        self, timeout_s: float, period_s: float, look_at: Callable[[int], Sight] = look_at
-    ) -> None:
+    def __init__(self, timeout_s: float, period_s: float, sight_of: Callable[[str], Sight]) -> None:
         """A process may be silent for `timeout_s` in which it could run; `frozen` is called every
-        `period_s` at least, unless this process stands still itself.
+        `period_s` at least, unless this process stands still itself. `sight_of`: how one fares, by
+        its name.
         """
         self._absence = Absence(period_s)
-        self._look_at = look_at
+        self._sight_of = sight_of
         self._suspects = Suspects(timeout_s)
         self._name_to_heard_s: dict[str, float] = {}
 
@@ -505,7 +504,7 @@ class Watch:
         """The process of this name spoke."""
         self._name_to_heard_s[name] = now_s
 
-    def frozen(self, now_s: float, name_to_pid: Mapping[str, int]) -> list[str]:
+    def frozen(self, now_s: float, names: Collection[str]) -> list[str]:
         """Which of these, each heard once at least, are frozen. To be called after all that they
         said was heard.
         """
@@ -513,10 +512,10 @@ class Watch:
         for name, heard_s in self._name_to_heard_s.items():
             self._name_to_heard_s[name] = min(now_s, heard_s + missed_s)
         frozen = self._suspects.judge(
-            now_s, {name: now_s - self._name_to_heard_s[name] for name in name_to_pid}
+            now_s, {name: now_s - self._name_to_heard_s[name] for name in names}
         )
         for name in self._suspects.to_ask(now_s):
-            sight = self._look_at(name_to_pid[name])
+            sight = self._sight_of(name)
             self._suspects.sighted(now_s, Sighting(name, sight.waited_s, sight.is_stopped))
         return frozen
 

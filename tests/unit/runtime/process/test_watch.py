@@ -30,7 +30,7 @@ def frozen_at(
 
 
 def watching(look: Sight | None = None) -> Watch:
-    watch = Watch(TIMEOUT_S, PERIOD_S, lambda pid: look or Sight(3.0, is_stopped=False))
+    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: look or Sight(3.0, is_stopped=False))
     for name in PIDS:
         watch.heard(0.0, name)
     return watch
@@ -50,7 +50,7 @@ def test_a_stopped_one_is_frozen() -> None:
 
 
 def test_one_that_gets_no_processor_is_waited_for() -> None:
-    watch = Watch(TIMEOUT_S, PERIOD_S, lambda pid: Sight(time.monotonic() * 1e6, is_stopped=False))
+    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: Sight(time.monotonic() * 1e6, is_stopped=False))
     for name in PIDS:
         watch.heard(0.0, name)
     assert frozen_at(watch, 0.0, 10.0, speaks=("gateway",)) == {}
@@ -75,8 +75,8 @@ def test_a_stopped_process_is_found_out_and_a_crowded_one_waited_for() -> None:
     ]
     try:
         time.sleep(0.5)
-        watch = Watch(0.4, 0.1, look_at)
         pids = {"crowded": spinning[1].pid, "stopped": spinning[0].pid}
+        watch = Watch(0.4, 0.1, lambda name: look_at(pids[name]))
         for name in pids:
             watch.heard(time.monotonic(), name)
         spinning[0].send_signal(signal.SIGSTOP)
