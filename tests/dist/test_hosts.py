@@ -188,6 +188,19 @@ def test_the_end_of_a_gateway_on_a_node_costs_its_own_streams_alone(deployed: De
     assert not differences(cases, deployed.complete(cases, url=url))
 
 
+def test_the_end_of_the_front_costs_no_stream_of_a_gateway_on_a_node(deployed: Deployed) -> None:
+    cases = everyday_cases(12, SEED)
+    num_starts = deployed.server.status().processes["gateway"].num_starts
+
+    async def kill() -> None:
+        await asyncio.sleep(0.5)
+        os.kill(deployed.hosts[0].pid_of("gateway"), signal.SIGKILL)
+
+    url = f"http://{deployed.host_of('gateway-1').address}:8000"
+    assert not differences(cases, deployed.complete(cases, kill, url))
+    deployed.wait_started_again("gateway", num_starts)
+
+
 def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
     cases = everyday_cases(12, SEED)
     leads, ranks = deployed.host_of("decode-0"), ("decode-0.0", "decode-0.1")
