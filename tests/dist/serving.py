@@ -171,6 +171,13 @@ class Server:
             return False
 
 
+def blocks_used(server: Server) -> int:
+    """By the audit of every ledger, which must add up."""
+    reply = httpx.get(f"{server.url}/audit", timeout=30)
+    assert reply.status_code == 200, reply.text
+    return sum(unit["num_blocks_used"] for unit in reply.json()["units"].values())
+
+
 def metric(server: Server, name: str, label: str = "") -> float:
     """The sum of a metric over its labels, or of those series that have this one."""
     lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()

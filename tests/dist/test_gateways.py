@@ -11,7 +11,7 @@ import threading
 import httpx
 import pytest
 
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import Server, StartServer, blocks_used, wait_until
 from tests.dist.test_supervision import complete, stream
 from tests.fresh import FULL
 
@@ -62,13 +62,6 @@ def streaming(server: Server, *gateways: str) -> dict[str, Asking]:
         one.start()
     wait_until(lambda: all(len(one.text) > 20 for one in asking.values()), 60.0, "they stream")
     return asking
-
-
-def blocks_used(server: Server) -> int:
-    """By the audit of every ledger, which must add up."""
-    reply = httpx.get(f"{server.url}/audit", timeout=30)
-    assert reply.status_code == 200, reply.text
-    return sum(unit["num_blocks_used"] for unit in reply.json()["units"].values())
 
 
 @pytest.mark.timeout(600)

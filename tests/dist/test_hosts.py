@@ -10,11 +10,13 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
+import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from hadal.runtime.process.process import EXIT_CONFIG
 from tests.dist.conftest import StartServer
 from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
-from tests.dist.serving import Server, wait_until
+from tests.dist.serving import Server, blocks_used, wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(600 if not FULL else 3600)]
 
@@ -57,6 +59,10 @@ class Deployed:
             )
 
         return self.hosts[0].call(lambda: asyncio.run(ask()))
+
+    def blocks_used(self) -> int:
+        """By the audit of every ledger, which must add up."""
+        return self.hosts[0].call(lambda: blocks_used(self.server))
 
     def host_of(self, process: str) -> Host:
         """The host that a process runs on."""
@@ -374,6 +380,13 @@ async def flapping(hosts: Hosts, host: Host, rng: random.Random) -> None:
         await asyncio.sleep(0.18)
 
 
+async def lossy(hosts: Hosts, host: Host, rng: random.Random) -> None:
+    """A tenth of the packets that come to it is lost."""
+    host.lose(1)
+    await asyncio.sleep(10.0)
+    host.lose(0)
+
+
 async def slow(hosts: Hosts, host: Host, rng: random.Random) -> None:
     """It sends no more than 2 Mbit/s."""
     host.shape("tbf", "rate", "2mbit", "burst", "32kb", "latency", "400ms")
@@ -381,11 +394,20 @@ async def slow(hosts: Hosts, host: Host, rng: random.Random) -> None:
     host.shape("pfifo_fast")
 
 
-FAULTS = (power, ray_node, ray_head, cut, cut, flapping, slow)
+FAULTS = (power, ray_node, ray_head, cut, cut, flapping, lossy, slow)
 NUM_ROUNDS = int(os.environ.get("HADAL_ROUNDS", "40"))
 
 
+def print_times(what: str, times: Sequence[float]) -> None:
+    """Median and worst."""
+    if times:
+        print(
+            f"{what}: {len(times)}, median {statistics.median(times):.1f} s, worst {max(times):.1f} s"
+        )
+
+
 @pytest.mark.full
+@pytest.mark.skipif(shutil.which("nft") is None, reason="packets are lost by nft (nftables)")
 def test_rounds_of_faults(spread: Callable[..., Any]) -> None:
     """A fault in each round while answers stream: the same texts, none lost, whole again."""
     rng, times = random.Random(SEED), []
@@ -403,15 +425,20 @@ def test_rounds_of_faults(spread: Callable[..., Any]) -> None:
             answered_s = time.monotonic() - began_s
             assert not differences(cases, outputs), (number, fault.__name__, host.number)
             deployed.wait_whole(300)
-            times.append((fault.__name__, answered_s, time.monotonic() - began_s))
-            print(
-                number,
-                fault.__name__,
-                host.number,
-                f"{answered_s:.1f} {times[-1][2]:.1f} s",
-                flush=True,
-            )
+            times.append((fault.__name__, time.monotonic() - began_s))
+            told = f"answered {answered_s:.1f}, whole {times[-1][1]:.1f} s"
+            print(number, fault.__name__, host.number, told, flush=True)
+        assert deployed.blocks_used() == 0, "nothing runs"
+        names = sum((each.names() for each in deployed.hosts), Counter())
+        processes = deployed.server.status().processes
+        units = [name for name in processes if name.startswith(("prefill", "decode"))]
+        assert {name: names[name] for name in units} == dict.fromkeys(units, 1)
+        ranks = [name for name in units if "." in name]
+        assert sum(len(each.pools()) for each in deployed.hosts) == len(ranks)
         log = deployed.server.log()
     noticed = [float(found) for found in re.findall(r"has said nothing for ([\d.]+) s", log)]
-    print("noticed", sorted(noticed))
+    for fault in dict.fromkeys(FAULTS):
+        of_fault = [whole_s for name, whole_s in times if name == fault.__name__]
+        print_times(f"whole again after {fault.__name__}", of_fault)
+    print_times("a node is lost", noticed)
     assert not noticed or max(noticed) <= 3.0
