@@ -1,8 +1,9 @@
 """Hosts on one machine: each has a network, processes, a name and shared memory of its own, and all
 are joined by one bridge.
 
-Needs root, ip, tc, nsenter, unshare and, to lose packets, nft (Debian: iproute2, util-linux, nftables). Hosts differ from real ones in that
-they share cores, a clock and the file system, where only the model and what is installed is read.
+Needs root, ip, tc, nsenter, unshare and, to lose packets, nft (Debian: iproute2, util-linux, nftables).
+Hosts differ from real ones in that they share cores, a clock and the file system, where only the model
+and what is installed is read.
 """
 
 from __future__ import annotations

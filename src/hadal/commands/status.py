@@ -34,7 +34,7 @@ from hadal.runtime.process.child import (
 )
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
-from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_of
+from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_and_rank
 
 EXIT_INCOMPLETE = 1
 """Something of the server is missing."""
@@ -164,7 +164,7 @@ def units(plans: Sequence[ProcessPlan]) -> dict[str, list[ProcessPlan]]:
     """The processes of each unit, and each gateway's."""
     found: dict[str, list[ProcessPlan]] = {}
     for plan in plans:
-        found.setdefault(unit_of(plan.name)[0], []).append(plan)
+        found.setdefault(unit_and_rank(plan.name)[0], []).append(plan)
     return found
 
 

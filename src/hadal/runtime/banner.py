@@ -46,7 +46,7 @@ from hadal.runtime.topology import (
     place_units,
     ranges,
     rank_name,
-    unit_of,
+    unit_and_rank,
 )
 
 # What `hadal serve --dry-run` prints: where every rank would lie, what it would hold, and what
@@ -379,7 +379,7 @@ class Banner:
     def _process_rows(self, status: Status) -> Iterator[tuple[str, str]]:
         deployment = self._resolved.deployment
         for name, process in status.processes.items():
-            unit, rank = unit_of(name)
+            unit, rank = unit_and_rank(name)
             if process.phase == ProcessPhase.RESTING:
                 if rank is None:
                     yield name, "rests until the fleet needs it"

@@ -25,7 +25,7 @@ from hadal.core.seams import (
 )
 from hadal.roles.fleet import Fleet
 from hadal.runtime.process.child import Child, ProcessPhase
-from hadal.runtime.topology import unit_of
+from hadal.runtime.topology import unit_and_rank
 
 log = logging.getLogger("hadal.fleet")
 
@@ -53,7 +53,7 @@ class FleetExecutor:
         """Of what is started from now on."""
         self._unit_to_children: dict[str, list[Child]] = {}
         for child in children.values():
-            unit = unit_of(child.name)[0]
+            unit = unit_and_rank(child.name)[0]
             if unit in role.table.by_name:
                 self._unit_to_children.setdefault(unit, []).append(child)
                 child.dismiss()  # Until the role asks for it.

@@ -104,7 +104,7 @@ from hadal.runtime.topology import (
     launch_plan,
     open_listener,
     rank_name,
-    unit_of,
+    unit_and_rank,
     url_of,
     wire_name,
 )
@@ -367,7 +367,7 @@ class Supervisor:
 
     def _can_serve(self) -> bool:
         """Whether a unit of each role works."""
-        units = [child for child in self._children.values() if unit_of(child.name)[1] is None]
+        units = [child for child in self._children.values() if unit_and_rank(child.name)[1] is None]
         return {unit.role for unit in units if unit.phase is ProcessPhase.READY}.issuperset(ROLES)
 
     def _live_nodes(self) -> LiveNodes | None:
@@ -619,7 +619,7 @@ class Supervisor:
         """Whether it is a rank of a unit that works, with other ranks that do, or a unit beside
         others of a fleet.
         """
-        unit, rank = unit_of(child.name)
+        unit, rank = unit_and_rank(child.name)
         if rank is None and self._fleet is not None and unit in self._fleet.units:
             return self._fleet.has_other(unit)
         if rank is None or self._children[unit].phase is not ProcessPhase.READY:
@@ -647,7 +647,7 @@ class Supervisor:
         """Say that a process is gone to whom it concerns: of a unit the front, of a rank its
         leader.
         """
-        unit, rank = unit_of(child.name)
+        unit, rank = unit_and_rank(child.name)
         if child.role in HERE and (child.name == GATEWAY or child.role == LENDER):
             return  # The next one's first message says it.
         if rank is not None:
@@ -683,7 +683,7 @@ class Supervisor:
         child = self._children.get(message.unit)
         if child is None or child.phase is not ProcessPhase.READY:
             return
-        is_unit = unit_of(message.unit)[1] is None
+        is_unit = unit_and_rank(message.unit)[1] is None
         if is_unit and time.monotonic() - child.ready_s < self._deployment.unit_timeout_s:
             return  # It cannot have been silent that long: its predecessor was meant.
         log.warning(

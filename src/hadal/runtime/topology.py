@@ -90,7 +90,7 @@ def gateways_here(deployment: Deployment) -> list[str]:
     return gateway_names(deployment)[: deployment.gateway.processes]
 
 
-def unit_of(name: str) -> tuple[str, int | None]:
+def unit_and_rank(name: str) -> tuple[str, int | None]:
     """The unit and the rank that a name means; None if it means the unit's leader."""
     unit, dot, rank = name.rpartition(".")
     return (unit, int(rank)) if dot else (name, None)
@@ -105,7 +105,7 @@ def judge_of(process: str) -> str:
     """Who judges on the wire whether a process is frozen: of a unit the front, of a rank its
     leader.
     """
-    unit, rank = unit_of(process)
+    unit, rank = unit_and_rank(process)
     return FRONT if rank is None else unit
 
 

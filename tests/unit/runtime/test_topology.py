@@ -20,7 +20,7 @@ from hadal.runtime.topology import (
     num_nodes,
     place_units,
     rank_name,
-    unit_of,
+    unit_and_rank,
     why_not_here,
 )
 
@@ -34,8 +34,8 @@ V3 = Deployment(
 
 
 def test_a_name_says_what_it_is() -> None:
-    assert unit_of("decode-0") == ("decode-0", None)
-    assert unit_of(rank_name("decode-0", 12)) == ("decode-0", 12)
+    assert unit_and_rank("decode-0") == ("decode-0", None)
+    assert unit_and_rank(rank_name("decode-0", 12)) == ("decode-0", 12)
 
 
 def test_units_of_one_rank_are_one_process_and_larger_ones_have_a_leader() -> None:
@@ -70,7 +70,7 @@ def test_a_fleet_s_plan_names_every_process_once_and_fills_whole_nodes() -> None
     assert sorted(gpus) == [(node, device) for node in range(278) for device in range(8)]
     nodes_of = {unit.name: unit.nodes for unit in place_units(fleet)}
     for plan in plans[:-1]:
-        assert plan.node in nodes_of[unit_of(plan.name)[0]]
+        assert plan.node in nodes_of[unit_and_rank(plan.name)[0]]
         assert (plan.device is None) == bool(plan.ready_after)
 
 

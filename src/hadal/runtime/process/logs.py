@@ -28,7 +28,7 @@ import msgspec
 from hadal.core.config import ROLES
 from hadal.core.errors import ConfigError
 from hadal.runtime.process.private import append_private
-from hadal.runtime.topology import unit_of
+from hadal.runtime.topology import unit_and_rank
 
 TEXT, JSON = "text", "json"
 FORMS = (TEXT, JSON)
@@ -305,7 +305,7 @@ def _time(unix_s: float) -> str:
 
 def _whereabouts(process: str) -> dict[str, object]:
     """The unit and the rank that a process is, or leads."""
-    unit, rank = unit_of(process)
+    unit, rank = unit_and_rank(process)
     if rank is not None:
         return {"unit": unit, "rank": rank}
     return {"unit": unit} if unit.partition("-")[0] in ROLES else {}
