@@ -36,6 +36,13 @@ SEED = 17
 OURS = {"prefill-0", "decode-0", "decode-0.0", "decode-0.1"}
 NUM_STEPS = 400
 SMALL = {"threads": 1, "ranks_per_node": 1, "kv_blocks": 96}
+THREE_HOSTS = {
+    "host": "0.0.0.0",
+    "prefill": {**SMALL, "threads": 2},
+    "decode": {**SMALL, "ranks": 2, "threads": 3},
+    "gateway": {"nodes": 1},
+}
+"""Each process has one host where it fits."""
 
 
 @dataclass
@@ -68,6 +75,10 @@ class Deployed:
         """The host that a process runs on."""
         name = self.server.status().processes[process].host
         return self.hosts[int(name.removeprefix("host-"))]
+
+    def pid_of(self, process: str) -> int:
+        """On its host."""
+        return self.server.status().processes[process].pid
 
     def wait_whole(self, timeout_s: float = 120.0) -> None:
         """Wait until every process is ready. Ray nodes that ended are started again, as systemd or
@@ -105,13 +116,8 @@ def deployed() -> Iterator[Deployed]:
     on one of those besides the first one's.
     """
     with Hosts(3) as hosts, tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
-        hosts.start_ray(2, 4, 4)  # So that each has one place where it fits.
-        prefill = {**SMALL, "threads": 2}
-        decode = {**SMALL, "ranks": 2, "threads": 3}
-        gateway = {"nodes": 1}
-        deployed = serve(
-            *(hosts, Path(folder)), host="0.0.0.0", prefill=prefill, decode=decode, gateway=gateway
-        )
+        hosts.start_ray(2, 4, 4)
+        deployed = serve(hosts, Path(folder), **THREE_HOSTS)
         hosts[0].call(lambda: deployed.server.wait_ready(120))
         deployed.wait_whole()
         yield deployed
@@ -266,6 +272,33 @@ def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
     assert {name: after[name] - before[name] for name in units} == dict.fromkeys(units, 1)
 
 
+def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew(
+    deployed: Deployed,
+) -> None:
+    """All of its host dies with it, also the front. A gateway elsewhere keeps its streams."""
+    cases = everyday_cases(12, SEED)
+    far = [*OURS, "gateway-1"]
+    before = {name: (deployed.host_of(name), deployed.pid_of(name)) for name in far}
+    ready_s = []
+
+    async def kill_and_follow() -> None:
+        await asyncio.sleep(0.5)
+        deployed.hosts[0].signal("serve", signal.SIGKILL)
+        deployed.server.process.wait(10)
+        began_s = time.monotonic()
+        folder = deployed.server.folder.parent
+        deployed.server = deployed.hosts.serve(folder, "next", **THREE_HOSTS)
+        await asyncio.to_thread(deployed.hosts[0].call, lambda: deployed.server.wait_ready(120))
+        ready_s.append(time.monotonic() - began_s)
+
+    url = f"http://{deployed.host_of('gateway-1').address}:8000"
+    assert not differences(cases, deployed.complete(cases, kill_and_follow, url))
+    deployed.wait_whole()
+    assert {name: (deployed.host_of(name), deployed.pid_of(name)) for name in far} == before
+    assert not differences(cases, deployed.complete(cases))
+    print(f"ready again after {ready_s[0]:.1f} s")
+
+
 def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:
     with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
         second = serve(
@@ -288,7 +321,7 @@ def test_it_ends_and_gives_all_back(deployed: Deployed) -> None:
     assert {name: names[name] for name in OURS} == dict.fromkeys(OURS, 1), (
         "as a leader that was followed by another, and still runs"
     )
-    deployed.hosts[0].signal("serve", signal.SIGTERM)
+    deployed.hosts[0].signal("next", signal.SIGTERM)
     assert deployed.server.process.wait(30) == 0
 
     def is_gone() -> bool:

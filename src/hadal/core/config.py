@@ -293,6 +293,10 @@ class ClusterConfig(ConfigTable, frozen=True):
     """"local": all on this host; "ray": gateways here, units on nodes that Ray places them on."""
     address: Text = "auto"
     """Of the Ray cluster, "10.0.0.1:6379"; "auto": the one that this host is a node of."""
+    name: Text = ""
+    """By which `hadal serve` finds what one before it, that died, left running on the nodes. Empty: by
+    its host's name and port.
+    """
     label: Annotated[str, Meta(pattern=r"^([^=]+=[^=]+)?\Z")] = ""
     """Label, "key=value", of the Ray nodes that units may lie on. Empty: any."""
     volatile_head: Annotated[str, _one_of("refuse", "allow")] = "refuse"

@@ -867,6 +867,12 @@ class KeepUnit(Message, frozen=True):
     unit: str
 
 
+class UnitsFound(Message, frozen=True):
+    """Supervisor -> fleet, first of all: these units run since before the fleet was there."""
+
+    units: tuple[str, ...]
+
+
 # ---- operator -> fleet ----
 class Rollout(Message, frozen=True):
     """Replace every unit, one after the other, by one that is started anew (`hadal rollout`)."""
@@ -940,6 +946,8 @@ class NodesKept(Message, frozen=True):
     """Why nodes that are wanted are not found; empty while they are, or may soon be."""
     found: tuple[tuple[int, ...], ...] = ()
     """Groups whose nodes were found, so that an agent may be expected on each."""
+    is_superseded: bool = False
+    """Another supervisor has taken the run over."""
 
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,40}(\.[0-9]{1,6})?\Z")]
@@ -1045,6 +1053,7 @@ AnyMessage = (
     | Stop
     | DrainUnit
     | KeepUnit
+    | UnitsFound
     | Demand
     | Rollout
     | GatewayHeartbeat

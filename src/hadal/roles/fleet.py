@@ -34,6 +34,7 @@ from hadal.core.messages import (
     Rollout,
     UnitDown,
     UnitFacts,
+    UnitsFound,
     UnitUp,
 )
 from hadal.core.seams import (
@@ -349,6 +350,10 @@ class Fleet:
                 self._facts = {facts.unit: facts for facts in event.units}
             case UnitUp():
                 self._up(now_s, event)
+            case UnitsFound(units):
+                for name in units:
+                    self.table.move(self.table.by_name[name], UnitMove.START, now_s)
+                    self.table.move(self.table.by_name[name], UnitMove.READY, now_s)
             case UnitDown(unit):
                 self._down(now_s, unit)
             case Rollout():

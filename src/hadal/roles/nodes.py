@@ -7,7 +7,8 @@ whoever lends it, who may take a minute, for its word ends processes that may be
 
     ABSENT --an agent speaks--> UP --silent for timeout_s--> LOST --an agent speaks--> UP
 
-A node that was only cut off may still run what was given up. Everything that it is told names all
+What an agent runs that speaks for the first time, another supervisor had it run, and it goes on. A node
+that was only cut off may still run what was given up. Everything that it is told names all
 that it is to run, each with its life: what is not named ends, and what speaks under an earlier life
 is not heard (runtime/wire). Where two agents speak for one node, the one that began to speak later
 counts, and the other is told to leave.
@@ -142,6 +143,8 @@ class Nodes:
         node.news, node.heard_s = news, now_s
         node.phase = NodePhase.UP
         for process in news.processes:
+            if is_new and process.code is None:
+                self._adopt(node, process)
             known = node.processes.get(process.name)
             if known is not None and known.order.life == process.life and not known.reason:
                 self.has_moved |= (known.news.code, known.news.address) != (
@@ -150,6 +153,18 @@ class Nodes:
                 )
                 known.news = process
         return is_new
+
+    def _adopt(self, node: Node, news: ProcessNews) -> None:
+        """What a supervisor before this one had a node run goes on, in its latest life."""
+        name, life = news.name, news.life
+        others = [other.processes[name] for other in self.nodes if name in other.processes]
+        if any(other.order.life >= life for other in others):
+            return
+        for other in others:
+            other.reason = other.reason or f"it was followed by another, on node {node.number}"
+        # What it was given is not known. It matters to one that is to be started alone.
+        node.processes[name] = FarProcess(ProcessOrder(name, life, (), 0), news)
+        self.has_moved = True
 
     def listen_here(self, name_to_address: Mapping[str, Address]) -> None:
         """Where the processes of the supervisor's own host listen, by their names on the wire."""

@@ -1,11 +1,12 @@
 """The agent of a node: starts, watches and ends what the supervisor, on another host, says that the
 node is to run.
 
-It is given its joining as JSON on standard input, since the deployment's secret is in it, and makes
-a run folder of its own: to the processes that it starts, it is what the supervisor is to those of
-its own host. Every order names all that is to run, so nothing that got lost matters
-for long (roles/nodes). It ends with all that it runs when the run ends, when another agent has taken
-its place, or when it has heard nothing for the deployment's `cluster.lease_s`.
+It is given its joining as a line of JSON on standard input, since the deployment's secret is in it,
+and another line when another supervisor has taken the run over. It makes a run folder of its own: to
+the processes that it starts, it is what the supervisor is to those of its own host. Every order names
+all that is to run, so nothing that got lost matters for long (roles/nodes). It ends with all that it
+runs when the run ends, when another agent has taken its place, or when it has heard nothing for the
+deployment's `cluster.lease_s`.
 
     python -m hadal.runtime.agent < joining.json
 """
@@ -115,6 +116,7 @@ class Joining:
     address: str
     """Where other hosts reach this one. Nothing listens anywhere else."""
     supervisor: Address
+    """Its life is the run's term."""
     run: Run
     api_keys: str = ""
     """What gateways are told, as the supervisor's own; empty on a node that has none."""
@@ -171,6 +173,7 @@ class Agent:
         # Pools go with the next run here: others of this one may share the host.
         self._left = Left([], [str(folder)])
         forks.clear_after(self._left)
+        self._renewed: Joining | None = None
         self._num_rollouts: int | None = None
         """As it was ordered last."""
         write_address(folder, SUPERVISOR, joining.supervisor)
@@ -188,6 +191,7 @@ class Agent:
         """Serve until the run ends, or the lease. Returns the exit code."""
         self._wire.wake_on(signals_fd)
         while not self._is_over:
+            self._join_successor()
             for message in self._wire.receive(self._wait_s()):
                 if isinstance(message, NodeOrders):
                     try:
@@ -209,6 +213,21 @@ class Agent:
                 )
                 return EXIT_LEASE
         return 0
+
+    def renew(self, joining: Joining) -> None:
+        """From a thread: another supervisor may have taken the run over."""
+        self._renewed = joining
+
+    def _join_successor(self) -> None:
+        """Have a new supervisor heard in the place of the one before it: its life is a later one."""
+        joining, self._renewed = self._renewed, None
+        if joining is None or joining.supervisor.life <= self._joining.supervisor.life:
+            return
+        log.info("another supervisor has taken over, at %s", joining.supervisor.endpoint)
+        self._joining = joining
+        write_address(self._folder, SUPERVISOR, joining.supervisor)
+        self._wire.expect(SUPERVISOR, joining.supervisor.life)
+        self._heard_s, self._said = time.monotonic(), None
 
     def close(self) -> None:
         """Kill what still runs, and remove what it leaves."""
@@ -391,10 +410,15 @@ def _keep_lines(output: Output, lines: deque[bytes]) -> None:
         lines.extend(line[:MAX_LINE_BYTES] for line in printed)
 
 
+def _hear_successors(agent: Agent) -> None:
+    for line in sys.stdin.buffer:
+        agent.renew(msgspec.json.decode(line, type=Joining))
+
+
 def main() -> int:
     """Returns the exit code."""
     try:
-        joining = msgspec.json.decode(sys.stdin.buffer.read(), type=Joining)
+        joining = msgspec.json.decode(sys.stdin.buffer.readline(), type=Joining)
     except msgspec.MsgspecError as error:
         print(f"no joining of a node: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -409,6 +433,7 @@ def main() -> int:
     try:
         with signal_pipe(_SIGNALS) as fd:
             agent = Agent(joining, folder, forks, niceness)
+            threading.Thread(target=_hear_successors, args=(agent,), daemon=True).start()
             try:
                 return agent.run(fd)
             finally:

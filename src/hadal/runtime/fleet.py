@@ -11,7 +11,7 @@ import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from hadal.core.messages import AnyMessage, DrainUnit, KeepUnit, Rollout, UnitDown, UnitUp
+from hadal.core.messages import AnyMessage, DrainUnit, KeepUnit, Rollout, UnitDown, UnitsFound
 from hadal.core.seams import (
     Event,
     FleetEffect,
@@ -37,7 +37,7 @@ disk.
 
 class FleetExecutor:
     """All children but the gateway are units' processes. `send` puts a message on the wire. Of
-    units that run already the role is to be told by `found`.
+    units that run already the role hears first.
     """
 
     def __init__(
@@ -56,12 +56,21 @@ class FleetExecutor:
             unit = unit_and_rank(child.name)[0]
             if unit in role.table.by_name:
                 self._unit_to_children.setdefault(unit, []).append(child)
+        running = tuple(
+            unit
+            for unit, (first, *_) in self._unit_to_children.items()
+            if first.phase is ProcessPhase.READY
+        )
+        for unit, of_unit in self._unit_to_children.items():
+            for child in of_unit if unit not in running else ():
                 child.dismiss()  # Until the role asks for it.
         self._kill_at_s: dict[str, float] = {}
         self._wake_s = math.inf
         self._gone: list[str] = []
         """Units that were to be stopped and did not run."""
-        self._apply(now_s, role.start(now_s))
+        self._apply(
+            now_s, role.handle(now_s, UnitsFound(running)) if running else role.start(now_s)
+        )
 
     @property
     def units(self) -> Collection[str]:
@@ -71,12 +80,6 @@ class FleetExecutor:
     def tell(self, now_s: float, event: Event) -> None:
         """Something happened that the role is to hear."""
         self._apply(now_s, self._role.handle(now_s, event))
-
-    def found(self, now_s: float) -> None:
-        """Tell the role of units that run since before there was one."""
-        for unit, (first, *_) in self._unit_to_children.items():
-            if first.phase is ProcessPhase.READY:
-                self.tell(now_s, UnitUp(unit, first.role, "", 0, 0))
 
     def roll_out(self, now_s: float, message: Rollout, more_arguments: tuple[str, ...]) -> None:
         """Have each unit replaced by one whose processes are given these arguments, too."""

@@ -54,7 +54,7 @@ from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.fleet import FleetExecutor
-from hadal.runtime.nodes import LiveNodes, address_here
+from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, earlier_run
 from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
@@ -119,6 +119,8 @@ from hadal.runtime.wire import address_path, open_wire, socket_path
 log = logging.getLogger("hadal.supervisor")
 
 EXIT_GAVE_UP = 1
+LIVES_OF_A_TERM = 1 << 20
+"""Processes of a later supervisor are of later lives than all of an earlier one."""
 TAKEOVERS_MAX = 2
 """Starts of a leader in vain, before the ranks that wait for it are ended, for it may be what they
 hold.
@@ -200,11 +202,12 @@ class Supervisor:
         announce: Announce,
         forks: Forks,
     ) -> None:
-        self._deployment = resolved.deployment
+        self._told = _run(resolved, options)
+        """What processes read at their start."""
+        self._run_id, self._deployment = self._told.run_id, self._told.deployment
         self._folder = folder
         self._listener = listener
         self._announce = announce
-        self._run_id = secrets.token_hex(4)
         self._versions = versions()
         self._url = url_of(listener, resolved.deployment.host)
         self._started_s = time.monotonic()
@@ -221,39 +224,31 @@ class Supervisor:
         self._exit_code: int | None = None
         self._drain_until_s: float | None = None
         self._kill_at_once = False
-        self._address = address_here(resolved.deployment.cluster)
-        self._told = Run(  # What processes read at their start.
-            self._run_id,
-            resolved.deployment,
-            options.log_level,
-            options.log_format,
-            resolved.fingerprint,
-            resolved.model_digest,
-            self._address,
-            _secret(options.secret_file),
-        )
         write_run(folder, self._told)
         self._environment = environment()
         self._api_keys = ",".join(options.api_keys)
         self._forks = forks
-        patterns = [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
+        # What units on nodes leave, their agents remove, which may share this host.
+        spans_hosts = self._deployment.cluster.spans_hosts
+        patterns = [] if spans_hosts else [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
         self._left = Left(patterns, [] if options.run_folder else [str(folder)])
         forks.clear_after(self._left)
-        self._wire = open_wire(self._told, SUPERVISOR, folder, life=1)
+        self._wire = open_wire(self._told, SUPERVISOR, folder, life=self._told.term)
         if options.log_dir is not None:
             _make_log_dir(options.log_dir)
         kept_in = folder / LOGS_FOLDER
         make_private(kept_in)
         self._kept = KeptHandler(KeptLines(kept_in, SUPERVISOR), SUPERVISOR, options.log_format)
         logging.getLogger().addHandler(self._kept)
-        self._plans = {plan.name: plan for plan in launch_plan(resolved.deployment)}
+        self._plans = {plan.name: plan for plan in launch_plan(self._deployment)}
+        first_life = (self._told.term - 1) * LIVES_OF_A_TERM + 1
         self._children = {
-            plan.name: _child(plan, options, kept_in) for plan in self._plans.values()
+            plan.name: _child(plan, options, kept_in, first_life) for plan in self._plans.values()
         }
         self._nodes = self._live_nodes()
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
-        self._fleet = self._make_fleet() if self._deployment.fleet.is_on else None
+        self._fleet: FleetExecutor | None = None
         self._rollout: RolloutStatus | None = None
         self._last_rollout = Rollout()
         """The last."""
@@ -267,6 +262,7 @@ class Supervisor:
             self._wire.wake_on_no_more(signals_fd)
 
     def _run(self, signals_fd: int) -> int:
+        self._make_fleet_if_due()
         self._start_due()
         while self._exit_code is None:
             messages = self._wire.receive(self._wait_s())
@@ -297,6 +293,7 @@ class Supervisor:
                     has_news |= self._nodes.hear(time.monotonic(), message)
                     if isinstance(message, NodesKept):
                         self._ready(LENDER)
+                        self._end_if_superseded(message)
             if not has_news and time.monotonic() - self._looked_s < _LOOK_S:
                 continue  # Beats of hundreds of nodes: nothing to do about them yet.
             self._looked_s = time.monotonic()
@@ -327,7 +324,8 @@ class Supervisor:
             self._end(lenders, time.monotonic() + _STOP_S)
         self._forks.close()
         self._wire.close()
-        remove_shared_memory(self._run_id)
+        if self._nodes is None:
+            remove_shared_memory(self._run_id)
         self._write_status()
 
     def _end(self, children: Collection[Child], deadline_s: float) -> None:
@@ -375,7 +373,10 @@ class Supervisor:
         if not self._deployment.cluster.spans_hosts:
             return None
         plans = self._plans.values()
-        return LiveNodes(self._deployment, plans, self._folder, self._wire, self._versions)
+        return LiveNodes(
+            *(self._deployment, plans, self._folder, self._wire, self._versions),
+            adopts=self._told.term > 1,
+        )
 
     def _make_fleet(self) -> FleetExecutor:
         now_s = time.monotonic()
@@ -402,7 +403,6 @@ class Supervisor:
             return
         if self._fleet is None:
             self._fleet = self._make_fleet()
-            self._fleet.found(now_s)
         if not message.model:
             message = self._last_rollout  # What the last one brought goes on being served.
         self._last_rollout = message
@@ -466,13 +466,13 @@ class Supervisor:
         more = (HAS_SERVED,) if child.role == GATEWAY and self._has_served else ()
         if self._nodes is not None and not self._is_here(child):
             nodes, node = self._nodes, self._nodes.node_for(plan)
-            if node is None:
+            if node is None or nodes.is_adopting:
                 return False
             child.start(
                 now_s,
                 lambda arguments, life: nodes.start(plan, node, (*arguments, *more), life),
             )
-            self._wire.expect(child.name, child.num_starts)
+            self._wire.expect(child.name, child.life)
             return True
         if self._forks.is_warming and child.role not in HERE:
             return False  # Gateways import other things, and need not wait for torch.
@@ -493,7 +493,7 @@ class Supervisor:
                 self._forks,
             ),
         )
-        self._wire.expect(wire_name(child.name), child.num_starts)
+        self._wire.expect(wire_name(child.name), child.life)
         return True
 
     def _look_at_nodes(self, nodes: LiveNodes) -> None:
@@ -506,10 +506,40 @@ class Supervisor:
         nodes.keep(now_s, {number for number in numbers if number is not None})
         if nodes.tick(now_s):
             self._write_status()
+        for process in nodes.take_adopted():
+            self._adopt(now_s, process)
+        self._make_fleet_if_due()
         if complaint := nodes.complaint():
             log.error("%s.", complaint)
             if not self._has_served:
                 self._exit_code = EXIT_CONFIG
+
+    def _adopt(self, now_s: float, process: Elsewhere) -> None:
+        """A node runs it since before this supervisor was there."""
+        name, life = process.process.order.name, process.process.order.life
+        child = self._children[name]
+        child.adopt(now_s, process)
+        self._wire.expect(name, life)
+        if child.role == GATEWAY:
+            self._gateways.heard(now_s, name)
+        self._has_served = self._has_served or self._can_serve()
+        log.info("%s goes on on node %d", name, process.node, extra=about(name))
+        self._write_status()
+
+    def _make_fleet_if_due(self) -> None:
+        """The fleet decides from when it is known what runs."""
+        is_known = self._nodes is None or not self._nodes.is_adopting
+        is_due = is_known and self._drain_until_s is None
+        if is_due and self._fleet is None and self._deployment.fleet.is_on:
+            self._fleet = self._make_fleet()
+
+    def _end_if_superseded(self, message: NodesKept) -> None:
+        """Another supervisor has what runs: end without it."""
+        if message.is_superseded and self._exit_code is None:
+            log.error(
+                "another `hadal serve` has taken over what this one ran on the nodes; it ends"
+            )
+            self._exit_code, self._kill_at_once = EXIT_GAVE_UP, True
 
     def _is_here(self, child: Child) -> bool:
         """Whether it runs on this host, where it does."""
@@ -828,7 +858,36 @@ class Supervisor:
         write_status(self._folder, self.status())
 
 
-def _child(plan: ProcessPlan, options: Options, kept_in: Path) -> Child:
+def _run(resolved: Resolved, options: Options) -> Run:
+    """A new run or, where nodes run what a supervisor before this one left, the same in its next term.
+    Raises ConfigError.
+    """
+    deployment = resolved.deployment
+    address = address_here(deployment.cluster)
+    secret = _secret(options.secret_file)
+    earlier = earlier_run(deployment) if deployment.cluster.spans_hosts else None
+    if earlier is not None and (options.secret_file is None or earlier.secret == secret):
+        log.info("taking over what another supervisor left on the nodes")
+        return dataclasses.replace(
+            earlier,
+            log_level=options.log_level,
+            log_format=options.log_format,
+            address=address,
+            term=earlier.term + 1,
+        )
+    return Run(
+        secrets.token_hex(4),
+        deployment,
+        options.log_level,
+        options.log_format,
+        resolved.fingerprint,
+        resolved.model_digest,
+        address,
+        secret,
+    )
+
+
+def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_life: int) -> Child:
     return Child(
         plan.name,
         plan.role,
@@ -836,6 +895,7 @@ def _child(plan: ProcessPlan, options: Options, kept_in: Path) -> Child:
         None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
         options.log_format,
         KeptLines(kept_in, plan.name),
+        first_life,
     )
 
 

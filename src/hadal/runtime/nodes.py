@@ -15,10 +15,13 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+
+import msgspec
 
 from hadal.core.config import ClusterConfig, Deployment
 from hadal.core.errors import ConfigError
@@ -35,6 +38,7 @@ from hadal.core.messages import (
     Suspect,
 )
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
+from hadal.runtime.agent import Joining
 from hadal.runtime.process.child import NodeStatus
 from hadal.runtime.process.process import Run
 from hadal.runtime.topology import (
@@ -53,8 +57,14 @@ _MAX_LINES = 10_000
 """Lines of a process that wait for whoever writes them down."""
 _PUMP_S = 0.05
 """How long to wait at once for what an agent says, while the run ends."""
+_CONNECT_S = 5.0
+"""How long a host may take to say whether a port is closed."""
 _ASK_S = 1.0
 """How often the lender is told which nodes are wanted."""
+_ADOPT_S = 5.0
+"""How long agents may take to speak to a new supervisor, once they can have heard of it."""
+_FIND_S = 60.0
+"""How long Ray may take to say what is kept of a run."""
 _SLOW_S = 5.0
 """A lender that is silent for so long waits for Ray."""
 _SILENT = (
@@ -138,9 +148,16 @@ class LiveNodes:
         folder: Path,
         wire: ZmqWire,
         versions: Mapping[str, str],
+        *,
+        adopts: bool = False,
     ) -> None:
+        """`adopts`: the nodes run what another supervisor left."""
         self._groups = node_groups(deployment)
-        self._kept: frozenset[tuple[int, ...]] = frozenset()
+        self.is_adopting = adopts
+        """It is not known yet what runs: nothing is started, and no node is given back."""
+        self._adopt_until_s = math.inf
+        self._adopted: list[Elsewhere] = []
+        self._kept: frozenset[tuple[int, ...]] = frozenset(self._groups if adopts else ())
         self._complaint = self._told = ""
         """What the lender complains of, and of that what was told."""
         self._found_s: dict[tuple[int, ...], float] = {}
@@ -185,6 +202,7 @@ class LiveNodes:
         """An agent spoke, or the lender. True if something is to be done about it at once."""
         if isinstance(message, NodesKept):
             self._complaint, self._lender_heard_s = message.complaint, now_s
+            self._adopt_until_s = min(self._adopt_until_s, now_s + _ADOPT_S)
             before_s = self._found_s
             self._found_s = {group: before_s.get(group, now_s) for group in message.found}
             return False
@@ -211,6 +229,7 @@ class LiveNodes:
         if self._nodes.heard(now_s, message):
             self._look_at_versions(message)
             log.info("node %d is %s", message.node, message.host)
+            self._adopt(message.node)
         elif was is NodePhase.LOST and node.phase is NodePhase.UP:
             log.info("node %d (%s) is heard again", message.node, message.host)
         for news in message.processes:
@@ -219,10 +238,37 @@ class LiveNodes:
                 elsewhere.stdout.close()
         return self._nodes.has_moved
 
+    def _adopt(self, number: int) -> None:
+        """What a node runs already, which another supervisor had it run."""
+        for name, process in self._nodes.nodes[number].processes.items():
+            before = self._processes.get(name)
+            if process.code is None and (before is None or before.process is not process):
+                if before is not None:
+                    before.stdout.close()
+                self._processes[name] = elsewhere = Elsewhere(self, number, process)
+                self._adopted.append(elsewhere)
+
+    def take_adopted(self) -> list[Elsewhere]:
+        """Processes that were found running since the last call."""
+        adopted, self._adopted = self._adopted, []
+        return adopted
+
+    def _is_all_heard(self) -> bool:
+        """Whether all agents spoke that there may be."""
+        return all(
+            self._nodes.nodes[number].phase is not NodePhase.ABSENT
+            for group in self._found_s
+            for number in group
+        )
+
     def tick(self, now_s: float) -> bool:
         """Time passed: to be called several times a second, once a batch of what was said is heard.
         True if what `status` or `wrong` says has changed.
         """
+        if self.is_adopting and (
+            now_s > self._adopt_until_s or (self._adopt_until_s < math.inf and self._is_all_heard())
+        ):
+            self.is_adopting = False
         was_silent, self._is_silent = self._is_silent, now_s - self._lender_heard_s > _SLOW_S
         if self._is_silent and not was_silent:
             log.error("%s.", _SILENT)
@@ -247,6 +293,8 @@ class LiveNodes:
 
     def keep(self, now_s: float, nodes: Collection[int]) -> None:
         """Have these nodes, and give back all others as far as nobody they come with is needed."""
+        if self.is_adopting:
+            return
         kept = frozenset(group for group in self._groups if not set(group).isdisjoint(nodes))
         if kept == self._kept and now_s - self._asked_s < _ASK_S:
             return
@@ -385,6 +433,69 @@ class LiveNodes:
             if self._known.get(name) != address:
                 write_address(self._folder, name, address)
         self._known = addresses
+
+
+def earlier_run(deployment: Deployment) -> Run | None:
+    """The run of this name that a supervisor, which is gone, left on the nodes. None: there is none,
+    or of something else. Raises ConfigError if its supervisor is there.
+    """
+    cluster = deployment.cluster
+    command = [
+        "-m",
+        "hadal.runtime.ray_cluster",
+        "--find",
+        cluster.name,
+        "--address",
+        cluster.address,
+    ]
+    try:
+        found = subprocess.run(
+            [sys.executable, "-P", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_FIND_S,
+            check=False,
+        )
+        joining = msgspec.json.decode(found.stdout, type=Joining) if found.stdout else None
+    except (subprocess.TimeoutExpired, msgspec.MsgspecError):
+        joining = None
+    if joining is None:
+        return None
+    run = joining.run
+    if is_open(joining.supervisor.endpoint):
+        raise ConfigError(
+            f"{cluster.name!r} is served by another `hadal serve`, on {run.address}. End that first, or"
+            " give this one a cluster.name."
+        )
+    if _but_model(run.deployment) != _but_model(deployment):
+        log.warning(
+            "what runs on the nodes under this name is of another deployment, and ends soon"
+        )
+        return None
+    if run.deployment.model != deployment.model:
+        log.warning(
+            "the nodes serve %s since a rollout; `hadal rollout --model %s` replaces it",
+            run.deployment.model,
+            deployment.model,
+        )
+    return run
+
+
+def _but_model(deployment: Deployment) -> Deployment:
+    return msgspec.structs.replace(deployment, model="")
+
+
+def is_open(endpoint: str) -> bool | None:
+    """Whether somebody listens at "tcp://HOST:PORT"; None: its host does not say."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((address.strip("[]"), int(port)), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def address_here(cluster: ClusterConfig) -> str:

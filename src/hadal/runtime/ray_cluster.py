@@ -5,6 +5,8 @@ gone.
     actor             one in each bundle; it starts the agent as a process of its own and ends with it
     floor             what the cluster is to have in all, for an autoscaler: groups are asked for one by
                       one, and their nodes boot together
+    run               what it is to the nodes and who supervises it, in Ray's own store: the next
+                      supervisor takes it over
     Ray's head        must keep its state on disk or in Redis: else its end is that of every node
 
 Nothing that is said while serving goes through Ray. Ray learns of a dead node after seconds to a
@@ -14,6 +16,7 @@ that it is on: what runs goes on, and is found again by its name. This is the on
 ray.
 
     python -m hadal.runtime.ray_cluster --folder RUN_FOLDER --life 1
+    python -m hadal.runtime.ray_cluster --find NAME --address ADDRESS      prints what is kept of a run
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -38,7 +40,11 @@ import msgspec
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RpcError
-from ray.experimental.internal_kv import _internal_kv_get
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_put,
+)
 from ray.util import get_node_ip_address
 from ray.util.placement_group import (
     PlacementGroup,
@@ -53,6 +59,7 @@ from hadal.core.config import units_of
 from hadal.core.errors import ConfigError
 from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodesKept
 from hadal.runtime.agent import Joining
+from hadal.runtime.nodes import is_open
 from hadal.runtime.process import entry
 from hadal.runtime.process.forks import API_KEYS
 from hadal.runtime.process.process import (
@@ -61,6 +68,7 @@ from hadal.runtime.process.process import (
     Run,
     add_life_arguments,
     enter_child,
+    read_run,
 )
 from hadal.runtime.topology import gateway_nodes, place_units, ranges
 from hadal.runtime.wire import ZmqWire, address_path, read_address
@@ -68,6 +76,8 @@ from hadal.runtime.wire import ZmqWire, address_path, read_address
 log = logging.getLogger("hadal.ray")
 
 NAMESPACE = "hadal"
+_NAMESPACE = NAMESPACE.encode()
+"""Of what is kept of runs."""
 _STORAGE_TAG = b"extra_usage_tag_gcs_storage"
 """Where the head writes down what it keeps its state in, whether or not it tells anybody."""
 _IN_MEMORY = "memory"
@@ -79,8 +89,6 @@ _TELL_S = 1.0
 """How often the supervisor is told that nodes are looked after."""
 LEASES_MAX = 10
 """Of a supervisor that cannot be reached, one after the other, before its nodes are given back."""
-_CONNECT_S = 5.0
-"""How long the supervisor's host may take to say whether its port is closed."""
 _FLOOR_S = 30.0
 """How often the autoscaler is told again what the cluster is to have: whoever else says something of the
 kind takes this word's place, and a head that was started again has forgotten it.
@@ -97,11 +105,33 @@ class NodeActor:
 
     def __init__(self, joining: bytes) -> None:
         """`joining`: as JSON, but for the address of this node."""
-        asked = msgspec.json.decode(joining, type=Joining)
-        address = str(get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._joining = _joining(asked, asked.node, address)
+        self._address = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._joining = self._here(joining)
+        self._look_for_successor()
         # The thread that starts an agent has to outlive it: the kernel ends the agent with it.
         threading.Thread(target=self._run, daemon=True).start()
+
+    def renew(self, joining: bytes) -> None:
+        """Another supervisor may have taken the run over: tell the agent."""
+        with self._lock:
+            self._joining = self._here(joining)
+            if self._agent is not None and (pipe := self._agent.stdin) is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.write(_line(self._joining))
+                    pipe.flush()
+
+    def _here(self, joining: bytes) -> Joining:
+        asked = msgspec.json.decode(joining, type=Joining)
+        return _joining(asked, asked.node, self._address)
+
+    def _look_for_successor(self) -> None:
+        """Ray starts this anew with what it was given at first, whoever supervises by now."""
+        kept = _kept(self._joining.run.deployment.cluster.name)
+        if kept is not None and kept.run.run_id == self._joining.run.run_id:
+            mine = replace(kept, api_keys=self._joining.api_keys)
+            self._joining = _joining(mine, self._joining.node, self._address)
 
     def _run(self) -> None:
         """Have an agent until one ends by itself, whereupon Ray starts this anew elsewhere, or here.
@@ -118,22 +148,25 @@ class NodeActor:
             if code == EXIT_LEASE and group is not None:
                 has_heard = time.monotonic() - begun_s > 2.0 * lease_s
                 num_leases = 1 if has_heard else num_leases + 1
-                if num_leases == LEASES_MAX or _is_closed(self._joining.supervisor.endpoint):
+                if num_leases == LEASES_MAX or is_open(self._joining.supervisor.endpoint) is False:
                     _ask_autoscaler([], "")
                     remove_placement_group(group)  # And this with it.
             time.sleep(_AGAIN_S)  # Else both would be started at once, and without a limit.
             if code != EXIT_LEASE:
                 os._exit(1)
+            self._look_for_successor()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        agent = subprocess.Popen(
-            [sys.executable, "-P", entry.__file__, str(os.getpid()), "hadal.runtime.agent"],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert agent.stdin is not None
-        with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:
-            pipe.write(msgspec.json.encode(self._joining))
+        with self._lock:
+            agent = self._agent = subprocess.Popen(
+                [sys.executable, "-P", entry.__file__, str(os.getpid()), "hadal.runtime.agent"],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert agent.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                agent.stdin.write(_line(self._joining))
+                agent.stdin.flush()
         return agent
 
 
@@ -156,17 +189,19 @@ class RayLender:
         """
         self._deployment = run.deployment
         self._run_id = run.run_id
-        self._joining = Joining(0, "", supervisor, run)
-        self._api_keys = api_keys
+        self._joining = Joining(0, "", supervisor, run, api_keys)
+        self._name = run.deployment.cluster.name
         self._gateways = gateway_nodes(run.deployment)
         self._lent: dict[Group, _Lent] = {}
         self._late: dict[Group, str] = {}
         """Why those that are looked for in vain are not found."""
+        self._is_kept = False
         self._floor: list[dict[str, float]] | None = None
         """What the autoscaler was told last; None: nothing yet."""
         self._floor_s = -math.inf
         _join(run.deployment.cluster.address)
         self._refuse_volatile_head()
+        self.keep(run)
         self._adopt()
 
     @property
@@ -174,14 +209,38 @@ class RayLender:
         """Groups whose nodes are there."""
         return tuple(group for group, lent in self._lent.items() if lent.has_agents)
 
+    def keep(self, run: Run) -> None:
+        """Have the next supervisor find it."""
+        if self._is_kept and run == self._joining.run:
+            return
+        self._joining, self._is_kept = replace(self._joining, run=run), True
+        packed = msgspec.json.encode(self._joining)
+        _internal_kv_put(self._name.encode(), packed, namespace=_NAMESPACE)
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another supervisor has taken the run over."""
+        kept = _kept(self._name)
+        return kept is not None and kept.run.term > self._joining.run.term
+
+    def end(self) -> None:
+        """Give all back, and leave nothing for a next supervisor."""
+        if not self.is_superseded:
+            self.move(())
+            _internal_kv_del(self._name.encode(), namespace=_NAMESPACE)
+
     def _adopt(self) -> None:
-        """Take over what a lender of this run before this one asked for."""
+        """Take over what a lender of this run before this one asked for, and tell agents who
+        supervises now.
+        """
         prefix = f"{self._run_id}-"
         for asked in placement_group_table().values():
             name = asked["name"]
             if name.startswith(prefix) and asked["state"] != "REMOVED":
                 group = tuple(map(int, name.removeprefix(prefix).split("-")))
-                self._lent[group] = _Lent(get_placement_group(name), time.monotonic())
+                self._lent[group] = lent = _Lent(get_placement_group(name), time.monotonic())
+                if asked["state"] == "CREATED":
+                    self._start_all(group, lent)
 
     def move(self, wanted: Collection[Group]) -> str:
         """Give back what is not wanted, and come nearer to what is. Returns what there is to
@@ -218,35 +277,42 @@ class RayLender:
         waited_s = time.monotonic() - lent.asked_s
         if placement_group_table(lent.group)["state"] == "CREATED":
             self._late.pop(group, None)
-            for index, (node, bundle) in enumerate(self._bundles(group).items()):
-                self._start(node, bundle, lent.group, index)
-            lent.has_agents = True
+            self._start_all(group, lent)
             log.info("Ray found %s in %.1f s", _nodes(group), waited_s)
         elif waited_s > self._deployment.cluster.place_timeout_s:
             self._late[group] = self._why_late(group, waited_s)
             self._release(group)
 
+    def _start_all(self, group: Group, lent: _Lent) -> None:
+        for index, (node, bundle) in enumerate(self._bundles(group).items()):
+            self._start(node, bundle, lent.group, index)
+        lent.has_agents = True
+
     def _start(
         self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int
     ) -> None:
-        """Have an agent on a node, if there is none already: this process may have been started
-        anew.
-        """
-        told = _joining(self._joining, node, self._joining.address)
-        if node in self._gateways:
-            told = replace(told, api_keys=self._api_keys)
-        ray.remote(NodeActor).options(
-            name=_actor_name(group, index),
-            get_if_exists=True,
-            lifetime="detached",
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
-            ),
-            num_cpus=0,
-            num_gpus=bundle.get("GPU", 0),
-            max_restarts=-1,
-            max_task_retries=0,
-        ).remote(msgspec.json.encode(told))
+        """Have an agent on a node; one that is there already hears who supervises now."""
+        told = _joining(self._joining, node, "")
+        if node not in self._gateways:
+            told = replace(told, api_keys="")
+        joining = msgspec.json.encode(told)
+        actor: Any = (
+            ray.remote(NodeActor)
+            .options(
+                name=_actor_name(group, index),
+                get_if_exists=True,
+                lifetime="detached",
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+                num_cpus=0,
+                num_gpus=bundle.get("GPU", 0),
+                max_restarts=-1,
+                max_task_retries=0,
+            )
+            .remote(joining)
+        )
+        actor.renew.remote(joining)
 
     def _release(self, group: Group) -> None:
         """Give a group back, and end its actors: Ray would keep them, to be started again in a group
@@ -375,6 +441,20 @@ def _joining(asked: Joining, node: int, address: str) -> Joining:
     return replace(asked, node=node, address=address, run=replace(asked.run, address=address))
 
 
+def _line(joining: Joining) -> bytes:
+    return msgspec.json.encode(joining) + b"\n"
+
+
+def _kept(name: str) -> Joining | None:
+    """What is kept of the run of this name: its supervisor and what it tells processes. None: it has
+    ended, or there was none.
+    """
+    found = _internal_kv_get(name.encode(), namespace=_NAMESPACE)
+    with contextlib.suppress(msgspec.MsgspecError):  # Of another version.
+        return msgspec.json.decode(found, type=Joining) if found else None
+    return None
+
+
 def _ray_nodes() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return found
@@ -384,25 +464,28 @@ def _resources(found: dict[str, float]) -> str:
     return " and ".join(f"{count:g} {name}" for name, count in found.items())
 
 
-def _is_closed(endpoint: str) -> bool:
-    """Whether a host says that nobody listens there any more."""
-    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        socket.create_connection((address.strip("[]"), int(port)), _CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def _nodes(group: Group) -> str:
     return f"node {group[0]}" if len(group) == 1 else f"nodes {ranges(group)}"
+
+
+def _find(name: str, address: str) -> int:
+    """Print what is kept of a run, if anything is."""
+    try:
+        _join(address)
+    except ConfigError:
+        return EXIT_CONFIG  # The lender says it again, where it is heard.
+    if (kept := _kept(name)) is not None:
+        sys.stdout.buffer.write(_line(kept))
+    return 0
 
 
 def main() -> int:
     """Lend nodes until told to end; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--find")
+    parser.add_argument("--address")
+    if (found := parser.parse_known_args()[0]).find:
+        return _find(found.find, found.address)
     add_life_arguments(parser)
     asked = parser.parse_args()
     run = enter_child(LENDER, asked.folder)
@@ -425,8 +508,12 @@ def main() -> int:
                 complaint = lender.move(wanted)
             if time.monotonic() - told_s >= _TELL_S:
                 told_s = time.monotonic()
-                wire.send(SUPERVISOR, NodesKept(complaint, lender.found))
-        lender.move(())
+                is_superseded = lender.is_superseded
+                wire.send(SUPERVISOR, NodesKept(complaint, lender.found, is_superseded))
+                if is_superseded:
+                    return 0
+                lender.keep(read_run(asked.folder))  # After a rollout it is of other weights.
+        lender.end()
     except ConfigError as error:
         log.critical("%s", error)
         return EXIT_CONFIG

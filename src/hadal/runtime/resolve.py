@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hadal.core.config import (
     DECODE,
     PREFILL,
     ROLES,
+    ClusterConfig,
     Deployment,
     LedgerConfig,
     UnitsConfig,
@@ -231,6 +233,7 @@ def plan(deployment: Deployment) -> Resolved:
             deployment.cache, folder=absolute_folder(deployment.cache.folder)
         ),
         ledger=_ledger(deployment),
+        cluster=_named(deployment),
     )
     stored = stored_weights(folder)
     asked, deployment = deployment.decode.drafts, _with_drafts(deployment, config, stored)
@@ -285,6 +288,13 @@ def _why_no_module(config: ModelConfig) -> str:
     if not config.num_nextn_predict_layers:
         return "its config.json says num_nextn_predict_layers 0"
     return f"layer {config.num_hidden_layers} is not in its files"
+
+
+def _named(deployment: Deployment) -> ClusterConfig:
+    """The cluster with its name found out."""
+    cluster = deployment.cluster
+    name = cluster.name or f"{socket.gethostname()}:{deployment.port}"
+    return msgspec.structs.replace(cluster, name=name) if cluster.spans_hosts else cluster
 
 
 def _ledger(deployment: Deployment) -> LedgerConfig:

@@ -176,14 +176,18 @@ class Child:
         log_path: Path | None,
         log_format: str = TEXT,
         kept: KeptLines | None = None,
+        first_life: int = 1,
     ) -> None:
         """`arguments`: a module and what it is given. Output goes to `log_path`, or to the
-        supervisor's stderr; `kept` gets it as well.
+        supervisor's stderr; `kept` gets it as well. `first_life`: number of its first start; the
+        following count on.
         """
         self.name = name
         self.role = role
         self.phase = ProcessPhase.WAITING
         self.num_starts = 0
+        self.life = first_life - 1
+        """Of its last start."""
         self.start_at_s = 0.0
         """When WAITING: not before."""
         self.started_s = 0.0
@@ -216,17 +220,27 @@ class Child:
         start: Callable[[tuple[str, ...], int], Started],
     ) -> None:
         """Start the process by `start`, which is given its arguments and the number of this
-        start.
+        life.
         """
+        self.life += 1
+        self._begin(now_s, start((*self._arguments, *self.more_arguments), self.life))
+
+    def adopt(self, now_s: float, process: Started) -> None:
+        """Take over a process that another supervisor started, and that works."""
+        self._is_wanted = True
+        self._begin(now_s, process)
+        self.phase, self.ready_s = ProcessPhase.READY, now_s
+
+    def _begin(self, now_s: float, process: Started) -> None:
         self.num_starts += 1
-        self._process = start((*self._arguments, *self.more_arguments), self.num_starts)
+        self._process = process
         self.phase = ProcessPhase.STARTING
         self._is_replaced = False
         self.started_s = self.moved_s = now_s
         self.doing = None
-        assert self._process.stdout is not None
+        assert process.stdout is not None
         threading.Thread(
-            target=self._relay, args=(self._process.stdout,), name=f"log-{self.name}", daemon=True
+            target=self._relay, args=(process.stdout,), name=f"log-{self.name}", daemon=True
         ).start()
 
     @property

@@ -143,6 +143,8 @@ class Run:
     cluster, in what Ray keeps of the agents (docs/cluster.md): in no name, argument of a process,
     environment, log or recording.
     """
+    term: int = 1
+    """How many supervisors the run has had."""
 
 
 def write_run(folder: Path, run: Run) -> None:
