@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -410,15 +411,17 @@ def _keep_lines(output: Output, lines: deque[bytes]) -> None:
         lines.extend(line[:MAX_LINE_BYTES] for line in printed)
 
 
-def _hear_successors(agent: Agent) -> None:
-    for line in sys.stdin.buffer:
+def _hear_successors(agent: Agent, told: FileIO) -> None:
+    for line in told:
         agent.renew(msgspec.json.decode(line, type=Joining))
 
 
 def main() -> int:
     """Returns the exit code."""
     try:
-        joining = msgspec.json.decode(sys.stdin.buffer.readline(), type=Joining)
+        # Without a buffer, whose lock a thread that waits for a line would hold when this ends.
+        told = FileIO(0, closefd=False)
+        joining = msgspec.json.decode(told.readline(), type=Joining)
     except msgspec.MsgspecError as error:
         print(f"no joining of a node: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -433,7 +436,7 @@ def main() -> int:
     try:
         with signal_pipe(_SIGNALS) as fd:
             agent = Agent(joining, folder, forks, niceness)
-            threading.Thread(target=_hear_successors, args=(agent,), daemon=True).start()
+            threading.Thread(target=_hear_successors, args=(agent, told), daemon=True).start()
             try:
                 return agent.run(fd)
             finally:

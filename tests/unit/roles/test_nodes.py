@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import deque
 from dataclasses import dataclass, field
@@ -324,6 +325,22 @@ def test_a_node_that_is_given_back() -> None:
     assert [each.is_over for each in book.orders("node-0-b2")] == [True]
 
 
+def test_what_runs_when_an_agent_speaks_first_goes_on_in_its_latest_life() -> None:
+    """As after a supervisor that died while a leader had just moved to another node."""
+    book = Book()
+    first = news(0, runs("decode-0", 1), runs("decode-0.0", 1))
+    book.pass_time(1.0, first)
+    assert names(book.orders("node-0-b1")[-1]) == {"decode-0": 1, "decode-0.0": 1}
+    later = news(1, runs("decode-0", 2), runs("decode-0.1", 1), runs("prefill-0", code=0))
+    book.heard(book.now_s, later)
+    assert "followed by another, on node 1" in book.nodes[0].processes["decode-0"].reason
+    book.pass_time(1.0, first, later)
+    assert names(book.orders("node-0-b1")[-1]) == {"decode-0.0": 1}
+    assert names(book.orders("node-1-b1")[-1]) == {"decode-0": 2, "decode-0.1": 1}
+    book.heard(book.now_s, news(0, runs("decode-0.1", 1)))
+    assert "decode-0.1" not in book.nodes[0].processes, "only at an agent's first word"
+
+
 def test_when_the_run_is_over_all_agents_are_told() -> None:
     book = Book(3)
     book.up(0, 1)
@@ -467,8 +484,17 @@ class Agent:
     outbox: deque[tuple[float, NodeNews]] = field(default_factory=deque)
     """On their way, in order: the wire keeps them while a link is cut."""
     spoke_s: float = 0.0
+    term: int = 1
+    """Of the supervisor that it hears."""
+    hears_s: float = 0.0
+    """When it hears of a later one, if there is one."""
 
     def step(self, now_s: float) -> None:
+        if self.term < self.world.term and not self.is_cut and now_s >= self.hears_s:
+            self.term = self.world.term
+            self.inbox.clear()  # Of earlier supervisors, and what was said to them.
+            self.outbox.clear()
+            self.spoke_s = -math.inf
         while self.is_here and not self.is_cut and self.inbox and self.inbox[0][0] <= now_s:
             self._obey(now_s, self.inbox.popleft()[1])
         if self.is_here and now_s - self.spoke_s >= AGENT_BEAT_S:
@@ -510,11 +536,12 @@ class Agent:
         self.running = {n: at for n, at in self.running.items() if wanted.get(n) == at[0]}
         self.ended = {n: end for n, end in self.ended.items() if wanted.get(n) == end[0]}
         for each in orders.processes:
-            if each.name not in self.running.keys() | self.ended.keys():
+            is_there = each.name in self.running.keys() | self.ended.keys()
+            if not is_there and each.arguments:
                 assert (each.name, each.life) not in self.world.started, "no life is lived twice"
                 self.world.started.add((each.name, each.life))
                 self.running[each.name] = each.life, now_s + self.world.random.uniform(0.0, 0.5)
-            elif each.signal == signal.SIGKILL and each.name in self.running:
+            elif is_there and each.signal == signal.SIGKILL and each.name in self.running:
                 self.end(each.name, -signal.SIGKILL)
 
 
@@ -529,6 +556,9 @@ class World:
         self.agents: list[Agent] = []
         self.book = Nodes(3, TIMEOUT_S)
         self.book.listen_here(HERE)
+        self.term = 1
+        self.adopts_until_s = 0.0
+        """So long a supervisor that took over only hears what runs."""
         self.lives: dict[str, int] = dict.fromkeys(HOMES, 0)
         self.processes: dict[str, tuple[int, FarProcess]] = {}
         self.lost: set[int] = set()
@@ -545,7 +575,7 @@ class World:
         """Another agent for a node."""
         boot = f"b{len(self.agents)}"
         # Its start takes longer than what another said before it is on the way.
-        self.agents.append(Agent(node, boot, self, spoke_s=self.now_s))
+        self.agents.append(Agent(node, boot, self, spoke_s=self.now_s, term=self.term))
 
     def pass_time(self, duration_s: float) -> None:
         until_s = self.now_s + duration_s
@@ -561,6 +591,9 @@ class World:
         name = sorted(HOMES)[number]
         if event == "still":
             self.still_until_s = self.now_s + 3.0 * (number + 1) * self.random.random()
+            return
+        if event == "succeed":
+            self.succeed()
             return
         if event == "crash":
             for each in self.agents:
@@ -593,6 +626,24 @@ class World:
             self._deliver()
             self.join(number)
 
+    def succeed(self) -> None:
+        """Another supervisor, which knows nothing, takes over."""
+        self.term += 1
+        self.book = Nodes(3, TIMEOUT_S)
+        self.book.listen_here(HERE)
+        self.processes.clear()
+        self.lives = dict.fromkeys(HOMES, 0)
+        self.adopts_until_s = self.now_s + self.random.uniform(0.0, 3.0)
+        for agent in self.agents:
+            agent.hears_s = self.now_s + self.random.uniform(0.0, 1.0)
+
+    def _adopt(self) -> None:
+        for node in self.book.nodes:
+            for name, process in node.processes.items():
+                if process.code is None and self.lives[name] < process.order.life:
+                    self.processes[name] = node.number, process
+                    self.lives[name] = process.order.life
+
     def _deliver(self) -> None:
         assert self.book.check() == []
         for send in self.book.take_sends():
@@ -608,7 +659,10 @@ class World:
         self.supervised_s = self.now_s
         for agent in self.agents if not is_late else ():
             while not agent.is_cut and agent.outbox and agent.outbox[0][0] <= self.now_s:
-                self.book.heard(self.now_s, agent.outbox.popleft()[1])
+                message = agent.outbox.popleft()[1]
+                if agent.term == self.term:
+                    self.book.heard(self.now_s, message)
+        self._adopt()
         self.lost |= {node.number for node in self.book.tick(self.now_s)}
         for node in self.book.nodes:
             if node.phase is NodePhase.LOST:
@@ -619,8 +673,9 @@ class World:
                 assert (name, process.order.life) in self.ended, "it has not ended"
             nodes = [home, *range(3)] if name == "decode-0" else [home]
             up = [n for n in nodes if self.book.nodes[n].phase is NodePhase.UP]
-            if up and (process is None or process.code is not None):
-                self.lives[name] += 1
+            is_known = self.now_s >= self.adopts_until_s
+            if up and is_known and (process is None or process.code is not None):
+                self.lives[name] = max(self.lives[name], self.term << 20) + 1
                 started = self.book.run(self.now_s, up[0], order(name, self.lives[name]))
                 self.processes[name] = up[0], started
         self.book.tell_addresses(self.now_s)
@@ -668,7 +723,10 @@ def siblings(name: str) -> set[str]:
 events = st.lists(
     st.tuples(
         st.sampled_from(
-            ("cut", "mend", "lose", "crash", "kill", "still", "power", "second", "release")
+            (
+                *("cut", "mend", "lose", "crash", "kill", "still", "power", "second", "release"),
+                "succeed",
+            )
         ),
         st.integers(0, 2),
         st.sampled_from((0.1, 0.3, 1.0, 2.0, 4.0)),

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -56,6 +56,7 @@ class Agent:
     temporary: Path
     port: int
     """Of gateways."""
+    joining: Joining
     news: NodeNews | None = None
     said: NodeOrders | None = None
     printed: list[bytes] = field(default_factory=list)
@@ -64,6 +65,11 @@ class Agent:
     def folder(self) -> Path:
         [found] = self.temporary.glob(f"{FOLDER_PREFIX}*")
         return found
+
+    def tell(self, joining: Joining) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(joining) + b"\n")
+        self.process.stdin.flush()
 
     def order(self, *orders: ProcessOrder, **more: object) -> None:
         """Say what it is to run."""
@@ -121,17 +127,17 @@ def running(lease_s: float = 60.0) -> Iterator[Agent]:
             env={**environment(), "TMPDIR": str(temporary), "HADAL_LEDGER": "off"},
         )
         joining = Joining(3, LOOPBACK, Address(1, wire.endpoint), run, KEY)
+        agent = Agent(process, wire, supervisor, temporary, port, joining)
+        agent.tell(joining)
         assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(msgspec.json.encode(joining))
-        agent = Agent(process, wire, supervisor, temporary, port)
         try:
             agent.hear(lambda: agent.news)
             yield agent
         finally:
+            process.stdin.close()
             process.kill()
             process.wait(SOON_S)
-            wire.close()
+            agent.wire.close()
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +163,31 @@ def test_an_end_is_told_behind_the_last_words_and_once_a_life(agent: Agent) -> N
     assert any(b"invalid choice" in line for line in agent.printed)
     agent.order()
     agent.hear(lambda: agent.of("decode-0") is None)
+
+
+def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
+    """What it ran goes on; what the one before says has no weight any more."""
+    plan = next(p for p in launch_plan(Deployment(prefill=UNITS)) if p.name == "prefill-0")
+    order = ProcessOrder("prefill-0", 1, (plan.module, *plan.arguments), 1)
+    with running() as agent, tempfile.TemporaryDirectory(prefix="hadal-a-") as folder:
+        agent.order(order)
+        agent.hear(lambda: (news := agent.of("prefill-0")) and news.pid)
+        pid = agent.of("prefill-0").pid  # type: ignore[union-attr]
+        before, network = agent.wire, Network(LOOPBACK, SECRET)
+        agent.wire = ZmqWire(SUPERVISOR, Path(folder), life=2, network=network)
+        agent.supervisor_folder = Path(folder)
+        agent.news, agent.said = None, None
+        agent.tell(replace(agent.joining, supervisor=Address(2, agent.wire.endpoint)))
+        agent.hear(lambda: agent.news)
+        assert agent.of("prefill-0") is not None
+        assert agent.of("prefill-0").pid == pid  # type: ignore[union-attr]
+        before.send(agent_name(3, agent.news.boot), NodeOrders((), is_over=True))  # type: ignore[attr-defined]
+        agent.order(order)
+        time.sleep(1.0)
+        agent.news = None
+        agent.hear(lambda: agent.news)
+        assert agent.of("prefill-0").pid == pid  # type: ignore[union-attr]
+        before.close()
 
 
 def test_a_gateway_is_started_with_its_keys_at_the_nodes_address(agent: Agent) -> None:

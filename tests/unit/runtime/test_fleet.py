@@ -32,7 +32,7 @@ class FakeChild(Child):
 
 
 class World:
-    def __init__(self, *, ranks: int = 1) -> None:
+    def __init__(self, *, ranks: int = 1, running: tuple[str, ...] = ()) -> None:
         deployment = Deployment(
             decode=UnitsConfig(ranks=ranks),
             fleet=FleetConfig(
@@ -50,6 +50,8 @@ class World:
             f"decode-{unit}.{rank}" for unit in range(2) for rank in range(ranks) if ranks > 1
         ]
         self.children: dict[str, FakeChild] = {name: FakeChild(name) for name in names}
+        for name in running:
+            self.children[name].phase = ProcessPhase.READY
         self.sent: list[tuple[str, Any]] = []
         self.now_s, self.tokens = 0.0, 0
         self.executor = FleetExecutor(
@@ -93,6 +95,19 @@ def test_only_the_floor_is_wanted_at_first() -> None:
         "waiting",
     ]
     assert set(world.executor.units) == {"prefill-0", "decode-0", "decode-1"}
+
+
+def test_units_that_run_when_it_begins_are_counted_and_nothing_is_started_for_them() -> None:
+    """As those that a supervisor left. A second decode unit serves instead of the first."""
+    world = World(running=("prefill-0", "decode-1"))
+    assert world.phases() == ["resting", "ready"]
+    assert world.children["decode-1"].is_wanted
+    world.goes_on(150, 3)
+    assert world.phases() == ["waiting", "ready"], "there is work for two"
+    world.up("decode-0")
+    world.goes_on(50, 30)
+    drained = {sent.unit for _, sent in world.sent if isinstance(sent, DrainUnit)}
+    assert len(drained) == 1, "it is asked to go as any other"
 
 
 def test_a_unit_is_wanted_drained_stopped_and_rests() -> None:

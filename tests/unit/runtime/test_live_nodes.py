@@ -51,7 +51,7 @@ class Told:
 
 
 class World:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
         self.folder = folder
         self.wire = Told()
         self.plans = {plan.name: plan for plan in launch_plan(DEPLOYMENT)}
@@ -61,6 +61,7 @@ class World:
             folder,
             self.wire,  # type: ignore[arg-type]
             VERSIONS,
+            adopts=adopts,
         )
         self.nodes.keep(0.0, {0, 1, 2})
 
@@ -96,6 +97,42 @@ def test_groups_are_asked_for_whole_and_given_back(world: World) -> None:
     world.speak(0.3, 0)
     told = (agent_name(0, "b"), NodeOrders((), is_over=True))
     assert world.wire.sent[2:] == [told], "its node was given back"
+
+
+def test_what_another_supervisor_left_is_found_before_anything_is_done_about_it() -> None:
+    leader = ProcessNews("decode-0", 7, 70, address=Address(7, "tcp://10.0.0.1:7"))
+    later = ProcessNews("decode-0", 8, 80, address=Address(8, "tcp://10.0.0.2:8"))
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), adopts=True)
+        assert world.nodes.is_adopting
+        assert world.wire.sent == [], "no group is given back, and none asked for"
+        world.nodes.tick(100.0)
+        assert world.nodes.is_adopting, "the lender has not spoken, so no agent can"
+        world.found(101.0)
+        world.speak(101.1, 1, leader)
+        [found] = world.nodes.take_adopted()
+        assert (found.pid, found.process.order.life, found.node) == (70, 7, 1)
+        world.speak(101.2, 2, later)
+        [followed] = world.nodes.take_adopted()
+        assert (followed.pid, found.poll(), followed.poll()) == (80, -9, None)
+        world.nodes.tick(101.3)
+        assert world.nodes.is_adopting, "node 0 may come"
+        world.speak(101.4, 0)
+        world.nodes.tick(101.5)
+        assert not world.nodes.is_adopting
+        assert world.nodes.take_adopted() == []
+        world.nodes.keep(101.6, {0, 1, 2})
+        assert (LENDER, KeepNodes(((0,), (1, 2)))) in world.wire.sent
+
+
+def test_agents_that_do_not_speak_to_the_next_supervisor_are_not_waited_for() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), adopts=True)
+        world.found(1.0)
+        world.nodes.tick(5.9)
+        assert world.nodes.is_adopting
+        world.nodes.tick(6.1)
+        assert not world.nodes.is_adopting
 
 
 def test_a_node_that_is_found_and_silent_is_told_of(world: World) -> None:

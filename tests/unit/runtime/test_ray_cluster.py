@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
 from hadal.core.messages import Address, AnyMessage, KeepNodes, NodesKept
 from hadal.runtime import ray_cluster
+from hadal.runtime.agent import Joining
 from hadal.runtime.process.process import Run
 from hadal.runtime.ray_cluster import Group, RayLender
 
@@ -20,7 +22,7 @@ DEPLOYMENT = Deployment(
     prefill=UnitsConfig(threads=2, ranks_per_node=1),
     decode=UnitsConfig(ranks=2, threads=1, ranks_per_node=1),
     fleet=FleetConfig("auto", decode_max=2),
-    cluster=ClusterConfig(on="ray", label="hadal=gpu", place_timeout_s=60.0),
+    cluster=ClusterConfig(on="ray", name="cell-0", label="hadal=gpu", place_timeout_s=60.0),
 )
 """Node 0 for prefill; 1 and 2, 3 and 4 for decode units."""
 PREFILL, DECODE_0, DECODE_1 = (0,), (1, 2), (3, 4)
@@ -47,6 +49,7 @@ class PlayedRay:
     selectors: list[Any] = field(default_factory=list)
     actors: list[str] = field(default_factory=list)
     """Names of those that are there, which removing a group leaves as they are."""
+    kept: dict[bytes, bytes] = field(default_factory=lambda: {ray_cluster._STORAGE_TAG: b"rocksdb"})
     now_s: float = 0.0
 
     def place(self, bundles: Sequence[Any], *, name: str, **_: Any) -> PlayedGroup:
@@ -89,7 +92,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
         "remove_placement_group": played.remove,
         "request_resources": played.set_floor,
         "_join": lambda address: None,
-        "_internal_kv_get": lambda key, namespace: b"rocksdb",
+        "_internal_kv_get": lambda key, namespace: played.kept.get(key),
+        "_internal_kv_put": lambda key, value, namespace: played.kept.update({key: value}),
+        "_internal_kv_del": lambda key, namespace: played.kept.pop(key),
         "_ray_nodes": list,
     }.items():
         monkeypatch.setattr(ray_cluster, name, function)
@@ -180,6 +185,36 @@ def test_an_autoscaler_that_cannot_be_told_is_told_later(
     assert played.floors == [[CPU_2]]
 
 
+def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back(
+    played: PlayedRay, lender: RayLender, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    lender.move((PREFILL,))
+    played.find(PREFILL)
+    lender.move((PREFILL,))
+    assert ray_cluster._find("cell-0", "10.0.0.1:1") == 0
+    found = msgspec.json.decode(capfdbinary.readouterr().out, type=Joining)
+    assert (found.run, found.supervisor) == (lender._joining.run, ADDRESS)
+
+    later = Run("run", DEPLOYMENT, term=2)
+    num_actors = len(played.actors)
+    RayLender(later, Address(2, "tcp://10.0.0.2:2"))
+    assert len(played.actors) == 2 * num_actors, "the actor there is told"
+    assert lender.is_superseded
+    lender.end()
+    assert played.states == {"run-0": "CREATED"}
+
+
+def test_a_run_that_ended_is_not_found(
+    played: PlayedRay, lender: RayLender, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    lender.move((PREFILL,))
+    assert not lender.is_superseded
+    lender.end()
+    assert played.states == {"run-0": "REMOVED"}
+    assert ray_cluster._find("cell-0", "10.0.0.1:1") == 0
+    assert capfdbinary.readouterr().out == b""
+
+
 def test_a_lender_that_is_started_again_gives_nothing_back_before_it_is_told_to(
     played: PlayedRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -207,6 +242,7 @@ def test_a_lender_that_is_started_again_gives_nothing_back_before_it_is_told_to(
     played.states = {"run-1-2": "CREATED", "run-3-4": "CREATED", "other-7": "CREATED"}
     monkeypatch.setattr(ray_cluster, "ZmqWire", PlayedWire)
     monkeypatch.setattr(ray_cluster, "enter_child", lambda *_: Run("run", DEPLOYMENT))
+    monkeypatch.setattr(ray_cluster, "read_run", lambda *_: Run("run", DEPLOYMENT))
     monkeypatch.setattr(ray_cluster, "read_address", lambda path: ADDRESS)
     monkeypatch.setattr(ray_cluster.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["ray_cluster", "--folder", str(tmp_path), "--life", "2"])

@@ -32,6 +32,29 @@ def start(child: Child, path: Path | str, now_s: float = 0.0) -> None:
     child.start(now_s, lambda arguments, life: start_here(child.name, arguments, environment))
 
 
+def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "childcode.py").write_text("import time; time.sleep(60)")
+    other = start_here("decode-0", ["childcode"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    child = Child("decode-0", "decode", ["childcode"], tmp_path / "log", first_life=1001)
+    child.adopt(5.0, other)
+    assert (child.phase, child.pid, child.ready_s) == (ProcessPhase.READY, other.pid, 5.0)
+    child.signal(signal.SIGKILL)
+    assert reap(child) == -signal.SIGKILL
+    assert (child.phase, child.num_failed_starts) == (ProcessPhase.WAITING, 0), "a crash"
+    lives: list[int] = []
+
+    def start_next(arguments: tuple[str, ...], life: int) -> Started:
+        lives.append(life)
+        return start_here("decode-0", arguments, {**os.environ, "PYTHONPATH": str(tmp_path)})
+
+    child.start(6.0, start_next)
+    assert lives == [1001]
+    child.signal(signal.SIGKILL)
+    reap(child)
+
+
 def reap(child: Child, now_s: float = 0.0) -> int:
     deadline_s = time.monotonic() + 20
     while (code := child.poll(now_s)) is None:
