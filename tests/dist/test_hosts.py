@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
+from hadal.runtime.launch import EXIT_GAVE_UP
 from hadal.runtime.process.process import EXIT_CONFIG
 from tests.dist.conftest import StartServer
 from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts
@@ -328,6 +329,41 @@ def test_it_ends_and_gives_all_back(deployed: Deployed) -> None:
         return not any(host.names().keys() & OURS or host.pools() for host in deployed.hosts)
 
     wait_until(is_gone, 20.0, "nothing of it is left on any host")
+
+
+@pytest.mark.full
+def test_a_supervisor_that_is_cut_off_is_followed_on_another_host_and_ends_when_it_is_back() -> (
+    None
+):
+    cases = everyday_cases(40, SEED)
+    tables = {**THREE_HOSTS, "gateway": {}}
+    with Hosts(4) as hosts, tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
+        hosts.start_ray(2, 4, 4, 0)
+        cluster = {**hosts.cluster, "name": "cell"}
+        (first := Path(folder) / "1").mkdir()
+        (second := Path(folder) / "2").mkdir()
+        cut_off = Deployed(hosts, hosts.serve(first, "first", 3, cluster=cluster, **tables))
+        hosts[3].call(lambda: cut_off.server.wait_ready(120))
+        cut_off.wait_whole()
+        before = {name: (cut_off.host_of(name), cut_off.pid_of(name)) for name in OURS}
+        hosts[3].unplug()
+        began_s = time.monotonic()
+        next_one = Deployed(hosts, hosts.serve(second, "second", 0, cluster=cluster, **tables))
+        hosts[0].call(lambda: next_one.server.wait_ready(120))
+        print(f"answers again after {time.monotonic() - began_s:.1f} s")
+
+        async def plug() -> None:
+            await asyncio.sleep(1.0)
+            hosts[3].plug()
+
+        assert not differences(cases, next_one.complete(cases, plug))
+        assert cut_off.server.process.wait(180) == EXIT_GAVE_UP, cut_off.server.log()[-3000:]
+        assert "another `hadal serve` has taken over" in cut_off.server.log()
+        next_one.wait_whole()
+        assert {name: (next_one.host_of(name), next_one.pid_of(name)) for name in OURS} == before
+        assert not differences(cases, next_one.complete(cases))
+        hosts[0].signal("second", signal.SIGTERM)
+        assert next_one.server.process.wait(60) == 0
 
 
 # ---- at full size: seven hosts ----

@@ -115,8 +115,11 @@ class NodeActor:
 
     def renew(self, joining: bytes) -> None:
         """Another supervisor may have taken the run over: tell the agent."""
+        told = self._here(joining)
         with self._lock:
-            self._joining = self._here(joining)
+            if told.supervisor.life <= self._joining.supervisor.life:
+                return
+            self._joining = told
             if self._agent is not None and (pipe := self._agent.stdin) is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.write(_line(self._joining))
@@ -201,8 +204,9 @@ class RayLender:
         self._floor_s = -math.inf
         _join(run.deployment.cluster.address)
         self._refuse_volatile_head()
-        self.keep(run)
-        self._adopt()
+        if not self.is_superseded:
+            self.keep(run)
+            self._adopt()
 
     @property
     def found(self) -> tuple[Group, ...]:

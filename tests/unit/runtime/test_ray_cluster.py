@@ -200,6 +200,10 @@ def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back
     RayLender(later, Address(2, "tcp://10.0.0.2:2"))
     assert len(played.actors) == 2 * num_actors, "the actor there is told"
     assert lender.is_superseded
+    kept = dict(played.kept)
+    again = RayLender(Run("run", DEPLOYMENT), ADDRESS)
+    assert again.is_superseded
+    assert played.kept == kept, "one that is started again does not take the run back"
     lender.end()
     assert played.states == {"run-0": "CREATED"}
 
