@@ -351,9 +351,7 @@ class Fleet:
             case UnitUp():
                 self._up(now_s, event)
             case UnitsFound(units):
-                for name in units:
-                    self.table.move(self.table.by_name[name], UnitMove.START, now_s)
-                    self.table.move(self.table.by_name[name], UnitMove.READY, now_s)
+                self._found(now_s, units)
             case UnitDown(unit):
                 self._down(now_s, unit)
             case Rollout():
@@ -405,6 +403,16 @@ class Fleet:
         elif num_more > 0:
             self._out.append(OfferNodes(num_more))
         self._wake(now_s)
+
+    def _found(self, now_s: float, names: Collection[str]) -> None:
+        """Units that run are needed, until as much time as always has passed without a need."""
+        for name in names:
+            self.table.move(self.table.by_name[name], UnitMove.START, now_s)
+            self.table.move(self.table.by_name[name], UnitMove.READY, now_s)
+        prefill, decode = (self.table.num_working(role) for role in ROLES)
+        floor = self.rules.floor
+        self._levels = Units(max(prefill, floor.prefill), max(decode, floor.decode))
+        self._held.append((now_s, float(prefill), float(decode)))
 
     def _up(self, now_s: float, message: UnitUp) -> None:
         unit = self.table.by_name.get(message.unit)

@@ -73,7 +73,7 @@ from hadal.runtime.process.process import (
     versions,
     write_run,
 )
-from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, judge_of
+from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, gateway_nodes, judge_of
 from hadal.runtime.transfer.pool import (
     remove_shared_memory,
     remove_stale_shared_memory,
@@ -103,8 +103,6 @@ _KILL_S = 5.0
 """How long a killed process may take to be gone."""
 _NICE = -10
 """Ahead of all that was not made more urgent."""
-STARTED_HERE = ((UNIT_MODULE,), (GATEWAY_MODULE,))
-"""Modules that an order may name."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
@@ -174,7 +172,10 @@ class Agent:
         # Pools go with the next run here: others of this one may share the host.
         self._left = Left([], [str(folder)])
         forks.clear_after(self._left)
-        self._renewed: Joining | None = None
+        is_gateways = joining.node in gateway_nodes(run.deployment)
+        self._may_start = ((GATEWAY_MODULE if is_gateways else UNIT_MODULE,),)
+        """Modules that an order may name."""
+        self._renewed: deque[Joining] = deque()
         self._num_rollouts: int | None = None
         """As it was ordered last."""
         write_address(folder, SUPERVISOR, joining.supervisor)
@@ -217,15 +218,16 @@ class Agent:
 
     def renew(self, joining: Joining) -> None:
         """From a thread: another supervisor may have taken the run over."""
-        self._renewed = joining
+        self._renewed.append(joining)
 
     def _join_successor(self) -> None:
         """Have a new supervisor heard in the place of the one before it: its life is a later one."""
-        joining, self._renewed = self._renewed, None
-        if joining is None or joining.supervisor.life <= self._joining.supervisor.life:
+        joining = self._renewed.popleft() if self._renewed else self._joining
+        if joining.supervisor.life <= self._joining.supervisor.life:
             return
         log.info("another supervisor has taken over, at %s", joining.supervisor.endpoint)
         self._joining = joining
+        write_run(self._folder, joining.run)  # A rollout may have gone over to other weights.
         write_address(self._folder, SUPERVISOR, joining.supervisor)
         self._wire.expect(SUPERVISOR, joining.supervisor.life)
         self._heard_s, self._said = time.monotonic(), None
@@ -266,10 +268,10 @@ class Agent:
         if self._forks.is_warming:
             return  # The next beat comes soon.
         for order in wanted.values():
-            # Whoever holds the secret can give orders, and every process holds it: units and gateways
-            # are all that they can start.
+            # Whoever holds the secret can give orders, and every process holds it: units, or on a
+            # gateway's node gateways, are all that they can start.
             is_there = order.name in self._running or order.name in self._ending
-            if not is_there and order.arguments[:1] in STARTED_HERE:
+            if not is_there and order.arguments[:1] in self._may_start:
                 self._start(order)
 
     def _renew_forks(self) -> None:
@@ -360,6 +362,8 @@ class Agent:
 
     def _speak(self, now_s: float) -> None:
         """Say how the processes fare, if it is time or something changed; and what they printed."""
+        if self._said is None:  # Nobody knows yet what lines are of.
+            self._say_news(now_s)
         for name, running in self._running.items():
             while running.lines:
                 lines = tuple(
@@ -368,8 +372,11 @@ class Agent:
                 printed = Printed(self._joining.node, name, running.order.life, lines)
                 self._wire.send(SUPERVISOR, printed)
         facts = tuple(running.news() for running in self._running.values())
-        if facts == self._said and now_s - self._spoke_s < AGENT_BEAT_S:
-            return
+        if facts != self._said or now_s - self._spoke_s >= AGENT_BEAT_S:
+            self._say_news(now_s)
+
+    def _say_news(self, now_s: float) -> None:
+        facts = tuple(running.news() for running in self._running.values())
         self._spoke_s, self._said = now_s, facts
         processes = tuple(
             msgspec.structs.replace(news, waited_s=look_at(news.pid).waited_s) for news in facts

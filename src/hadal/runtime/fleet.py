@@ -59,7 +59,7 @@ class FleetExecutor:
         running = tuple(
             unit
             for unit, (first, *_) in self._unit_to_children.items()
-            if first.phase is ProcessPhase.READY
+            if first.phase is ProcessPhase.READY or first.is_adopted
         )
         for unit, of_unit in self._unit_to_children.items():
             for child in of_unit if unit not in running else ():
@@ -71,6 +71,9 @@ class FleetExecutor:
         self._apply(
             now_s, role.handle(now_s, UnitsFound(running)) if running else role.start(now_s)
         )
+        for child in children.values():
+            if child.is_adopted and not child.is_wanted:
+                child.replace()  # A rank whose leader is gone, of a unit that is not asked for.
 
     @property
     def units(self) -> Collection[str]:

@@ -53,8 +53,9 @@ from hadal.core.messages import (
 from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
+from hadal.runtime.agent import Joining
 from hadal.runtime.fleet import FleetExecutor
-from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, earlier_run
+from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, is_same, kept_run
 from hadal.runtime.process.child import (
     Child,
     ProcessPhase,
@@ -202,8 +203,10 @@ class Supervisor:
         announce: Announce,
         forks: Forks,
     ) -> None:
-        self._told = _run(resolved, options)
+        self._told, left = _run(resolved, options)
         """What processes read at their start."""
+        self._has_other_keys = left is not None and left.api_keys != ",".join(options.api_keys)
+        """Than what another supervisor left on the nodes."""
         self._run_id, self._deployment = self._told.run_id, self._told.deployment
         self._folder = folder
         self._listener = listener
@@ -213,7 +216,7 @@ class Supervisor:
         self._started_s = time.monotonic()
         self._was_started = False
         self._was_ready = False
-        self._has_served = False
+        self._has_served = left is not None
         """Requests could be answered once: from then on they wait for what is missing, and nothing
         that cannot start ends the server.
         """
@@ -222,6 +225,7 @@ class Supervisor:
         self._ended_ranks: dict[tuple[str, str], list[str]] = {}
         """Whose ends their leaders are to hear of, by unit and reason."""
         self._exit_code: int | None = None
+        self._is_superseded = False
         self._drain_until_s: float | None = None
         self._kill_at_once = False
         write_run(folder, self._told)
@@ -245,7 +249,8 @@ class Supervisor:
         self._children = {
             plan.name: _child(plan, options, kept_in, first_life) for plan in self._plans.values()
         }
-        self._nodes = self._live_nodes()
+        self._was_adopting = left is not None
+        self._nodes = self._live_nodes(adopts=left is not None)
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
         self._fleet: FleetExecutor | None = None
@@ -273,8 +278,7 @@ class Supervisor:
             for message in messages:
                 has_news |= not isinstance(message, NodeNews | Printed | NodesKept)
                 if isinstance(message, UnitUp):
-                    self._ready(message.unit)
-                    self._tell_fleet(message)
+                    self._unit_is_up(message)
                 elif isinstance(message, Demand):
                     self._tell_fleet(message)
                 elif isinstance(message, Rollout):
@@ -318,9 +322,13 @@ class Supervisor:
         self._starting.close()
         deadline_s = time.monotonic() + (0.0 if self._kill_at_once else _STOP_S)
         lenders = [child for child in self._children.values() if child.role == LENDER]
-        self._end([child for child in self._children.values() if child not in lenders], deadline_s)
+        others = [child for child in self._children.values() if child not in lenders]
+        if self._is_superseded:  # What is on the nodes is another's.
+            others = [child for child in others if self._is_here(child)]
+        self._end(others, deadline_s)
         if self._nodes is not None:
-            self._nodes.close()
+            if not self._is_superseded:
+                self._nodes.close()
             self._end(lenders, time.monotonic() + _STOP_S)
         self._forks.close()
         self._wire.close()
@@ -368,14 +376,14 @@ class Supervisor:
         units = [child for child in self._children.values() if unit_and_rank(child.name)[1] is None]
         return {unit.role for unit in units if unit.phase is ProcessPhase.READY}.issuperset(ROLES)
 
-    def _live_nodes(self) -> LiveNodes | None:
+    def _live_nodes(self, *, adopts: bool) -> LiveNodes | None:
         """The nodes that units run on; None: they run here."""
         if not self._deployment.cluster.spans_hosts:
             return None
         plans = self._plans.values()
         return LiveNodes(
             *(self._deployment, plans, self._folder, self._wire, self._versions),
-            adopts=self._told.term > 1,
+            adopts=adopts,
         )
 
     def _make_fleet(self) -> FleetExecutor:
@@ -406,6 +414,8 @@ class Supervisor:
         if not message.model:
             message = self._last_rollout  # What the last one brought goes on being served.
         self._last_rollout = message
+        self._told = dataclasses.replace(self._told, rollout=message)
+        write_run(self._folder, self._told)
         self._forks.close()  # It has imported the code that was there when the server started.
         self._forks = Forks(self._environment)
         self._forks.clear_after(self._left)
@@ -435,6 +445,7 @@ class Supervisor:
     def _end_rollout(self) -> None:
         """From now on the run is of what the new units serve."""
         new = self._last_rollout
+        self._told = dataclasses.replace(self._told, rollout=None)
         if new.model:
             self._deployment = msgspec.structs.replace(self._deployment, model=new.model)
             self._told = dataclasses.replace(
@@ -443,7 +454,7 @@ class Supervisor:
                 model_digest=new.model_digest,
                 fingerprint=new.fingerprint,
             )
-            write_run(self._folder, self._told)
+        write_run(self._folder, self._told)
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
@@ -509,6 +520,7 @@ class Supervisor:
         for process in nodes.take_adopted():
             self._adopt(now_s, process)
         self._make_fleet_if_due()
+        self._end_adoption_if_due(nodes)
         if complaint := nodes.complaint():
             log.error("%s.", complaint)
             if not self._has_served:
@@ -517,14 +529,32 @@ class Supervisor:
     def _adopt(self, now_s: float, process: Elsewhere) -> None:
         """A node runs it since before this supervisor was there."""
         name, life = process.process.order.name, process.process.order.life
-        child = self._children[name]
+        child = self._children.get(name)
+        if child is None or not (child.is_wanted or self._drain_until_s is not None):
+            process.kill()  # It came too late: another is there, or none is needed.
+            return
         child.adopt(now_s, process)
         self._wire.expect(name, life)
-        if child.role == GATEWAY:
-            self._gateways.heard(now_s, name)
-        self._has_served = self._has_served or self._can_serve()
         log.info("%s goes on on node %d", name, process.node, extra=about(name))
+        unit, rank = unit_and_rank(name)
+        if rank is not None and self._children[unit].phase is ProcessPhase.READY:
+            self._ready(name)  # Its unit has said that it works.
+        if child.role == GATEWAY and self._has_other_keys:
+            log.warning("%s is started again: API keys have changed", name, extra=about(name))
+            child.replace()
+        if self._drain_until_s is not None:
+            child.dismiss()
+            if child.role == GATEWAY:
+                self._wire.send(name, Drain())
         self._write_status()
+
+    def _end_adoption_if_due(self, nodes: LiveNodes) -> None:
+        """All that runs is known: go on from there."""
+        if self._was_adopting and not nodes.is_adopting:
+            self._was_adopting = False
+            if self._told.rollout is not None:
+                log.info("going on with the rollout that the supervisor before had begun")
+                self._roll_out(self._told.rollout)
 
     def _make_fleet_if_due(self) -> None:
         """The fleet decides from when it is known what runs."""
@@ -540,6 +570,7 @@ class Supervisor:
                 "another `hadal serve` has taken over what this one ran on the nodes; it ends"
             )
             self._exit_code, self._kill_at_once = EXIT_GAVE_UP, True
+            self._is_superseded = True
 
     def _is_here(self, child: Child) -> bool:
         """Whether it runs on this host, where it does."""
@@ -561,6 +592,15 @@ class Supervisor:
             self._starting.close()
             self._announce(self.status())
         self._write_status()
+
+    def _unit_is_up(self, message: UnitUp) -> None:
+        """It says so again to every new front; so ranks that were adopted are heard to work."""
+        self._ready(message.unit)
+        if (plan := self._plans.get(message.unit)) is not None:
+            for name in plan.ready_after:
+                if self._children[name].is_adopted:
+                    self._ready(name)
+        self._tell_fleet(message)
 
     def _reap(self) -> None:
         self._reap_each()
@@ -858,24 +898,14 @@ class Supervisor:
         write_status(self._folder, self.status())
 
 
-def _run(resolved: Resolved, options: Options) -> Run:
-    """A new run or, where nodes run what a supervisor before this one left, the same in its next term.
-    Raises ConfigError.
+def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:
+    """A new run or, where nodes run what a supervisor before this one left, the same again, and what it
+    told them. Raises ConfigError.
     """
     deployment = resolved.deployment
     address = address_here(deployment.cluster)
     secret = _secret(options.secret_file)
-    earlier = earlier_run(deployment) if deployment.cluster.spans_hosts else None
-    if earlier is not None and (options.secret_file is None or earlier.secret == secret):
-        log.info("taking over what another supervisor left on the nodes")
-        return dataclasses.replace(
-            earlier,
-            log_level=options.log_level,
-            log_format=options.log_format,
-            address=address,
-            term=earlier.term + 1,
-        )
-    return Run(
+    run = Run(
         secrets.token_hex(4),
         deployment,
         options.log_level,
@@ -885,6 +915,22 @@ def _run(resolved: Resolved, options: Options) -> Run:
         address,
         secret,
     )
+    kept = kept_run(deployment.cluster) if deployment.cluster.spans_hosts else None
+    if kept is None:
+        return run, None
+    term = kept.run.term + 1
+    is_ours = options.secret_file is None or kept.run.secret == secret
+    if not is_ours or not is_same(kept.run.deployment, deployment):
+        return dataclasses.replace(run, term=term), None
+    log.info("taking over what another supervisor left on the nodes")
+    taken_over = dataclasses.replace(
+        kept.run,
+        log_level=run.log_level,
+        log_format=run.log_format,
+        address=address,
+        term=term,
+    )
+    return taken_over, kept
 
 
 def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_life: int) -> Child:

@@ -286,7 +286,8 @@ class LiveNodes:
         self._forget_agents(now_s)
         self._nodes.listen_here(self._addresses_here())
         self._write_addresses()
-        self._nodes.tell_addresses(now_s)
+        if not self.is_adopting:  # Else they would forget whom they speak to, and nobody told yet.
+            self._nodes.tell_addresses(now_s)
         self._send_what_was_said()
         shown, self._shown = self._shown, (self.wrong, self.status())
         return shown != self._shown
@@ -435,55 +436,67 @@ class LiveNodes:
         self._known = addresses
 
 
-def earlier_run(deployment: Deployment) -> Run | None:
-    """The run of this name that a supervisor, which is gone, left on the nodes. None: there is none,
-    or of something else. Raises ConfigError if its supervisor is there.
+def kept_run(cluster: ClusterConfig) -> Joining | None:
+    """What Ray keeps of the run that was served under this name last: its supervisor and what it told
+    processes. None: it ended in order, or there was none. Raises ConfigError if that cannot be known,
+    or if its supervisor is there.
     """
-    cluster = deployment.cluster
-    command = [
-        "-m",
-        "hadal.runtime.ray_cluster",
-        "--find",
-        cluster.name,
-        "--address",
-        cluster.address,
-    ]
+    command = ["-m", "hadal.runtime.ray_cluster", "--find", cluster.name]
     try:
-        found = subprocess.run(
-            [sys.executable, "-P", *command],
+        asked = subprocess.run(
+            [sys.executable, "-P", *command, "--address", cluster.address],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             timeout=_FIND_S,
             check=False,
         )
-        joining = msgspec.json.decode(found.stdout, type=Joining) if found.stdout else None
-    except (subprocess.TimeoutExpired, msgspec.MsgspecError):
-        joining = None
-    if joining is None:
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"Ray at {cluster.address!r} did not answer in {_FIND_S:g} s.") from error
+    if asked.returncode:
+        said = asked.stderr.decode(errors="replace").strip().splitlines()
+        raise ConfigError(said[-1] if said else f"Ray at {cluster.address!r} does not answer.")
+    if not asked.stdout:
         return None
-    run = joining.run
-    if is_open(joining.supervisor.endpoint):
+    kept = msgspec.json.decode(asked.stdout, type=Joining)
+    if is_open(kept.supervisor.endpoint):
         raise ConfigError(
-            f"{cluster.name!r} is served by another `hadal serve`, on {run.address}. End that first, or"
-            " give this one a cluster.name."
+            f"{cluster.name!r} is served by another `hadal serve`, on {kept.run.address}. End that"
+            " first, or give this one a cluster.name."
         )
-    if _but_model(run.deployment) != _but_model(deployment):
-        log.warning(
-            "what runs on the nodes under this name is of another deployment, and ends soon"
-        )
-        return None
-    if run.deployment.model != deployment.model:
-        log.warning(
-            "the nodes serve %s since a rollout; `hadal rollout --model %s` replaces it",
-            run.deployment.model,
-            deployment.model,
-        )
-    return run
+    return kept
 
 
-def _but_model(deployment: Deployment) -> Deployment:
-    return msgspec.structs.replace(deployment, model="")
+_MAY_DIFFER = ("model", "model_name", "prefill.threads", "decode.threads")
+"""A rollout changes the first two, and the last two are derived from the cores of a host."""
+
+
+def is_same(found: Deployment, asked: Deployment) -> bool:
+    """Whether what runs is what is asked for, but for what may differ. If not, the log says why."""
+    differences = [name for name in _differences(found, asked) if name not in _MAY_DIFFER]
+    if differences:
+        log.warning(
+            "what runs on the nodes under this name is of another deployment (%s), and ends soon",
+            ", ".join(differences),
+        )
+    elif found.model != asked.model:
+        log.warning(
+            "the nodes serve %s; `hadal rollout --model %s` goes over to what is asked for",
+            found.model,
+            asked.model,
+        )
+    return not differences
+
+
+def _differences(one: msgspec.Struct, other: msgspec.Struct, path: str = "") -> list[str]:
+    """Names of fields that are not alike."""
+    names = []
+    for name in one.__struct_fields__:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, msgspec.Struct) and isinstance(theirs, msgspec.Struct):
+            names += _differences(mine, theirs, f"{path}{name}.")
+        elif mine != theirs:
+            names.append(path + name)
+    return names
 
 
 def is_open(endpoint: str) -> bool | None:

@@ -93,6 +93,8 @@ _FLOOR_S = 30.0
 """How often the autoscaler is told again what the cluster is to have: whoever else says something of the
 kind takes this word's place, and a head that was started again has forgotten it.
 """
+_LAST_S = 10.0
+"""How long the supervisor may take to end this, once it was told that another serves."""
 _AGAIN_S = 2.0
 """Between an agent's end and the next one's start."""
 
@@ -127,14 +129,16 @@ class NodeActor:
 
     def _here(self, joining: bytes) -> Joining:
         asked = msgspec.json.decode(joining, type=Joining)
-        return _joining(asked, asked.node, self._address)
+        return _told(asked, asked.node, self._address)
 
     def _look_for_successor(self) -> None:
         """Ray starts this anew with what it was given at first, whoever supervises by now."""
         kept = _kept(self._joining.run.deployment.cluster.name)
         if kept is not None and kept.run.run_id == self._joining.run.run_id:
-            mine = replace(kept, api_keys=self._joining.api_keys)
-            self._joining = _joining(mine, self._joining.node, self._address)
+            told = _told(kept, self._joining.node, self._address)
+            with self._lock:
+                if told.supervisor.life >= self._joining.supervisor.life:
+                    self._joining = told
 
     def _run(self) -> None:
         """Have an agent until one ends by itself, whereupon Ray starts this anew elsewhere, or here.
@@ -148,6 +152,7 @@ class NodeActor:
             begun_s = time.monotonic()
             code = self._start().wait()
             group = ray.util.get_current_placement_group()
+            self._look_for_successor()
             if code == EXIT_LEASE and group is not None:
                 has_heard = time.monotonic() - begun_s > 2.0 * lease_s
                 num_leases = 1 if has_heard else num_leases + 1
@@ -157,7 +162,6 @@ class NodeActor:
             time.sleep(_AGAIN_S)  # Else both would be started at once, and without a limit.
             if code != EXIT_LEASE:
                 os._exit(1)
-            self._look_for_successor()
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -192,19 +196,21 @@ class RayLender:
         """
         self._deployment = run.deployment
         self._run_id = run.run_id
-        self._joining = Joining(0, "", supervisor, run, api_keys)
-        self._name = run.deployment.cluster.name
         self._gateways = gateway_nodes(run.deployment)
+        self._joining = Joining(0, "", supervisor, run, api_keys if self._gateways else "")
+        self._name = run.deployment.cluster.name
         self._lent: dict[Group, _Lent] = {}
         self._late: dict[Group, str] = {}
         """Why those that are looked for in vain are not found."""
         self._is_kept = False
+        self._looked_s = time.monotonic()
         self._floor: list[dict[str, float]] | None = None
         """What the autoscaler was told last; None: nothing yet."""
         self._floor_s = -math.inf
         _join(run.deployment.cluster.address)
         self._refuse_volatile_head()
-        if not self.is_superseded:
+        self._is_claimed = not self._has_later() and self._claim()
+        if self._is_claimed:
             self.keep(run)
             self._adopt()
 
@@ -221,9 +227,24 @@ class RayLender:
         packed = msgspec.json.encode(self._joining)
         _internal_kv_put(self._name.encode(), packed, namespace=_NAMESPACE)
 
+    def _claim(self) -> bool:
+        """Be the one supervisor of its term: of several that start at once the first is. False: another
+        is.
+        """
+        term, claim = self._joining.run.term, self._joining.supervisor.endpoint.encode()
+        key = _claim_key(self._name, term)
+        _internal_kv_put(key, claim, overwrite=False, namespace=_NAMESPACE)
+        is_mine = bool(_internal_kv_get(key, namespace=_NAMESPACE) == claim)
+        if is_mine:
+            _internal_kv_del(_claim_key(self._name, term - 1), namespace=_NAMESPACE)
+        return is_mine
+
     @property
     def is_superseded(self) -> bool:
-        """Whether another supervisor has taken the run over."""
+        """Whether another supervisor serves under this name."""
+        return not self._is_claimed or self._has_later()
+
+    def _has_later(self) -> bool:
         kept = _kept(self._name)
         return kept is not None and kept.run.term > self._joining.run.term
 
@@ -232,6 +253,8 @@ class RayLender:
         if not self.is_superseded:
             self.move(())
             _internal_kv_del(self._name.encode(), namespace=_NAMESPACE)
+            key = _claim_key(self._name, self._joining.run.term)
+            _internal_kv_del(key, namespace=_NAMESPACE)
 
     def _adopt(self) -> None:
         """Take over what a lender of this run before this one asked for, and tell agents who
@@ -243,7 +266,7 @@ class RayLender:
             if name.startswith(prefix) and asked["state"] != "REMOVED":
                 group = tuple(map(int, name.removeprefix(prefix).split("-")))
                 self._lent[group] = lent = _Lent(get_placement_group(name), time.monotonic())
-                if asked["state"] == "CREATED":
+                if asked["state"] in ("CREATED", "RESCHEDULING"):  # Of the latter, a node is gone.
                     self._start_all(group, lent)
 
     def move(self, wanted: Collection[Group]) -> str:
@@ -254,6 +277,7 @@ class RayLender:
         large one. What was looked for in vain goes last.
         """
         self._set_floor(wanted)
+        self._forget_removed()
         for group in self._lent.keys() - set(wanted):
             self._release(group)
         pending = next((one for one, lent in self._lent.items() if not lent.has_agents), None)
@@ -267,6 +291,20 @@ class RayLender:
 
     def _urgency(self, group: Group) -> tuple[bool, bool, int]:
         return group not in self._late, group != self._gateways, len(group)
+
+    def _forget_removed(self) -> None:
+        """Groups that their agents gave back, as those do that hear of no supervisor for long."""
+        if time.monotonic() - self._looked_s < _FLOOR_S:
+            return
+        self._looked_s = time.monotonic()
+        states = {asked["name"]: asked["state"] for asked in placement_group_table().values()}
+        for group in list(self._lent):
+            if states.get(self._name_of(group), "REMOVED") == "REMOVED":
+                log.warning("%s were given back by their agents", _nodes(group))
+                del self._lent[group]
+
+    def _name_of(self, group: Group) -> str:
+        return f"{self._run_id}-{'-'.join(map(str, group))}"
 
     def _set_floor(self, wanted: Collection[Group]) -> None:
         """Tell an autoscaler, if there is one, which nodes the cluster is to have."""
@@ -296,10 +334,7 @@ class RayLender:
         self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int
     ) -> None:
         """Have an agent on a node; one that is there already hears who supervises now."""
-        told = _joining(self._joining, node, "")
-        if node not in self._gateways:
-            told = replace(told, api_keys="")
-        joining = msgspec.json.encode(told)
+        joining = msgspec.json.encode(_told(self._joining, node, ""))
         actor: Any = (
             ray.remote(NodeActor)
             .options(
@@ -369,7 +404,7 @@ class RayLender:
         made: PlacementGroup = placement_group(
             list(self._bundles(group).values()),
             strategy="STRICT_SPREAD",
-            name=f"{self._run_id}-{'-'.join(map(str, group))}",
+            name=self._name_of(group),
             lifetime="detached",
             bundle_label_selector=_selectors(len(group), self._deployment.cluster.label, elsewhere),
         )
@@ -440,9 +475,11 @@ def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
         log.warning("the autoscaler was not told which nodes are wanted: %s", error)
 
 
-def _joining(asked: Joining, node: int, address: str) -> Joining:
-    """The same for another node."""
-    return replace(asked, node=node, address=address, run=replace(asked.run, address=address))
+def _told(asked: Joining, node: int, address: str) -> Joining:
+    """The same for another node, which hears of API keys if it has a gateway."""
+    is_gateways = node in gateway_nodes(asked.run.deployment)
+    run = replace(asked.run, address=address)
+    return Joining(node, address, asked.supervisor, run, asked.api_keys if is_gateways else "")
 
 
 def _line(joining: Joining) -> bytes:
@@ -454,9 +491,17 @@ def _kept(name: str) -> Joining | None:
     ended, or there was none.
     """
     found = _internal_kv_get(name.encode(), namespace=_NAMESPACE)
-    with contextlib.suppress(msgspec.MsgspecError):  # Of another version.
+    try:
         return msgspec.json.decode(found, type=Joining) if found else None
-    return None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"what Ray keeps under cluster.name {name!r} is of another version of Hadal ({error}); give"
+            " another name."
+        ) from error
+
+
+def _claim_key(name: str, term: int) -> bytes:
+    return f"{name}/{term}".encode()
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
@@ -476,9 +521,11 @@ def _find(name: str, address: str) -> int:
     """Print what is kept of a run, if anything is."""
     try:
         _join(address)
-    except ConfigError:
-        return EXIT_CONFIG  # The lender says it again, where it is heard.
-    if (kept := _kept(name)) is not None:
+        kept = _kept(name)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
+    if kept is not None:
         sys.stdout.buffer.write(_line(kept))
     return 0
 
@@ -508,15 +555,17 @@ def main() -> int:
             for message in wire.receive(_LOOK_S):
                 if isinstance(message, KeepNodes):
                     wanted = message.groups
+            is_due = time.monotonic() - told_s >= _TELL_S
+            if is_due and lender.is_superseded:
+                wire.send(SUPERVISOR, NodesKept(complaint, is_superseded=True))
+                ending.wait(_LAST_S)  # The supervisor ends it.
+                return 0
             if wanted is not None:
                 complaint = lender.move(wanted)
-            if time.monotonic() - told_s >= _TELL_S:
+            if is_due:
                 told_s = time.monotonic()
-                is_superseded = lender.is_superseded
-                wire.send(SUPERVISOR, NodesKept(complaint, lender.found, is_superseded))
-                if is_superseded:
-                    return 0
-                lender.keep(read_run(asked.folder))  # After a rollout it is of other weights.
+                wire.send(SUPERVISOR, NodesKept(complaint, lender.found))
+                lender.keep(read_run(asked.folder))  # A rollout changes it.
         lender.end()
     except ConfigError as error:
         log.critical("%s", error)

@@ -20,7 +20,7 @@ import httpx
 import msgspec
 import pytest
 
-from hadal.core.config import ClusterConfig, Deployment, UnitsConfig
+from hadal.core.config import ClusterConfig, Deployment, GatewayConfig, UnitsConfig
 from hadal.core.messages import (
     SUPERVISOR,
     Address,
@@ -34,7 +34,7 @@ from hadal.core.messages import (
 from hadal.roles.nodes import agent_name
 from hadal.runtime.agent import Joining
 from hadal.runtime.process.forks import environment
-from hadal.runtime.process.process import EXIT_LEASE, FOLDER_PREFIX, Run
+from hadal.runtime.process.process import EXIT_LEASE, FOLDER_PREFIX, Run, read_run
 from hadal.runtime.resolve import resolve
 from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, launch_plan
 from hadal.runtime.wire import Network, ZmqWire, address_path, read_address, write_address
@@ -105,14 +105,18 @@ class Agent:
 
 
 @contextmanager
-def running(lease_s: float = 60.0) -> Iterator[Agent]:
+def running(lease_s: float = 60.0, gateways: int = 0) -> Iterator[Agent]:
     with socket.create_server((LOOPBACK, 0)) as found:
         port = found.getsockname()[1]
     asked = Deployment(
+        host="0.0.0.0",
         port=port,
+        gateway=GatewayConfig(nodes=gateways),
         prefill=UNITS,
         decode=UNITS,
-        cluster=ClusterConfig(lease_s=lease_s, node_timeout_s=0.5),
+        cluster=ClusterConfig(
+            on="ray" if gateways else "local", lease_s=lease_s, node_timeout_s=1.0
+        ),
     )
     resolved = resolve(asked)
     run = Run("r0", resolved.deployment, model_digest=resolved.model_digest, secret=SECRET)
@@ -177,7 +181,8 @@ def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
         agent.wire = ZmqWire(SUPERVISOR, Path(folder), life=2, network=network)
         agent.supervisor_folder = Path(folder)
         agent.news, agent.said = None, None
-        agent.tell(replace(agent.joining, supervisor=Address(2, agent.wire.endpoint)))
+        run = replace(agent.joining.run, fingerprint="of other weights", term=2)
+        agent.tell(replace(agent.joining, run=run, supervisor=Address(2, agent.wire.endpoint)))
         agent.hear(lambda: agent.news)
         assert agent.of("prefill-0") is not None
         assert agent.of("prefill-0").pid == pid  # type: ignore[union-attr]
@@ -187,33 +192,38 @@ def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
         agent.news = None
         agent.hear(lambda: agent.news)
         assert agent.of("prefill-0").pid == pid  # type: ignore[union-attr]
+        assert read_run(agent.folder).fingerprint == "of other weights"
         before.close()
 
 
-def test_a_gateway_is_started_with_its_keys_at_the_nodes_address(agent: Agent) -> None:
-    """Here it knows no front, so that all are told to come back."""
-    arguments = (GATEWAY_MODULE, "--name", "gateway-1")
-    agent.order(ProcessOrder("gateway-1", 1, arguments, 1))
-    url = f"http://{LOOPBACK}:{agent.port}/v1/models"
+def test_a_gateway_is_started_with_its_keys_at_the_nodes_address() -> None:
+    """And no unit, on a node that has a gateway. Here it knows no front."""
+    with running(gateways=4) as agent:  # On nodes 1 to 4.
+        arguments = (GATEWAY_MODULE, "--name", "gateway-1")
+        agent.order(
+            ProcessOrder("decode-0", 1, NO_UNIT, 1), ProcessOrder("gateway-1", 1, arguments, 1)
+        )
+        url = f"http://{LOOPBACK}:{agent.port}/v1/models"
 
-    def status_of(key: str) -> int:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code
-        return 0
+        def status_of(key: str) -> int:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code
+            return 0
 
-    agent.hear(lambda: status_of(KEY))
-    assert (status_of(KEY), status_of("another")) == (200, 401)
-    agent.order()
-    agent.hear(lambda: agent.of("gateway-1") is None)
+        agent.hear(lambda: status_of(KEY))
+        assert (status_of(KEY), status_of("another")) == (200, 401)
+        assert agent.of("decode-0") is None
 
 
-def test_nothing_but_units_and_gateways_is_started(agent: Agent) -> None:
+def test_nothing_but_units_is_started(agent: Agent) -> None:
     agent.order(
         ProcessOrder("decode-0", 3, ("http.server", "0"), 1),
+        ProcessOrder("gateway", 1, (GATEWAY_MODULE, "--name", "gateway"), 1),
         ProcessOrder("decode-1", 1, NO_UNIT, 1),
     )
     agent.hear(lambda: (news := agent.of("decode-1")) and news.code is not None)
     assert agent.of("decode-0") is None
+    assert agent.of("gateway") is None, "it would let everybody in: it was given no keys"
     agent.order()
     agent.hear(lambda: not agent.news or not agent.news.processes)
 

@@ -32,7 +32,9 @@ class FakeChild(Child):
 
 
 class World:
-    def __init__(self, *, ranks: int = 1, running: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *, ranks: int = 1, running: tuple[str, ...] = (), left: tuple[str, ...] = ()
+    ) -> None:
         deployment = Deployment(
             decode=UnitsConfig(ranks=ranks),
             fleet=FleetConfig(
@@ -52,6 +54,8 @@ class World:
         self.children: dict[str, FakeChild] = {name: FakeChild(name) for name in names}
         for name in running:
             self.children[name].phase = ProcessPhase.READY
+        for name in left:
+            self.children[name].is_adopted = True
         self.sent: list[tuple[str, Any]] = []
         self.now_s, self.tokens = 0.0, 0
         self.executor = FleetExecutor(
@@ -95,6 +99,21 @@ def test_only_the_floor_is_wanted_at_first() -> None:
         "waiting",
     ]
     assert set(world.executor.units) == {"prefill-0", "decode-0", "decode-1"}
+
+
+def test_units_above_the_floor_that_run_when_it_begins_are_kept_as_any_that_were_needed() -> None:
+    world = World(running=("prefill-0", "decode-0", "decode-1"))
+    assert world.sent == [], "nothing is known of the demand, so nobody is asked to go"
+    world.goes_on(50, 1)
+    assert world.sent == []
+    world.goes_on(50, 30)
+    assert [sent.unit for _, sent in world.sent if isinstance(sent, DrainUnit)][:1] == ["decode-1"]
+
+
+def test_ranks_that_were_left_without_a_leader_end_where_no_unit_is_asked_for() -> None:
+    world = World(ranks=2, running=("prefill-0", "decode-0"), left=("decode-0.0", "decode-1.0"))
+    assert world.children["decode-1.0"].num_replaced == 1
+    assert world.children["decode-0.0"].num_replaced == 0, "its leader runs"
 
 
 def test_units_that_run_when_it_begins_are_counted_and_nothing_is_started_for_them() -> None:

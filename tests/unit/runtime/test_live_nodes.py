@@ -4,10 +4,12 @@ which of this host's addresses leads to them.
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, GatewayConfig, UnitsConfig
@@ -24,7 +26,7 @@ from hadal.core.messages import (
     ProcessNews,
 )
 from hadal.roles.nodes import agent_name
-from hadal.runtime.nodes import LiveNodes, address_here
+from hadal.runtime.nodes import LiveNodes, address_here, is_same, kept_run
 from hadal.runtime.topology import launch_plan
 from hadal.runtime.wire import address_path
 
@@ -117,12 +119,57 @@ def test_what_another_supervisor_left_is_found_before_anything_is_done_about_it(
         assert (followed.pid, found.poll(), followed.poll()) == (80, -9, None)
         world.nodes.tick(101.3)
         assert world.nodes.is_adopting, "node 0 may come"
+        told = [message for _, message in world.wire.sent if isinstance(message, NodeOrders)]
+        assert {orders.addresses is None for orders in told} == {True}, "nobody is forgotten yet"
         world.speak(101.4, 0)
         world.nodes.tick(101.5)
         assert not world.nodes.is_adopting
         assert world.nodes.take_adopted() == []
+        (orders,) = [m.addresses for to, m in world.wire.sent[-3:] if to == agent_name(1, "b")]
+        assert orders == {"decode-0": later.address}
         world.nodes.keep(101.6, {0, 1, 2})
         assert (LENDER, KeepNodes(((0,), (1, 2)))) in world.wire.sent
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, ""),
+        ({"model": "/other", "model_name": "other"}, "rollout --model"),
+        ({"prefill": UnitsConfig(threads=7, ranks_per_node=1)}, ""),
+        ({"chunk_tokens": 64}, "(chunk_tokens)"),
+        ({"cluster": ClusterConfig(on="ray", name="x")}, "cluster.name"),
+    ],
+)
+def test_what_runs_is_taken_over_if_it_is_what_is_asked_for(
+    fields: dict[str, object], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = msgspec.structs.replace(DEPLOYMENT, **fields)
+    assert is_same(DEPLOYMENT, asked) == (not says.startswith(("(", "cl")))
+    assert says in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "expected"),
+    [
+        ("import sys; print('no Ray at 10.0.0.9', file=sys.stderr); sys.exit(2)", "no Ray at", 0),
+        ("raise RuntimeError('broken')", "broken", 0),
+        ("", "", None),
+    ],
+)
+def test_what_ray_cannot_say_is_not_taken_for_nothing(
+    code: str, says: str, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = subprocess.run
+    monkeypatch.setattr(
+        "hadal.runtime.nodes.subprocess.run",
+        lambda command, **more: run([command[0], "-c", code], **more),
+    )
+    if expected is None:
+        assert kept_run(ClusterConfig(on="ray", name="x")) is None
+        return
+    with pytest.raises(ConfigError, match=says):
+        kept_run(ClusterConfig(on="ray", name="x"))
 
 
 def test_agents_that_do_not_speak_to_the_next_supervisor_are_not_waited_for() -> None:

@@ -74,6 +74,10 @@ class PlayedRay:
         self.floors.append(bundles)
         self.selectors.append(bundle_label_selectors)
 
+    def put(self, key: bytes, value: bytes, overwrite: bool = True, namespace: bytes = b"") -> None:
+        if overwrite or key not in self.kept:
+            self.kept[key] = value
+
     def find(self, group: Group) -> None:
         """There are nodes for it."""
         self.states[f"run-{'-'.join(map(str, group))}"] = "CREATED"
@@ -93,8 +97,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
         "request_resources": played.set_floor,
         "_join": lambda address: None,
         "_internal_kv_get": lambda key, namespace: played.kept.get(key),
-        "_internal_kv_put": lambda key, value, namespace: played.kept.update({key: value}),
-        "_internal_kv_del": lambda key, namespace: played.kept.pop(key),
+        "_internal_kv_put": played.put,
+        "_internal_kv_del": lambda key, namespace: played.kept.pop(key, None),
         "_ray_nodes": list,
     }.items():
         monkeypatch.setattr(ray_cluster, name, function)
@@ -200,12 +204,47 @@ def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back
     RayLender(later, Address(2, "tcp://10.0.0.2:2"))
     assert len(played.actors) == 2 * num_actors, "the actor there is told"
     assert lender.is_superseded
+    other = RayLender(later, Address(2, "tcp://10.0.0.3:3"))
+    assert other.is_superseded, "of two that follow at once, the first does"
+    other.end()
+    assert played.states == {"run-0": "CREATED"}
     kept = dict(played.kept)
     again = RayLender(Run("run", DEPLOYMENT), ADDRESS)
     assert again.is_superseded
     assert played.kept == kept, "one that is started again does not take the run back"
     lender.end()
     assert played.states == {"run-0": "CREATED"}
+
+
+def test_a_run_that_follows_another_under_its_name_is_a_later_one(played: PlayedRay) -> None:
+    """As when a deployment was changed, and what ran before is not taken over."""
+    RayLender(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.1:2"))
+    new = RayLender(Run("new", DEPLOYMENT, term=3), Address(3, "tcp://10.0.0.1:3"))
+    assert not new.is_superseded
+    new.end()
+    assert played.kept.keys() == {ray_cluster._STORAGE_TAG}, "nothing is left"
+
+
+def test_a_group_that_misses_a_node_is_taken_over_as_it_is(played: PlayedRay) -> None:
+    played.states["run-1-2"] = "RESCHEDULING"
+    lender = RayLender(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.2:2"))
+    assert len(played.actors) == 2, "both are told: Ray starts the missing one again"
+    assert lender.found == (DECODE_0,)
+    played.now_s = 100.0
+    lender.move((DECODE_0,))
+    assert played.states["run-1-2"] == "RESCHEDULING", "it is not given back"
+
+
+def test_a_group_that_its_agents_gave_back_is_asked_for_again(
+    played: PlayedRay, lender: RayLender
+) -> None:
+    lender.move((PREFILL,))
+    played.find(PREFILL)
+    lender.move((PREFILL,))
+    played.states["run-0"] = "REMOVED"
+    played.now_s = 31.0
+    lender.move((PREFILL,))
+    assert played.asked == ["0", "0"]
 
 
 def test_a_run_that_ended_is_not_found(

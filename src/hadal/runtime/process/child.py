@@ -188,6 +188,8 @@ class Child:
         self.num_starts = 0
         self.life = first_life - 1
         """Of its last start."""
+        self.is_adopted = False
+        """Another supervisor started what runs now."""
         self.start_at_s = 0.0
         """When WAITING: not before."""
         self.started_s = 0.0
@@ -226,14 +228,14 @@ class Child:
         self._begin(now_s, start((*self._arguments, *self.more_arguments), self.life))
 
     def adopt(self, now_s: float, process: Started) -> None:
-        """Take over a process that another supervisor started, and that works."""
-        self._is_wanted = True
+        """Take over a process that another supervisor started. Whether it works it says again."""
         self._begin(now_s, process)
-        self.phase, self.ready_s = ProcessPhase.READY, now_s
+        self.is_adopted = True
 
     def _begin(self, now_s: float, process: Started) -> None:
         self.num_starts += 1
         self._process = process
+        self.is_adopted = False
         self.phase = ProcessPhase.STARTING
         self._is_replaced = False
         self.started_s = self.moved_s = now_s

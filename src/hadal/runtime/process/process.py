@@ -144,7 +144,9 @@ class Run:
     environment, log or recording.
     """
     term: int = 1
-    """How many supervisors the run has had."""
+    """Number of its supervisor among all that served under the cluster's name."""
+    rollout: Rollout | None = None
+    """One that is not over."""
 
 
 def write_run(folder: Path, run: Run) -> None:

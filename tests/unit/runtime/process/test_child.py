@@ -39,7 +39,9 @@ def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_
     other = start_here("decode-0", ["childcode"], {**os.environ, "PYTHONPATH": str(tmp_path)})
     child = Child("decode-0", "decode", ["childcode"], tmp_path / "log", first_life=1001)
     child.adopt(5.0, other)
-    assert (child.phase, child.pid, child.ready_s) == (ProcessPhase.READY, other.pid, 5.0)
+    assert (child.phase, child.pid, child.is_adopted) == (ProcessPhase.STARTING, other.pid, True)
+    child.is_ready(5.5)
+    assert (child.phase, child.ready_s) == (ProcessPhase.READY, 5.5)
     child.signal(signal.SIGKILL)
     assert reap(child) == -signal.SIGKILL
     assert (child.phase, child.num_failed_starts) == (ProcessPhase.WAITING, 0), "a crash"
@@ -51,6 +53,7 @@ def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_
 
     child.start(6.0, start_next)
     assert lives == [1001]
+    assert not child.is_adopted
     child.signal(signal.SIGKILL)
     reap(child)
 
