@@ -782,6 +782,8 @@ class GatewayHeartbeat(Message, frozen=True):
 
     gateway: str
     pid: int
+    units: tuple[str, ...] = ()
+    """Those that the front here heard to be up."""
 
 
 # ---- another gateway -> front's gateway ----

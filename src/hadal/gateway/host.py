@@ -45,6 +45,7 @@ from hadal.gateway.errors import as_api_error, overloaded, sentence
 from hadal.gateway.mailbox import Mailbox, Outbox, mailbox_for
 from hadal.policy.admission import Refusal
 from hadal.roles.front.front import refused
+from hadal.roles.front.units import FrontUnits
 from hadal.roles.reasons import answer_to
 from hadal.runtime.process.logs import fields
 from hadal.runtime.topology import GATEWAY
@@ -165,6 +166,9 @@ before is this one's.
 
 class FrontRole(Protocol):
     """The part of roles/front that a host needs."""
+
+    @property
+    def units(self) -> FrontUnits: ...
 
     def start(self, now_s: float) -> list[Effect]: ...
 
@@ -370,7 +374,8 @@ class Host(Doors):
 
     def heartbeat(self, pid: int) -> None:
         """Tell the supervisor and the other gateways that this process works."""
-        self._wire.send(SUPERVISOR, GatewayHeartbeat(GATEWAY, pid))
+        units = tuple(self._front.units.by_name)
+        self._wire.send(SUPERVISOR, GatewayHeartbeat(GATEWAY, pid, units))
         self._tell_others()
 
     def end(self) -> None:

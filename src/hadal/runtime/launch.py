@@ -278,7 +278,8 @@ class Supervisor:
             for message in messages:
                 has_news |= not isinstance(message, NodeNews | Printed | NodesKept)
                 if isinstance(message, UnitUp):
-                    self._unit_is_up(message)
+                    self._ready(message.unit)
+                    self._tell_fleet(message)
                 elif isinstance(message, Demand):
                     self._tell_fleet(message)
                 elif isinstance(message, Rollout):
@@ -536,9 +537,6 @@ class Supervisor:
         child.adopt(now_s, process)
         self._wire.expect(name, life)
         log.info("%s goes on on node %d", name, process.node, extra=about(name))
-        unit, rank = unit_and_rank(name)
-        if rank is not None and self._children[unit].phase is ProcessPhase.READY:
-            self._ready(name)  # Its unit has said that it works.
         if child.role == GATEWAY and self._has_other_keys:
             log.warning("%s is started again: API keys have changed", name, extra=about(name))
             child.replace()
@@ -593,14 +591,12 @@ class Supervisor:
             self._announce(self.status())
         self._write_status()
 
-    def _unit_is_up(self, message: UnitUp) -> None:
-        """It says so again to every new front; so ranks that were adopted are heard to work."""
-        self._ready(message.unit)
-        if (plan := self._plans.get(message.unit)) is not None:
-            for name in plan.ready_after:
-                if self._children[name].is_adopted:
-                    self._ready(name)
-        self._tell_fleet(message)
+    def _unit_works(self, unit: str) -> None:
+        """The front heard so, as every new one does; what was adopted need not say it again."""
+        plan = self._plans.get(unit)
+        for name in (unit, *plan.ready_after) if plan is not None else ():
+            if self._children[name].is_adopted:
+                self._ready(name)
 
     def _reap(self) -> None:
         self._reap_each()
@@ -803,6 +799,8 @@ class Supervisor:
         if child is not None and heartbeat.pid == child.pid:  # Else its predecessor's last words.
             self._gateways.heard(time.monotonic(), heartbeat.gateway)
             self._ready(heartbeat.gateway)
+            for unit in heartbeat.units:
+                self._unit_works(unit)
 
     def _kill_hung_gateways(self) -> None:
         """Kill gateways whose event loop stands still, or that are stopped. All that they said was
