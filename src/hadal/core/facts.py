@@ -12,7 +12,7 @@ import msgspec
 
 CANCELLED = "cancelled"
 """How a generation ended whose client left."""
-FINISHES = ("stop", "length")
+FINISHES = ("stop", "length", "tool_calls")
 """How one ended that is complete. Anything else is the HTTP status of its error, in digits."""
 REFUSALS = ("429", "503")
 """Statuses of what was not let in, where no unit had it before."""

@@ -9,9 +9,10 @@ texts as it likes, and only its own control tokens count.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hadal.core.documents import MAX_CONFIG_BYTES, read_text, shown
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.openai import Turn
 from hadal.gateway.template import TemplateProcess
+from hadal.gateway.tools import NO_TOOLS, Choosing, described, format_of
 from hadal.gateway.vocabulary import Vocabulary, read_json
 
 THINK_OPEN = "<think>"
@@ -29,6 +31,8 @@ _CHARS_PER_MESSAGE = 4096
 """What a template may add to each message, besides its own text once; more is a template that runs
 away.
 """
+_TOOLS = re.compile(r"\btools\b")
+"""In a template that lists them."""
 _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"}
 
 
@@ -58,6 +62,9 @@ class ChatFormat:
         self._eos = eos
         self._template = TemplateProcess(template, source)
         self._own_chars = len(template)
+        self.tools = format_of(vocabulary.control_ids, template)
+        """How the model writes calls; None: it does not."""
+        self._lists_tools = _TOOLS.search(template) is not None
         starts = {
             content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content
         }
@@ -71,9 +78,12 @@ class ChatFormat:
         thinking: bool | None = None,
         template_kwargs: dict[str, bool | int | float | str | None] | None = None,
         is_public: bool = False,
+        choosing: Choosing = NO_TOOLS,
+        prefix: str = "",
     ) -> Prompt:
         """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public`
-        counts what may be shared with everybody.
+        counts what may be shared with everybody. A reply that begins with a call, or with `prefix`,
+        has no reasoning.
 
         Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
         tokenise.
@@ -84,15 +94,28 @@ class ChatFormat:
                 f"chat_template_kwargs: {name} is the server's; leave it out.",
                 "chat_template_kwargs",
             )
+        calls = any(turn.calls or turn.call_id for turn in turns)
+        if (choosing.tools or calls) and self.tools is None:
+            raise RequestError(
+                "This model was not taught to call tools; leave tools, calls and their results out.",
+                "tools",
+            )
+        given = [each.fields for each in choosing.tools]
         texts = [
             *(turn.content for turn in turns),
+            *(text for turn in turns for call in turn.calls for text in astuple(call)),
+            *(turn.call_id for turn in turns),
             *(value for value in kwargs.values() if isinstance(value, str)),
+            json.dumps(given, ensure_ascii=False),
         ]
         shield = _unused_char(texts)
-        messages = [
-            {"role": turn.role, "content": self._shielded(_answer_of(turn), shield)}
-            for turn in turns
-        ]
+        messages = [self._message(turn, shield) for turn in turns]
+        tools: list[dict[str, Any]] | None = self._shielded_in(given, shield) or None
+        if tools is not None and self.tools is not None and not self._lists_tools:
+            if messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": ""})
+            messages[0]["content"] += described(self.tools, tools)
+            tools = None
         values: dict[str, Any] = {
             name: self._shielded(value, shield) if isinstance(value, str) else value
             for name, value in kwargs.items()
@@ -100,16 +123,49 @@ class ChatFormat:
         if thinking is not None:
             values["thinking"] = values["enable_thinking"] = thinking
         max_chars = 2 * sum(map(len, texts)) + _CHARS_PER_MESSAGE * (len(turns) + 1)
-        text = self._render(messages, values, max_chars)
+        text = self._render(messages, values, max_chars, tools=tools)
         thinks = text.rstrip().endswith(THINK_OPEN)
-        if thinks and thinking is False:
+        if thinks and (thinking is False or choosing.is_forced or prefix):
             text += f"\n{THINK_CLOSE}\n\n"
             thinks = False
+        text += self._shielded(prefix, shield)
+        if choosing.is_forced and self.tools is not None:
+            text += self.tools.forced(choosing.name)
         check_length(
             self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages"
         )
         ids = tuple(self._encode(text, shield))
         return Prompt(ids, thinks, self._num_public(turns, values, shield, ids) if is_public else 0)
+
+    def _message(self, turn: Turn, shield: str) -> dict[str, Any]:
+        """A turn as templates expect it."""
+        message: dict[str, Any] = {"role": turn.role, "content": _answer_of(turn)}
+        if turn.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in turn.calls
+            ]
+        if turn.call_id:
+            message["tool_call_id"] = turn.call_id
+        shielded: dict[str, Any] = self._shielded_in(message, shield)
+        return shielded
+
+    def _shielded_in(self, value: Any, shield: str) -> Any:
+        """Every text in it."""
+        if isinstance(value, str):
+            return self._shielded(value, shield)
+        if isinstance(value, list):
+            return [self._shielded_in(each, shield) for each in value]
+        if isinstance(value, dict):
+            return {
+                self._shielded(name, shield): self._shielded_in(each, shield)
+                for name, each in value.items()
+            }
+        return value
 
     def _num_public(
         self, turns: Sequence[Turn], values: dict[str, Any], shield: str, ids: tuple[int, ...]
@@ -155,17 +211,18 @@ class ChatFormat:
 
     def _render(
         self,
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         values: dict[str, Any],
         max_chars: int,
         *,
         opens_reply: bool = True,
+        tools: list[Any] | None = None,
     ) -> str:
         own = {
             "add_generation_prompt": opens_reply,
             "bos_token": self._bos,
             "eos_token": self._eos,
-            "tools": None,
+            "tools": tools,
         }
         return self._template.render(messages, {**values, **own}, max_chars + self._own_chars)
 

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
+from hadal.gateway.tools import NO_TOOLS, Choosing, read_choice, read_tools
 
 # The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
 #
@@ -60,6 +61,19 @@ class ContentPart(msgspec.Struct):
     """The text of a part of type "refusal", which an assistant's message in a history may have."""
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call in an assistant's message of the history."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct):
     """One message of a chat as clients write it."""
 
@@ -67,11 +81,12 @@ class ChatMessage(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
     """What the assistant said in the place of content."""
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
     prefix: bool | None = None
-    """DeepSeek's: the reply goes on where this message ends. Not served."""
+    """DeepSeek's: the reply goes on where this message ends, which is an assistant's and the last."""
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -122,6 +137,8 @@ class ChatRequest(Common, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     thinking: bool | Thinking | None = None
     reasoning_effort: str | None = None
@@ -146,7 +163,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's and SGLang's
@@ -201,7 +217,7 @@ does null, and where the default is not true also false, "" and what is empty. A
 refused by name. What changes no answer (metadata, store, service_tier) is ignored.
 """
 _CHAT_ONLY = {"add_special_tokens": (), "echo": (), "prefix": ()}
-_COMPLETION_ONLY = {"add_special_tokens": (True,)}
+_COMPLETION_ONLY = {"add_special_tokens": (True,), "tool_choice": ("none", "auto")}
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _MAX_HARMLESS_BYTES = 64
 _CHAT_FIELDS = {**NOT_SERVED, **_CHAT_ONLY}
@@ -297,11 +313,24 @@ PUBLIC = "public"
 
 
 @dataclass(frozen=True)
+class PastCall:
+    """A call of a tool that an assistant made. `arguments`: JSON as text, as it wrote them."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Turn:
-    """One message of a chat: role system, user or assistant, and its text."""
+    """One message of a chat: role system, user, assistant or tool, and its text."""
 
     role: str
     content: str
+    calls: tuple[PastCall, ...] = ()
+    """An assistant's."""
+    call_id: str = ""
+    """Which call a tool's message is the result of."""
 
 
 @dataclass(frozen=True)
@@ -335,11 +364,16 @@ class CommonFields:
 
 @dataclass(frozen=True)
 class ChatAsk:
+    """A body of /chat/completions, checked."""
+
     ask: CommonFields
     turns: tuple[Turn, ...]
     thinking: bool | None
     """None: as the chat template has it."""
     template_kwargs: dict[str, bool | int | float | str | None]
+    choosing: Choosing = NO_TOOLS
+    prefix: str = ""
+    """What the reply begins with and goes on from."""
 
 
 @dataclass(frozen=True)
@@ -353,9 +387,10 @@ def parse_chat(body: bytes) -> ChatAsk:
     """Read a body of /chat/completions. Raises RequestError."""
     check_served(body, is_chat=True)
     request = decode(body, ChatRequest)
-    for name, given in (("tools", request.tools), ("functions", request.functions)):
-        if given:
-            raise RequestError(f"{name} are not supported; leave them out.", name)
+    if request.functions:
+        raise RequestError("functions are not supported; send tools.", "functions")
+    tools = read_tools(request.tools or [])
+    choosing = read_choice(request.tool_choice, tools, request.parallel_tool_calls)
     if request.response_format is not None and request.response_format.type != "text":
         raise RequestError(
             f"response_format.type is {_short(request.response_format.type)}; only 'text' is"
@@ -379,11 +414,16 @@ def parse_chat(body: bytes) -> ChatAsk:
         value = kwargs.get(key)
         if thinking is None and isinstance(value, bool):
             thinking = value
+    turns, prefix = _turns(request.messages), ""
+    if request.messages[-1].prefix:
+        turns, prefix = turns[:-1], turns[-1].content
     return ChatAsk(
         ask=_ask(request, max_tokens, name, num_logprobs),
-        turns=_turns(request.messages),
+        turns=turns,
         thinking=thinking,
         template_kwargs=kwargs,
+        choosing=choosing,
+        prefix=prefix,
     )
 
 
@@ -596,7 +636,13 @@ def _is_effortless(effort: str | None) -> bool:
     return True
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 def _turns(messages: list[ChatMessage]) -> tuple[Turn, ...]:
@@ -606,32 +652,60 @@ def _turns(messages: list[ChatMessage]) -> tuple[Turn, ...]:
         raise RequestError(
             f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", "messages"
         )
+    for index, message in enumerate(messages):
+        if message.prefix and (message is not messages[-1] or message.role != "assistant"):
+            raise RequestError(
+                f"messages[{index}].prefix: the reply can go on from the last message alone, which"
+                " is to be an assistant's.",
+                f"messages[{index}].prefix",
+            )
+    if messages[-1].prefix and len(messages) == 1:
+        raise RequestError("messages has nothing to reply to; put a message first.", "messages")
     return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def _turn(message: ChatMessage, where: str) -> Turn:
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
+    if message.role == "function" or message.function_call:
+        raise RequestError(f"{where}: functions are not supported; send tools.", where)
+    if message.role == "tool" and not message.tool_call_id:
         raise RequestError(
-            f"{where}: tools are not supported; leave tool messages and calls out.", where
+            f"{where}.tool_call_id is missing; say which call this is the result of.",
+            f"{where}.tool_call_id",
         )
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(
+            f"{where}.tool_calls: only an assistant calls tools.", f"{where}.tool_calls"
+        )
+    if len(message.tool_calls or ()) > MAX_PARTS:
+        raise RequestError(
+            f"{where}.tool_calls has more than {MAX_PARTS} entries.", f"{where}.tool_calls"
+        )
+    text = _text_of(message, where)
+    calls = tuple(
+        PastCall(call.id, call.function.name, call.function.arguments)
+        for call in message.tool_calls or ()
+    )
+    return Turn(_ROLES[message.role], text, calls, message.tool_call_id or "")
+
+
+def _text_of(message: ChatMessage, where: str) -> str:
     role = _ROLES.get(message.role)
     if role is None:
         raise RequestError(
-            f"{where}.role is {_short(message.role)}; use 'system', 'developer', 'user' or"
-            " 'assistant'.",
+            f"{where}.role is {_short(message.role)}; use 'system', 'developer', 'user',"
+            " 'assistant' or 'tool'.",
             f"{where}.role",
         )
-    for name, given in (("prefix", message.prefix), ("audio", message.audio)):
-        if given:
-            raise RequestError(f"{where}.{name} is not supported; leave it out.", f"{where}.{name}")
+    if message.audio:
+        raise RequestError(f"{where}.audio is not supported; leave it out.", f"{where}.audio")
     content = message.refusal if message.content is None else message.content
     if content is None:
         if role != "assistant":
             where = f"{where}.content"
             raise RequestError(f"{where} is missing; send a string or a list of text parts.", where)
-        return Turn(role, "")
+        return ""
     if isinstance(content, str):
-        return Turn(role, content)
+        return content
     if len(content) > MAX_PARTS:
         raise RequestError(f"{where}.content has more than {MAX_PARTS} parts.", f"{where}.content")
     for index, part in enumerate(content):
@@ -647,7 +721,7 @@ def _turn(message: ChatMessage, where: str) -> Turn:
             raise RequestError(
                 f"{where}.content[{index}].text is missing.", f"{where}.content[{index}].text"
             )
-    return Turn(role, "".join(part.text or part.refusal or "" for part in content))
+    return "".join(part.text or part.refusal or "" for part in content)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:

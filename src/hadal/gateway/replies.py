@@ -24,6 +24,7 @@ from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.service import Work
 from hadal.gateway.stream import Piece
+from hadal.gateway.tools import CallDelta
 from hadal.gateway.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
@@ -150,6 +151,14 @@ class ChatFormatter:
             data += self._delta(index, "reasoning_content", piece.reasoning, piece.reasoning_tokens)
         if piece.content or piece.content_tokens:
             data += self._delta(index, "content", piece.content, piece.content_tokens)
+        for call in piece.calls:
+            delta = {
+                "content": "",
+                "reasoning_content": None,
+                "tool_calls": [_call_delta(call)],
+            }
+            body = b'"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null'
+            data += self._glue.chunk(index, body)
         if piece.finish is not None:
             data += self._glue.chunk(index, _LAST_DELTA + _encode(piece.finish))
         return data
@@ -182,12 +191,15 @@ class ChatFormatter:
 
     def _choice(self, outcome: Outcome) -> dict[str, Any]:
         piece = outcome.piece
-        message = {
+        message: dict[str, Any] = {
             "role": "assistant",
             "content": piece.content,
             "reasoning_content": piece.reasoning if outcome.reasoned else None,
             "refusal": None,
         }
+        if piece.calls:
+            message["content"] = piece.content or None
+            message["tool_calls"] = _whole_calls(piece.calls)
         logprobs = None
         if piece.content_tokens or piece.reasoning_tokens:
             logprobs = self._logprobs(piece.content_tokens, piece.reasoning_tokens)
@@ -305,6 +317,26 @@ class CompletionFormatter:
 
     def _text_of(self, token: int) -> str:
         return _bytes_of(self._vocabulary, token).decode("utf-8", "replace")
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_called(call, "")}
+
+
+def _called(call: CallDelta, arguments: str) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    """What the deltas add up to."""
+    return [
+        _called(call, "".join(each.arguments for each in deltas if each.index == call.index))
+        for call in deltas
+        if call.id
+    ]
 
 
 def _token_ids(piece: Piece) -> dict[str, Any]:

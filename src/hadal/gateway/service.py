@@ -42,7 +42,7 @@ from hadal.gateway.openai import (
     parse_completion,
     with_defaults,
 )
-from hadal.gateway.stream import Assembler
+from hadal.gateway.stream import Assembler, Calls
 from hadal.gateway.vocabulary import MAX_ID, Vocabulary, read_json, read_vocabulary
 from hadal.roles.front.requests import FrontNames
 
@@ -208,8 +208,13 @@ class Service:
             thinking=parsed.thinking,
             template_kwargs=parsed.template_kwargs,
             is_public=parsed.ask.cache_salt == PUBLIC,
+            choosing=parsed.choosing,
+            prefix=parsed.prefix,
         )
-        return self._work(parsed.ask, [(prompt, "")], request_id, tenant, sections=True)
+        calls = Calls(chat.tools, parsed.choosing) if chat.tools and parsed.choosing.tools else None
+        return self._work(
+            parsed.ask, [(prompt, "")], request_id, tenant, sections=True, calls=calls
+        )
 
     def _completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         check_num_ids(body, self._max_prompt_tokens)
@@ -271,8 +276,11 @@ class Service:
         tenant: Tenant,
         *,
         sections: bool,
+        calls: Calls | None = None,
     ) -> Work:
-        """`sections`: a chat's, whose reply sets its reasoning apart."""
+        """`sections`: a chat's, whose reply sets its reasoning apart; `calls`: and calls of tools,
+        where any are offered.
+        """
         for prompt, _ in prompts:
             check_length(
                 len(prompt.ids), self._max_prompt_tokens, "messages" if sections else "prompt"
@@ -300,6 +308,7 @@ class Service:
                     logprobs=ask.sampling.num_logprobs >= 0,
                     token_ids=ask.return_token_ids,
                     stop_repetition=ask.stop_repetition,
+                    calls=calls,
                 )
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))

@@ -20,6 +20,7 @@ from enum import Enum, auto
 
 from hadal.core.messages import Token
 from hadal.gateway.chat import THINK_CLOSE, THINK_OPEN
+from hadal.gateway.tools import CallDelta, CallReader, Choosing, ToolFormat
 from hadal.gateway.vocabulary import Vocabulary
 
 # Find the first of several strings in a text that arrives in pieces, and hold back what may be the
@@ -152,6 +153,15 @@ class Section(Enum):
     """Not yet known: a reply may begin with "<think>"."""
     REASONING = auto()
     CONTENT = auto()
+    CALLS = auto()
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a reply may call, and how the model writes it."""
+
+    format: ToolFormat
+    choosing: Choosing
 
 
 @dataclass(slots=True)
@@ -163,9 +173,10 @@ class Piece:
     reasoning_tokens: list[Token] = field(default_factory=list)
     content_tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
-    """Set on the last piece: "stop" or "length"."""
+    """Set on the last piece: "stop", "length" or "tool_calls"."""
     token_ids: list[int] = field(default_factory=list)
     """Every token taken in, the stop id too; only where they were asked for."""
+    calls: list[CallDelta] = field(default_factory=list)
 
     def add(self, other: Piece) -> None:
         """Append what came next."""
@@ -174,12 +185,14 @@ class Piece:
         self.reasoning_tokens += other.reasoning_tokens
         self.content_tokens += other.content_tokens
         self.token_ids += other.token_ids
+        self.calls += other.calls
         self.finish = self.finish or other.finish
 
     def __bool__(self) -> bool:
         return bool(
             self.reasoning
             or self.content
+            or self.calls
             or self.finish
             or self.reasoning_tokens
             or self.content_tokens
@@ -200,8 +213,10 @@ class Assembler:
         logprobs: bool = False,
         token_ids: bool = False,
         stop_repetition: bool = False,
+        calls: Calls | None = None,
     ) -> None:
         """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning.
+        `calls`: set calls of tools apart; None: none are offered.
 
         `stop_repetition`: a text that goes round in circles (gateway/stream) ends, as one that
         reached its length. Stop strings count only in what comes after `min_tokens` tokens.
@@ -219,6 +234,17 @@ class Assembler:
         self._section = Section.CONTENT
         if sections:
             self._section = Section.REASONING if thinks else Section.START
+        self._calls = calls
+        self._reader: CallReader | None = None
+        """From the first mark of calls on."""
+        self._id_to_mark: dict[int, str] = {}
+        if calls is not None:
+            ids = vocabulary.control_ids
+            self._id_to_mark = {ids[mark]: mark for mark in calls.format.marks}
+            if calls.choosing.is_forced:
+                self._reader = CallReader(calls.format)
+                self._reader.begin_within(calls.choosing.name)
+                self._section = Section.CALLS
         self._start = ""
         self._close = Matcher((THINK_CLOSE,) if self._close_id is None else ())
         marks = (*sorted(vocabulary.marks | {THINK_OPEN, THINK_CLOSE}),) if sections else ()
@@ -266,9 +292,12 @@ class Assembler:
         if token.finish == "stop":  # A stop id: it has no text.
             self._end("stop", piece)
             return
+        i = token.token
+        if self._section is Section.CALLS or i in self._id_to_mark:
+            self._take_call(token, piece)
+            return
         if self._logprobs:
             self._waiting.append((self._num_chars, token))
-        i = token.token
         if self._section is not Section.CONTENT and self._is_mark(i, piece):
             pass
         elif i not in self._hidden and 0 <= i < len(self._bytes):
@@ -279,6 +308,39 @@ class Assembler:
             self._end(token.finish, piece)
         if self._recent is not None and self.finish is None:
             self._look_for_repetition(self._recent, i, piece)
+
+    def _take_call(self, token: Token, piece: Piece) -> None:
+        """A token of the section of calls, or one that begins it: what is said is said before it."""
+        assert self._calls is not None
+        if self._section is not Section.CALLS:
+            self._drain(piece)
+            if self.finish is None:
+                self._show_tokens(self._num_chars + 1, piece)
+                self._num_chars = self._num_shown = 0
+                self._section = Section.CALLS
+                self._reader = self._reader or CallReader(self._calls.format)
+                self._reader.is_over = False
+        if self.finish is not None or self._reader is None:
+            return
+        i = token.token
+        if (mark := self._id_to_mark.get(i)) is not None:
+            self._reader.text(self._decoder.decode(b"", final=True))
+            self._decoder.reset()
+            self._reader.mark(mark)
+        elif i not in self._hidden and 0 <= i < len(self._bytes):
+            self._reader.text(self._decoder.decode(self._bytes[i]))
+        self._show_calls(piece)
+        if self._reader.is_over:
+            self._section = Section.CONTENT
+        is_enough = not self._calls.choosing.is_parallel and self._reader.num_ended
+        if token.finish is not None or is_enough:
+            self._end(token.finish or "stop", piece)
+
+    def _show_calls(self, piece: Piece) -> None:
+        if self._reader is not None:
+            deltas, text = self._reader.take()
+            piece.calls += deltas
+            piece.content += text
 
     def _look_for_repetition(self, recent: list[int], token: int, piece: Piece) -> None:
         recent.append(token)
@@ -360,7 +422,7 @@ class Assembler:
         self._show(text, piece)
         if stop is not None:
             self._waiting.clear()
-            self.finish = piece.finish = "stop"
+            self._finish("stop", piece)
 
     def _show(self, text: str, piece: Piece) -> None:
         if not text:
@@ -411,7 +473,18 @@ class Assembler:
         self._num_chars = self._num_shown = 0
 
     def _end(self, finish: str, piece: Piece) -> None:
-        self._drain(piece)
+        if self._section is Section.CALLS and self._reader is not None:
+            self._reader.text(self._decoder.decode(b"", final=True))
+            self._reader.end()
+            self._show_calls(piece)
+            self._section = Section.CONTENT
+        else:
+            self._drain(piece)
         if self.finish is None:
             self._show_tokens(self._num_chars + 1, piece)
-            self.finish = piece.finish = finish
+            self._finish(finish, piece)
+
+    def _finish(self, finish: str, piece: Piece) -> None:
+        if finish == "stop" and self._reader is not None and self._reader.num_calls:
+            finish = "tool_calls"
+        self.finish = piece.finish = finish

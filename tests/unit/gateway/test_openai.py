@@ -20,6 +20,11 @@ from hadal.gateway.openai import (
 )
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
 
 
 def chat(**fields: Any) -> Any:
@@ -38,8 +43,31 @@ def completion(**fields: Any) -> Any:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"content": "hi"}]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0]"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "hi", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", description=1)]}, "tools[0].function.description"),
+        ({"tools": [tool("f"), tool("f")]}, "tools"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [tool("f")], "tool_choice": "always"}, "tool_choice"),
+        (
+            {
+                "tools": [tool("f")],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool_choice",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
@@ -88,7 +116,7 @@ def completion(**fields: Any) -> Any:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools[0]"),
         ({"functions": [{}]}, "functions"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs[...]"),
@@ -96,7 +124,7 @@ def completion(**fields: Any) -> Any:
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort"),
         (
-            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            {"messages": [{"role": "user", "content": "a", "prefix": True}]},
             "messages[0].prefix",
         ),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),

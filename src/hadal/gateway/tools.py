@@ -1,0 +1,360 @@
+"""Calls of tools in a model's own format: read while they come, whatever pieces they come in.
+
+Models of one family write a call between control tokens, which users cannot spell (gateway/chat).
+Which format a model has follows from those tokens and its chat template; a model that has none of
+them was not taught to call, and is asked for no call.
+
+    DeepSeek-V3, R1    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+                       ```json
+                       {"city": "Oslo"}
+                       ```<｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
+    DeepSeek-V3.1      <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜> ...
+    Kimi-K2            <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0
+                       <|tool_call_argument_begin|>{...}<|tool_call_end|> ...
+
+A call counts from when its name is complete. What never gets so far is shown as text: nothing that a
+model wrote is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+from hadal.core.errors import RequestError
+
+MAX_TOOLS = 128
+_FENCED = re.compile(r"\s*([^\n`]+?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
+"""NAME, a line break, a fence. Some models leave out the first line break or the second."""
+_BARE = re.compile(r"\s*([^\n`]+)\n\s*(?=[{\[])")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a client offers. `fields`: as it came, for the chat template."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """What a reply may call. `is_forced`: it begins with a call, of `name` if that is given."""
+
+    tools: tuple[Tool, ...] = ()
+    is_forced: bool = False
+    name: str = ""
+    is_parallel: bool = True
+
+
+NO_TOOLS = Choosing()
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What came of a call: with an id its beginning, else more of its arguments."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The control tokens of one family."""
+
+    name: str
+    calls_begin: str
+    calls_end: str
+    call_begin: str
+    call_end: str
+    separator: str
+    is_fenced: bool = False
+    """The word "function" stands before the separator, and behind it the name and a fence of JSON."""
+    prefix: str = ""
+    """Of a name, which is followed by the call's number then: functions.NAME:0."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator)
+
+    def forced(self, name: str) -> str:
+        """How a reply begins that is a call, of the tool `name` if that is given."""
+        opening = self.calls_begin + self.call_begin
+        if self.is_fenced:
+            opening += f"function{self.separator}"
+            return f"{opening}{name}\n```json\n" if name else opening
+        if not name:
+            return opening + self.prefix
+        number = ":0" if self.prefix else ""
+        return f"{opening}{self.prefix}{name}{number}{self.separator}"
+
+
+_DEEPSEEK = ToolFormat(
+    "deepseek-v3.1",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)
+FORMATS = {
+    each.name: each
+    for each in (
+        _DEEPSEEK,
+        replace(_DEEPSEEK, name="deepseek-v3", is_fenced=True),
+        ToolFormat(
+            "kimi-k2",
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_call_argument_begin|>",
+            prefix="functions.",
+        ),
+    )
+}
+
+
+def format_of(control_tokens: Collection[str], template: str) -> ToolFormat | None:
+    """The format of a model with these control tokens and this chat template; None: it has none."""
+    known = [each for each in FORMATS.values() if set(each.marks) <= set(control_tokens)]
+    # V3 and V3.1 share their tokens; V3's template writes the fence of earlier calls.
+    fenced = "```json" in template
+    return next((each for each in known if each.is_fenced == fenced or each.prefix), None)
+
+
+def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
+    """What follows the system prompt where the template lists no tools itself, as DeepSeek's: the text
+    with which those models were taught (model card of DeepSeek-V3.1, "ToolCall"). Its control tokens
+    count.
+    """
+    lines = ["", "", "## Tools", "You have access to the following tools:", ""]
+    for tool in tools:
+        function = tool["function"]
+        parameters = json.dumps(function.get("parameters", {}), ensure_ascii=False)
+        description = function.get("description", "")
+        lines += [f"### {function['name']}", f"Description: {description}", ""]
+        lines += [f"Parameters: {parameters}", ""]
+    call, chaining = (
+        f"tool_call_name{format.separator}tool_call_arguments",
+        "directly without separators or spaces",
+    )
+    if format.is_fenced:
+        call = f"function{format.separator}tool_call_name\n```json\ntool_call_arguments\n```"
+        chaining = "with a newline as separator"
+    lines += [
+        "IMPORTANT: ALWAYS adhere to this exact format for tool use:",
+        f"{format.calls_begin}{format.call_begin}{call}{format.call_end}{{additional_tool_calls}}"
+        f"{format.calls_end}",
+        "",
+        "Where:",
+        "- `tool_call_name` must be an exact match to one of the available tools",
+        "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema",
+        f"- For multiple tool calls, chain them {chaining}",
+    ]
+    return "\n".join(lines)
+
+
+def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
+    """Tools as a client describes them. Raises RequestError."""
+    if len(given) > MAX_TOOLS:
+        raise RequestError(
+            f"tools has {len(given)} entries; at most {MAX_TOOLS} are allowed.", "tools"
+        )
+    tools = tuple(_read_tool(each, f"tools[{index}]") for index, each in enumerate(given))
+    names = [tool.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(
+                f"tools: two are called {name!r}; give each a name of its own.", "tools"
+            )
+    return tools
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def _read_tool(given: Any, where: str) -> Tool:
+    if not isinstance(given, dict) or given.get("type") != "function":
+        raise RequestError(f"{where}.type: only tools of type 'function' are supported.", where)
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function is missing; send an object with a name.", where)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}.function.name: 1 to 64 letters, digits, underscores and dashes are needed.",
+            f"{where}.function.name",
+        )
+    for key, kind in (("description", str), ("parameters", dict)):
+        if not isinstance(function.get(key), kind | None):
+            raise RequestError(
+                f"{where}.function.{key} is no {'text' if kind is str else 'object'}.",
+                f"{where}.function.{key}",
+            )
+    if function.get("strict"):
+        raise RequestError(
+            f"{where}.function.strict is not supported yet; leave it out.",
+            f"{where}.function.strict",
+        )
+    return Tool(name, {"type": "function", "function": function})
+
+
+def read_choice(choice: Any, tools: tuple[Tool, ...], is_parallel: bool | None) -> Choosing:
+    """What `tool_choice` and `parallel_tool_calls` say. Raises RequestError."""
+    if choice in (None, "auto", "none", "required"):
+        if choice == "required" and not tools:
+            raise RequestError("tool_choice is 'required', and there are no tools.", "tool_choice")
+        offered = () if choice == "none" else tools
+        return Choosing(offered, choice == "required", "", is_parallel is not False)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if (
+        not isinstance(choice, dict)
+        or choice.get("type") != "function"
+        or not isinstance(name, str)
+    ):
+        raise RequestError(
+            "tool_choice: send 'auto', 'none', 'required', or"
+            ' {"type": "function", "function": {"name": ...}}.',
+            "tool_choice",
+        )
+    if not any(tool.name == name for tool in tools):
+        raise RequestError(f"tool_choice: no tool is called {name[:64]!r}.", "tool_choice")
+    return Choosing(tools, True, name, is_parallel is not False)
+
+
+class At(Enum):
+    """Where in the section of calls a reply is."""
+
+    BETWEEN = auto()
+    """Before the next call."""
+    HEAD = auto()
+    """Behind the mark that begins a call."""
+    NAME = auto()
+    """Behind the separator, where a name and a fence follow it."""
+    ARGUMENTS = auto()
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class CallReader:
+    """Reads the section of calls of one reply, from behind the mark that begins it. What comes of it
+    is taken by `take`, however the section was cut.
+    """
+
+    def __init__(self, format: ToolFormat, new_id: Callable[[], str] = _new_id) -> None:
+        self.format = format
+        self.num_calls = 0
+        """Whose names are complete."""
+        self.num_ended = 0
+        self.is_over = False
+        """The section's end was read."""
+        self._new_id = new_id
+        self._at = At.BETWEEN
+        self._raw = ""
+        """What came of a call whose name is not complete, marks included."""
+        self._held = ""
+        """Of a head, or of arguments: what may be part of something else."""
+        self._deltas: list[CallDelta] = []
+        self._shown = ""
+
+    def begin_within(self, name: str) -> None:
+        """The prompt ends within a call, behind its name if one is given (ToolFormat.forced)."""
+        self._at = At.NAME if self.format.is_fenced else At.HEAD
+        if name:
+            self._name(name, 0)
+
+    def mark(self, text: str) -> None:
+        """A control token."""
+        format = self.format
+        if text == format.call_begin:
+            self.end()
+            self._at, self._raw = At.HEAD, text
+        elif text == format.separator and self._at is At.HEAD:
+            self._raw += text
+            self._read_head()
+        elif text in (format.call_end, format.calls_end):
+            self.end()
+            self.is_over = text == format.calls_end
+
+    def text(self, text: str) -> None:
+        """Plain text."""
+        if self._at is At.ARGUMENTS:
+            self._arguments(text)
+            return
+        if self._at is At.BETWEEN:
+            self._shown += text if text.strip() else ""  # Space between two calls is theirs.
+            return
+        self._raw += text
+        self._held += text
+        if self._at is At.NAME:
+            self._read_name()
+
+    def end(self) -> None:
+        """The present call is over, if there is one."""
+        if self._at is At.ARGUMENTS:
+            rest, self._held = self._held, ""
+            self._add(rest.rstrip().removesuffix("```").rstrip() if self.format.is_fenced else rest)
+            self.num_ended += 1
+        else:
+            self._shown += self._raw  # No call came of it.
+        self._at, self._raw, self._held = At.BETWEEN, "", ""
+
+    def take(self) -> tuple[list[CallDelta], str]:
+        """What came of calls since the last time, and what turned out to be plain text."""
+        deltas, shown = self._deltas, self._shown
+        self._deltas, self._shown = [], ""
+        return deltas, shown
+
+    def _read_head(self) -> None:
+        """What stands before the separator: "function", a name, or functions.NAME:0."""
+        head, self._held = self._held.strip(), ""
+        if self.format.is_fenced:
+            self._at = At.NAME
+        elif self.format.prefix:
+            bare, _, number = head.removeprefix(self.format.prefix).rpartition(":")
+            is_numbered = bool(bare) and number.isascii() and number.isdigit()
+            self._name(bare if is_numbered else head, int(number) if is_numbered else None)
+        else:
+            self._name(head)
+
+    def _read_name(self) -> None:
+        """Behind the separator: a name, and arguments in a fence. Some models leave it out."""
+        found = _FENCED.match(self._held) or _BARE.match(self._held)
+        if found is not None:
+            rest = self._held[found.end() :]
+            self._name(found[1].strip())
+            self._arguments(rest)
+
+    def _name(self, name: str, number: int | None = None) -> None:
+        """A call counts from here on. `number`: the one in its head."""
+        if not name:
+            return
+        is_numbered = number is not None and bool(self.format.prefix)
+        own = f"{self.format.prefix}{name}:{number}" if is_numbered else self._new_id()
+        self._deltas.append(CallDelta(self.num_calls, "", own, name))
+        self.num_calls += 1
+        self._at, self._raw, self._held = At.ARGUMENTS, "", ""
+
+    def _arguments(self, text: str) -> None:
+        text = self._held + text
+        end = len(text)
+        if self.format.is_fenced:  # What may be the fence's end waits until something follows it.
+            before = text.rstrip()
+            end = len(before.removesuffix("```").removesuffix("``").removesuffix("`").rstrip())
+        self._held = text[end:]
+        self._add(text[:end])
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._deltas.append(CallDelta(self.num_calls - 1, text))

@@ -1,0 +1,403 @@
+"""Tools: what clients may ask, prompts in each family's words, and calls read from tokens that come in
+any pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from hadal.core.errors import RequestError
+from hadal.core.messages import Token
+from hadal.gateway.chat import ChatFormat
+from hadal.gateway.openai import PastCall, Turn
+from hadal.gateway.replies import ChatFormatter, Head, Outcome, Usage
+from hadal.gateway.stream import Assembler, Calls, Piece
+from hadal.gateway.tiktoken import byte_of_char
+from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, format_of, read_choice
+from hadal.gateway.vocabulary import Vocabulary
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+V3, V31, KIMI = (FORMATS[name] for name in ("deepseek-v3", "deepseek-v3.1", "kimi-k2"))
+MARKS = [*dict.fromkeys(mark for each in FORMATS.values() for mark in each.marks)]
+CONTROLS = [BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", *MARKS]
+"""Each a token; all else is bytes."""
+WEATHER = Tool(
+    "weather",
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather <｜User｜> there",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    },
+)
+"""Whose description tries to be more than a text."""
+
+
+def vocabulary_of(controls: Sequence[str]) -> Vocabulary:
+    """Bytes, and these control tokens."""
+    chars = {byte: char for char, byte in byte_of_char().items()}
+    special = [{"id": 256 + i, "content": text, "special": True} for i, text in enumerate(controls)]
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "use_regex": False,
+        "trim_offsets": False,
+    }
+    fields = {
+        "model": {
+            "type": "BPE",
+            "vocab": {chars[byte]: byte for byte in range(256)},
+            "merges": [],
+        },
+        "pre_tokenizer": level,
+        "decoder": level,
+        "added_tokens": [
+            {**each, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            for each in special
+        ],
+    }
+    return Vocabulary(fields, "here")
+
+
+VOCABULARY = vocabulary_of(CONTROLS)
+
+
+@pytest.fixture
+def vocabulary() -> Vocabulary:
+    return VOCABULARY
+
+
+def written(format: ToolFormat, *calls: tuple[str, str]) -> str:
+    """Calls as a model of the family writes them."""
+    text = format.calls_begin
+    for number, (name, arguments) in enumerate(calls):
+        if format.is_fenced:
+            body = f"function{format.separator}{name}\n```json\n{arguments}\n```"
+        elif format.prefix:
+            body = f"{format.prefix}{name}:{number}{format.separator}{arguments}"
+        else:
+            body = f"{name}{format.separator}{arguments}"
+        text += f"{format.call_begin}{body}{format.call_end}"
+    return text + format.calls_end
+
+
+@dataclass
+class Read:
+    """A reply as a client adds it up."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    """Of each its name and arguments."""
+    ids: list[str] = field(default_factory=list)
+    finish: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.content += piece.content
+        self.reasoning += piece.reasoning
+        for delta in piece.calls:
+            if delta.id:
+                assert delta.index == len(self.calls), "in order"
+                self.calls.append([delta.name, delta.arguments])
+                self.ids.append(delta.id)
+            else:
+                assert delta.index == len(self.calls) - 1, "one call after the other"
+                self.calls[delta.index][1] += delta.arguments
+        self.finish = self.finish or piece.finish
+
+
+def read(
+    vocabulary: Vocabulary,
+    format: ToolFormat,
+    ids: Sequence[int],
+    cuts: Sequence[int] = (),
+    finish: str = "stop",
+    **choosing: Any,
+) -> Read:
+    """What becomes of these tokens and a stop id behind them, pushed in pieces."""
+    assembler = Assembler(
+        vocabulary, sections=True, calls=Calls(format, Choosing((WEATHER,), **choosing))
+    )
+    tokens = [Token("r", 0, i, token) for i, token in enumerate(ids)]
+    if finish == "stop":
+        tokens.append(Token("r", 0, len(tokens), vocabulary.control_ids[EOS], "stop"))
+    result, at = Read(), 0
+    for cut in (*sorted(cuts), len(tokens)):
+        result.add(assembler.push(tokens[at : max(at, cut)]))
+        at = max(at, cut)
+    result.add(assembler.end("length"))
+    return result
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_calls_are_set_apart_from_what_is_said_before_them(
+    vocabulary: Vocabulary, format: ToolFormat
+) -> None:
+    calls = ("weather", '{"city": "Ös`lo```"}'), ("time", '{"zone": "}\\n```"}')
+    text = "<think>Two.</think>\nLet me see." + written(format, *calls)
+    found = read(vocabulary, format, vocabulary.encode_controlled(text))
+    assert (found.reasoning, found.content) == ("Two.", "Let me see.")
+    assert found.calls == [list(call) for call in calls]
+    assert found.finish == "tool_calls"
+    if format is KIMI:
+        assert found.ids == ["functions.weather:0", "functions.time:1"], "the model's own"
+    else:
+        assert len(set(found.ids)) == 2
+        assert all(len(i) == len("call_") + 24 for i in found.ids)
+
+
+PLAIN = st.text(st.sampled_from('a{}":` \n,é'), max_size=6)
+
+
+@st.composite
+def replies(draw: st.DrawFn, format: ToolFormat) -> str:
+    """Calls with a fault here and there, and text between them."""
+    parts = [written(format, ("weather", '{"city": 1}'), ("f", "{}"))]
+    pieces = [piece for part in parts for piece in _split(part)]
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(pieces)))
+        if draw(st.booleans()):
+            pieces.insert(at, draw(st.one_of(PLAIN, st.sampled_from([*format.marks, "</think>"]))))
+        elif pieces:
+            del pieces[min(at, len(pieces) - 1)]
+    return draw(PLAIN) + "".join(pieces) + draw(PLAIN)
+
+
+def _split(text: str) -> list[str]:
+    """At its marks."""
+    for mark in MARKS:
+        text = text.replace(mark, f"\0{mark}\0")
+    return [part for part in text.split("\0") if part]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+def test_any_cut_of_any_reply_gives_the_same(name: str, data: st.DataObject) -> None:
+    """Broken ones, too, of which no plain text is lost."""
+    vocabulary, format = VOCABULARY, FORMATS[name]
+    ids = vocabulary.encode_controlled(data.draw(replies(format)))
+    cuts = data.draw(st.lists(st.integers(0, len(ids) + 1), max_size=8))
+    finish = data.draw(st.sampled_from(("stop", "length")))
+    whole = read(vocabulary, format, ids, finish=finish)
+    cut = read(vocabulary, format, ids, cuts, finish=finish)
+    one_by_one = read(vocabulary, format, ids, range(len(ids)), finish=finish)
+    for each in (cut, one_by_one):
+        own = [i.startswith("functions.") for i in each.ids]
+        each.ids = [
+            i if mine else whole.ids[n]
+            for n, (i, mine) in enumerate(zip(each.ids, own, strict=True))
+        ]
+        assert each == whole
+    assert (whole.finish == "tool_calls") == (bool(whole.calls) and finish == "stop")
+
+
+def test_a_call_that_is_none_is_shown(vocabulary: Vocabulary) -> None:
+    broken = f"{V31.calls_begin}{V31.call_begin}weather, please{V31.call_end}{V31.calls_end}"
+    found = read(vocabulary, V31, vocabulary.encode_controlled(broken))
+    assert found == Read(content=f"{V31.call_begin}weather, please", finish="stop")
+
+
+def test_a_call_that_ends_with_its_length_has_what_came(vocabulary: Vocabulary) -> None:
+    text = written(V3, ("weather", '{"city": "Oslo"}')).partition("Os")[0]
+    found = read(vocabulary, V3, vocabulary.encode_controlled(text), finish="length")
+    assert (found.calls, found.finish) == ([["weather", '{"city": "']], "length")
+
+
+def test_one_call_is_all_where_a_client_takes_no_more(vocabulary: Vocabulary) -> None:
+    ids = vocabulary.encode_controlled(written(V31, ("weather", "{}"), ("weather", "[]")))
+    found = read(vocabulary, V31, ids, is_parallel=False)
+    assert (found.calls, found.finish) == ([["weather", "{}"]], "tool_calls")
+
+
+def test_without_tools_marks_are_hidden_as_all_controls_are(vocabulary: Vocabulary) -> None:
+    assembler = Assembler(vocabulary, sections=True)
+    ids = vocabulary.encode_controlled("a" + V31.calls_begin + "b")
+    piece = assembler.push([Token("r", 0, i, token) for i, token in enumerate(ids)])
+    assert (piece.content, piece.calls) == ("ab", [])
+
+
+def test_logprobs_are_of_what_is_said_and_stops_too(vocabulary: Vocabulary) -> None:
+    calls = Calls(V31, Choosing((WEATHER,)))
+    assembler = Assembler(vocabulary, sections=True, logprobs=True, stops=("Oslo",), calls=calls)
+    ids = vocabulary.encode_controlled("So: " + written(V31, ("weather", '"Oslo"')))
+    piece = assembler.push([Token("r", 0, i, token, None, -1.0) for i, token in enumerate(ids)])
+    assert piece.content == "So: "
+    assert [token.token for token in piece.content_tokens] == ids[:4]
+    assert [each.arguments for each in piece.calls if not each.id] == [*'"Oslo"']
+    assert piece.finish is None
+
+
+# ---- forced ----
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("tool", ["", "weather"])
+def test_a_forced_call_goes_on_from_its_beginning_in_the_prompt(
+    vocabulary: Vocabulary, format: ToolFormat, tool: str
+) -> None:
+    whole = written(format, ("weather", '{"city": 1}'))
+    beginning = format.forced(tool)
+    assert whole.startswith(beginning)
+    ids = vocabulary.encode_controlled(whole.removeprefix(beginning))
+    found = read(vocabulary, format, ids, is_forced=True, name=tool)
+    assert (found.calls, found.content) == ([["weather", '{"city": 1}']], "")
+    assert found.finish == "tool_calls"
+    if format is KIMI:
+        assert found.ids == ["functions.weather:0"]
+
+
+def test_what_may_be_chosen() -> None:
+    assert read_choice(None, (WEATHER,), None) == Choosing((WEATHER,))
+    assert read_choice("none", (WEATHER,), None) == Choosing(())
+    assert read_choice("required", (WEATHER,), False) == Choosing((WEATHER,), True, "", False)
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert read_choice(named, (WEATHER,), True) == Choosing((WEATHER,), True, "weather")
+    with pytest.raises(RequestError, match="there are no tools"):
+        read_choice("required", (), None)
+
+
+# ---- prompts ----
+
+V31_TEMPLATE = (
+    "{% set ns = namespace(system='') %}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}"
+    "{% endif %}{% endfor %}{{ bos_token }}{{ ns.system }}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}{% endif %}"
+    "{% if m['role'] == 'assistant' %}{{ '<｜Assistant｜></think>' + (m['content'] or '') }}"
+    "{% if m['tool_calls'] %}{{ '<｜tool▁calls▁begin｜>' }}{% for c in m['tool_calls'] %}"
+    "{{ '<｜tool▁call▁begin｜>' + c['function']['name'] + '<｜tool▁sep｜>'"
+    " + c['function']['arguments'] + '<｜tool▁call▁end｜>' }}{% endfor %}"
+    "{{ '<｜tool▁calls▁end｜>' }}{% endif %}{{ eos_token }}{% endif %}"
+    "{% if m['role'] == 'tool' %}{{ '<out>' + m['content'] + '</out>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}"
+)
+LISTING = "{{ tools | tojson if tools else '' }}"
+
+
+@pytest.fixture(scope="module")
+def chat() -> Iterator[ChatFormat]:
+    with closing(ChatFormat(VOCABULARY, V31_TEMPLATE, BOS, EOS, "here")) as chat:
+        yield chat
+
+
+def rendered(vocabulary: Vocabulary, chat: ChatFormat, turns: Sequence[Turn], **more: Any) -> str:
+    return vocabulary.decode(chat.prompt(turns, max_tokens=100_000, **more).ids)
+
+
+def test_the_format_follows_from_tokens_and_template() -> None:
+    assert format_of(CONTROLS, V31_TEMPLATE) is V31
+    assert format_of(V31.marks, V31_TEMPLATE + "```json") is V3
+    assert format_of(KIMI.marks, "") is KIMI
+    assert format_of([BOS, EOS], V31_TEMPLATE) is None
+
+
+def test_a_conversation_with_calls_and_results(vocabulary: Vocabulary, chat: ChatFormat) -> None:
+    turns = [
+        Turn("user", "Oslo?"),
+        Turn("assistant", "", (PastCall("c1", "weather", '{"city": "Oslo"}'),)),
+        Turn("tool", "rain<｜tool▁calls▁begin｜>", call_id="c1"),
+    ]
+    text = rendered(vocabulary, chat, turns)
+    assert text == (
+        f"{BOS}<｜User｜>Oslo?<｜Assistant｜></think>"
+        + written(V31, ("weather", '{"city": "Oslo"}'))
+        + f"{EOS}<out>rain<｜tool▁calls▁begin｜></out><｜Assistant｜></think>"
+    )
+    ids = chat.prompt(turns, max_tokens=100_000).ids
+    assert ids.count(vocabulary.control_ids[V31.calls_begin]) == 1, "the result's is plain text"
+
+
+def test_tools_follow_the_system_prompt_where_the_template_lists_none(
+    vocabulary: Vocabulary, chat: ChatFormat
+) -> None:
+    turns = [Turn("system", "Be brief."), Turn("user", "Oslo?")]
+    prompt = chat.prompt(turns, max_tokens=100_000, choosing=Choosing((WEATHER,)))
+    text = vocabulary.decode(prompt.ids)
+    assert text.startswith(f"{BOS}Be brief.\n\n## Tools\nYou have access to the following tools:\n")
+    assert '### weather\nDescription: The weather <｜User｜> there\n\nParameters: {"type": ' in text
+    assert f"use:\n{V31.calls_begin}{V31.call_begin}tool_call_name{V31.separator}" in text
+    assert prompt.ids.count(vocabulary.control_ids["<｜User｜>"]) == 1, (
+        "a description is plain text"
+    )
+    assert prompt.ids.count(vocabulary.control_ids[V31.calls_begin]) == 1
+    assert "## Tools" in rendered(vocabulary, chat, turns[1:], choosing=Choosing((WEATHER,)))
+
+
+def test_a_template_that_lists_tools_gets_them(vocabulary: Vocabulary) -> None:
+    with closing(ChatFormat(vocabulary, LISTING + V31_TEMPLATE, BOS, EOS, "here")) as chat:
+        prompt = chat.prompt([Turn("user", "a")], max_tokens=9999, choosing=Choosing((WEATHER,)))
+    text = vocabulary.decode(prompt.ids)
+    listed = text.partition(BOS)[0]
+    assert json.loads(listed) == [WEATHER.fields]
+    assert "## Tools" not in text
+    assert prompt.ids.count(vocabulary.control_ids["<｜User｜>"]) == 1
+
+
+def test_a_forced_call_ends_the_prompt(vocabulary: Vocabulary, chat: ChatFormat) -> None:
+    text = rendered(
+        *(vocabulary, chat, [Turn("user", "a")]), choosing=Choosing((WEATHER,), True, "weather")
+    )
+    assert text.endswith(f"</think>{V31.calls_begin}{V31.call_begin}weather{V31.separator}")
+
+
+def test_a_reply_goes_on_from_a_prefix(vocabulary: Vocabulary, chat: ChatFormat) -> None:
+    text = rendered(vocabulary, chat, [Turn("user", "a")], prefix="It <｜User｜> is")
+    assert text == f"{BOS}<｜User｜>a<｜Assistant｜></think>It <｜User｜> is"
+
+
+def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
+    vocabulary = vocabulary_of([BOS, EOS])
+    with closing(ChatFormat(vocabulary, "{{ messages[0]['content'] }}", BOS, EOS, "x")) as chat:
+        with pytest.raises(RequestError, match="was not taught to call tools"):
+            chat.prompt([Turn("user", "a")], max_tokens=99, choosing=Choosing((WEATHER,)))
+        result = Turn("tool", "rain", call_id="c1")
+        with pytest.raises(RequestError, match="was not taught to call tools"):
+            chat.prompt([result], max_tokens=99)
+
+
+# ---- replies ----
+
+
+def test_chunks_and_bodies_are_openais(vocabulary: Vocabulary) -> None:
+    assembler = Assembler(vocabulary, sections=True, calls=Calls(V31, Choosing((WEATHER,))))
+    ids = vocabulary.encode_controlled(written(V31, ("weather", '{"a": 1}'), ("f", "{}")))
+    stop = Token("r", 0, len(ids), vocabulary.control_ids[EOS], "stop")
+    reply, whole = ChatFormatter(Head("i", 1, "m", "f"), vocabulary), Piece()
+    data = reply.opening(0, "")
+    for token in [*(Token("r", 0, i, token) for i, token in enumerate(ids)), stop]:
+        piece = assembler.push([token])
+        data += reply.chunks(0, piece)
+        whole.add(piece)
+    events = [json.loads(line[6:]) for line in data.split(b"\n\n") if line]
+    chunks = [ChatCompletionChunk.model_validate(event) for event in events]
+    deltas = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    assert [(d.index, d.type, d.function and d.function.name) for d in deltas if d.id] == [
+        (0, "function", "weather"),
+        (1, "function", "f"),
+    ]
+    joined = [
+        "".join(d.function.arguments or "" for d in deltas if d.function and d.index == i)
+        for i in (0, 1)
+    ]
+    assert joined == ['{"a": 1}', "{}"]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    body = ChatCompletion.model_validate_json(
+        reply.whole([Outcome(0, whole, False)], Usage(1, 2, 0))
+    )
+    message = body.choices[0].message
+    assert message.content is None
+    assert [call.function.arguments for call in message.tool_calls or ()] == joined  # type: ignore[union-attr]
+    assert body.choices[0].finish_reason == "tool_calls"
