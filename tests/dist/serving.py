@@ -265,8 +265,14 @@ def launch(
     return Server(process, run_folder, log_path)
 
 
+_LOG_SHOWN = 8000
+
+
 def finish(server: Server) -> None:
-    """Stop the server if it runs, and see that no process and no pool outlive it."""
+    """Stop the server if it runs, and see that no process and no pool outlive it. The end of its log is
+    shown where the test failed.
+    """
+    print(server.log()[-_LOG_SHOWN:])
     status = read_status(server.folder)
     pids = server.seen_pids | (
         {p.pid for p in status.processes.values() if p.pid} if status else set()
