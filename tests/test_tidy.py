@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "overlap": {"core"},
     "reference": {"core"},
+    "tokens": {"core"},
     "comm": {"core", "reference", "kernels"},
     "policy": {"core"},
     "kv": {"core", "policy"},
@@ -30,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"core", "reference"},
     "roles": {"core", "policy", "overlap", "perf", "kv", "stats"},
     "sim": {"core", "kv", "overlap", "perf", "policy", "roles", "stats"},
-    "model": {"core", "overlap", "kernels", "reference", "comm"},
+    "model": {"core", "overlap", "kernels", "reference", "comm", "tokens"},
     "runtime": {
         "core",
         "kv",
@@ -42,8 +43,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "overlap",
         "stats",
         "progress",
+        "tokens",
     },
-    "gateway": {"core", "policy", "overlap", "roles", "runtime", "stats"},
+    "gateway": {"core", "policy", "overlap", "roles", "runtime", "stats", "tokens"},
     "commands": {
         "core",
         "policy",

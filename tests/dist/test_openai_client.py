@@ -212,7 +212,7 @@ def test_completion_logprobs_and_echo(client: OpenAI, model: str) -> None:
         ({"messages": []}, "messages"),
         ({"n": 1000}, "n"),
         ({"stop": [""]}, "stop"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages"),
     ],

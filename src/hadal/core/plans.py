@@ -35,6 +35,19 @@ def codes_bytes(hidden_size: int) -> int:
     return -(-hidden_size // 4) * 4
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What a request's text must be. Checked by the gateway; ranks follow it (tokens/grammars)."""
+
+    text: str
+    """In llguidance's form."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a text: drawn only where the grammar accepts."""
+    begins_after: int = -1
+    """The token that ends the reasoning before it, up to which any token may be drawn; -1: it
+    begins with the output.
+    """
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How a request's next token is drawn. The draw at output index i depends on `seed`, i and the
     logits alone.
@@ -52,6 +65,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     num_logprobs: int = -1
     """-1: none; 0: the chosen token's; n: also the n best alternatives."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+    """Of the tokens that it does not allow none is drawn. Log-probabilities do not know it."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +85,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Index in the output of the token drawn after the last chunk (0 unless it is a retry)."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    """History for the penalties; set on the last chunk only, and only if a penalty is on."""
+    """History, for penalties and the grammar; set on the last chunk only, and only as far as one of
+    them asks for it.
+    """
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
 
@@ -138,7 +155,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     """The attempt id by which its KV is known, should the unit get another leader."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    """History for the penalties; set only if a penalty is on. `output` includes `last_token`."""
+    """History, for penalties and the grammar; set only as far as one of them asks for it. `output`
+    includes `last_token`.
+    """
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     is_pulled: bool = False
@@ -290,6 +309,8 @@ FLIP = "flip"
 """Among the op times of a step: a layer's experts and its table were exchanged before it."""
 DRAFT = "draft"
 """Among the op times of a step: the module's entries and drafts."""
+MASK = "mask"
+"""Among the op times of a step: it stood still for what grammars allow."""
 
 
 class OpTime(msgspec.Struct, frozen=True, array_like=True):

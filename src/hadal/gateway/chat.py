@@ -21,7 +21,8 @@ from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.openai import Turn
 from hadal.gateway.template import TemplateProcess
 from hadal.gateway.tools import NO_TOOLS, Choosing, described, format_of
-from hadal.gateway.vocabulary import Vocabulary, read_json
+from hadal.gateway.vocabulary import Vocabulary
+from hadal.tokens.table import read_json
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"

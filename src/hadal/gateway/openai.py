@@ -44,8 +44,18 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class JsonSchema(msgspec.Struct):
+    """A schema by name. `strict` false is held to as well."""
+
+    name: str
+    schema: msgspec.Raw = msgspec.Raw(b"null")
+    strict: bool | None = None
+    description: str | None = None
+
+
 class ResponseFormat(msgspec.Struct):
     type: str
+    json_schema: JsonSchema | None = None
 
 
 class Thinking(msgspec.Struct):
@@ -126,6 +136,8 @@ class Common(msgspec.Struct, kw_only=True):
     """
     return_token_ids: bool | None = None
     """Also give the tokens of a reply as ids; only where it is not streamed."""
+    response_format: ResponseFormat | None = None
+    """For /completions an extension."""
 
 
 class ChatRequest(Common, kw_only=True):
@@ -135,7 +147,6 @@ class ChatRequest(Common, kw_only=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -303,6 +314,10 @@ MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_OTHER_VALUES = 65_536
 """Most values of a body besides token ids; commas in its texts count as well."""
+MAX_SCHEMA_BYTES = 1 << 16
+MAX_SCHEMA_DEPTH = 64
+"""Objects and lists of a schema within each other; one of properties nests three a level."""
+_SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _LIST = re.compile(rb'"prompt"\s*:\s*\[')
 """The begin of a prompt that is a list. No text holds one: in a string the quotes around the name
 would be escaped.
@@ -334,6 +349,15 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class AnswerFormat:
+    """What an answer's text must be."""
+
+    name: str
+    schema: dict[str, Any] | None
+    """None: any JSON object."""
+
+
+@dataclass(frozen=True)
 class CommonFields:
     """What both endpoints ask of the engine. None: the model's or the deployment's default."""
 
@@ -360,6 +384,8 @@ class CommonFields:
     """Larger is sooner among those that wait."""
     cache_salt: str | None = None
     """None: what the tenant's other requests leave behind is reused, and the other way round."""
+    format: AnswerFormat | None = None
+    """None: any text."""
 
 
 @dataclass(frozen=True)
@@ -391,12 +417,6 @@ def parse_chat(body: bytes) -> ChatAsk:
         raise RequestError("functions are not supported; send tools.", "functions")
     tools = read_tools(request.tools or [])
     choosing = read_choice(request.tool_choice, tools, request.parallel_tool_calls)
-    if request.response_format is not None and request.response_format.type != "text":
-        raise RequestError(
-            f"response_format.type is {_short(request.response_format.type)}; only 'text' is"
-            " supported.",
-            "response_format",
-        )
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
@@ -525,7 +545,69 @@ def _ask(
         ),
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        format=_format(request),
     )
+
+
+def _format(request: ChatRequest | CompletionRequest) -> AnswerFormat | None:
+    asked = request.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type not in ("json_object", "json_schema"):
+        raise _bad_format(
+            f"response_format.type is {_short(asked.type)}; 'text', 'json_object' and 'json_schema'"
+            " are supported."
+        )
+    for name, is_asked in (
+        ("ignore_eos", request.ignore_eos),
+        ("min_tokens", request.min_tokens),
+    ):
+        if is_asked:
+            raise RequestError(
+                f"{name} and a response_format exclude each other: the format says where the answer"
+                " ends.",
+                name,
+            )
+    if asked.type == "json_object":
+        return AnswerFormat("json_object", None)
+    if asked.json_schema is None:
+        raise _bad_format("response_format.json_schema needs a name and a schema.")
+    name, raw = asked.json_schema.name, bytes(asked.json_schema.schema)
+    if not _SCHEMA_NAME.fullmatch(name):
+        raise _bad_format(
+            "response_format.json_schema.name needs 1 to 64 letters, digits, '_' and '-'."
+        )
+    if len(raw) > MAX_SCHEMA_BYTES:
+        raise _bad_format(
+            f"The schema of response_format {name!r} has {len(raw)} bytes; at most"
+            f" {MAX_SCHEMA_BYTES} are allowed."
+        )
+    schema = msgspec.json.decode(raw)
+    if not isinstance(schema, dict):
+        raise _bad_format(f"The schema of response_format {name!r} is no object, as it has to be.")
+    if "x-guidance" in schema:
+        raise _bad_format(f"Invalid schema for response_format {name!r}: 'x-guidance' is ours.")
+    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
+        raise _bad_format(
+            f"The schema of response_format {name!r} nests deeper than {MAX_SCHEMA_DEPTH} levels."
+        )
+    return AnswerFormat(name, schema)
+
+
+def _bad_format(message: str) -> RequestError:
+    return RequestError(message, "response_format")
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 def check_ids(ask: CommonFields, vocab_size: int) -> None:

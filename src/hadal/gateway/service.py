@@ -16,13 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from hadal.core.config import LimitsConfig
 from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.core.messages import Generation
 from hadal.core.model_config import read_model_config
+from hadal.core.plans import Grammar
 from hadal.gateway.auth import PRIORITY, Tenant, salt_within
 from hadal.gateway.chat import (
+    THINK_CLOSE,
     ChatFormat,
     Prompt,
     check_length,
@@ -31,6 +35,7 @@ from hadal.gateway.chat import (
     read_chat_format,
 )
 from hadal.gateway.errors import ApiError
+from hadal.gateway.formats import Formats
 from hadal.gateway.openai import (
     MAX_TOP_K,
     PUBLIC,
@@ -43,8 +48,9 @@ from hadal.gateway.openai import (
     with_defaults,
 )
 from hadal.gateway.stream import Assembler, Calls
-from hadal.gateway.vocabulary import MAX_ID, Vocabulary, read_json, read_vocabulary
+from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 from hadal.roles.front.requests import FrontNames
+from hadal.tokens.table import MAX_ID, read_json
 
 OFF_LOOP_BYTES = 1024
 """Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many
@@ -155,6 +161,7 @@ class Service:
         self.model = model
         self.limits = limits
         self._names = names
+        self._formats = Formats()
         self._random_bytes = random_bytes
         # One thread: prompts wait for each other rather than take the ranks' cores.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
@@ -169,7 +176,7 @@ class Service:
 
     async def completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         """Begin a completion, as `chat` begins a chat."""
-        if len(body) <= OFF_LOOP_BYTES:
+        if len(body) <= OFF_LOOP_BYTES and b"response_format" not in body:
             return self._completion(body, request_id, tenant)
         return await self._off_loop(self._completion, body, request_id, tenant)
 
@@ -189,8 +196,9 @@ class Service:
             )
 
     def close(self) -> None:
-        """End the tokenising thread."""
+        """End the tokenising thread, and the process that looks at formats."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._formats.close()
 
     def _chat(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         parsed = parse_chat(body)
@@ -291,10 +299,14 @@ class Service:
         choices: list[Choice] = []
         for prompt, prefix in prompts:
             names = b"", ""
+            grammar = self._grammar(ask, prompt)
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
                 generation = self._generation(
                     ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, names
                 )
+                if grammar is not None:
+                    sampling = replace(generation.sampling, grammar=grammar)
+                    generation = replace(generation, sampling=sampling)
                 # Here, where a long prompt is off the event loop; its other choices have the same
                 # names.
                 generation = self._names.named(generation)
@@ -312,6 +324,22 @@ class Service:
                 )
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
+
+    def _grammar(self, ask: CommonFields, prompt: Prompt) -> Grammar | None:
+        """What the answer must be, in the form that ranks follow."""
+        if ask.format is None:
+            return None
+        begins_after = -1
+        if prompt.thinks:
+            begins_after = self.model.vocabulary.control_ids.get(THINK_CLOSE, -1)
+        if not self.model.eos_ids or (prompt.thinks and begins_after < 0):
+            raise RequestError(
+                "response_format is not supported for this model: it has no token that ends"
+                f" {'its reasoning; send thinking false' if self.model.eos_ids else 'a text'}.",
+                "response_format",
+            )
+        text = self._formats.text(ask.format, follows_reasoning=prompt.thinks)
+        return Grammar(text, self.model.eos_ids, begins_after)
 
     def _generation(
         self,

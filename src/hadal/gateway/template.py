@@ -1,5 +1,5 @@
 """A chat template at work in a process of its own, where it can neither hang the server nor eat its
-memory.
+memory; so are the grammars that requests ask for looked at.
 
 A template is a program that comes with a model. Jinja's sandbox keeps it from files and from
 Python's insides, but not from endless loops, nor from texts that double until memory is gone, and
@@ -35,6 +35,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.errors import overloaded
+from hadal.tokens.grammars import complaint
 
 log = logging.getLogger("hadal.gateway")
 
@@ -108,22 +109,34 @@ class TemplateProcess:
         """Raises RequestError for what the template refuses, and for what exceeds a limit or
         `max_chars`; ApiError 503 if two processes in a row are gone or silent.
         """
-        call = ["render", messages, values, max_chars]
+        try:
+            return self._answer(["render", messages, values, max_chars])
+        except _RefusedError as error:
+            raise RequestError(
+                f"The chat template cannot render these messages: {error}.", "messages"
+            ) from None
+
+    def check(self, grammar: str) -> str | None:
+        """Why a grammar cannot be followed (tokens/grammars), be it for what it takes to look at
+        it; None if it can. Raises ApiError as `render` does.
+        """
+        try:
+            return self._answer(["check", grammar]) or None
+        except _RefusedError as error:
+            return str(error)
+
+    def _answer(self, call: list[Any]) -> str:
         with self._lock:
             try:
                 try:
-                    return self._rendered(call, self._patience_s)
+                    return self._answered(call, self._patience_s)
                 except _LostError as error:
                     log.warning("the chat template's process is replaced: %s", error)
-                    return self._rendered(call, self._deadline_s)
+                    return self._answered(call, self._deadline_s)
             except _LostError as error:
                 log.warning("the chat template's process is given up: %s", error)
                 raise overloaded(
                     503, "The chat template's process does not answer; try again.", 1.0
-                ) from None
-            except _RefusedError as error:
-                raise RequestError(
-                    f"The chat template cannot render these messages: {error}.", "messages"
                 ) from None
 
     def close(self) -> None:
@@ -131,7 +144,7 @@ class TemplateProcess:
         with self._lock:
             self._stop()
 
-    def _rendered(self, call: Any, deadline_s: float) -> str:
+    def _answered(self, call: Any, deadline_s: float) -> str:
         if self._socket is None:
             self._start()
         return self._ask(call, deadline_s)
@@ -197,6 +210,8 @@ class TemplateProcess:
         self._stop()
         if code == -signal.SIGPROF:
             return _RefusedError(f"it takes more than {self._limits[0]} s of processor time")
+        if code == -signal.SIGABRT:  # Code that is not Python's ends so where memory is refused.
+            return _RefusedError(f"it takes more than {int(self._limits[1]) >> 20} MiB of memory")
         return _LostError(f"it ended ({code})")
 
 
@@ -251,6 +266,8 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
             try:
                 if call[0] == "parse":
                     template, reply = _parsed(call[1]), {"ok": ""}
+                elif call[0] == "check":
+                    reply = {"ok": complaint(call[1]) or ""}
                 else:
                     assert template is not None
                     reply = {"ok": _rendered(template, *call[1:])}

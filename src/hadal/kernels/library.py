@@ -58,7 +58,7 @@ _ABI = {
     "hadal_unpack": ("p" * 11, ctypes.c_int),
     "hadal_heads_in": ("ppll" + "iiipiiip", ctypes.c_int),
     "hadal_heads_out": ("ppiiipiiip", ctypes.c_int),
-    "hadal_sample": ("ppliii" + "ppppippp" + "ippppp", ctypes.c_int),
+    "hadal_sample": ("ppliii" + "ppppippp" + "pp" + "ippppp", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
     "hadal_step_run": ("pppiipppl" + "ppp", ctypes.c_int),

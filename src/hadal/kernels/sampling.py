@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hadal.kernels import library
 from hadal.reference import sampling as twin
-from hadal.reference.sampling import ROW, SLOT, TOKEN_VALUE, SlotTable
+from hadal.reference.sampling import ROW, SLOT, TOKEN_VALUE, RowMasks, SlotTable
 
 
 def sample(
@@ -20,13 +20,14 @@ def sample(
     num_B: np.ndarray,
     fed_R: np.ndarray,
     table: SlotTable,
+    masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """See the twin. Raises ValueError if shapes or types do not match, there is no such slot, or one
     comes twice; nothing is drawn then.
     """
     lib = library.load()
     if lib is None or logits_RV.device.type != "cpu":
-        return twin.sample(logits_RV, slots_B, num_B, fed_R, table)
+        return twin.sample(logits_RV, slots_B, num_B, fed_R, table, masks)
     logits_RV = logits_RV.float()
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()
@@ -40,6 +41,8 @@ def sample(
     for name, history_SV in (("counts_SV", table.counts_SV), ("seen_SV", table.seen_SV)):
         if history_SV is not None:
             library.check_shape(name, history_SV, (num_slots, vocabulary))
+    if masks is not None:
+        _check_masks(masks, num_rows, vocabulary)
     # C refuses a slot that is not there.
     num_best = int(table.slots_S["num_logprobs"].take(slots_B, mode="clip").max(initial=0))
     ints = np.empty(1 + batch + num_rows, np.int64)  # How many in all, num_drawn_B, at_R.
@@ -61,6 +64,8 @@ def sample(
             table.bias.ctypes.data,
             None if table.counts_SV is None else table.counts_SV.data_ptr(),
             None if table.seen_SV is None else table.seen_SV.data_ptr(),
+            None if masks is None else masks.bits_MW.ctypes.data,
+            None if masks is None else masks.of_R.ctypes.data,
             num_best,
             at + 8,
             at + 8 * (1 + batch),
@@ -72,3 +77,14 @@ def sample(
     num_drawn = int(ints[0])
     num_drawn_B, at_N = ints[1 : 1 + batch], ints[1 + batch :][:num_drawn]
     return num_drawn_B, at_N, rows_R[:num_drawn], best_RK[:num_drawn]
+
+
+def _check_masks(masks: RowMasks, num_rows: int, vocabulary: int) -> None:
+    bits_MW, num_words = masks.bits_MW, -(-vocabulary // 32)
+    library.check_array("of_R", masks.of_R, num_rows, np.int64)
+    if bits_MW.shape[1:] != (num_words,) or bits_MW.dtype != np.uint32:
+        raise ValueError(f"bits_MW must be masks of {num_words} uint32.")
+    if not bits_MW.flags.c_contiguous:
+        raise ValueError("bits_MW must lie side by side.")
+    if not ((masks.of_R >= -1) & (masks.of_R < len(bits_MW))).all():
+        raise ValueError(f"a row's mask is none of the {len(bits_MW)} there are.")

@@ -21,6 +21,7 @@ from torch import Tensor
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.plans import (
     FLIP,
+    MASK,
     NO_LINK_BYTES,
     Chunk,
     DecodePlan,
@@ -39,6 +40,8 @@ from hadal.model.experts import Membership, log_failure
 from hadal.model.mtp import MtpModule
 from hadal.model.sampler import Drawn, Sampler
 from hadal.overlap.plan import SCHEDULES, Schedule
+from hadal.reference.sampling import RowMasks
+from hadal.tokens.grammars import Grammars
 
 # A decode rank's mirror of its leader's table: one row per occupied slot, packed, in arrays made
 # once.
@@ -204,11 +207,13 @@ class ModelRunner:
         max_slots: int,
         membership: Membership | None = None,
         num_drafts_max: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """`max_slots`: slots of a decode step, and chunks of a prefill step that draw a token.
 
         `membership`: of a rank among many; its comm is the model's. `num_drafts_max`: most drafts of
         a slot in a step; if not 0, `model` has its MTP module and the cache a layer for it.
+        `grammars`: None refuses requests that have one.
         """
         config = model.config
         self._model = model
@@ -221,9 +226,9 @@ class ModelRunner:
         them anew.
         """
         self._table = RankTable(max_slots, config.max_position_embeddings)
+        self._grammars = grammars
         # Two, because a slot number means something else in each kind of plan.
-        self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
-        self._decode_sampler = Sampler(max_slots, config.vocab_size, self._device)
+        self._prefill_sampler, self._decode_sampler = self._samplers()
         self._num_drafts_max = num_drafts_max
         self._module = MtpModule(model) if num_drafts_max else None
         self._drafter = (
@@ -314,10 +319,15 @@ class ModelRunner:
         assert self._membership is not None, "a rank by itself has no peers to form with"
         self._clear_table()
         self._lost_slots.clear()
-        vocab_size = self._model.config.vocab_size
-        self._prefill_sampler = Sampler(self._max_slots, vocab_size, self._device)
-        self._decode_sampler = Sampler(self._max_slots, vocab_size, self._device)
+        self._prefill_sampler, self._decode_sampler = self._samplers()
         return self._membership.form(plan, self._model)
+
+    def _samplers(self) -> tuple[Sampler, Sampler]:
+        vocab_size, grammars = self._model.config.vocab_size, self._grammars
+        return (
+            Sampler(self._max_slots, vocab_size, self._device, grammars),
+            Sampler(self._max_slots, vocab_size, self._device, grammars),
+        )
 
     def _flip(self, plan: StepPlan, recorder: Recorder) -> None:
         for flip in plan.flips:
@@ -346,6 +356,11 @@ class ModelRunner:
             )
         cache, chunks = self._model.cache, [*plan.chunks, *plan.second]
         cache.fetch(plan.fetches)
+        keys = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
+        for slot, key in enumerate(keys):
+            self._join(slot, chunks[key])
+        slots, ones = np.arange(len(keys)), np.ones(len(keys), np.int64)
+        self._prefill_sampler.begin(slots, ones, ones)
         tails = self._tails
 
         def write_entries(part: int, batch: PrefillBatch, hidden_TD: Tensor) -> None:
@@ -363,17 +378,15 @@ class ModelRunner:
             recorder,
             on_hidden=write_entries if tails is not None else None,
         )
-        keys = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
         # What this step wrote, before anybody hears that it is done: from then on it is pulled,
         # found and stored.
         written = sorted({block_id for chunk in chunks for block_id in _written_blocks(chunk)})
         if not keys:
             cache.publish(written)
             return [], _NOTHING
+        masks = self._masks(self._prefill_sampler, slots, ones, ones, recorder)
         recorder.begin("draw")
-        for slot, key in enumerate(keys):
-            self._join(slot, chunks[key])
-        drawn = self._prefill_sampler.draw(torch.cat(logits), np.arange(len(keys)))
+        drawn = self._prefill_sampler.draw(torch.cat(logits), slots, masks=masks)
         if tails is not None:
             self._write_first_entries([chunks[key] for key in keys], drawn.tokens, tails)
         cache.publish(written)
@@ -445,16 +458,35 @@ class ModelRunner:
             self._is_prepared = True
         if not len(table) and self._membership is None:
             return [], _NOTHING
-        fed = self._fed()
+        fed, sampler = self._fed(), self._decode_sampler
+        rows = table.slots_B, fed.num_B, fed.tokens_R
+        sampler.begin(*rows)
         logits_RV, hidden_RD = self._decode_logits(plan, fed, recorder)
         slots_N, drawn = _NONE, _NOTHING
         if len(table):
+            masks = self._masks(sampler, *rows, recorder)
             recorder.begin("draw")
-            drawn = self._decode_sampler.draw(logits_RV, table.slots_B, fed.num_B, fed.tokens_R)
+            drawn = sampler.draw(logits_RV, *rows, masks)
             slots_N = self._go_on(plan, fed, drawn, hidden_RD)
             recorder.end("draw")
         self._draft(plan, recorder)
         return slots_N.tolist(), drawn
+
+    def _masks(
+        self,
+        sampler: Sampler,
+        slots_B: np.ndarray,
+        num_B: np.ndarray,
+        fed_R: np.ndarray,
+        recorder: Recorder,
+    ) -> RowMasks | None:
+        """What the rows' grammars allow; most of it was found out while the step computed."""
+        if not sampler.has_grammars:
+            return None
+        recorder.begin(MASK)
+        masks = sampler.wait(slots_B, num_B, fed_R)
+        recorder.end(MASK)
+        return masks
 
     def _write_entries(self, rows: np.ndarray) -> None:
         """Write all of the module's entries of these rows that can be, those of the last tokens

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from hadal.core.plans import NO_TOKEN, Draw, Sampling
 from hadal.kernels.sampling import sample
-from hadal.reference.sampling import DRAWN, NOT_FINITE, NOTHING_LEFT, SLOT, TOKEN_VALUE, SlotTable
+from hadal.model.masks import SlotMasks
+from hadal.reference.sampling import (
+    DRAWN,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    SLOT,
+    TOKEN_VALUE,
+    RowMasks,
+    SlotTable,
+)
+from hadal.tokens.grammars import Grammars
 
 _GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: dividing by it would overflow."""
@@ -47,11 +57,21 @@ class Drawn:
 class Sampler:
     """State of `num_slots` slots over a vocabulary."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`grammars`: without them no slot can have one."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._slots = np.zeros(num_slots, SLOT)
         self._bias: dict[int, np.ndarray] = {}
+        self._masks = None if grammars is None else SlotMasks(grammars)
+        self._has_begun = False
+        """The masks of the next draw are being found out."""
         # Its counts, for all slots, are made when the first one with a penalty joins.
         self._table = SlotTable(self._slots, np.empty(0, TOKEN_VALUE))
 
@@ -66,7 +86,9 @@ class Sampler:
         stop_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        """Set how `slot` is drawn from now on. `prompt` and `output` matter only with a penalty."""
+        """Set how `slot` is drawn from now on. `prompt` matters only with a penalty, `output` with
+        one or a grammar. Raises ValueError for a grammar where none can be had.
+        """
         is_greedy = sampling.temperature <= _GREEDY_BELOW
         row = self._slots[slot]
         row["temperature"] = 0.0 if is_greedy else sampling.temperature
@@ -86,10 +108,36 @@ class Sampler:
         self._set_bias(slot, np.concatenate([bias, forbidden]), len(forbidden))
         if sampling.presence_penalty or sampling.frequency_penalty or row["repetition"] != 1:
             self._remember(slot, prompt, output)
+        self._leave_grammar(slot)
+        if sampling.grammar is not None:
+            if self._masks is None:
+                raise ValueError("a request has a grammar, and the rank was made without them.")
+            self._masks.join(slot, sampling.grammar, output)
 
     def leave(self, slot: int) -> None:
         """Forget what only some slots have."""
         self._set_bias(slot, self._table.bias[:0])
+        self._leave_grammar(slot)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether a slot has one, so that `begin` saves time."""
+        return self._masks is not None and len(self._masks) > 0
+
+    def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
+        """Find out, while the rows are computed that `draw` will be asked with, what their grammars
+        allow. `draw` does it where this was not called.
+        """
+        if self._masks is not None and len(self._masks):
+            self._masks.begin(slots_B, num_B, fed_R)
+            self._has_begun = True
+
+    def wait(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> RowMasks | None:
+        """What the rows' grammars allow."""
+        if not self._has_begun:
+            self.begin(slots_B, num_B, fed_R)
+        self._has_begun = False
+        return None if self._masks is None else self._masks.wait()
 
     def draw(
         self,
@@ -97,22 +145,28 @@ class Sampler:
         slots_B: np.ndarray,
         num_B: np.ndarray | None = None,
         fed_R: np.ndarray | None = None,
+        masks: RowMasks | None = None,
     ) -> Drawn:
         """Draw for each slot from its row; or from its `num_B` rows, side by side, which were fed
         the tokens `fed_R`, one after the other as long as what is drawn is what the next row was fed.
-        Advances the slots by what they drew. Raises ValueError if a slot comes twice.
+        Advances the slots by what they drew. `masks`: what `wait` gave for the same rows. Raises
+        ValueError if a slot comes twice.
         """
         if num_B is None:
             num_B = np.ones(len(slots_B), np.int64)
         if fed_R is None:
             fed_R = num_B  # Of one row each, nothing is compared.
-        num_drawn_B, at_N, rows_N, best_NK = sample(logits_RV, slots_B, num_B, fed_R, self._table)
+        num_drawn_B, at_N, rows_N, best_NK = sample(
+            logits_RV, slots_B, num_B, fed_R, self._table, masks
+        )
         tokens_N, is_drawn_N = np.ascontiguousarray(rows_N["token"]), rows_N["status"] == DRAWN
+        if self.has_grammars:
+            self._follow(slots_B, num_drawn_B, tokens_N)
         if not is_drawn_N.all() or (self._slots["num_logprobs"][slots_B] >= 0).any():
             slots_N = np.repeat(slots_B, num_drawn_B)
             num_best_N = self._slots["num_logprobs"][slots_N]
             failed = {
-                int(slots_N[i]): _REASONS[int(rows_N["status"][i])]
+                int(slots_N[i]): self._reason(int(slots_N[i]), int(rows_N["status"][i]))
                 for i in (~is_drawn_N).nonzero()[0]
             }
             draws = {
@@ -123,6 +177,24 @@ class Sampler:
             }
             return Drawn(tokens_N, num_drawn_B, at_N, draws, failed)
         return Drawn(tokens_N, num_drawn_B, at_N)
+
+    def _follow(self, slots_B: np.ndarray, num_drawn_B: np.ndarray, tokens_N: np.ndarray) -> None:
+        assert self._masks is not None
+        first = 0
+        for slot, num in zip(slots_B.tolist(), num_drawn_B.tolist(), strict=True):
+            self._masks.advance(slot, tokens_N[first : first + num].tolist())
+            first += num
+
+    def _reason(self, slot: int, status: int) -> str:
+        """Why nothing could be drawn."""
+        why = None if self._masks is None else self._masks.error(slot)
+        if status == NOTHING_LEFT and why is not None:
+            return f"{NO_TOKEN}: its text cannot be held to response_format any further ({why})"
+        return _REASONS[status]
+
+    def _leave_grammar(self, slot: int) -> None:
+        if self._masks is not None:
+            self._masks.leave(slot)
 
     def _known(self, bias: Iterable[tuple[int, float]]) -> np.ndarray:
         """Without the ids that are outside the vocabulary, and never drawn anyway."""

@@ -18,7 +18,7 @@ import msgspec
 
 from hadal.core.balance import shown
 from hadal.core.messages import HostClock, TracedStep
-from hadal.core.plans import DRAFT, ByNode, TraceEvent
+from hadal.core.plans import DRAFT, MASK, ByNode, TraceEvent
 from hadal.overlap.plan import (
     ATTN_CORE,
     ATTN_IN,
@@ -51,6 +51,7 @@ LETTERS = {
     "head": "h",
     "draw": "d",
     DRAFT: "t",
+    MASK: "k",
     "flip": "f",
 }
 _WAIT_LETTER = "w"
@@ -60,6 +61,7 @@ _NAMES = {
     "M": "combine",
     "d": "draw",
     "f": "flip of a layer's experts",
+    "k": "wait for what grammars allow",
     "S": "all layers as one kernel",
     _WAIT_LETTER: "exposed wait",
 }

@@ -1,4 +1,4 @@
-"""Drawing tokens, by the definition: bias, penalties, top-k, top-p, min-p, log-probabilities.
+"""Drawing tokens, by the definition: bias, penalties, masks, top-k, top-p, min-p, log-probabilities.
 
 Knows slots and no requests. `hadal.kernels.sampling` draws the same tokens; this runs where the
 kernels cannot. A row's draw depends on its logits, its slot's numbers and its output index alone.
@@ -9,7 +9,8 @@ A slot has several rows where drafts are checked: its last token's and those of 
 behind it, in order. It draws from one after the other as long as the token drawn is what the next
 row was fed, so drafts change no token.
 
-Shapes: B rows or slots, R rows of all slots, S slots, V vocabulary, K best tokens, N drawn tokens.
+Shapes: B rows or slots, R rows of all slots, S slots, V vocabulary, K best tokens, N drawn tokens,
+M masks, W words of 32 bits of one.
 """
 
 from __future__ import annotations
@@ -71,6 +72,16 @@ class SlotTable:
     """bool: whether it is in prompt or output."""
 
 
+@dataclass(frozen=True)
+class RowMasks:
+    """Which tokens rows may draw."""
+
+    bits_MW: np.ndarray
+    """uint32: bit v % 32 of word v // 32 allows token v."""
+    of_R: np.ndarray
+    """int64: the mask of each row; -1: it may draw any."""
+
+
 def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Numbers in [0, 1) that depend on (seed, index) alone: splitmix64 (Steele, Lea, Flood 2014) at
     counter `index`.
@@ -99,9 +110,11 @@ def sample(
     num_B: np.ndarray,
     fed_R: np.ndarray,
     table: SlotTable,
+    masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Draw what slot `slots_B[b]` draws from its `num_B[b]` rows, at least one, which lie side by
-    side; they were fed the tokens `fed_R`. No slot comes twice. All of int64.
+    side; they were fed the tokens `fed_R`. No slot comes twice. All of int64. A row's mask holds
+    where what it was fed is what was drawn.
 
     Advances the slots' indices and histories. The logits may be of any float type and are not
     changed. Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): how many tokens each
@@ -121,7 +134,8 @@ def sample(
     going = np.arange(len(slots_B))
     while len(going):
         at, slots = first_B[going] + num_drawn_B[going], slots_B[going]
-        rows, best = sample_rows(logits_RV[_on(logits_RV, at)], slots, table)
+        of_rows = None if masks is None else RowMasks(masks.bits_MW, masks.of_R[at])
+        rows, best = sample_rows(logits_RV[_on(logits_RV, at)], slots, table, of_rows)
         rows_R[at] = rows
         best_RK[at, : best.shape[1]] = best
         num_drawn_B[going] += 1
@@ -145,7 +159,7 @@ def _advance(slots: np.ndarray, tokens: np.ndarray, table: SlotTable) -> None:
 
 
 def sample_rows(
-    logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable
+    logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable, masks: RowMasks | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw row b as slot `slots_B[b]` asks, at its index; nothing advances.
 
@@ -153,6 +167,8 @@ def sample_rows(
     """
     logits_BV, slot_B = logits_BV.float(), table.slots_S[slots_B]
     adjusted_BV = adjust(logits_BV, slots_B, table)
+    if masks is not None:
+        adjusted_BV = allowed(adjusted_BV, masks)
     best_B, tokens_B = adjusted_BV.max(-1)
     is_random_B = slot_B["temperature"] > 0
     if is_random_B.any():
@@ -170,7 +186,7 @@ def sample_rows(
     )
     rows_B["token"], rows_B["status"] = tokens_B.cpu(), status_B.cpu()
     if num_best >= 0:
-        # Of the model's own distribution: before bias, penalties and temperature.
+        # Of the model's own distribution: before bias, penalties, masks and temperature.
         logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float64)
         rows_B["logprob"] = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0].cpu()
         # A stable sort, because it leaves equals in order.
@@ -208,6 +224,18 @@ def adjust(logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable) -> Tensor:
     x, counts = logits_BV[rows], table.counts_SV[slots]
     x = torch.where(table.seen_SV[slots], torch.where(x > 0, x / repetition, x * repetition), x)
     logits_BV[rows] = (x - frequency.double() * counts - presence.double() * (counts > 0)).float()
+    return logits_BV
+
+
+def allowed(logits_BV: Tensor, masks: RowMasks) -> Tensor:
+    """Return them with -inf for what the rows' masks do not allow."""
+    is_allowed_MV = np.unpackbits(masks.bits_MW.view(np.uint8), axis=1, bitorder="little")
+    is_allowed_MV = is_allowed_MV[:, : logits_BV.shape[1]].astype(np.bool_)
+    rows = np.flatnonzero(masks.of_R >= 0)
+    logits_BV = logits_BV.clone()
+    of_rows = _on(logits_BV, is_allowed_MV[masks.of_R[rows]])
+    at = _on(logits_BV, rows)
+    logits_BV[at] = logits_BV[at].masked_fill(~of_rows, -np.inf)
     return logits_BV
 
 

@@ -55,6 +55,8 @@ from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.kv import KvTransfer, live_transfer
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire, open_wire
+from hadal.tokens.grammars import Grammars
+from hadal.tokens.table import read_token_table
 
 # The device of a rank's process: taken, checked, and told how exact to be.
 #
@@ -408,7 +410,8 @@ def make_runner(
         deployment.transport,
     )
     membership = Membership(rank, group, comm, store)
-    return ModelRunner(model, units.max_requests, membership, num_drafts), store
+    grammars = make_grammars(deployment, config)
+    return ModelRunner(model, units.max_requests, membership, num_drafts, grammars), store
 
 
 def make_lone_runner(
@@ -433,7 +436,18 @@ def make_lone_runner(
         units.threads,
         device,
     )
-    return ModelRunner(model, units.max_requests, num_drafts_max=num_drafts)
+    grammars = make_grammars(deployment, config)
+    return ModelRunner(model, units.max_requests, num_drafts_max=num_drafts, grammars=grammars)
+
+
+def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
+    """What holds a rank's requests to their formats. It reads the tokenizer's file with the first
+    of them.
+    """
+    folder = Path(deployment.model)
+    # Half the cores: the other half computes the step beside it.
+    num_threads = max(1, torch.get_num_threads() // 2)
+    return Grammars(lambda: read_token_table(folder), config.vocab_size, num_threads)
 
 
 def make_cache(

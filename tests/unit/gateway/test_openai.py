@@ -10,6 +10,7 @@ import pytest
 
 from hadal.core.errors import RequestError
 from hadal.gateway.openai import (
+    AnswerFormat,
     SamplingDefaults,
     Turn,
     check_ids,
@@ -29,6 +30,18 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
 
 def chat(**fields: Any) -> Any:
     return parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode())
+
+
+def schema_format(**fields: Any) -> dict[str, Any]:
+    own = {"name": "answer", "schema": {"type": "object"}, "strict": True, **fields}
+    return {"type": "json_schema", "json_schema": own}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
 
 
 def completion(**fields: Any) -> Any:
@@ -115,7 +128,16 @@ def completion(**fields: Any) -> Any:
         ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": schema_format(name="a b")}, "response_format"),
+        ({"response_format": schema_format(schema=None)}, "response_format"),
+        ({"response_format": schema_format(schema=True)}, "response_format"),
+        ({"response_format": schema_format(schema={"x-guidance": {}})}, "response_format"),
+        ({"response_format": schema_format(schema={"enum": ["a" * 70_000]})}, "response_format"),
+        ({"response_format": schema_format(schema=nested(70))}, "response_format"),
+        ({"response_format": schema_format(), "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": schema_format(), "min_tokens": 3}, "min_tokens"),
         ({"tools": [{}]}, "tools[0]"),
         ({"functions": [{}]}, "functions"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
@@ -256,6 +278,20 @@ def test_nulls_and_extras_are_taken() -> None:
     assert parsed.ask.n == 1
     assert parsed.ask.temperature is None
     assert not parsed.ask.stream
+
+
+def test_formats() -> None:
+    assert chat(response_format={"type": "text"}).ask.format is None
+    assert chat(response_format={"type": "json_object"}).ask.format == AnswerFormat(
+        "json_object", None
+    )
+    schema = {"properties": {"b": {"type": "integer"}, "a": nested(60)}}
+    for parsed in (
+        chat(response_format=schema_format(schema=schema)),
+        completion(response_format=schema_format(schema=schema, strict=None)),
+    ):
+        assert parsed.ask.format == AnswerFormat("answer", schema)
+        assert list(parsed.ask.format.schema["properties"]) == ["b", "a"]
 
 
 def test_messages() -> None:

@@ -17,6 +17,7 @@ from hadal.reference.sampling import (
     NOTHING_LEFT,
     SLOT,
     TOKEN_VALUE,
+    RowMasks,
     SlotTable,
 )
 
@@ -79,6 +80,7 @@ def draw_rows(
     slots_B: np.ndarray,
     indices_B: np.ndarray,
     table: SlotTable,
+    masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each row alone, as slot `slots_B[b]` asks, at that index: several may be of one slot."""
     slots_S = table.slots_S[slots_B]
@@ -89,7 +91,9 @@ def draw_rows(
     ]
     each = np.arange(len(slots_B))
     rows = SlotTable(slots_S, table.bias, *history)
-    num_B, at_N, rows_N, best_NK = module.sample(logits_BV, each, np.ones_like(each), each, rows)
+    num_B, at_N, rows_N, best_NK = module.sample(
+        logits_BV, each, np.ones_like(each), each, rows, masks
+    )
     assert num_B.tolist() == [1] * len(each)
     assert at_N.tolist() == each.tolist()
     assert (rows.slots_S["index"] - indices_B).tolist() == (rows_N["status"] == DRAWN).tolist()
@@ -97,11 +101,16 @@ def draw_rows(
 
 
 def assert_equal_draws(
-    logits_BV: Tensor, slots_B: np.ndarray, indices_B: np.ndarray, table: SlotTable
+    logits_BV: Tensor,
+    slots_B: np.ndarray,
+    indices_B: np.ndarray,
+    table: SlotTable,
+    masks: RowMasks | None = None,
 ) -> np.ndarray:
     """The status of each row."""
     (ours, our_best), (expected, best) = (
-        draw_rows(module, logits_BV, slots_B, indices_B, table) for module in (sampling, twin)
+        draw_rows(module, logits_BV, slots_B, indices_B, table, masks)
+        for module in (sampling, twin)
     )
     assert ours["status"].tolist() == expected["status"].tolist()
     assert ours["token"].tolist() == expected["token"].tolist()
@@ -134,6 +143,47 @@ def test_long_rows_equal_their_twin(kind: str, vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     table, x_BV = table_of(rng, vocabulary), logits_of(rng, kind, vocabulary)
     assert_equal_draws(x_BV, np.arange(NUM_ROWS), np.arange(NUM_ROWS), table)
+
+
+def masks_of(rng: np.random.Generator, vocabulary: int) -> tuple[RowMasks, np.ndarray]:
+    """Masks that rows share, some of which have none; and what they allow, by row."""
+    is_allowed_MV = rng.random((5, vocabulary)) < rng.choice([0.02, 0.5, 1.0], (5, 1))
+    of_R = rng.integers(-1, 5, NUM_ROWS)
+    num_words = -(-vocabulary // 32)
+    padded_MV = np.zeros((5, 32 * num_words), np.bool_)
+    padded_MV[:, :vocabulary] = is_allowed_MV
+    bits_MW = np.packbits(padded_MV, axis=1, bitorder="little").view(np.uint32)
+    is_allowed_RV = np.where((of_R >= 0)[:, None], is_allowed_MV[of_R], True)
+    return RowMasks(bits_MW, of_R), is_allowed_RV
+
+
+@pytest.mark.parametrize("kind", ["usual", "flat", "equal", "ties", "broken"])
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 300, 1536, 4097])
+def test_masked_rows_equal_their_twin_and_draw_what_is_allowed(kind: str, vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    for _ in range(3):
+        table, x_BV = table_of(rng, vocabulary), logits_of(rng, kind, vocabulary)
+        masks, is_allowed_RV = masks_of(rng, vocabulary)
+        slots_B, indices_B = rng.permutation(NUM_ROWS), rng.integers(0, 10_000, NUM_ROWS)
+        status = assert_equal_draws(x_BV, slots_B, indices_B, table, masks)
+        rows_B, _ = draw_rows(sampling, x_BV, slots_B, indices_B, table, masks)
+        is_drawn = status == DRAWN
+        assert is_allowed_RV[is_drawn.nonzero()[0], rows_B["token"][is_drawn]].all()
+        assert (status[~is_allowed_RV.any(1)] != DRAWN).all()
+
+
+def test_a_mask_that_allows_what_is_drawn_changes_nothing() -> None:
+    """Log-probabilities neither: they do not know it."""
+    rng = np.random.default_rng(5)
+    table, x_BV = table_of(rng, 300), logits_of(rng, "usual", 300)
+    slots = np.arange(NUM_ROWS)
+    table.slots_S["temperature"], table.slots_S["num_logprobs"] = 0.0, 3
+    free, best = draw_rows(sampling, x_BV, slots, slots, table)
+    bits_MW = np.zeros((NUM_ROWS, 10), np.uint32)
+    bits_MW[slots, free["token"] // 32] = np.uint32(1) << (free["token"] % 32).astype(np.uint32)
+    rows, other = draw_rows(sampling, x_BV, slots, slots, table, RowMasks(bits_MW, slots))
+    assert rows.tobytes() == free.tobytes()
+    assert other.tobytes() == best.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -273,6 +323,15 @@ def test_what_does_not_fit_is_refused() -> None:
     for *arrays, message in wrong:
         with pytest.raises(ValueError, match=message):
             sampling.sample(x_BV, *arrays, table)
+    for bits_MW, of_R in (
+        (np.zeros((1, 1), np.uint32), two - 1),
+        (np.zeros((1, 2), np.int32), two - 1),
+        (np.zeros((1, 2), np.uint32), two),
+        (np.zeros((2, 2), np.uint32)[:, ::-1], two),
+        (np.zeros((2, 2), np.uint32), two[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"mask|bits_MW|of_R"):
+            sampling.sample(x_BV, two, ones, two, table, RowMasks(bits_MW, of_R))
     table.seen_SV = torch.zeros(2, 49, dtype=torch.bool)
     with pytest.raises(ValueError, match="seen_SV"):
         sampling.sample(x_BV, two, ones, two, table)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hadal.core.config import DRAFTS_MAX
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.plans import Chunk, DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
+from hadal.core.plans import Chunk, DecodePlan, Draw, Grammar, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import AS_STORED, load_weights
 from hadal.model.deepseek import DeepseekV3
@@ -27,12 +27,16 @@ from hadal.model.mtp import MtpModule, right_drafts
 from hadal.model.runner import ModelRunner, RankTable
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
+from hadal.tokens.grammars import Grammars, grammar_text
+from hadal.tokens.table import read_token_table
 from tests.dist.oracle import Case, everyday_cases
 from tests.fresh import FULL, fresh
 
 SEEDS = [*range(10 if FULL else 1), fresh().randrange(1 << 30)]
 NUM_SLOTS = 4
+LISTS = {"type": "array", "items": {"enum": ["a", "b", 12]}, "minItems": 50}
 SAMPLINGS = (
+    Sampling(temperature=1.5, grammar=Grammar(grammar_text(LISTS, follows_reasoning=False), (1,))),
     Sampling(temperature=0.0),
     Sampling(temperature=0.0, num_logprobs=3),
     Sampling(temperature=0.7, seed=5, num_logprobs=0),
@@ -40,7 +44,14 @@ SAMPLINGS = (
     Sampling(temperature=1.1, seed=7, min_p=0.02, repetition_penalty=1.2),
     Sampling(temperature=0.8, seed=8, presence_penalty=0.6, frequency_penalty=0.3),
     Sampling(temperature=0.9, seed=9, logit_bias=((5, 4.0), (17, -8.0))),
+    Sampling(
+        temperature=1.2,
+        num_logprobs=2,
+        repetition_penalty=1.1,
+        grammar=Grammar(grammar_text(None, follows_reasoning=True), (1,), begins_after=12),
+    ),
 )
+GRAMMARS = Grammars(lambda: read_token_table(model_folder("")), 1536)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +67,10 @@ class Unit:
         num_layers = weights.config.num_hidden_layers + 1
         cache = KvCache(weights.config, num_blocks, num_layers=num_layers)
         self.runner = ModelRunner(
-            DeepseekV3(weights, cache), NUM_SLOTS, num_drafts_max=num_drafts_max
+            DeepseekV3(weights, cache),
+            NUM_SLOTS,
+            num_drafts_max=num_drafts_max,
+            grammars=GRAMMARS,
         )
         self.free = list(range(1, num_blocks))
         random.Random(1).shuffle(self.free)
@@ -82,7 +96,7 @@ class Request:
         self.prompt = [rng.randrange(20, 400) for _ in range(rng.choice([3, 40, 63, 64, 65, 130]))]
         sampling = SAMPLINGS[number % len(SAMPLINGS)]
         self.sampling = replace_seed(sampling, number)
-        self.min_tokens = rng.choice([0, 0, 8])
+        self.min_tokens = rng.choice([0, 0, 8]) if sampling.grammar is None else 0
         self.output: list[int] = []
         self.draws: list[Draw | None] = []
         self.blocks: list[int] = []
@@ -222,7 +236,7 @@ def test_a_draft_without_room_is_not_checked(tiny: ModelWeights) -> None:
     unit, other = Unit(tiny, 3), Unit(tiny, 0)
     outputs = []
     for each, num_drafts in ((unit, 3), (other, 0)):
-        request = Request(0, random.Random(3))
+        request = Request(1, random.Random(3))
         request.prompt = request.prompt[:2] + [50] * 58
         join = prefill(each, request, 0, random.Random(4))
         each.run(DecodePlan(0, (), (join,), (), num_drafts=num_drafts))
@@ -242,7 +256,7 @@ def test_a_failed_request_fails_alone(tiny: ModelWeights) -> None:
     outputs = []
     for has_bad in (False, True):
         unit, rng = Unit(tiny, 2), random.Random(2)
-        good, bad = Request(0, rng), Request(1, rng)
+        good, bad = Request(0, rng), Request(2, rng)
         joins = [prefill(unit, request, slot, rng) for slot, request in enumerate((good, bad))]
         # Every id would end it, and none may before the fiftieth token.
         joins[1] = msgspec.structs.replace(

@@ -383,14 +383,14 @@ int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages,
     return kOk;
 }
 
-// See sample.h. The tokens of a bias are below V; counts and seen may be null where no slot has a penalty. R: rows of all
-// slots, no slot twice. What was drawn is left side by side: at_R says which row drew, *num_drawn how many did.
+// See sample.h. The tokens of a bias are below V; counts and seen may be null where no slot has a penalty, the masks where
+// no row has one. R: rows of all slots, no slot twice. What was drawn is left side by side: at_R says which row drew, *num_drawn how many did.
 int hadal_sample(void* team_, const float* logits, long stride, int R, int B, int V, const int64_t* slots_B,
                  const int64_t* num_B, const int64_t* fed_R, SamplingSlot* slots_S, int S, const TokenValue* bias,
-                 int32_t* counts_SV, uint8_t* seen_SV, int N, int64_t* num_drawn_B, int64_t* at_R, SampledRow* rows_R,
-                 TokenValue* best_RN, int64_t* num_drawn) {
-    const SampleCall call{logits, stride, B, V, N, slots_B, num_B, fed_R, slots_S, bias, counts_SV, seen_SV, num_drawn_B,
-                          rows_R, best_RN};
+                 int32_t* counts_SV, uint8_t* seen_SV, const uint32_t* bits_MW, const int64_t* mask_R, int N,
+                 int64_t* num_drawn_B, int64_t* at_R, SampledRow* rows_R, TokenValue* best_RN, int64_t* num_drawn) {
+    const SampleCall call{logits,    stride,  B,       V,      N,           slots_B, num_B,  fed_R, slots_S, bias,
+                          counts_SV, seen_SV, bits_MW, mask_R, num_drawn_B, rows_R,  best_RN};
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     std::vector<SampleScratch> scratch(B == 1 ? 1 : size_t(team.count()));

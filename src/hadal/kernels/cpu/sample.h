@@ -50,7 +50,8 @@ struct SampledRow {  // ROW there
 
 // B slots with num_B[b] rows each of V logits, side by side, the rows `stride` apart; R rows in all. A row's logits come
 // from the token fed_R of it: the slot's last one, then what was drafted behind it. Bias and history are indexed by slot.
-// N: the most log-probabilities that a slot wants.
+// Row r may draw the tokens whose bits are set in the mask mask_R[r]; any, where that is -1. N: the most log-probabilities
+// that a slot wants.
 struct SampleCall {
     const float* logits_RV;
     long stride;
@@ -60,9 +61,16 @@ struct SampleCall {
     const TokenValue* bias;
     int32_t* counts_SV;
     uint8_t* seen_SV;
+    const uint32_t* bits_MW;
+    const int64_t* mask_R;
     int64_t* num_drawn_B;
     SampledRow* rows_R;
     TokenValue* best_RN;
+
+    const uint32_t* mask_of(long row) const {
+        if (!bits_MW || mask_R[row] < 0) return nullptr;
+        return bits_MW + mask_R[row] * ((V + 31) / 32);
+    }
 };
 
 struct SampleScratch {
@@ -280,6 +288,20 @@ inline void adjust(const SampleCall& call, const SamplingSlot& slot, long slot_i
     }
 }
 
+// -inf for all tokens whose bits are not set.
+inline void forbid(const uint32_t* mask, int n, float* y) {
+    for (int i = 0; i < n; i += 32) {
+        const uint32_t bits = mask[i / 32];
+        const int end = std::min(32, n - i);
+        if (bits == ~0u) continue;
+        if (end == 32 && bits == 0) {
+            std::fill(y + i, y + i + 32, -kInfinity);
+            continue;
+        }
+        for (int j = 0; j < end; j++) y[i + j] = bits >> j & 1 ? y[i + j] : -kInfinity;
+    }
+}
+
 // The n best tokens and their logits, best first, the lower id first among equals.
 inline void find_best_tokens(const float* x, int size, int n, const SampleScratch& at, TokenValue* best) {
     const V last = v_set(find_kth(x, size, n, at));
@@ -301,7 +323,7 @@ inline void find_best_tokens(const float* x, int size, int n, const SampleScratc
     }
 }
 
-// Of the model's own distribution: before bias, penalties and temperature.
+// Of the model's own distribution: before bias, penalties, masks and temperature.
 inline void write_logprobs(const SampleCall& call, long row, const float* x, float best, int num_best,
                            const SampleScratch& at) {
     const double log_total = std::log(mass(x, call.V, Probabilities(best, 1.0f)));
@@ -321,8 +343,10 @@ inline RowStatus sample_row(const SampleCall& call, long slot_index, long row, c
     if (!std::isfinite(raw_best)) return kNotFinite;
     const float* y = x;
     float best = raw_best;
-    if (slot.num_adjusted() || slot.has_penalty()) {
+    const uint32_t* mask = call.mask_of(row);
+    if (mask || slot.num_adjusted() || slot.has_penalty()) {
         adjust(call, slot, slot_index, x, at.adjusted);
+        if (mask) forbid(mask, call.V, at.adjusted);
         y = at.adjusted;
         best = find_best(y, call.V);
         if (!std::isfinite(best)) return kNothingLeft;

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from hadal.core.messages import BLOCK_TOKENS, Generation, Key, KvLease
 from hadal.core.plans import HeldKv
-from hadal.roles.unit.unit import has_penalty
+from hadal.roles.unit.unit import needs_output
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -134,7 +134,7 @@ class DecodeTable:
         self.names: list[bytes] = [b""] * num_slots
         """Name of the last full block, or the root (kv/names), where it `is_named`."""
         self.outputs: dict[int, list[int]] = {}
-        """slot -> all delivered tokens, where a penalty asks for them."""
+        """slot -> all delivered tokens, where a penalty or a grammar asks for them."""
         self.occupants: list[Occupant | None] = [None] * num_slots
 
     def slots_in(self, *states: int) -> Ints:
@@ -183,7 +183,7 @@ class DecodeTable:
         self.min_tokens[slot] = generation.min_tokens
         self._set_stop_ids(slot, generation.stop_ids)
         self.last_token[slot] = generation.output[-1]
-        if has_penalty(generation.sampling):
+        if needs_output(generation.sampling):
             self.outputs[slot] = list(generation.output)
         self.occupants[slot] = Occupant(generation, lease, self.occupant(slot).arrival)
 

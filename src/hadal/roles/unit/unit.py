@@ -68,9 +68,18 @@ def has_penalty(sampling: Sampling) -> bool:
     )
 
 
+def needs_output(sampling: Sampling) -> bool:
+    """Whether what is drawn depends on the output so far."""
+    return has_penalty(sampling) or sampling.grammar is not None
+
+
 def history_of(generation: Generation) -> History:
-    """Prompt and output for the sampler; empty where no penalty asks for them, as they are long."""
-    return (generation.prompt, generation.output) if has_penalty(generation.sampling) else ((), ())
+    """Prompt and output for the sampler; empty where nothing asks for them, as they are long."""
+    sampling = generation.sampling
+    return (
+        generation.prompt if has_penalty(sampling) else (),
+        generation.output if needs_output(sampling) else (),
+    )
 
 
 # Smoothed measurements that roles report, computed from what their events say. No clock of their

@@ -1,0 +1,90 @@
+"""Which tokens the slots of a step may draw, where their requests' grammars say so: found out by a
+thread of its own while the step computes.
+
+    compute  | forward pass of the step's rows                     | wait | draw |
+    masks    | read what was drawn before | masks, drafts included |      |
+
+A draft is a token that its row was fed: what may be drawn behind it is found out as if it had been
+drawn, and asked for only if it is. Shapes: B slots, R rows of all of them, M masks, W words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from hadal.core.plans import Grammar
+from hadal.reference.sampling import RowMasks
+from hadal.tokens.grammars import Follower, Grammars, TextRows
+
+
+class SlotMasks:
+    """The grammars of a table's slots. All methods are called from one thread."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._followers: dict[int, Follower] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        """Without work it has no thread yet."""
+        self._asked: Future[RowMasks] | None = None
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def join(self, slot: int, grammar: Grammar, output: Sequence[int]) -> None:
+        """The slot's text follows the grammar, and has this output so far."""
+        self._drop()
+        self._followers[slot] = Follower(grammar, output)
+
+    def leave(self, slot: int) -> None:
+        """Forget the slot, if it has a grammar."""
+        self._drop()
+        self._followers.pop(slot, None)
+
+    def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
+        """Start to find out what the rows of these slots may draw, `num_B` of each side by side,
+        which were fed `fed_R`.
+        """
+        self._drop()
+        all_rows: list[TextRows] = []
+        of_R = np.full(len(fed_R), -1, np.int64)
+        num_masks, firsts = 0, (num_B.cumsum() - num_B).tolist()
+        for slot, first, num in zip(slots_B.tolist(), firsts, num_B.tolist(), strict=True):
+            follower = self._followers.get(slot)
+            if follower is None:
+                continue
+            all_rows.append(TextRows(follower, num_masks, fed_R[first + 1 : first + num].tolist()))
+            of_R[first : first + num] = np.arange(num_masks, num_masks + num)
+            num_masks += num
+        if all_rows:
+            self._asked = self._thread.submit(self._run, all_rows, num_masks, of_R)
+
+    def wait(self) -> RowMasks | None:
+        """What was begun; None where no slot of it has a grammar."""
+        asked, self._asked = self._asked, None
+        return None if asked is None else asked.result()
+
+    def advance(self, slot: int, tokens: Sequence[int]) -> None:
+        """The slot drew these."""
+        if slot in self._followers:
+            self._followers[slot].advance(tokens)
+
+    def error(self, slot: int) -> str | None:
+        """Why nothing can be drawn for the slot, if it is its grammar's fault."""
+        return self._followers[slot].error if slot in self._followers else None
+
+    def _drop(self) -> None:
+        """A step that failed did not ask for what it began; it moved no text."""
+        if self._asked is not None:
+            self._asked.exception()
+            self._asked = None
+
+    def _run(self, all_rows: list[TextRows], num_masks: int, of_R: np.ndarray) -> RowMasks:
+        bits_MW = np.zeros((num_masks, self._grammars.num_words), np.uint32)
+        has_mask_M = np.zeros(num_masks, np.bool_)
+        self._grammars.allow(all_rows, bits_MW, has_mask_M)
+        rows = np.flatnonzero(of_R >= 0)
+        of_R[rows] = np.where(has_mask_M[of_R[rows]], of_R[rows], -1)
+        return RowMasks(bits_MW, of_R)

@@ -1,0 +1,153 @@
+"""A model's tokens as its files say: the bytes that each id stands for, and which of them steer.
+
+Knows files, and neither how a text becomes tokens nor chats: gateway/vocabulary encodes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hadal.core import documents
+from hadal.core.documents import shown
+from hadal.core.errors import CheckpointError
+from hadal.tokens import tiktoken
+from hadal.tokens.tiktoken import byte_of_char
+
+_MARK = re.compile(r"<.+>|\[.+\]")
+"""How added tokens look that steer and are not flagged as special: "<think>", "<｜User｜>",
+"[INST]".
+"""
+
+MAX_ID = (1 << 22) - 1
+"""Highest id of a token; DeepSeek-V3 has 129,280 of them."""
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """All tokens of one model."""
+
+    token_bytes: list[bytes]
+    """Index is id. Ids that no token has stand for nothing."""
+    control_ids: dict[str, int]
+    """The added tokens, by their text."""
+    hidden_ids: frozenset[int]
+    """Special tokens: they steer and have no text. Other added tokens, such as "<think>", have."""
+    marks: frozenset[str]
+    """Texts of the tokens that steer a chat. Other added tokens, such as a run of spaces, are
+    ordinary text.
+    """
+    mark_ids: frozenset[int]
+
+
+def token_table(fields: dict[str, Any], source: str) -> TokenTable:
+    """`fields` is the content of a tokenizer.json; `source` names it in errors. Raises
+    CheckpointError.
+    """
+    _check_fields(fields, source)
+    added = fields.get("added_tokens") or []
+    control_ids: dict[str, int] = {token["content"]: token["id"] for token in added}
+    special = [token for token in added if token.get("special")]
+    shaped = {text for text in control_ids if _MARK.fullmatch(text)}
+    hidden_ids = frozenset(token["id"] for token in special)
+    try:
+        token_bytes = _byte_table(fields["model"]["vocab"], added)
+    except UnicodeEncodeError as error:  # Half of a surrogate pair is no character.
+        raise CheckpointError(f"{source}: is not a usable tokenizer ({error}).") from error
+    return TokenTable(
+        token_bytes,
+        control_ids,
+        hidden_ids,
+        marks=frozenset({token["content"] for token in special} | shaped),
+        mark_ids=hidden_ids | {control_ids[text] for text in shaped},
+    )
+
+
+def read_fields(folder: Path, *, with_merges: bool = True) -> tuple[dict[str, Any], str]:
+    """Read `folder/tokenizer.json`, or `tiktoken.model` where there is none; also return the name
+    of that file. Without merges the fields have all tokens and encode nothing. Raises
+    CheckpointError.
+    """
+    path, other = folder / "tokenizer.json", folder / tiktoken.FILE
+    if other.exists() and not path.exists():
+        return tiktoken.tokenizer_fields(folder, with_merges=with_merges), str(other)
+    return read_json(path), str(path)
+
+
+def read_token_table(folder: Path) -> TokenTable:
+    """The tokens of a model's folder. Raises CheckpointError."""
+    return token_table(*read_fields(folder, with_merges=False))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of the tokenizer's files. Raises CheckpointError."""
+    return documents.read_json(
+        path, "tokenizer", error=CheckpointError, hint="The model's folder is not complete."
+    )
+
+
+def _check_fields(fields: dict[str, Any], source: str) -> None:
+    """Raise CheckpointError for a tokenizer of another kind, and for one that is none."""
+    decoder = fields.get("decoder")
+    parts = (
+        decoder.get("decoders")
+        if isinstance(decoder, dict) and decoder.get("type") == "Sequence"
+        else [decoder]
+    )
+    if not isinstance(parts, list) or not any(
+        isinstance(part, dict) and part.get("type") == "ByteLevel" for part in parts
+    ):
+        raise CheckpointError(
+            f"{source}: decoder is not ByteLevel but {shown(decoder)}; only byte-level tokenizers"
+            " are served."
+        )
+    model = fields.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict) or not all(_is_id(i) for i in vocab.values()):
+        raise CheckpointError(
+            f"{source}: model.vocab must give every token an id, 0 to {MAX_ID:,}."
+        )
+    assert isinstance(model, dict)
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        # A byte-level token is its bytes alone; and where one cuts what is no prefix, the
+        # tokenizers library aborts.
+        if model.get(name):
+            raise CheckpointError(
+                f"{source}: model.{name} is {shown(model[name])}; only byte-level tokenizers are"
+                " served, without it."
+            )
+    added = fields.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise CheckpointError(f"{source}: added_tokens is {shown(added)}; a list is needed.")
+    for index, token in enumerate(added):
+        is_token = (
+            isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]
+        )
+        if not is_token or not _is_id(token.get("id")):
+            raise CheckpointError(
+                f"{source}: added_tokens[{index}] is {shown(token)}; content, a text, and id, 0 to"
+                f" {MAX_ID:,}, are needed."
+            )
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_ID
+
+
+def _byte_table(vocab: dict[str, int], added: list[dict[str, Any]]) -> list[bytes]:
+    """Index is id. Ids that no token has, as padding of the vocabulary leaves them, stand for
+    nothing.
+    """
+    char_to_byte = byte_of_char()
+    size = 1 + max([*vocab.values(), *(token["id"] for token in added)])
+    table = [b""] * size
+    for token, i in vocab.items():
+        if all(char in char_to_byte for char in token):
+            table[i] = bytes(char_to_byte[char] for char in token)
+        else:
+            table[i] = token.encode()
+    for entry in added:
+        table[entry["id"]] = entry["content"].encode()
+    return table

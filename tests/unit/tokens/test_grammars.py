@@ -1,0 +1,166 @@
+"""Texts drawn under a grammar are what its schema allows, and what cannot be followed is named."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from hadal.core.plans import Grammar
+from hadal.runtime.resolve import model_folder
+from hadal.tokens.grammars import Follower, Grammars, TextRows, complaint, grammar_text
+from hadal.tokens.table import read_token_table
+from tests.fresh import FULL, fresh
+from tests.schemas import SCHEMAS
+
+TABLE = read_token_table(model_folder(""))
+END, CLOSE = 1, TABLE.control_ids["</think>"]
+VOCAB_SIZE = 1536
+NUM_TEXTS = 20 if FULL else 3
+BYTE_TO_ID = {raw: i for i, raw in enumerate(TABLE.token_bytes) if len(raw) == 1}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: TABLE, VOCAB_SIZE)
+
+
+def grammar(schema: dict[str, Any] | None, begins_after: int = -1) -> Grammar:
+    return Grammar(grammar_text(schema, follows_reasoning=begins_after >= 0), (END,), begins_after)
+
+
+def ids(text: str) -> list[int]:
+    return [BYTE_TO_ID[bytes([byte])] for byte in text.encode()]
+
+
+def allowed(
+    grammars: Grammars, follower: Follower, drafts: list[int] | None = None
+) -> list[set[int] | None]:
+    """What each row may draw; None: anything."""
+    drafts = drafts or []
+    bits_RW = np.zeros((len(drafts) + 1, grammars.num_words), np.uint32)
+    has_mask_R = np.zeros(len(bits_RW), np.bool_)
+    grammars.allow([TextRows(follower, 0, drafts)], bits_RW, has_mask_R)
+    is_set = np.unpackbits(bits_RW.view(np.uint8), axis=1, bitorder="little")
+    return [
+        set(row.nonzero()[0].tolist()) if has_mask else None
+        for row, has_mask in zip(is_set, has_mask_R, strict=True)
+    ]
+
+
+def text_of(tokens: list[int]) -> str:
+    return b"".join(TABLE.token_bytes[token] for token in tokens).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
+    """Any token that is allowed, with a taste for the end."""
+    seed = fresh().randrange(1 << 30)
+    rng, schema, num_ended = random.Random(seed), SCHEMAS[name], 0
+    for _ in range(NUM_TEXTS):
+        follower, tokens = Follower(grammar(schema), []), list[int]()
+        while len(tokens) < 300:
+            (row,) = allowed(grammars, follower)
+            assert row, f"{seed}: {text_of(tokens)!r}: {follower.error}"
+            token = END if END in row and rng.random() < 0.5 else rng.choice(sorted(row))
+            if token == END:
+                num_ended += 1
+                jsonschema.validate(
+                    json.loads(text_of(tokens)), {"type": "object"} if schema is None else schema
+                )
+                break
+            tokens.append(token)
+            follower.advance([token])
+    if name in ("enum", "integer", "const", "flat"):
+        assert num_ended > 0
+
+
+def test_drafts_leave_no_trace(grammars: Grammars) -> None:
+    """Rows behind drafts are those of a text that has them, whatever was drafted before."""
+    rng, schema = random.Random(3), SCHEMAS["order"]
+    text = '{"item": "ab", "count": 12, "tags": ["a", "b"], "paid": true}'
+    tokens = [*ids(text), END]
+    follower = Follower(grammar(schema), [])
+    at = 0
+    while at < len(tokens):
+        drafts = tokens[at : at + rng.randrange(4)]
+        if rng.random() < 0.5 and drafts:
+            drafts[rng.randrange(len(drafts))] = rng.randrange(VOCAB_SIZE)
+        rows = allowed(grammars, follower, drafts)
+        for number, row in enumerate(rows):
+            text_so_far = tokens[: at + number]
+            if drafts[:number] != tokens[at : at + number] or END in text_so_far:
+                break
+            assert [row] == allowed(grammars, Follower(grammar(schema), text_so_far))
+            assert row
+            assert tokens[at + number] in row
+        step = rng.randrange(1, 3)
+        follower.advance(tokens[at : at + step])
+        at += step
+    assert allowed(grammars, follower) == [None]  # Its end was drawn: what follows is for nobody.
+
+
+def test_it_ends_where_the_text_may_end_alone(grammars: Grammars) -> None:
+    number = Follower(grammar({"type": "integer"}), [])
+    rows = allowed(grammars, number, ids("-1"))
+    assert [END in (row or ()) for row in rows] == [False, False, True]
+    ended = allowed(grammars, Follower(grammar({"const": 1}), ids("1")))
+    assert ended == [{END}]
+
+
+def test_a_token_need_not_be_the_encoders_own(grammars: Grammars) -> None:
+    """Forced text may be written in any tokens: "number" is one of them, and so is "n"."""
+    schema = {"type": "object", "properties": {"number": {}}, "required": ["number"]}
+    (row,) = allowed(grammars, Follower(grammar(schema), ids('{"')))
+    words = {TABLE.token_bytes[token] for token in row or ()}
+    assert {b"n", b"number"} <= words
+
+
+def test_a_reasoning_comes_first(grammars: Grammars) -> None:
+    asked = grammar({"type": "object"}, CLOSE)
+    rows = allowed(grammars, Follower(asked, []), [50, CLOSE, *ids("\n{")])
+    assert rows[:2] == [None, None]
+    assert all(row is not None for row in rows[2:])
+    begun, words = allowed(grammars, Follower(asked, [50, END + 1, CLOSE])), {b"{", b"\n\n", b" "}
+    assert begun[0] is not None
+    assert words <= {TABLE.token_bytes[token] for token in begun[0]}
+    assert allowed(grammars, Follower(asked, [50, END])) == [None]
+    assert allowed(grammars, Follower(asked, [50]), [END, CLOSE]) == [None] * 3
+
+
+def test_what_was_never_allowed_ends_it_with_a_reason(grammars: Grammars) -> None:
+    follower = Follower(grammar({"type": "object"}), ids("[]"))
+    assert allowed(grammars, follower, [50]) == [set(), set()]
+    assert follower.error
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_can_be_followed_is_not_complained_of(name: str) -> None:
+    for follows_reasoning in (False, True):
+        assert complaint(grammar_text(SCHEMAS[name], follows_reasoning=follows_reasoning)) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"not": {"type": "string"}}, "'not' is not supported"),
+        ({"properties": {"a": {"if": {}, "then": {}}}}, "'if', 'then' are not supported"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "'oneOf' is not supported where"),
+        ({"type": "string", "format": "rhyme"}, "'format' 'rhyme' is not supported"),
+        ({"type": "string", "pattern": "(?=a)b"}, "'pattern' is not supported: look-around"),
+        ({"$ref": "https://example.org/s"}, "'$ref' is supported within the schema only"),
+        ({"$ref": "#"}, "no text satisfies it"),
+        ({"type": "strin"}, "Invalid type: strin"),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable schema"),
+    ],
+)
+def test_what_cannot_be_followed_is_named(schema: dict[str, Any], said: str) -> None:
+    why = complaint(grammar_text(schema, follows_reasoning=False))
+    assert why is not None
+    assert said in why
+    assert "x-guidance" not in why
