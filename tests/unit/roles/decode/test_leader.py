@@ -20,7 +20,7 @@ from hadal.core.messages import (
     Tokens,
     UnitUp,
 )
-from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
+from hadal.core.plans import DecodePlan, Draw, Grammar, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
 from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
@@ -188,6 +188,12 @@ def test_history_goes_with_the_join_if_a_penalty_is_on() -> None:
     unit = leader()
     (plan, _) = occupant(unit, "a", sampling=Sampling(frequency_penalty=1.0))
     assert (plan.joins[0].prompt, plan.joins[0].output) == (generation("a").prompt, (0,))
+
+
+def test_a_grammar_brings_the_output_along() -> None:
+    unit = leader()
+    (plan, _) = occupant(unit, "a", sampling=Sampling(grammar=Grammar("", (1,))))
+    assert (plan.joins[0].prompt, plan.joins[0].output) == ((), (0,))
 
 
 def test_slots_and_headroom_limit_who_is_seated() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.messages import Generation
-from hadal.core.plans import Sampling
+from hadal.core.plans import Grammar, Sampling
 from hadal.roles.unit.unit import finish_of, history_of
 
 BASE = Generation("r", (1, 2), (3,), 5, (9,), 2, Sampling(), 0)
@@ -24,3 +24,8 @@ def test_history_goes_only_where_a_penalty_needs_it(field: str) -> None:
     assert history_of(BASE) == ((), ())
     penalised = Generation("r", (1, 2), (3,), 5, (9,), 2, Sampling(**{field: 0.5}), 0)  # type: ignore[arg-type]
     assert history_of(penalised) == ((1, 2), (3,))
+
+
+def test_a_grammar_needs_the_output_alone() -> None:
+    held = Generation("r", (1, 2), (3,), 5, (9,), 2, Sampling(grammar=Grammar("", (9,))), 0)
+    assert history_of(held) == ((), (3,))

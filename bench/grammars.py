@@ -1,0 +1,141 @@
+"""What a response_format costs: decode steps of hadal-tiny in which every request has a grammar,
+beside the same without.
+
+`python -m bench.grammars [--batch 32] [--drafts 0]`. The two take turns, a round each; figures are
+medians of steps. `wait` is how long a step stood still for masks; the rest of what they take runs
+beside the step, on cores that it shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import MASK, Chunk, DecodePlan, Grammar, Join, PrefillPlan, Sampling, StepDone
+from hadal.model.cache import KvCache
+from hadal.model.checkpoint import AS_STORED, load_weights
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.runner import ModelRunner
+from hadal.runtime.resolve import model_folder
+from hadal.tokens.grammars import Grammars, grammar_text
+from hadal.tokens.table import read_token_table
+
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "count": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
+"""So that no request ends."""
+CONTEXT, NUM_STEPS, NUM_ROUNDS = 64, 60, 6
+
+
+class Rank:
+    """A runner whose slots are all taken."""
+
+    def __init__(self, batch: int, num_drafts: int) -> None:
+        weights = load_weights(model_folder(""), held=AS_STORED, with_mtp=num_drafts > 0)
+        config = weights.config
+        self._blocks_each = -(-(CONTEXT + (NUM_STEPS + 4) * (1 + num_drafts)) // BLOCK_TOKENS)
+        num_layers = config.num_hidden_layers + (num_drafts > 0)
+        cache = KvCache(config, 1 + batch * self._blocks_each, num_layers=num_layers)
+        folder = model_folder("")
+        self._runner = ModelRunner(
+            DeepseekV3(weights, cache),
+            batch,
+            num_drafts_max=num_drafts,
+            grammars=Grammars(lambda: read_token_table(folder), config.vocab_size),
+        )
+        self._batch, self._num_drafts, self._ids = batch, num_drafts, count()
+        rng = random.Random(1)
+        self._prompts = [[rng.randrange(20, 400) for _ in range(CONTEXT)] for _ in range(batch)]
+
+    def round(self, grammar: Grammar | None) -> tuple[list[float], list[float], int]:
+        """(seconds of each step, of waiting for masks in each, tokens) of all requests from their
+        prompts on.
+        """
+        joins = []
+        for slot, prompt in enumerate(self._prompts):
+            sampling = Sampling(temperature=1.0, seed=slot, grammar=grammar)
+            first = 1 + slot * self._blocks_each
+            blocks = tuple(range(first, first + self._blocks_each))
+            chunk = Chunk(f"r{slot}", tuple(prompt), 0, blocks[:1], sampling, 0)
+            (token,) = self._execute(PrefillPlan(next(self._ids), (chunk,))).tokens
+            joins.append(Join(slot, blocks, CONTEXT, token, 1, sampling, output=(token,)))
+        plan = DecodePlan(
+            next(self._ids),
+            tuple(range(self._batch)),
+            tuple(joins),
+            (),
+            num_drafts=self._num_drafts,
+        )
+        steps, waits, num_tokens = [], [], 0
+        for number in range(NUM_STEPS):
+            start_s = time.perf_counter()
+            done = self._execute(plan)
+            if number > 2:
+                steps.append(time.perf_counter() - start_s)
+                waits.append(sum(op.seconds for op in done.op_times if op.op == MASK))
+                num_tokens += len(done.tokens)
+            plan = DecodePlan(next(self._ids), (), (), (), num_drafts=self._num_drafts)
+        return steps, waits, num_tokens
+
+    def _execute(self, plan: DecodePlan | PrefillPlan) -> StepDone:
+        done = self._runner.execute(plan)
+        assert isinstance(done, StepDone)
+        assert done.error is None, done.error
+        return done
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a line for requests without a grammar, and one for those with."""
+    parser = argparse.ArgumentParser(prog="bench.grammars")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(asked.threads)
+    rank = Rank(asked.batch, asked.drafts)
+    grammar = Grammar(grammar_text(SCHEMA, follows_reasoning=False), (1,))
+    kinds: dict[str, Grammar | None] = {"free": None, "json_schema": grammar}
+    steps: dict[str, list[float]] = {name: [] for name in kinds}
+    waits: dict[str, list[float]] = {name: [] for name in kinds}
+    tokens = dict.fromkeys(kinds, 0)
+    for number in range(1 + NUM_ROUNDS):
+        for name, wanted in kinds.items():
+            of_steps, of_waits, num_tokens = rank.round(wanted)
+            if number:
+                steps[name] += of_steps
+                waits[name] += of_waits
+                tokens[name] += num_tokens
+    title = f"a step of {asked.batch}, {asked.drafts} drafts, {asked.threads} threads"
+    table = Table("", "step, ms", "wait, ms", "beside free", "tokens a slot", title=title)
+    free_s = statistics.median(steps["free"])
+    for name in kinds:
+        step_s = statistics.median(steps[name])
+        table.add_row(
+            name,
+            f"{1e3 * step_s:.2f}",
+            f"{1e3 * statistics.median(waits[name]):.3f}",
+            f"{step_s / free_s - 1:+.1%}",
+            f"{tokens[name] / len(steps[name]) / asked.batch:.2f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Answers are held to their format: valid whatever is drawn, and the same with drafts, over many
+ranks, after kills, after preemption and on another unit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.dist.conftest import StartServer
+from tests.dist.oracle import FULL
+from tests.dist.serving import Server, kill_at_work, metric
+from tests.dist.test_drafts import ask_all, what_came
+from tests.dist.test_ep_exactness import units
+from tests.fresh import fresh
+from tests.schemas import SCHEMAS, closed
+
+TEMPERATURE = 1.5
+NUM_EACH = 10 if FULL else 2
+MAX_TOKENS = 160
+PROMPTS = ["Write JSON: ", "2 + 2 = ", "Q: Which word is it?\nA: "]
+
+
+def response_format(schema: dict[str, Any] | None) -> dict[str, Any]:
+    if schema is None:
+        return {"type": "json_object"}
+    own = {"name": "answer", "schema": schema, "strict": True}
+    return {"type": "json_schema", "json_schema": own}
+
+
+def bodies_of(seed: int, max_tokens: int = MAX_TOKENS) -> list[dict[str, Any]]:
+    """Requests at random under every schema; those of no schema stand among them."""
+    rng = random.Random(seed)
+    bodies: list[dict[str, Any]] = []
+    for number in range(NUM_EACH):
+        for name, schema in SCHEMAS.items():
+            body = {
+                "prompt": rng.choice(PROMPTS),
+                "max_tokens": rng.choice([20, max_tokens]),
+                "seed": 1000 * number + rng.randrange(1000),
+                "temperature": TEMPERATURE,
+                "return_token_ids": True,
+                "response_format": response_format(schema),
+                **({"repetition_penalty": 1.2} if rng.random() < 0.2 else {}),
+                **({"logprobs": 2} if rng.random() < 0.2 else {}),
+                **({"n": 2} if rng.random() < 0.2 else {}),
+            }
+            if name == "any" and number % 2:
+                del body["response_format"]
+            bodies.append(body)
+    return bodies
+
+
+def num_valid(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
+    """How many answers ended; fails for one that is not what its schema allows."""
+    num = 0
+    for body, choices in zip(bodies, answers, strict=True):
+        asked = body.get("response_format", {})
+        for choice in choices:
+            assert choice["finish_reason"] in ("stop", "length")
+            if choice["finish_reason"] != "stop" or not asked:
+                continue
+            answer = json.loads(choice["text"])
+            schema = asked.get("json_schema", {}).get("schema", {"type": "object"})
+            jsonschema.validate(answer, schema)
+            num += 1
+    return num
+
+
+@pytest.fixture(scope="module")
+def seed() -> int:
+    return fresh().randrange(2**31)
+
+
+@pytest.fixture(scope="module")
+def bodies(seed: int) -> list[dict[str, Any]]:
+    print("requests: seed", seed)
+    return bodies_of(seed)
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
+    """Of a server of two units of one rank, without drafts."""
+    answers = asyncio.run(ask_all(server, bodies))
+    assert num_valid(bodies, answers) > len(bodies) / 2
+    return answers
+
+
+def assert_same(
+    server: Server,
+    bodies: list[dict[str, Any]],
+    expected: list[Any],
+    while_running: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    answers = asyncio.run(ask_all(server, bodies, while_running))
+    for body, ours, theirs in zip(bodies, answers, expected, strict=True):
+        assert what_came(ours) == what_came(theirs), body
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("drafts", [1, 3, "auto"] if FULL else [2])
+def test_drafts_change_nothing(
+    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any], drafts: int | str
+) -> None:
+    server = start_server(decode={"drafts": drafts})
+    assert_same(server, bodies, expected)
+    assert metric(server, "hadal_drafts_accepted_total") > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_units_that_are_killed(
+    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
+) -> None:
+    server = start_server(decode={"drafts": 1 if victim == "decode-0" else 0})
+    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim))
+    assert metric(server, "hadal_retries_total") > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["decode-0.2", "decode-0"])
+def test_a_rank_and_a_leader_that_are_killed(
+    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
+) -> None:
+    """A dead rank's requests go on elsewhere, and a dead leader's where they are."""
+    server = start_server(prefill=units(2), decode={**units(4), "drafts": 1})
+
+    async def kill() -> None:
+        before = metric(server, "hadal_output_tokens_total")
+        while metric(server, "hadal_output_tokens_total") < before + 100:
+            await asyncio.sleep(0.01)
+        server.kill(victim)
+
+    assert_same(server, bodies, expected, kill)
+
+
+@pytest.mark.timeout(900)
+def test_preemption(
+    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any]
+) -> None:
+    server = start_server(
+        decode={"kv_blocks": 9, "kv_memory_mb": 0}, prefill={"kv_blocks": 40, "kv_memory_mb": 0}
+    )
+    assert_same(server, bodies, expected)
+    assert metric(server, "hadal_preemptions_total") > 0
+
+
+async def chat(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """The first choice of a chat."""
+    messages = [{"role": "user", "content": "What is 12 + 30? Answer in JSON."}]
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        reply = await client.post(
+            "/v1/chat/completions", json={"model": server.model, "messages": messages, **body}
+        )
+    assert reply.status_code == 200, reply.text
+    choice = reply.json()["choices"][0]
+    assert isinstance(choice, dict)
+    return choice
+
+
+def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
+    schema = closed(sum={"type": "integer"}, sure={"type": "boolean"})
+    asked = {"response_format": response_format(schema), "max_tokens": 600, "temperature": 0}
+    thinking = asyncio.run(chat(server, {**asked, "thinking": True}))
+    free = asyncio.run(chat(server, {"max_tokens": 600, "temperature": 0, "thinking": True}))
+    at_once = asyncio.run(chat(server, {**asked, "thinking": False}))
+    for choice in (thinking, at_once):
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+    assert thinking["message"]["reasoning_content"] == free["message"]["reasoning_content"] != ""
+
+
+def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> None:
+    """hadal-tiny answers with a number, which is JSON, too."""
+    own = {"temperature": 0, "max_tokens": 12, "return_token_ids": True, "stop": ["\n"]}
+    bodies: list[dict[str, Any]] = [
+        {"prompt": f"Q: {a} + {b} = ?\nA: {a} + {b} = ", **own} for a, b in ((3, 4), (12, 7))
+    ]
+    free = asyncio.run(ask_all(server, bodies))
+    for body, (choice,) in zip(bodies, free, strict=True):
+        pattern = {"type": "string", "const": choice["text"]}
+        del pattern
+        text = choice["text"]
+        schema = {"const": json.loads(text)} if text.strip().isdigit() else {}
+        if not schema:
+            continue
+        held = {**body, "response_format": response_format(schema)}
+        ((other,),) = asyncio.run(ask_all(server, [held]))
+        shared = min(len(other["token_ids"]), len(choice["token_ids"]))
+        assert other["token_ids"][: shared - 1] == choice["token_ids"][: shared - 1]
+
+
+def test_streams_and_limits(server: Server) -> None:
+    """In a stream come the same texts; an answer that is cut off says so."""
+    schema = closed(words={"type": "array", "items": {"type": "string"}, "minItems": 40})
+    body = {
+        "model": server.model,
+        "prompt": "Words: ",
+        "max_tokens": 30,
+        "seed": 5,
+        "temperature": TEMPERATURE,
+        "response_format": response_format(schema),
+    }
+    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    assert whole["finish_reason"] == "length"
+    assert whole["text"].lstrip().startswith("{")
+    text = ""
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60
+    ) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert text == whole["text"]
+
+
+def test_what_cannot_be_followed_is_refused_by_name(server: Server) -> None:
+    for keyword, schema in (
+        ("'not'", {"not": {"type": "null"}}),
+        ("'uniqueItems'", closed(a={"type": "array", "uniqueItems": True})),
+        ("'$ref'", {"$ref": "https://example.org/schema"}),
+    ):
+        body = {
+            "model": server.model,
+            "prompt": "hi",
+            "response_format": response_format(schema),
+        }
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["param"] == "response_format"
+        assert keyword in error["message"]

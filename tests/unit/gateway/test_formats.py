@@ -1,0 +1,127 @@
+"""From response_format to what ranks are asked, and how what cannot be followed is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from hadal.core.config import CacheConfig, LimitsConfig
+from hadal.core.errors import RequestError
+from hadal.core.messages import Submit
+from hadal.gateway.auth import Tenant, salt_of
+from hadal.gateway.formats import CPU_S, Formats
+from hadal.gateway.openai import AnswerFormat
+from hadal.gateway.service import ServedModel, Service, Work
+from hadal.roles.front.requests import FrontNames
+from hadal.tokens.grammars import grammar_text
+from tests.schemas import SCHEMAS, closed
+
+from .scenes import CHAT, error_of, play
+from .world import World
+
+
+@pytest.fixture(scope="module")
+def formats() -> Iterator[Formats]:
+    made = Formats()
+    yield made
+    made.close()
+
+
+def json_schema(schema: Any, name: str = "answer") -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
+def intersections(num: int) -> dict[str, Any]:
+    """A schema whose alternatives multiply: `num` to the power of itself."""
+    return {
+        "allOf": [
+            {"anyOf": [closed(**{f"p{i}_{j}": {"type": "integer"}}) for j in range(num)]}
+            for i in range(num)
+        ]
+    }
+
+
+def unanchored(num: int) -> dict[str, Any]:
+    return {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(num)]}
+
+
+def test_what_can_be_followed_passes(formats: Formats) -> None:
+    for name, schema in SCHEMAS.items():
+        wanted = AnswerFormat(name, schema)
+        for _ in range(2):
+            text = formats.text(wanted, follows_reasoning=False)
+            assert text == grammar_text(schema, follows_reasoning=False)
+
+
+def test_a_keyword_that_is_not_supported_is_named(formats: Formats) -> None:
+    wanted = AnswerFormat("mine", closed(a={"not": {"type": "null"}}))
+    with pytest.raises(RequestError, match="response_format 'mine': 'not' is not supported") as it:
+        formats.text(wanted, follows_reasoning=False)
+    assert it.value.param == "response_format"
+
+
+@pytest.mark.parametrize("schema", [unanchored(14), intersections(8)], ids=["regex", "product"])
+def test_what_takes_too_long_to_look_at_is_refused(formats: Formats, schema: Any) -> None:
+    begun_s = time.process_time()
+    with pytest.raises(RequestError, match=r"Invalid schema .*(processor time|Unable|too)"):
+        formats.text(AnswerFormat("long", schema), follows_reasoning=False)
+    assert time.process_time() - begun_s < CPU_S
+    formats.text(AnswerFormat("short", closed(a={})), follows_reasoning=False)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
+    service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))
+    schema = closed(b={"type": "integer"}, a={"type": "string"})
+    body = {**CHAT, "n": 2, "thinking": thinking, "response_format": json_schema(schema)}
+
+    async def ask() -> Work:
+        return await service.chat(json.dumps(body).encode(), "r", Tenant(salt_of(b"key")))
+
+    try:
+        work = asyncio.run(ask())
+    finally:
+        service.close()
+    close = model.vocabulary.control_ids["</think>"]
+    grammars = [choice.generation.sampling.grammar for choice in work.choices]
+    assert grammars[0] is grammars[1]
+    assert grammars[0] is not None
+    assert grammars[0].text == grammar_text(schema, follows_reasoning=thinking)
+    assert grammars[0].begins_after == (close if thinking else -1)
+    assert grammars[0].end_ids == model.eos_ids
+    message = Submit(work.choices[0].generation)
+    packed = msgspec.msgpack.encode(message)
+    assert msgspec.msgpack.decode(packed, type=Submit) == message
+
+
+def test_over_http(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        body = {**CHAT, "response_format": json_schema({"type": "array", "uniqueItems": True})}
+        for path, fields in (
+            ("chat/completions", body),
+            (
+                "completions",
+                {"model": "small", "prompt": "hi", "response_format": body["response_format"]},
+            ),
+        ):
+            for stream in (False, True):
+                reply = await it.client.post(f"/v1/{path}", json={**fields, "stream": stream})
+                assert reply.status_code == 400
+                error = error_of(reply, 400)
+                assert error["type"] == "invalid_request_error"
+                assert error["param"] == "response_format"
+                assert "'uniqueItems'" in error["message"]
+        assert not it.units.submitted
+        reply = await it.client.post(
+            "/v1/chat/completions", json={**CHAT, "response_format": {"type": "json_object"}}
+        )
+        assert reply.status_code == 200
+        assert it.units.submitted[0].sampling.grammar is not None
+
+    play(model, scene)
