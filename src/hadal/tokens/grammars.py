@@ -33,8 +33,10 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,  # They would quote the schema and the text.
 }
-_KEPT = 64
-"""Grammars whose automata are kept for the next request with the same."""
+_KEPT = 16
+"""Grammars whose automata are kept for the next request with the same: some hundred KiB each, and
+tens of MiB at their limit.
+"""
 _SILENT = 0
 _OPTIONS = {"lenient": False, "whitespace_flexible": True, "coerce_one_of": False}
 """Nothing of a schema is left out or taken for something like it."""
