@@ -437,8 +437,14 @@ def parse_chat(body: bytes) -> ChatAsk:
     turns, prefix = _turns(request.messages), ""
     if request.messages[-1].prefix:
         turns, prefix = turns[:-1], turns[-1].content
+    ask = _ask(request, max_tokens, name, num_logprobs)
+    if ask.format is not None and (choosing.tools or prefix):
+        raise _bad_format(
+            "response_format and " + ("tools" if choosing.tools else "prefix") + " exclude each"
+            " other; leave one out."
+        )
     return ChatAsk(
-        ask=_ask(request, max_tokens, name, num_logprobs),
+        ask=ask,
         turns=turns,
         thinking=thinking,
         template_kwargs=kwargs,

@@ -138,6 +138,7 @@ def completion(**fields: Any) -> Any:
         ({"response_format": schema_format(schema=nested(70))}, "response_format"),
         ({"response_format": schema_format(), "ignore_eos": True}, "ignore_eos"),
         ({"response_format": schema_format(), "min_tokens": 3}, "min_tokens"),
+        ({"response_format": schema_format(), "tools": [tool("f")]}, "response_format"),
         ({"tools": [{}]}, "tools[0]"),
         ({"functions": [{}]}, "functions"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hadal.gateway.tiktoken import byte_of_char
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -22,7 +23,6 @@ from hadal.gateway.chat import ChatFormat
 from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.replies import ChatFormatter, Head, Outcome, Usage
 from hadal.gateway.stream import Assembler, Calls, Piece
-from hadal.gateway.tiktoken import byte_of_char
 from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, format_of, read_choice
 from hadal.gateway.vocabulary import Vocabulary
 
