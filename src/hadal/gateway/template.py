@@ -55,6 +55,7 @@ _START_S = 60.0
 """How long the first answer is waited for, which comes after the process's imports."""
 _ENDING_S = 1.0
 """How long a process whose socket has closed may take to be gone."""
+_OF_TEMPLATE = "the chat template's process"
 _HEAD = struct.Struct("<I")
 _RUN = """
 import sys
@@ -126,17 +127,18 @@ class TemplateProcess:
             return str(error)
 
     def _answer(self, call: list[Any]) -> str:
+        what = "the process that looks at formats" if call[0] == "check" else _OF_TEMPLATE
         with self._lock:
             try:
                 try:
                     return self._answered(call, self._patience_s)
                 except _LostError as error:
-                    log.warning("the chat template's process is replaced: %s", error)
+                    log.warning("%s is replaced: %s", what, error)
                     return self._answered(call, self._deadline_s)
             except _LostError as error:
-                log.warning("the chat template's process is given up: %s", error)
+                log.warning("%s is given up: %s", what, error)
                 raise overloaded(
-                    503, "The chat template's process does not answer; try again.", 1.0
+                    503, f"{what[0].upper()}{what[1:]} does not answer; try again.", 1.0
                 ) from None
 
     def close(self) -> None:
