@@ -38,8 +38,14 @@ _KEPT = 16
 tens of MiB at their limit.
 """
 _SILENT = 0
-_OPTIONS = {"lenient": False, "whitespace_flexible": True, "coerce_one_of": False}
-"""Nothing of a schema is left out or taken for something like it."""
+_OPTIONS = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": r"[ \t\n\r]{1,32}",
+}
+"""Nothing of a schema is left out or taken for something like it. Between what means something there
+may be a line break and some indentation: a model that knows no JSON would go on with nothing else.
+"""
 _ANY_JSON_OBJECT = {"type": "object"}
 _END_OF_BYTES = 256
 _NOT_KNOWN = "Unimplemented keys: "

@@ -112,6 +112,14 @@ def test_it_ends_where_the_text_may_end_alone(grammars: Grammars) -> None:
     assert ended == [{END}]
 
 
+def test_a_text_is_not_made_of_blanks(grammars: Grammars) -> None:
+    """A model that knows no JSON would go on with them for ever."""
+    follower = Follower(grammar({"type": "object"}), ids("{" + "\n" * 31))
+    rows = allowed(grammars, follower, ids("\n"))
+    blanks = {BYTE_TO_ID[blank] for blank in (b" ", b"\n", b"\t", b"\r")}
+    assert [bool(blanks & (row or set())) for row in rows] == [True, False]
+
+
 def test_a_token_need_not_be_the_encoders_own(grammars: Grammars) -> None:
     """Forced text may be written in any tokens: "number" is one of them, and so is "n"."""
     schema = {"type": "object", "properties": {"number": {}}, "required": ["number"]}
