@@ -90,6 +90,8 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """Of the KV that this attempt is made of (UnitUp), under which `chain` names its blocks. Empty:
     any.
     """
+    weight: float = 1.0
+    """The tenant's, by which what is scarce is shared (policy/fairness)."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

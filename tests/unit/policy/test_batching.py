@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.admission import AGE_S, in_turns, pack_chunks, turn_s
+from hadal.policy.admission import AGE_S, pack_chunks, turn_s
 from hadal.policy.views import PromptView
 
 
@@ -37,40 +37,6 @@ def test_whoever_waited_longer_than_a_priority_is_worth_is_first(
     late_s = at_s + AGE_S * abs(high - low)
     assert turn_s(at_s, low) < turn_s(late_s + 1e-3, high)
     assert turn_s(at_s, 1) < turn_s(at_s, 0) < turn_s(at_s + 1e-3, 0)
-
-
-def turns(waiting: list[tuple[str, int]], **held: int) -> str:
-    return "".join(tenant for tenant, _ in in_turns(waiting, lambda one: one, held))
-
-
-def test_tenants_take_turns_and_whoever_holds_least_is_next() -> None:
-    waiting = [(tenant, 0) for tenant in "aaaaabbc"]
-    assert turns(waiting) == "abcabaaa"
-    assert turns(waiting, a=2) == "bcbaaaaa" == turns(waiting, a=2, d=9)
-    assert turns(waiting, a=9, b=9, c=9) == "abcabaaa"
-
-
-def test_a_priority_weighs_its_tenant_and_starves_nobody() -> None:
-    assert turns([("a", 4)] * 7 + [("b", 0)] * 3) == "abaaaaabab"
-    assert turns([("a", -4)] * 2 + [("b", 0)] * 2) == "abab", (
-        "less than 0 is its tenant's own affair"
-    )
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.just(0)), max_size=20))
-def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one(
-    waiting: list[tuple[str, int]],
-) -> None:
-    numbered = list(enumerate(waiting))
-    got = list(in_turns(numbered, lambda one: one[1], {}))
-    for tenant in "abc":
-        assert [one for one in got if one[1][0] == tenant] == [
-            one for one in numbered if one[1][0] == tenant
-        ]
-    for end in range(len(got)):
-        left = {one[1][0] for one in got[end:]}
-        counts = [sum(one[1][0] == tenant for one in got[:end]) for tenant in left]
-        assert not counts or max(counts) - min(counts) <= 1
 
 
 prompt_lists = st.lists(st.builds(PromptView, st.integers(1, 50), st.integers(0, 4)), max_size=12)

@@ -277,6 +277,8 @@ class FrontTokens:
         """Count a message's tokens."""
         taken = self._requests.running.take(message)
         self._totals.tokens_out += taken.good.size
+        for served in taken.served:
+            self._requests.counters.charge(served.tenant, served.cost)
         if taken.num_blocks:
             unit = self._units.by_name[message.unit]
             self._requests.placed_under(unit.fingerprint).num_blocks += taken.num_blocks
@@ -556,6 +558,7 @@ class Front:
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Transition.PLACE)
             unit, record.num_cached = chosen
+            self.requests.charge_prompt(record)
             record.prefill_unit = unit
             record.last_units = unit, ""
             self.units.sent_to_prefill(unit, record)

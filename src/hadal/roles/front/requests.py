@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import merge
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,7 +28,8 @@ from hadal.core.request import MAY_OWN, OWNS, State, Transition, next_state
 from hadal.core.seams import Closing
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
-from hadal.policy.admission import in_turns, turn_s
+from hadal.policy.admission import turn_s
+from hadal.policy.fairness import INPUT_COST, OUTPUT_COST, ServiceCounters, share_weight
 
 # One request as the front knows it, from Submit to its last Deliver.
 
@@ -66,6 +68,8 @@ class Record:
     """`max_tokens` was checked against what the units can hold."""
     num_blocks: int = 0
     """Counted against decode while it is placed: its tokens and the one that comes."""
+    is_charged: bool = False
+    """Its prompt counts as served to its tenant: a retry's is work again, but not the tenant's."""
     row: int = -1
     """Row among the requests that run; negative: none."""
     chains: dict[str, bytes] = field(default_factory=dict)
@@ -105,6 +109,11 @@ class Record:
         return len(self.generation.prompt) + self.num_output
 
     @property
+    def share_weight(self) -> float:
+        """What its work is divided by where tenants share (policy/fairness)."""
+        return share_weight(self.generation.weight, self.generation.priority)
+
+    @property
     def closing(self) -> Closing:
         return Closing(*self.last_units, self.attempt - self.generation.attempt)
 
@@ -122,6 +131,7 @@ class Record:
 
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 _ROW_BITS = 24
@@ -131,6 +141,15 @@ _FIRST_BITS = 38
 """Bits of the number in a front's first attempt id. A row leaves 39 of 63 bits for it, so that as
 many numbers again can follow.
 """
+
+
+class Served(NamedTuple):
+    """Tokens that were drawn for a tenant."""
+
+    tenant: str
+    num_tokens: int
+    cost: float
+    """Over its weight (policy/fairness)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +170,8 @@ class Taken:
     """Blocks that the requests of the unit grew by."""
     num_attempts: int
     """Attempts that the good rows are of."""
+    served: tuple[Served, ...] = ()
+    """What tenants had of the good rows."""
 
 
 class Running:
@@ -169,6 +190,10 @@ class Running:
         self._num_blocks: Ints = np.zeros(0, np.int64)
         self._is_pulled: Ints = np.zeros(0, np.int64)
         """Whether its KV is where its tokens come from."""
+        self._tenant_to_number: dict[str, int] = {}
+        self._tenant: Ints = np.zeros(0, np.int64)
+        self._cost: Floats = np.zeros(0)
+        """Of a token."""
         self._place: Ints = np.zeros(0, np.int64)
         """Where a message that is being looked at names the row. Means nothing afterwards."""
         self._grow(num_rows)
@@ -198,9 +223,12 @@ class Running:
             "_num_output",
             "_num_blocks",
             "_is_pulled",
+            "_tenant",
+            "_cost",
             "_place",
         ):
-            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(num_more, column.dtype)]))
 
     def enter(self, record: Record) -> int:
         """Let an attempt run: its tokens come from `record.decode_unit` from now on, under the
@@ -222,6 +250,9 @@ class Running:
         self._num_output[row] = record.num_output
         self._num_blocks[row] = record.num_blocks
         self._is_pulled[row] = False
+        tenants = self._tenant_to_number
+        self._tenant[row] = tenants.setdefault(record.generation.tenant, len(tenants))
+        self._cost[row] = OUTPUT_COST / record.share_weight
         return attempt_id
 
     def pulled(self, record: Record) -> None:
@@ -295,6 +326,20 @@ class Running:
             tuple(dict.fromkeys(unknown)),
             int(np.count_nonzero(full)),
             np.unique(counted).size if are_repeated else good.size,
+            self._served(counted),
+        )
+
+    def _served(self, rows: Ints) -> tuple[Served, ...]:
+        """What a token for each of these rows is to tenants."""
+        if not rows.size:
+            return ()
+        numbers = self._tenant[rows]
+        nums = np.bincount(numbers, minlength=len(self._tenant_to_number)).tolist()
+        costs = np.bincount(numbers, self._cost[rows], len(nums)).tolist()
+        return tuple(
+            Served(tenant, num, cost)
+            for tenant, num, cost in zip(self._tenant_to_number, nums, costs, strict=True)
+            if num
         )
 
     def _rows(self, unit: str, attempt_ids: Ints) -> tuple[Ints, Bools]:
@@ -400,6 +445,8 @@ class FrontRequests:
     """Queue keys of those that wait, in their order. A tenant of whom nobody waits is not in it."""
     tenant_to_placed: Counter[str] = field(default_factory=Counter)
     """How many of a tenant's requests units work on, of all fingerprints."""
+    counters: ServiceCounters = field(default_factory=ServiceCounters)
+    """What tenants were served: by it they take turns."""
     tenant_to_seen_s: dict[str, float] = field(default_factory=dict)
     """When a tenant's last request came. One that sent none for LATELY_S is forgotten when the next
     request comes.
@@ -506,6 +553,7 @@ class FrontRequests:
     def grow(self, record: Record) -> int:
         """Count its first token of this attempt; return how many blocks its request grew by."""
         record.num_output += 1
+        self.counters.charge(record.generation.tenant, OUTPUT_COST / record.share_weight)
         grown = blocks_for(record.num_tokens + 1) - record.num_blocks
         if grown:
             record.num_blocks += grown
@@ -513,15 +561,27 @@ class FrontRequests:
         return grown
 
     def next_queued(self, now_s: float) -> Record | None:
-        """Whose turn it is (policy/admission), of those that wait and are not backing off."""
+        """Whose turn it is (policy/fairness), of those that wait and are not backing off."""
         heads = [
             head
             for queue in self._tenant_to_queue.values()
             if (head := self._head(queue, now_s)) is not None
         ]
-        if len(heads) > 1:
-            heads.sort(key=lambda record: record.queue_key)
-        return next(in_turns(heads, _who, self.tenant_to_placed), None)
+        return min(heads, key=self._turn, default=None)
+
+    def _turn(self, head: Record) -> tuple[float, int, QueueKey]:
+        """As policy/fairness.in_turns orders the first of each tenant."""
+        tenant = head.generation.tenant
+        return self.counters[tenant], self.tenant_to_placed[tenant], head.queue_key
+
+    def charge_prompt(self, record: Record) -> None:
+        """A unit begins with a request: what it has to read of the prompt is its tenant's."""
+        if not record.is_charged:
+            record.is_charged = True
+            num_read = len(record.generation.prompt) - record.num_cached
+            self.counters.charge(
+                record.generation.tenant, INPUT_COST * max(0, num_read) / record.share_weight
+            )
 
     def _head(self, queue: list[QueueKey], now_s: float) -> Record | None:
         for _, _, request_id in queue:
@@ -531,13 +591,17 @@ class FrontRequests:
         return None
 
     def _enqueue(self, record: Record) -> None:
-        insort(self._tenant_to_queue.setdefault(record.generation.tenant, []), record.queue_key)
+        tenant = record.generation.tenant
+        if tenant not in self._tenant_to_queue:
+            self.counters.join(tenant, self._tenant_to_queue.keys())
+        insort(self._tenant_to_queue.setdefault(tenant, []), record.queue_key)
 
     def _dequeue(self, record: Record) -> None:
         queue = self._tenant_to_queue[record.generation.tenant]
         del queue[bisect_left(queue, record.queue_key)]
         if not queue:
             del self._tenant_to_queue[record.generation.tenant]
+            self.counters.leave(record.generation.tenant)
 
     def queued(self) -> list[Record]:
         """Those that wait, in the order of their queue keys."""
@@ -611,10 +675,6 @@ def _summed(records: list[Record]) -> dict[str, Placed]:
         placed.num_transferring += record.state is State.TRANSFERRING
         placed.tenant_to_num[record.generation.tenant] += 1
     return sums
-
-
-def _who(record: Record) -> tuple[str, int]:
-    return record.generation.tenant, record.generation.priority
 
 
 # Names the blocks of a generation's text (kv/names), as far as that was not done already.

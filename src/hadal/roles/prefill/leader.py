@@ -50,7 +50,7 @@ from hadal.core.seams import (
 )
 from hadal.kv.blocks import HeldLease, Leases, blocks_for
 from hadal.kv.disk_index import BlockIndex
-from hadal.policy.admission import in_turns
+from hadal.policy.fairness import ServiceCounters, in_turns
 from hadal.roles.prefill.cache import PrefillCache
 from hadal.roles.prefill.prompts import (
     PrefillAttempt,
@@ -160,8 +160,10 @@ class PrefillLeader:
         self._is_in_turn = request_balance == TURNS
         self._waiting: dict[Key, PrefillAttempt] = {}
         """Prompts that wait, in the order of their turns; tenants take turns beyond that."""
-        self._tenants: set[str] = set()
-        """Tenants of those that wait, and of some that no longer do."""
+        self._tenant_to_num_waiting: Counter[str] = Counter()
+        """A tenant of whom nobody waits is not in it."""
+        self._counters = ServiceCounters()
+        """Tokens of prompts that began here."""
         self._num_arrived = 0
         self._started: dict[Key, PrefillAttempt] = {}
         self._num_tokens_left: int | None = None
@@ -257,17 +259,29 @@ class PrefillLeader:
         else:
             self._num_arrived += 1
             last = next(reversed(self._waiting.values()), None)
-            if last is None:
-                self._tenants.clear()
-            self._tenants.add(generation.tenant)
+            tenant = generation.tenant
+            if tenant not in self._tenant_to_num_waiting:
+                self._counters.join(tenant, self._tenant_to_num_waiting.keys())
+            self._tenant_to_num_waiting[tenant] += 1
             self._waiting[prompt.key] = prompt
             if self._num_tokens_left is not None:
                 self._num_tokens_left += prompt.num_left
             if last is not None and prompt.turn < last.turn:
                 self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].turn))
 
+    def _take_waiting(self, key: Key) -> PrefillAttempt | None:
+        """One waits no longer, if it did."""
+        prompt = self._waiting.pop(key, None)
+        if prompt is not None:
+            tenant = prompt.generation.tenant
+            self._tenant_to_num_waiting[tenant] -= 1
+            if not self._tenant_to_num_waiting[tenant]:
+                del self._tenant_to_num_waiting[tenant]
+                self._counters.leave(tenant)
+        return prompt
+
     def _drop(self, key: Key) -> None:
-        if self._waiting.pop(key, None) is not None:
+        if self._take_waiting(key) is not None:
             self._num_tokens_left = None
         lease = self.leases.release(*key)
         if lease is not None:
@@ -280,6 +294,7 @@ class PrefillLeader:
 
     def _drop_everything(self) -> None:
         self._waiting.clear()
+        self._tenant_to_num_waiting.clear()
         for lease in self.leases.clear():
             self._free_lease(lease)
         for prompt in list(self._started.values()):
@@ -331,6 +346,7 @@ class PrefillLeader:
                     key, QUEUE_FULL
                 )  # Another unit may have room; this one has none for long.
             self._waiting.clear()
+            self._tenant_to_num_waiting.clear()
         self._out += self._reporter.reset()
 
     # ---- what comes back from the Runner ----
@@ -430,10 +446,10 @@ class PrefillLeader:
     # ---- what goes to the Runner ----
     def _in_turns(self) -> Iterable[PrefillAttempt]:
         """Those that wait, in the order in which they may start."""
-        if len(self._tenants) < 2:
+        if len(self._tenant_to_num_waiting) < 2:
             return self._waiting.values()
         held = Counter(prompt.generation.tenant for prompt in self._started.values())
-        return in_turns(self._waiting.values(), lambda prompt: prompt.who, held)
+        return in_turns(self._waiting.values(), lambda prompt: prompt.claim, self._counters, held)
 
     def _plan(self, now_s: float) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
@@ -453,7 +469,10 @@ class PrefillLeader:
                 self._num_tokens_left = None
             self.cache.start(now_s, step.starts)
             for prompt, _, _ in step.starts:
-                self._started[prompt.key] = self._waiting.pop(prompt.key)
+                claim = prompt.claim
+                self._counters.charge(claim.tenant, claim.cost)
+                self._take_waiting(prompt.key)
+                self._started[prompt.key] = prompt
             if not any(step.parts):
                 return
             step_id = self._num_plans

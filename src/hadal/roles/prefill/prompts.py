@@ -24,6 +24,7 @@ from hadal.core.rates import StepRates
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.admission import pack_chunks, turn_s
+from hadal.policy.fairness import INPUT_COST, Claim, share_weight
 from hadal.policy.prefill_balance import (
     UNMEASURED,
     PrefillQueueView,
@@ -88,9 +89,11 @@ class PrefillAttempt:
         return turn_s(self.generation.arrived_s, self.generation.priority), self.number
 
     @property
-    def who(self) -> tuple[str, int]:
-        """Tenant and priority, by which those that wait take turns."""
-        return self.generation.tenant, self.generation.priority
+    def claim(self) -> Claim:
+        """By which those that wait take turns."""
+        generation = self.generation
+        weight = share_weight(generation.weight, generation.priority)
+        return Claim(generation.tenant, INPUT_COST * self.num_left / weight)
 
     @property
     def num_left(self) -> int:

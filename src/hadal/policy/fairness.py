@@ -1,0 +1,108 @@
+"""Whose turn it is: what is scarce is shared among tenants by their weights, in cost of work and not
+in requests.
+
+A virtual token counter for each tenant (Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024): what it was served, INPUT_COST for a token of a prompt and OUTPUT_COST for one drawn,
+over its weight. Next is the tenant with the smallest counter. One that comes back with nothing
+waiting is lifted to the smallest counter of those that wait, so that nobody saves up turns; where
+nobody waits, to that of whoever waited last.
+
+The bound (their theorem 4.4, times weights): while two tenants wait all the time, what each was
+served over its weight differs by 2 max(INPUT_COST L, OUTPUT_COST M) at most, L being the longest
+prompt and M all tokens that the requests which are worked on at one time can come to. Priority
+above 0 makes a request's own work cheaper, so its tenant has as many times more.
+
+Within a tenant the order is that of policy/admission.turn_s. Knows no requests and no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple, TypeVar
+
+INPUT_COST = 1.0
+OUTPUT_COST = 2.0
+"""The paper's: a token drawn costs twice one that is read (its section 5.1, after OpenAI's prices)."""
+MAX_COUNTERS = 4096
+"""Beyond so many, those of tenants that wait for nothing and would be lifted anyway are dropped."""
+
+T = TypeVar("T")
+
+
+def share_weight(weight: float, priority: int) -> float:
+    """What a request's work is divided by: at priority 4 its tenant may have five times as much."""
+    return weight * (1 + max(0, priority))
+
+
+class ServiceCounters:
+    """What each tenant was served, over its weight. Its owner says who waits."""
+
+    def __init__(self) -> None:
+        self._tenant_to_service: dict[str, float] = {}
+        self._last = ""
+        """Whoever was the last to wait for nothing any more."""
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._tenant_to_service.get(tenant, 0.0)
+
+    def join(self, tenant: str, waiting: Collection[str]) -> None:
+        """A tenant that waits for nothing begins to; `waiting` are those that do already."""
+        services = self._tenant_to_service
+        least = min((self[other] for other in waiting), default=self[self._last])
+        services[tenant] = max(self[tenant], least)
+        if len(services) > MAX_COUNTERS:
+            self._tenant_to_service = {
+                other: service
+                for other, service in services.items()
+                if service > least or other in waiting or other in (tenant, self._last)
+            }
+
+    def leave(self, tenant: str) -> None:
+        """Nothing of a tenant waits any more."""
+        self._last = tenant
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """A tenant was served so much, over its weight."""
+        self._tenant_to_service[tenant] = self[tenant] + cost
+
+
+class Claim(NamedTuple):
+    """What one that waits asks for."""
+
+    tenant: str
+    cost: float
+    """Of serving it, over its weight."""
+
+
+def in_turns(
+    waiting: Iterable[T],
+    claim_of: Callable[[T], Claim],
+    counters: ServiceCounters,
+    tenant_to_held: Mapping[str, int],
+) -> Iterator[T]:
+    """Yield those that wait in the order in which they are to be served; `waiting` is in the order
+    that a tenant's own keep.
+
+    What is yielded counts as served, here only. Of equal tenants the one that has least of
+    `tenant_to_held` is first, and then whoever waits longest.
+    """
+    tenant_to_queue: dict[str, deque[tuple[int, T]]] = {}
+    for number, one in enumerate(waiting):
+        tenant_to_queue.setdefault(claim_of(one).tenant, deque()).append((number, one))
+    service = {tenant: counters[tenant] for tenant in tenant_to_queue}
+
+    def turn(tenant: str) -> tuple[float, int, int, str]:
+        return service[tenant], tenant_to_held.get(tenant, 0), tenant_to_queue[tenant][0][0], tenant
+
+    turns = [turn(tenant) for tenant in tenant_to_queue]
+    heapify(turns)
+    while turns:
+        _, _, _, tenant = heappop(turns)
+        queue = tenant_to_queue[tenant]
+        one = queue.popleft()[1]
+        service[tenant] += claim_of(one).cost
+        yield one
+        if queue:
+            heappush(turns, turn(tenant))

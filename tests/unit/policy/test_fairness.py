@@ -1,0 +1,112 @@
+"""Virtual token counters: whose turn it is, and that nobody saves turns up."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.policy.fairness import MAX_COUNTERS, Claim, ServiceCounters, in_turns, share_weight
+from tests.fresh import fresh
+
+
+def turns(waiting: list[tuple[str, float]], served: str = "", **held: int) -> str:
+    counters = ServiceCounters()
+    for tenant in served:
+        counters.charge(tenant, 1.0)
+    order = in_turns(waiting, lambda one: Claim(*one), counters, held)
+    return "".join(tenant for tenant, _ in order)
+
+
+def test_whoever_was_served_least_is_next() -> None:
+    waiting = [(tenant, 1.0) for tenant in "aaaaabbc"]
+    assert turns(waiting) == "abcabaaa"
+    assert turns(waiting, "aa") == "bcbaaaaa"
+    assert turns(waiting, a=1, b=1) == "cababaaa", "of equals, whoever holds least"
+
+
+def test_a_turn_is_measured_in_work_and_not_in_requests() -> None:
+    assert turns([("a", 10.0)] * 2 + [("b", 1.0)] * 15) == "abbbbbbbbbbabbbbb"
+
+
+def test_weight_and_priority_make_work_cheaper() -> None:
+    assert (share_weight(2.0, 0), share_weight(2.0, -4), share_weight(2.0, 4)) == (2.0, 2.0, 10.0)
+    waiting = [("a", 1.0 / share_weight(4.0, 0))] * 6 + [("b", 1.0)] * 2
+    assert turns(waiting) == "abaaaaba"
+
+
+def test_a_tenant_that_comes_back_is_lifted_to_those_that_wait() -> None:
+    counters = ServiceCounters()
+    counters.join("a", ())
+    counters.charge("a", 100.0)
+    counters.join("b", {"a"})
+    assert counters["b"] == 100.0, "nothing is saved up"
+    counters.charge("b", 50.0)
+    counters.join("c", {"a", "b"})
+    assert counters["c"] == 100.0, "to the smallest"
+    counters.leave("a")
+    counters.leave("c")
+    counters.leave("b")
+    counters.charge("b", 7.0)
+    counters.join("d", ())
+    assert counters["d"] == 157.0, "nobody waits: to whoever waited last"
+    counters.join("b", {"d"})
+    assert counters["b"] == 157.0, "a debt stays one"
+
+
+def test_counters_of_tenants_that_are_gone_are_dropped() -> None:
+    counters = ServiceCounters()
+    for number in range(MAX_COUNTERS + 10):
+        counters.join(f"t{number}", ())
+        counters.charge(f"t{number}", 1.0)
+        counters.leave(f"t{number}")
+    assert len(counters._tenant_to_service) <= MAX_COUNTERS + 1
+    assert counters[f"t{MAX_COUNTERS + 9}"] == MAX_COUNTERS + 10
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 9.0)), max_size=20))
+def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one_request(
+    waiting: list[tuple[str, float]],
+) -> None:
+    numbered = list(enumerate(waiting))
+    got = list(in_turns(numbered, lambda one: Claim(*one[1]), ServiceCounters(), {}))
+    for tenant in "abc":
+        assert [one for one in got if one[1][0] == tenant] == [
+            one for one in numbered if one[1][0] == tenant
+        ]
+    dearest = max((cost for _, cost in waiting), default=0.0)
+    for end in range(len(got)):
+        left = {one[1][0] for one in got[end:]}
+        served = [sum(one[1][1] for one in got[:end] if one[1][0] == tenant) for tenant in left]
+        assert not served or max(served) - min(served) <= dearest + 1e-9
+
+
+def test_two_that_wait_all_the_time_are_served_alike_to_the_bound() -> None:
+    """A machine of `slots` requests, each of which draws a token a step."""
+    random: Random = fresh()
+    for _ in range(30):
+        weights = {tenant: random.choice([1.0, 1.0, 2.0, 5.0]) for tenant in "ab"}
+        lengths = {tenant: (random.randint(1, 200), random.randint(1, 60)) for tenant in "ab"}
+        slots = random.randint(1, 9)
+        counters, served = ServiceCounters(), dict.fromkeys("ab", 0.0)
+        for tenant in "ab":
+            counters.join(tenant, ())
+        running: list[tuple[str, int]] = []
+
+        def serve(tenant: str, cost: float) -> None:
+            counters.charge(tenant, cost / weights[tenant])  # noqa: B023
+            served[tenant] += cost / weights[tenant]  # noqa: B023
+
+        longest = max(num_in for num_in, _ in lengths.values())
+        most = slots * max(sum(pair) for pair in lengths.values())
+        bound = 2 * max(1.0 * longest, 2.0 * most) / min(weights.values())
+        for _ in range(400):
+            while len(running) < slots:
+                tenant = min("ab", key=lambda one: counters[one])
+                serve(tenant, 1.0 * lengths[tenant][0])
+                running.append((tenant, lengths[tenant][1]))
+            for tenant, _left in running:
+                serve(tenant, 2.0)
+            running = [(tenant, left - 1) for tenant, left in running if left > 1]
+            assert abs(served["a"] - served["b"]) <= bound
