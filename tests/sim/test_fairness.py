@@ -1,0 +1,223 @@
+"""Tenants' shares in simulated worlds: the bound of policy/fairness between any two that wait, and
+what a flood of one costs the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import combinations
+from random import Random
+
+import pytest
+
+from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
+from hadal.core.messages import Generation, Prefill
+from hadal.core.plans import Sampling
+from hadal.core.seams import Deliver, Effect, Event, Send
+from hadal.policy.fairness import INPUT_COST, OUTPUT_COST
+from tests.fresh import FULL, fresh
+from tests.sim.world import Faults, World
+
+NUM_WORLDS = 1000 if FULL else 12
+WEIGHTS = (1.0, 1.0, 1.0, 2.0, 4.0, 0.5)
+END_S = 3000.0
+
+
+def generation(random: Random, name: str, tenant: str, weight: float, sizes: Sizes) -> Generation:
+    prompt = tuple(random.randrange(50) for _ in range(random.randint(1, sizes.prompt)))
+    num_output = random.randint(1, sizes.output)
+    return Generation(
+        name, prompt, (), num_output, (), 0, Sampling(), 0, tenant=tenant, weight=weight
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Longest of a tenant's requests."""
+
+    prompt: int
+    output: int
+
+
+@dataclass
+class Watch:
+    """What tenants were served, seen from outside: out of the front's effects alone."""
+
+    world: World
+    weights: dict[str, float]
+    served: Counter[str] = field(default_factory=Counter)
+    """Tenant -> cost of its work."""
+    num_tokens: Counter[str] = field(default_factory=Counter)
+    begun: set[str] = field(default_factory=set)
+    ranges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """Of two that wait: least and most that one was ahead by since both do."""
+    widest: dict[tuple[str, str], float] = field(default_factory=dict)
+    longest: int = 0
+    most: int = 0
+    """Tokens that requests placed at one time can come to."""
+    left: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Watch the front that runs now."""
+        front = self.world.front
+        handle, leave = front.handle, front.requests.counters.leave
+
+        def watched(now_s: float, *events: Event) -> list[Effect]:
+            effects = handle(now_s, *events)
+            self.saw(effects)
+            return effects
+
+        def left(tenant: str) -> None:
+            self.left.add(tenant)
+            leave(tenant)
+
+        front.handle = watched  # type: ignore[method-assign]
+        front.requests.counters.leave = left  # type: ignore[method-assign]
+
+    def saw(self, effects: list[Effect]) -> None:
+        """Count an event's effects, and look who waits after it."""
+        requests = self.world.front.requests
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Prefill):
+                made = effect.message.generation
+                if made.request_id not in self.begun:
+                    self.begun.add(made.request_id)
+                    self.served[made.tenant] += INPUT_COST * len(made.prompt)
+                    self.longest = max(self.longest, len(made.prompt))
+            elif isinstance(effect, Deliver):
+                tenant = self.world.clients[effect.request_id].generation.tenant
+                self.served[tenant] += OUTPUT_COST * len(effect.tokens)
+                self.num_tokens[tenant] += len(effect.tokens)
+        self.most = max(
+            self.most,
+            sum(len(r.generation.prompt) + r.generation.max_tokens for r in requests.placed()),
+        )
+        waiting = requests._tenant_to_queue.keys() - self.left
+        self.left.clear()
+        for pair in combinations(sorted(self.weights), 2):
+            if not waiting >= set(pair):
+                self.ranges.pop(pair, None)
+                continue
+            ahead = self.service(pair[0]) - self.service(pair[1])
+            least, most = self.ranges.get(pair, (ahead, ahead))
+            self.ranges[pair] = least, most = min(least, ahead), max(most, ahead)
+            self.widest[pair] = max(self.widest.get(pair, 0.0), most - least)
+
+    def service(self, tenant: str) -> float:
+        """Of a tenant, over its weight."""
+        return self.served[tenant] / self.weights[tenant]
+
+    def bound(self, pair: tuple[str, str]) -> float:
+        """Of the difference of two tenants' service while both wait; without weights, 2 max(...)."""
+        most = max(INPUT_COST * self.longest, OUTPUT_COST * self.most)
+        return sum(most / self.weights[tenant] for tenant in pair)
+
+
+def drawn_world(seed: int) -> tuple[World, Watch, int]:
+    """Tenants of other weights and lengths, of which some send all at once and some now and then;
+    in every second world units die.
+    """
+    random = Random(seed)
+    config = Deployment(
+        chunk_tokens=random.choice([32, 64]),
+        heartbeat_s=0.1,
+        unit_timeout_s=5.0,
+        prefill=UnitsConfig(ranks=random.choice([1, 1, 2]), max_requests=random.randint(2, 6)),
+        decode=UnitsConfig(max_requests=random.randint(2, 10)),
+        limits=LimitsConfig(max_queued=10_000, max_retries=10_000, request_timeout_s=4000.0),
+    )
+    faults = Faults(crash_every_s=random.choice([0.0, 1.5]), until_s=5.0)
+    world = World(seed, config, max_context=10_000, pool_blocks=(40, 60), faults=faults)
+    weights = {f"t{number}": random.choice(WEIGHTS) for number in range(random.randint(2, 4))}
+    num_asked = 0
+    for tenant, weight in weights.items():
+        sizes = Sizes(random.choice([10, 60, 200]), random.choice([3, 15, 40]))
+        at_s, gap_s = (
+            random.choice([0.3, random.uniform(0.3, 1.0)]),
+            random.choice([0.0, 0.0, 0.05]),
+        )
+        for number in range(random.randint(15, 40)):
+            made = generation(random, f"{tenant}-{number}", tenant, weight, sizes)
+            world.submit_at(at_s, made, made.max_tokens)
+            at_s, num_asked = at_s + gap_s, num_asked + 1
+    return world, Watch(world, weights), num_asked
+
+
+def run_drawn(seed: int) -> Watch:
+    world, watch, num_asked = drawn_world(seed)
+    world.clock.run(0.25)
+    watch.begin()
+    world.clock.run(
+        END_S,
+        lambda: (
+            len(world.clients) == num_asked
+            and all(client.final is not None for client in world.clients.values())
+        ),
+    )
+    finals = [client.final for client in world.clients.values()]
+    assert len(finals) == num_asked
+    assert all(final is not None and final.error is None for final in finals)
+    return watch
+
+
+def test_service_of_tenants_that_wait_differs_by_no_more_than_the_bound() -> None:
+    first = fresh().randrange(2**40)
+    num_pairs, nearest = 0, 0.0
+    for seed in range(first, first + NUM_WORLDS):
+        watch = run_drawn(seed)
+        for pair, wide in watch.widest.items():
+            bound = watch.bound(pair)
+            assert wide <= bound, f"seed {seed}: {pair} differ by {wide}, and may by {bound}"
+            num_pairs, nearest = num_pairs + 1, max(nearest, wide / bound)
+    print(f"{num_pairs} pairs; at most {nearest:.2f} of the bound")
+    assert num_pairs >= NUM_WORLDS // 2
+    assert nearest > 0.1, "a bound that nothing comes near says nothing"
+
+
+OTHERS = ("b", "c", "d")
+FLOOD = "a"
+SPAN_S = 12.0
+TIMES_ITS_SHARE = 20
+"""What the flooding tenant asks for, in quarters of what the world can do."""
+LEAST = 0.85
+
+
+def tokens_of_others(seed: int, *, is_flooded: bool) -> tuple[int, int]:
+    """Output tokens of all others, and of the one that floods, in the same simulated time."""
+    random = Random(seed)
+    config = Deployment(
+        chunk_tokens=64,
+        heartbeat_s=0.1,
+        unit_timeout_s=5.0,
+        prefill=UnitsConfig(max_requests=8),
+        decode=UnitsConfig(max_requests=16),
+        limits=LimitsConfig(max_queued=100_000, request_timeout_s=4000.0),
+    )
+    world = World(
+        seed, config, max_context=10_000, pool_blocks=(80, 80), faults=Faults(until_s=0.0)
+    )
+    # A step of 10 ms takes a chunk of 64 tokens: 160 requests a second of 40 tokens, if decode were
+    # endless; its 16 slots give 40 of 40 tokens a second. A quarter of that is a tenant's share.
+    share_per_s = 16 / (40 * 0.01) / 4
+    for number, tenant in enumerate((*OTHERS, *([FLOOD] if is_flooded else []))):
+        rate = share_per_s * (TIMES_ITS_SHARE if tenant == FLOOD else 0.8)
+        draws, at_s, index = Random(f"{seed} {number}"), 0.5, 0
+        while (at_s := at_s + draws.expovariate(rate)) < SPAN_S:
+            made = generation(random, f"{tenant}-{index}", tenant, 1.0, Sizes(40, 79))
+            world.submit_at(at_s, made, made.max_tokens)
+            index += 1
+    watch = Watch(world, dict.fromkeys((*OTHERS, FLOOD), 1.0))
+    world.clock.run(0.25)
+    watch.begin()
+    world.clock.run(SPAN_S)
+    return sum(watch.num_tokens[tenant] for tenant in OTHERS), watch.num_tokens[FLOOD]
+
+
+@pytest.mark.parametrize("seed", [1, fresh().randrange(2**40)])
+def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> None:
+    alone, none = tokens_of_others(seed, is_flooded=False)
+    flooded, flood = tokens_of_others(seed, is_flooded=True)
+    print("seed", seed, "alone", alone, "flooded", flooded, "the flood had", flood)
+    assert none == 0 < flood
+    assert flooded >= LEAST * alone
