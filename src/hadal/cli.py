@@ -17,6 +17,8 @@ from typer.completion import completion_init, get_completion_script  # type: ign
 
 from hadal import __version__
 from hadal.commands.examples import examples
+from hadal.commands.keys import FILE_VARIABLE
+from hadal.commands.keys import app as keys_app
 from hadal.commands.model import EPILOG as MODEL_EPILOG
 from hadal.commands.model import model
 from hadal.commands.replay import EPILOG as REPLAY_EPILOG
@@ -146,11 +148,13 @@ def serve(
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
+            envvar=FILE_VARIABLE,
+            show_envvar=False,
             help=(
-                "File with the keys that are let in, one a line, yours alone (chmod 600). Behind a"
-                " key its rights: "
+                "File with the keys that are let in, one a line, yours alone (chmod 600); followed"
+                " while it runs. `hadal keys` writes one. Behind a key its rights: "
                 "'priority' (to go ahead of others), 'operator' (/audit, /trace)."
-            )
+            ),
         ),
     ] = None,
     secret_file: Annotated[
@@ -243,7 +247,16 @@ def serve(
         resolved = resolve(_deployment(config, overrides, tables))
         keys = _api_keys(api_key or [], api_keys_file)
         has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
-        options = Options(run_folder, log_dir, level, log_format, keys, has_bar, secret_file)
+        options = Options(
+            run_folder,
+            log_dir,
+            level,
+            log_format,
+            _api_keys(api_key or []),
+            has_bar,
+            secret_file,
+            api_keys_file.absolute() if api_keys_file is not None else None,
+        )
         announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
         code = run(resolved, options, (lambda status: None) if quiet else announce, forks)
     except ConfigError as error:
@@ -614,6 +627,7 @@ def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> 
 
 
 app.command(epilog=MODEL_EPILOG)(model)
+app.add_typer(keys_app, name="keys")
 
 
 app.command(epilog=STEP_EPILOG)(step)
@@ -891,7 +905,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
-    from hadal.runtime.process.private import read_private
+    from hadal.gateway.keys import keys_of, read_lines
 
     if any(not key.strip() for key in given):
         raise ConfigError(
@@ -901,20 +915,11 @@ def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
     for key in keys:
         _check_key(key, "--api-key or HADAL_API_KEYS")
     if path is not None:
-        try:
-            lines = read_private(path, "the API keys").decode().splitlines()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: the API keys are not UTF-8 text.") from error
-        in_file = {
-            number: line.strip()
-            for number, line in enumerate(lines, 1)
-            if line.strip() and not line.lstrip().startswith("#")
-        }
+        in_file = read_lines(path)
         if not in_file:
             raise ConfigError(f"{path}: there is no key in it. Write one a line.")
-        for number, line in in_file.items():
-            _check_key(line, f"{path}, line {number}")
-        keys += in_file.values()
+        keys_of(keys, path, in_file)
+        keys += in_file
     return tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
 
 

@@ -92,6 +92,8 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """
     weight: float = 1.0
     """The tenant's, by which what is scarce is shared (policy/fairness)."""
+    most_pico_usd: int = 0
+    """What it can cost at most, where its tenant has a budget."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +120,20 @@ class Closing(msgspec.Struct, frozen=True, array_like=True):
     num_retries: int
 
 
+class RateLimits(msgspec.Struct, frozen=True, array_like=True):
+    """What is left of a tenant's quota, as a reply's headers say it. None: there is no such limit."""
+
+    requests: int | None = None
+    """At once."""
+    requests_left: int = 0
+    tokens: int | None = None
+    """A minute."""
+    tokens_left: int = 0
+    requests_reset_s: float = 0.0
+    """When all of it can be had again, as far as that is known."""
+    tokens_reset_s: float = 0.0
+
+
 class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request
     is `final`. An effect (core/seams), and sent on where the stream is in another process.
@@ -135,6 +151,10 @@ class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Prompt tokens that were not computed; they come with the first token."""
     closing: Closing | None = None
     """Where it was worked on; it comes with the final delivery of a request that was let in."""
+    limits: RateLimits | None = None
+    """Of a tenant with a quota: with the first delivery, which has no token if it was let in."""
+    error_code: str = ""
+    """For programs; empty: the status says it."""
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:
@@ -166,6 +186,46 @@ class TurnedAway(Message, frozen=True):
     num_generations: int
     num_tokens: int = 0
     """Tokens of their prompts. 0: nobody has read them."""
+
+
+class Quota(msgspec.Struct, frozen=True, array_like=True):
+    """What a tenant may have at most. 0: as much as there is."""
+
+    tenant: str
+    tokens_per_minute: int = 0
+    requests: int = 0
+    """Generations at once, those that wait included."""
+    day_pico_usd: int = 0
+    """To be charged in a day of UTC, in 10^-12 dollars."""
+
+
+class Quotas(Message, frozen=True):
+    """The tenants that have quotas, all of them, and the time of day."""
+
+    unix_s: float
+    quotas: tuple[Quota, ...]
+
+
+class Charged(Message, frozen=True):
+    """A generation has ended, and a gateway wrote down what it was charged. Said again, it counts
+    once.
+    """
+
+    request_id: str
+    tenant: str
+    day: int
+    """Days of UTC since 1970."""
+    pico_usd: int
+
+
+class Spent(Message, frozen=True):
+    """What the ledger and its outbox hold of a day, read at one instant."""
+
+    day: int
+    tenant_to_pico_usd: dict[str, int]
+    """Of tenants that were asked for; those with nothing are in it as well."""
+    request_ids: tuple[str, ...]
+    """Of those facts that are not old: a gateway may say them again."""
 
 
 # ---- front -> every leader ----
@@ -1071,6 +1131,9 @@ AnyMessage = (
     | Suspect
     | Sighting
     | TurnedAway
+    | Quotas
+    | Charged
+    | Spent
     | RankHeld
     | RankWho
     | LeaderDown

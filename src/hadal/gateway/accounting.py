@@ -14,13 +14,14 @@ from typing import Protocol
 
 from hadal.core.config import Deployment, units_of
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
+from hadal.core.messages import Charged
 from hadal.core.seams import Closing
 from hadal.gateway.auth import Tenant
 from hadal.gateway.replies import Meter
 from hadal.gateway.service import Work
 from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import LedgerCounts
-from hadal.stats.prices import PriceList, micro_usd, price_list
+from hadal.stats.prices import DAY_S, PriceList, micro_usd, price_list
 
 HEARTBEAT_S = 10.0
 """Units that are up are written to the ledger this often: what `kill -9` can take from their
@@ -71,6 +72,12 @@ class Accounting:
         self._up: dict[tuple[str, str], tuple[str, float]] = {}
         """Unit and epoch -> role, and when it came."""
         self._looked_s = 0.0
+        self.on_charged: Callable[[Charged], None] | None = None
+        """Hears what each generation was charged, where tenants may have budgets."""
+
+    def most(self, num_prompt: int, num_output: int) -> int:
+        """Pico-dollars that a generation can cost."""
+        return self._prices.most(num_prompt, num_output)
 
     @property
     def counts(self) -> LedgerCounts:
@@ -102,6 +109,10 @@ class Accounting:
             tokens_hit = meter.num_cached if is_payer else 0
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
+            charge = self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output)
+            if self.on_charged is not None:
+                day = micros(unix_s) // 1_000_000 // DAY_S
+                self.on_charged(Charged(choice.generation.request_id, tenant.name, day, charge))
             self._sink.add(
                 RequestFact(
                     choice.generation.request_id,
@@ -119,7 +130,7 @@ class Accounting:
                     closing.prefill_unit,
                     closing.decode_unit,
                     closing.num_retries,
-                    self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output),
+                    charge,
                 )
             )
         if unix_s - self._looked_s >= _LOOK_S:

@@ -1,22 +1,27 @@
 """API keys: a Bearer token compared in constant time, and what its tenant may do besides asking.
 
-    KEY [RIGHT ...]      a line of a keys file, or what stands between two commas of HADAL_API_KEYS
+    KEY [RIGHT ...] [FIELD=VALUE ...]                 a line of a keys file, or what stands between
+    sha256:DIGEST name=NAME [RIGHT ...] [FIELD=...]   two commas of HADAL_API_KEYS
 
 A key has no blank and no comma. Where there is no key, or only one, nobody is there to be protected
-from it: it has all rights. Knows headers, and that a key is a tenant; nothing of quotas.
+from it: it has all rights. Knows headers, and that a key is a tenant; what becomes of its quotas,
+the front decides (policy/quotas).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 
 from hadal.core.errors import ConfigError
-from hadal.gateway.errors import ApiError
+from hadal.core.messages import Quota
+from hadal.gateway.errors import ApiError, overloaded
+from hadal.stats.prices import PICO_PER_MICRO, micro_usd
 
 # Whose KV may be shared with whom: a salt for each tenant, out of its API key.
 #
@@ -47,11 +52,22 @@ class Tenant:
 
     salt: bytes
     rights: frozenset[str] = frozenset()
+    given_name: str = ""
+    """Empty: its name is made of its salt."""
+    weight: float = 1.0
+    """Its share of what is scarce, beside others' (policy/fairness)."""
+    models: frozenset[str] = frozenset()
+    """Models that it may ask; empty: all."""
+    quota: Quota | None = None
 
     @cached_property
     def name(self) -> str:
         """What the tenant is called in the ledger, in logs and at the front."""
-        return name_of(self.salt)
+        return self.given_name or name_of(self.salt)
+
+    def may_ask(self, model: str) -> bool:
+        """Whether a model is there for it."""
+        return not self.models or model in self.models
 
 
 def salt_of(api_key: bytes) -> bytes:
@@ -82,33 +98,55 @@ _EVERYONE = Tenant(salt_of(b""), RIGHTS)
 class Keys:
     """The keys that are let in; with none, everybody is."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
-        """`lines`: keys and their rights, as parse_key reads them; blank ones are passed over.
-        Raises ConfigError.
+    def __init__(
+        self, lines: Iterable[str] = (), *, is_closed: bool = False, is_known: bool = True
+    ) -> None:
+        """`lines`: as parse_key reads them; blank ones are passed over. `is_closed`: without keys
+        nobody is let in. `is_known`: else nobody is until others take their place. Raises
+        ConfigError.
         """
-        key_to_rights: dict[bytes, frozenset[str]] = {}
-        for key, rights in map(parse_key, filter(str.strip, lines)):
-            key_to_rights[key] = key_to_rights.get(key, frozenset()) | rights
-        known = tuple(key_to_rights)
+        digest_to_tenant: dict[bytes, Tenant] = {}
+        for digest, tenant in map(parse_key, filter(str.strip, lines)):
+            first = digest_to_tenant.get(digest)
+            if first is not None and replace(first, rights=frozenset()) != replace(
+                tenant, rights=frozenset()
+            ):
+                raise ConfigError("a key stands there twice, and what is behind it differs.")
+            rights = tenant.rights | (first.rights if first is not None else frozenset())
+            digest_to_tenant[digest] = replace(tenant, rights=rights)
         # Digests are of one length, so that the comparison's time says nothing of a key's length
         # either.
-        self._digests = tuple(_digest(key) for key in known)
+        self._digests = tuple(digest_to_tenant)
+        is_alone = len(self._digests) == 1
         self.tenants = tuple(
-            Tenant(salt_of(key), RIGHTS if len(known) == 1 else key_to_rights[key]) for key in known
+            replace(tenant, rights=RIGHTS) if is_alone else tenant
+            for tenant in digest_to_tenant.values()
         )
-        """The tenants, in the order of their keys."""
+        """The tenants, in the order of their keys. Of a hashed key the salt is not known."""
+        names = [tenant.name for tenant in self.tenants]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"two keys have the name {min(twice)}; a name is one tenant's.")
+        self._is_closed = is_closed
+        self.is_known = is_known
 
     @property
     def is_open(self) -> bool:
         """There are no keys: everybody is let in."""
-        return not self._digests
+        return not self._digests and not self._is_closed
+
+    @property
+    def quotas(self) -> tuple[Quota, ...]:
+        """Of tenants that have any."""
+        return tuple(tenant.quota for tenant in self.tenants if tenant.quota is not None)
 
     def check(self, authorization: str | None) -> Tenant:
         """Return the tenant whose key the header carries; without keys there is one tenant.
 
-        Raises ApiError 401 for a header without any of the keys.
+        Raises ApiError 401 for a header without any of the keys, 503 while they are not known.
         """
-        if not self._digests:
+        if not self.is_known:
+            raise overloaded(503, "The server is starting; try again.", 1.0, "no_keys")
+        if self.is_open:
             return _EVERYONE
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
@@ -119,7 +157,8 @@ class Keys:
                 headers=_CHALLENGE,
             )
         # Header values arrive as latin-1; keys with other letters were sent as UTF-8 bytes.
-        given = _digest(token.strip().encode("latin-1", "replace"))
+        key = token.strip().encode("latin-1", "replace")
+        given = _digest(key)
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(matches):
             raise ApiError(
@@ -128,21 +167,120 @@ class Keys:
                 code="invalid_api_key",
                 headers=_CHALLENGE,
             )
-        return self.tenants[matches.index(True)]
+        tenant = self.tenants[matches.index(True)]
+        return tenant if tenant.salt else replace(tenant, salt=salt_of(key))
 
 
-def parse_key(line: str) -> tuple[bytes, frozenset[str]]:
-    """A key and its rights. Raises ConfigError, which does not show the key."""
-    key, *rights = line.split()
+HASHED = "sha256:"
+"""What a key's digest begins with, where the key itself is not written down."""
+_NAME_FORM = re.compile(r"(?!t-|everyone$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_MAX_NUMBER = 10**12
+_MAX_WEIGHT = 1000.0
+
+
+def parse_key(line: str) -> tuple[bytes, Tenant]:
+    """A key's digest and its tenant. Raises ConfigError, which does not show the key."""
+    key, *words = line.split()
     if "," in line:
         raise ConfigError("a key cannot hold a comma.")
-    if not RIGHTS.issuperset(rights):
-        known = " and ".join(sorted(RIGHTS))
+    rights = frozenset(word for word in words if "=" not in word)
+    pairs = [word.partition("=")[::2] for word in words if "=" in word]
+    if not RIGHTS.issuperset(rights) or not _FIELDS.keys() >= {name for name, _ in pairs}:
         raise ConfigError(
-            f"what stands behind the key is no right: there may be {known}, and no key has a blank."
+            f"what stands behind the key is no right: there may be {' and '.join(sorted(RIGHTS))},"
+            f" and values of {', '.join(_FIELDS)}; and no key has a blank."
         )
-    return key.encode(), frozenset(rights)
+    digest, salt = _digest(key.encode()), salt_of(key.encode())
+    if key.startswith(HASHED):
+        if not re.fullmatch("[0-9a-f]{64}", key[len(HASHED) :]):
+            raise ConfigError(f"behind {HASHED} stand the 64 hex digits of a key's hash.")
+        digest, salt = bytes.fromhex(key[len(HASHED) :]), b""
+    values: dict[str, list[str]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(value)
+    return digest, _tenant(salt, rights, values)
+
+
+def _tenant(salt: bytes, rights: frozenset[str], values: dict[str, list[str]]) -> Tenant:
+    for name, given in values.items():
+        if len(given) > 1 and name != MODEL:
+            raise ConfigError(f"{name} stands there twice.")
+    read = {name: _FIELDS[name](name, given[0]) for name, given in values.items()}
+    if not salt and NAME not in values:
+        raise ConfigError("a hashed key needs a name: name=NAME.")
+    name = str(read.get(NAME, ""))
+    limits = (
+        int(read.get(TOKENS_PER_MINUTE, 0)),
+        int(read.get(REQUESTS, 0)),
+        int(read.get(DOLLARS_PER_DAY, 0)),
+    )
+    return Tenant(
+        salt,
+        rights,
+        name,
+        float(read.get(WEIGHT, 1.0)),
+        frozenset(values.get(MODEL, ())),
+        Quota(name or name_of(salt), *limits) if any(limits) else None,
+    )
+
+
+def check_name(field: str, text: str) -> str:
+    """A tenant's name. Raises ConfigError."""
+    if not _NAME_FORM.fullmatch(text):
+        raise ConfigError(
+            f"{field} is {text[:70]!r}; up to 64 letters, digits and . _ @ - are needed, and"
+            f" neither {EVERYONE} nor one that begins with t-."
+        )
+    return text
+
+
+def _model(field: str, text: str) -> str:
+    if not text:
+        raise ConfigError(f"{field} is empty; name a model, or leave it out for all.")
+    return text
+
+
+def _number(field: str, text: str) -> int:
+    if not re.fullmatch("[0-9]{1,13}", text) or not 1 <= int(text) <= _MAX_NUMBER:
+        raise ConfigError(f"{field} is {text[:70]!r}; a whole number from 1 on is needed.")
+    return int(text)
+
+
+def _pico_usd(field: str, text: str) -> int:
+    try:
+        micro = micro_usd(text)
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}.") from None
+    if not 1 <= micro <= _MAX_NUMBER:
+        raise ConfigError(f"{field} is {text[:70]!r}; from 0.000001 to a million is needed.")
+    return micro * PICO_PER_MICRO
+
+
+def _weight(field: str, text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text) or not (
+        1.0 / _MAX_WEIGHT <= float(text) <= _MAX_WEIGHT
+    ):
+        raise ConfigError(f"{field} is {text[:70]!r}; a number from 0.001 to 1000 is needed.")
+    return float(text)
+
+
+NAME, MODEL, WEIGHT = "name", "model", "weight"
+TOKENS_PER_MINUTE, REQUESTS, DOLLARS_PER_DAY = "tokens_per_minute", "requests", "dollars_per_day"
+_FIELDS: dict[str, Callable[[str, str], str | int | float]] = {
+    NAME: check_name,
+    MODEL: _model,
+    TOKENS_PER_MINUTE: _number,
+    REQUESTS: _number,
+    DOLLARS_PER_DAY: _pico_usd,
+    WEIGHT: _weight,
+}
+"""What may stand behind a key with a value, and how it is read. `model` may stand there again."""
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def hashed(key: str) -> str:
+    """A key as a keys file holds it without giving it away."""
+    return f"{HASHED}{_digest(key.encode()).hex()}"

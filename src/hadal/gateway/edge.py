@@ -169,6 +169,11 @@ access = logging.getLogger("hadal.access")
 
 SEEN = "hadal.seen"
 """Key of a scope under which its Seen lies."""
+_EXPOSED = b"X-Request-Id, Retry-After" + b"".join(
+    b", X-RateLimit-%s-%s" % (what, of)
+    for of in (b"Requests", b"Tokens")
+    for what in (b"Limit", b"Remaining", b"Reset")
+)
 METHODS = "GET, POST, OPTIONS"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
@@ -227,7 +232,7 @@ class Edge:
             extra += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
                 (b"vary", b"Origin"),
-                (b"access-control-expose-headers", b"X-Request-Id, Retry-After"),
+                (b"access-control-expose-headers", _EXPOSED),
             ]
 
         async def send_marked(message: Message) -> None:

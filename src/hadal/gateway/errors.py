@@ -11,6 +11,7 @@ import math
 import msgspec
 
 from hadal.core.errors import HadalError, RequestError
+from hadal.core.messages import RateLimits
 
 _TYPES = {
     400: "invalid_request_error",
@@ -68,16 +69,48 @@ def retry_after(seconds: float | None) -> dict[str, str]:
     return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
+def limit_headers(limits: RateLimits | None) -> dict[str, str]:
+    """A tenant's quota, and what is left of it, by the names that OpenAI's clients know."""
+    headers = {}
+    for what, most, left, reset_s in (
+        (
+            ("requests", limits.requests, limits.requests_left, limits.requests_reset_s),
+            ("tokens", limits.tokens, limits.tokens_left, limits.tokens_reset_s),
+        )
+        if limits is not None
+        else ()
+    ):
+        if most is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(most)
+            headers[f"x-ratelimit-remaining-{what}"] = str(left)
+            headers[f"x-ratelimit-reset-{what}"] = span(reset_s)
+    return headers
+
+
+def span(seconds: float) -> str:
+    """A time as OpenAI's headers have it: "6m0s", "1.2s", "20ms"."""
+    millis = math.ceil(seconds * 1000)
+    if millis < 1000:
+        return f"{millis}ms"
+    minutes, rest = divmod(millis, 60_000)
+    return f"{minutes}m{rest // 1000}s" if minutes else f"{rest / 1000:g}s"
+
+
 def sentence(reason: str) -> str:
     """A reason as a message says it: with a capital letter."""
     return reason[:1].upper() + reason[1:]
 
 
 def overloaded(
-    status: int, message: str, retry_after_s: float | None, code: str | None = None
+    status: int,
+    message: str,
+    retry_after_s: float | None,
+    code: str | None = None,
+    limits: RateLimits | None = None,
 ) -> ApiError:
     """429 (this client or queue is full) or 503 (the service is not there)."""
-    return ApiError(status, message, code=code, headers=retry_after(retry_after_s))
+    headers = {**retry_after(retry_after_s), **limit_headers(limits)}
+    return ApiError(status, message, code=code, headers=headers)
 
 
 def as_api_error(error: HadalError) -> ApiError:

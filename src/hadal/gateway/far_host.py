@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,6 +24,7 @@ from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
+    Charged,
     Deliver,
     Delivered,
     Drain,
@@ -42,6 +44,7 @@ from hadal.gateway.host import Doors, FrontWire, Pages
 from hadal.gateway.mailbox import Mailbox, mailbox_for
 from hadal.gateway.trace import MAX_WAIT_S
 from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.tenants import RECENT_S
 
 log = logging.getLogger("hadal.gateway")
 
@@ -57,6 +60,8 @@ _PAGE_S = MAX_WAIT_S + 10.0
 """How long a page is waited for: the slowest, /trace, waits for a unit's steps. A front that dies
 is noticed sooner.
 """
+_SAY_AGAIN_S = RECENT_S / 2
+"""How long after it a charge is said again to a new front."""
 _NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
 
 
@@ -107,6 +112,7 @@ class FarHost(Doors):
         self._leaving: dict[str, Mailbox] = {}
         """Generations that nobody waits for, until the front has closed them."""
         self._then: dict[Mailbox, Callable[[], None]] = {}
+        self._charged: deque[tuple[float, Charged]] = deque()
 
     @property
     def gateways(self) -> tuple[str, ...]:
@@ -145,8 +151,20 @@ class FarHost(Doors):
                             "%s is not for a gateway without the front", type(message).__name__
                         )
 
-    def check_room(self, tenant: str, num_wanted: int, num_tokens: int = 0) -> None:
+    def check_room(
+        self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
+    ) -> None:
         """Nothing is refused here: the front lets generations in or not when they are opened."""
+
+    def charged(self, charged: Charged) -> None:
+        """A generation's fact was written down. Said again to the next front, which may have read
+        the ledger before it was there.
+        """
+        now_s = self._now()
+        self._charged.append((now_s, charged))
+        while self._charged[0][0] < now_s - _SAY_AGAIN_S:
+            self._charged.popleft()
+        self._wire.send(FRONT, charged)
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
         """Submit the choices of one request; their deliveries come to the mailbox that is
@@ -212,6 +230,9 @@ class FarHost(Doors):
                 len(self._sent),
             )
         self.pages.give_up()
+        for at_s, charged in self._charged:
+            if at_s >= self._now() - _SAY_AGAIN_S:
+                self._wire.send(FRONT, charged)
         for request_id in list(self._leaving):  # Nobody remembers them.
             self._left(request_id)
         # Also what was sent before the first front was heard: it may not have been there yet. One

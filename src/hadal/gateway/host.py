@@ -21,6 +21,7 @@ from hadal.core.messages import (
     Audit,
     AuditRequest,
     Cancel,
+    Charged,
     Delivered,
     Drain,
     FrontHeartbeat,
@@ -31,8 +32,11 @@ from hadal.core.messages import (
     Open,
     Query,
     QueryReply,
+    Quota,
+    Quotas,
     Refused,
     Returned,
+    Spent,
     Submit,
     Trace,
     TraceRequest,
@@ -172,11 +176,20 @@ class FrontRole(Protocol):
 
     def start(self, now_s: float) -> list[Effect]: ...
 
-    def refusal(self, now_s: float, tenant: str, num_wanted: int) -> Refusal | None: ...
+    def refusal(
+        self,
+        now_s: float,
+        tenant: str,
+        num_wanted: int,
+        num_tokens: int = 0,
+        most_pico_usd: int = 0,
+    ) -> Refusal | None: ...
 
     def check(self) -> list[str]: ...
 
     def snapshot(self) -> FrontSnapshot: ...
+
+    def unread(self) -> tuple[str, ...]: ...
 
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
@@ -297,17 +310,41 @@ class Host(Doors):
                 # Now, not with the next heartbeat: one gateway's health is to be all gateways'.
                 self._tell_others()
 
-    def check_room(self, tenant: str, num_wanted: int, num_tokens: int = 0) -> None:
+    def check_room(
+        self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
+    ) -> None:
         """Raise ApiError, 429 or 503, if so many more generations of a tenant would not be let in.
 
-        `num_tokens`: tokens of their prompts; 0 before those are read.
+        `num_tokens`: tokens of their prompts; 0 before those are read. `most_pico_usd`: what they
+        can cost together.
         """
-        refusal = self._front.refusal(self._now(), tenant, num_wanted)
+        refusal = self._front.refusal(self._now(), tenant, num_wanted, num_tokens, most_pico_usd)
         if refusal is not None:
-            self._handle([TurnedAway(num_wanted, num_tokens)])
+            if refusal.is_for_room:
+                self._handle([TurnedAway(num_wanted, num_tokens)])
             raise overloaded(
-                refusal.status, sentence(refusal.reason), refusal.retry_after_s, "overloaded"
+                refusal.status,
+                sentence(refusal.reason),
+                refusal.retry_after_s,
+                refusal.code,
+                refusal.limits,
             )
+
+    def set_quotas(self, unix_s: float, quotas: tuple[Quota, ...]) -> None:
+        """What tenants may have from now on. `unix_s`: the time of day."""
+        self._handle([Quotas(unix_s, quotas)])
+
+    def charged(self, charged: Charged) -> None:
+        """A generation's fact was written down."""
+        self._handle([charged])
+
+    def unread(self) -> tuple[str, ...]:
+        """Tenants with budgets for whom the ledger is to be read."""
+        return self._front.unread()
+
+    def spent(self, spent: Spent) -> None:
+        """The ledger was read."""
+        self._handle([spent])
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
         """Submit the choices of one request; their deliveries come to the mailbox that is
@@ -483,14 +520,20 @@ class Host(Doors):
     def _let_in(self, generations: Sequence[Generation]) -> Iterator[Event]:
         """All of a request, or none. Those that a front before this one let in go on."""
         new = [generation for generation in generations if not generation.attempt]
-        refusal = self._front.refusal(self._now(), new[0].tenant, len(new)) if new else None
+        num_tokens = sum(len(generation.prompt) for generation in new)
+        most = sum(generation.most_pico_usd for generation in new)
+        refusal = (
+            self._front.refusal(self._now(), new[0].tenant, len(new), num_tokens, most)
+            if new
+            else None
+        )
         for generation in generations:
             if refusal is None or generation.attempt:
                 yield Submit(generation)
             else:
                 self._apply(refused(generation.request_id, refusal))
-        if refusal is not None:
-            yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
+        if refusal is not None and refusal.is_for_room:
+            yield TurnedAway(len(new), num_tokens)
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
         """Turn a message into events for the front: another gateway's becomes what it would be if

@@ -32,15 +32,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hadal import __version__
 from hadal.core.config import ROLES, Deployment, units_of
-from hadal.core.errors import HadalError
+from hadal.core.errors import ConfigError, HadalError
 from hadal.core.facts import CANCELLED, REFUSALS
-from hadal.core.messages import FrontSnapshot
+from hadal.core.messages import FrontSnapshot, Generation
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import OPERATOR, Keys, Tenant
 from hadal.gateway.edge import SEEN, AccessRecord, Edge
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host, Page
+from hadal.gateway.keys import PATH as KEYS_PATH
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import (
@@ -349,6 +350,11 @@ class Gateway:
     wrong_nodes: Callable[[], Sequence[str]] = tuple
     """What is wrong with the nodes of a cluster, a sentence each."""
     bodies: Bodies = field(default_factory=Bodies)
+    keys_changed: Callable[[], Awaitable[Keys | None]] | None = None
+    """Asks for the keys, if they are others now; None: they stay what they are."""
+    keys_page: Page | None = None
+    """What the other gateways are told of them."""
+    ledger_url: str = ""
 
     def __post_init__(self) -> None:
         limits = self.service.limits
@@ -368,6 +374,36 @@ class Gateway:
             )
         if not self.has_begun():
             raise overloaded(503, "The server is starting; try again.", retry_after_s, "no_units")
+
+    def priced(self, work: Work, tenant: Tenant) -> tuple[Generation, ...]:
+        """What is to be generated, with what it can cost where its tenant has a budget."""
+        generations = tuple(choice.generation for choice in work.choices)
+        if self.accounting is None or tenant.quota is None or not tenant.quota.day_pico_usd:
+            return generations
+        # The prompt is charged once, and nobody knows yet to which of its choices.
+        n, most = work.ask.n, self.accounting.most
+        return tuple(
+            msgspec.structs.replace(
+                one, most_pico_usd=most(0 if at % n else len(one.prompt), one.max_tokens)
+            )
+            for at, one in enumerate(generations)
+        )
+
+    def check_budgets(self, keys: Keys) -> bool:
+        """Whether a tenant has a budget. Raises ConfigError if nothing is written down then."""
+        has_budgets = any(quota.day_pico_usd for quota in keys.quotas)
+        if has_budgets and self.accounting is None:
+            raise ConfigError("dollars_per_day needs a ledger: see [ledger] url.")
+        return has_budgets
+
+    def take_keys(self, keys: Keys) -> None:
+        """Let these keys in from now on, and no others; what runs goes on. Raises ConfigError for
+        a budget where nothing is written down.
+        """
+        self.check_budgets(keys)
+        self.keys = keys
+        if isinstance(self.host, Host):
+            self.host.set_quotas(self.unix_time(), keys.quotas)
 
     def has_begun(self) -> bool:
         """Whether requests could ever be served: until then the server is starting."""
@@ -455,8 +491,13 @@ class Generate:
         gateway = self._gateway
         gateway.host.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
         work = await self._prepare(body, request_id, tenant)
-        num_tokens = sum(len(choice.generation.prompt) for choice in work.choices)
-        gateway.host.check_room(tenant.name, len(work.choices), num_tokens)
+        generations = gateway.priced(work, tenant)
+        gateway.host.check_room(
+            tenant.name,
+            len(generations),
+            sum(len(generation.prompt) for generation in generations),
+            sum(generation.most_pico_usd for generation in generations),
+        )
         head = Head(
             request_id,
             int(gateway.unix_time()),
@@ -465,7 +506,7 @@ class Generate:
             work.ask.include_usage,
         )
         times.is_read = True
-        mailbox = gateway.host.open(choice.generation for choice in work.choices)
+        mailbox = gateway.host.open(generations)
         reply = Reply(
             work,
             mailbox,
@@ -531,7 +572,9 @@ async def _page(gateway: Gateway, request: Request, media_type: str) -> Response
 
 
 def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
-    """The pages of the gateway whose process holds the front, for itself and for the others."""
+    """The pages of the gateway whose process holds the front, for itself and for the others; not
+    the API keys, which are for the others alone.
+    """
 
     async def metrics(query: Mapping[str, str]) -> tuple[int, bytes]:
         return 200, gateway.metrics.text(await host.ask_others(COUNTS, COUNTS_TIMEOUT_S))
@@ -552,7 +595,8 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
             await answer_trace(host, gateway.snapshot().unit_to_report, query)
         )
 
-    return {"/metrics": metrics, "/audit": audit, "/trace": trace}
+    pages: dict[str, Page] = {"/metrics": metrics, "/audit": audit, "/trace": trace}
+    return pages if gateway.keys_page is None else {**pages, KEYS_PATH: gateway.keys_page}
 
 
 def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
@@ -561,15 +605,15 @@ def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
     model = {"id": name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
 
     async def list_models(request: Request) -> Response:
-        gateway.keys.check(request.headers.get("authorization"))
-        return _json({"object": "list", "data": [model]})
+        tenant = gateway.keys.check(request.headers.get("authorization"))
+        return _json({"object": "list", "data": [model] if tenant.may_ask(name) else []})
 
     async def get_model(request: Request) -> Response:
-        gateway.keys.check(request.headers.get("authorization"))
+        tenant = gateway.keys.check(request.headers.get("authorization"))
         asked = request.path_params["model_id"]
         if not asked:  # "/v1/models/"
-            return _json({"object": "list", "data": [model]})
-        if asked != name:
+            return await list_models(request)
+        if asked != name or not tenant.may_ask(name):
             raise ApiError(
                 404,
                 f"The model {asked[:100]!r} does not exist; {name!r} is served here.",

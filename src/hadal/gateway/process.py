@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import socket
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ import uvicorn
 import uvloop
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
-from hadal.core.errors import ConfigError
+from hadal.core.errors import ConfigError, HadalError
 from hadal.core.messages import FRONT
 from hadal.gateway.accounting import HEARTBEAT_S, Accounting
 from hadal.gateway.auth import Keys
@@ -31,16 +32,18 @@ from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, Patience, make_app
+from hadal.gateway.keys import PATH, KeysFile, KeysHeard, follow
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront
 from hadal.runtime.ledger.outbox import LedgerOutbox
+from hadal.runtime.ledger.spent import read_spent
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.runtime.process.child import read_status, wrong_nodes
-from hadal.runtime.process.forks import API_KEYS
+from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
 from hadal.runtime.process.process import (
     EXIT_CONFIG,
     EXIT_FATAL,
@@ -63,6 +66,10 @@ _STARTED_S = 0.01
 """Period of looking whether the port is served yet."""
 _TELL_S = 10.0
 """Time between two lines of the log that say what still runs at the end."""
+_SPENT_S = 1.0
+"""Time between two looks whether the ledger has to be read for a tenant with a budget."""
+_KEYS_S = 2.0
+"""How long a gateway without the front waits for the keys before it asks again."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long the tokenising thread may hold the interpreter while streams want it."""
 
@@ -138,7 +145,7 @@ def make_gateway(
         snapshot = host.snapshot
         if sink is not None:  # Which units are up, the gateway with the front writes.
             accounting = Accounting(deployment, model.name, sink, dict, clock.now, time.time)
-    return Gateway(
+    gateway = Gateway(
         service=Service(model, deployment.limits, names),
         host=host,
         snapshot=snapshot,
@@ -148,7 +155,7 @@ def make_gateway(
             refused,
             name if len(gateway_names(deployment)) > 1 else "",
         ),
-        keys=Keys(key.strip() for key in environment.get(API_KEYS, "").split(",")),
+        keys=Keys(),
         now=clock.now,
         created=int(time.time()),
         unix_time=time.time,
@@ -158,7 +165,41 @@ def make_gateway(
         bound_host=deployment.host,
         was_ready=has_served,
         wrong_nodes=lambda: _wrong_nodes(folder),
+        ledger_url=url,
     )
+    _set_keys(gateway, environment)
+    return gateway
+
+
+def _set_keys(gateway: Gateway, environment: dict[str, str]) -> None:
+    """The keys of the start, and where others come from. A file that cannot be read now lets nobody
+    in until it can be. Raises ConfigError.
+    """
+    given = [key.strip() for key in environment.get(API_KEYS, "").split(",")]
+    path, host, accounting = environment.get(API_KEYS_FILE, ""), gateway.host, gateway.accounting
+    if not path:
+        gateway.keys = Keys(given)
+    elif isinstance(host, Host):
+        file = KeysFile(given, Path(path))
+
+        async def changed() -> Keys | None:
+            return file.changed()
+
+        try:
+            gateway.keys = file.changed() or gateway.keys
+        except ConfigError as error:
+            log.error("nobody is let in: %s", error)
+            gateway.keys = Keys(is_closed=True, is_known=False)
+        gateway.keys_changed, gateway.keys_page = changed, file.page
+    else:
+        far = host
+        gateway.keys = Keys(is_closed=True, is_known=False)
+        gateway.keys_changed = KeysHeard(
+            lambda query: far.pages.ask(FRONT, PATH, query, _KEYS_S)
+        ).changed
+    has_budgets = gateway.check_budgets(gateway.keys)
+    if accounting is not None and (path or has_budgets):
+        accounting.on_charged = host.charged
 
 
 def _wrong_nodes(folder: Path | None) -> Sequence[str]:
@@ -213,6 +254,8 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
 
     server = _Server(config, drain)
     fronting = loop.create_task(gateway.host.run())
+    following = loop.create_task(_follow_keys(gateway))
+    reading = loop.create_task(_read_spent(gateway))
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(server.serve([listening]))
     counting = loop.create_task(_count_nodes(gateway))
@@ -223,9 +266,10 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         log.critical("the front ended", exc_info=fronting.exception())
     server.should_exit = True
     await serving
-    for task in (fronting, draining, counting):
+    ending = (fronting, draining, counting, following, reading)
+    for task in ending:
         task.cancel()
-    await asyncio.gather(fronting, draining, counting, return_exceptions=True)
+    await asyncio.gather(*ending, return_exceptions=True)
     gateway.service.close()
     if (chat := gateway.service.model.chat) is not None:
         await loop.run_in_executor(None, chat.close)  # It waits for a prompt under way.
@@ -248,6 +292,33 @@ async def _heartbeat(server: uvicorn.Server, host: Host | FarHost) -> None:
     while True:
         host.heartbeat(os.getpid())
         await asyncio.sleep(GATEWAY_HEARTBEAT_S)
+
+
+async def _follow_keys(gateway: Gateway) -> None:
+    """Let in whom the keys name, until cancelled."""
+    gateway.take_keys(gateway.keys)  # Now that there is a loop, the front hears of the quotas.
+    if gateway.keys_changed is not None:
+        await follow(gateway.keys_changed, gateway.take_keys)
+
+
+async def _read_spent(gateway: Gateway) -> None:
+    """Tell the front what tenants with budgets spent today, once of each, until cancelled."""
+    host, loop = gateway.host, asyncio.get_running_loop()
+    was_said = False
+    while isinstance(host, Host):
+        if tenants := host.unread():
+            try:
+                host.spent(
+                    await loop.run_in_executor(
+                        None, read_spent, gateway.ledger_url, tenants, gateway.unix_time()
+                    )
+                )
+                was_said = False
+            except (HadalError, OSError, sqlite3.Error) as error:
+                if not was_said:
+                    log.error("tenants with budgets wait, as the ledger cannot be read: %s", error)
+                was_said = True
+        await asyncio.sleep(_SPENT_S)
 
 
 async def _count_nodes(gateway: Gateway) -> None:

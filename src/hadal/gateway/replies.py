@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Send
 
-from hadal.core.messages import Token
+from hadal.core.messages import RateLimits, Token
 from hadal.core.seams import Deliver
-from hadal.gateway.errors import ApiError, retry_after, sentence
+from hadal.gateway.errors import ApiError, limit_headers, retry_after, sentence
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
@@ -440,6 +440,7 @@ class Reply:
         self._num_open = len(work.choices)
         self.meters = [Meter() for _ in work.choices]
         """A meter for each choice."""
+        self._limits: RateLimits | None = None
 
     @property
     def usage(self) -> Usage:
@@ -470,6 +471,7 @@ class Reply:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
+            *self._limit_headers(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send(send, body, more=False)
@@ -484,7 +486,8 @@ class Reply:
         # An error in the first delivery gets a status of its own.
         for _, deliver in deliveries:
             self._raise_error(deliver)
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        headers = [*_STREAM_HEADERS, *self._limit_headers()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         if not deliveries:
             await self._send(send, KEEP_ALIVE)
         opening = b"".join(
@@ -556,11 +559,26 @@ class Reply:
             raise ApiError(
                 deliver.error_status,
                 sentence(deliver.error),
-                code=_CODES.get(deliver.error_status),
-                headers=retry_after(deliver.retry_after_s),
+                code=deliver.error_code or _CODES.get(deliver.error_status),
+                headers={**retry_after(deliver.retry_after_s), **limit_headers(deliver.limits)},
             )
 
+    def _limit_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = limit_headers(self._limits)
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
+
     async def _take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
+        """What came, or nothing after so long. That a tenant with a quota was let in is no news."""
+        until_s = self._now() + timeout_s
+        while True:
+            deliveries = await self._take_any(max(0.0, until_s - self._now()))
+            news = [(i, one) for i, one in deliveries if one.final or one.tokens or not one.limits]
+            for _, deliver in deliveries:
+                self._limits = deliver.limits or self._limits
+            if news or not deliveries:
+                return news
+
+    async def _take_any(self, timeout_s: float) -> list[tuple[int, Deliver]]:
         now_s = self._now()
         if now_s >= self._deadline_s:
             raise ApiError(

@@ -243,10 +243,13 @@ class Service:
         return self._work(parsed.ask, prompts, request_id, tenant, sections=False)
 
     def _check(self, ask: CommonFields, tenant: Tenant) -> None:
-        if ask.model != self.model.name:
+        if ask.model != self.model.name or not tenant.may_ask(ask.model):
+            there = f"{self.model.name!r} is served"
             raise ApiError(
                 404,
-                f"The model {ask.model[:100]!r} does not exist; {self.model.name!r} is served.",
+                f"The model {ask.model[:100]!r} does not exist; {there}."
+                if tenant.may_ask(self.model.name)
+                else f"The model {ask.model[:100]!r} is not for this API key.",
                 param="model",
                 code="model_not_found",
             )
@@ -386,4 +389,5 @@ class Service:
             chain=names[0],
             tenant=tenant.name,
             fingerprint=names[1],
+            weight=tenant.weight,
         )

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.messages import RateLimits
 from hadal.policy.views import AdmissionView, DownstreamView, Ints, PromptView
 
 Bools = NDArray[np.bool_]
 
+OVERLOADED = "overloaded"
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
@@ -40,6 +42,15 @@ class Refusal:
     status: int
     reason: str
     retry_after_s: float
+    code: str = OVERLOADED
+    """For programs."""
+    limits: RateLimits | None = None
+    """Of the tenant's quota, if it has one."""
+
+    @property
+    def is_for_room(self) -> bool:
+        """Whether it would be let in if there were more units."""
+        return self.code == OVERLOADED
 
 
 def admit(view: AdmissionView) -> Refusal | None:

@@ -50,6 +50,7 @@ from hadal.runtime.devices import cpu_kind
 from hadal.runtime.process.child import look_at
 from hadal.runtime.process.forks import (
     API_KEYS,
+    API_KEYS_FILE,
     UNIT_MODULES,
     Forks,
     Left,
@@ -119,6 +120,8 @@ class Joining:
     run: Run
     api_keys: str = ""
     """What gateways are told, as the supervisor's own; empty on a node that has none."""
+    api_keys_file: str = ""
+    """Where the gateway with the front has more of them, which tells the others."""
 
 
 @dataclass
@@ -300,7 +303,10 @@ class Agent:
         arguments = [*order.arguments, *life_arguments(self._folder, order.life)]
         told = {"OMP_NUM_THREADS": str(order.threads)}
         if order.arguments[:1] == (GATEWAY_MODULE,):
-            told[API_KEYS] = self._joining.api_keys
+            told |= {
+                API_KEYS: self._joining.api_keys,
+                API_KEYS_FILE: self._joining.api_keys_file,
+            }
         process = start_here(
             order.name, arguments, {**self._environment, **told}, forks=self._forks
         )

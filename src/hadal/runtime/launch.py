@@ -69,6 +69,7 @@ from hadal.runtime.process.child import (
 )
 from hadal.runtime.process.forks import (
     API_KEYS,
+    API_KEYS_FILE,
     Forks,
     Left,
     environment,
@@ -158,6 +159,8 @@ class Options:
     """What the deployment's processes prove themselves by, where several hosts need the same; None:
     drawn at start.
     """
+    api_keys_file: Path | None = None
+    """With more keys than `api_keys`; the gateway with the front follows it."""
 
 
 Announce = Callable[[Status], None]
@@ -230,7 +233,10 @@ class Supervisor:
         self._kill_at_once = False
         write_run(folder, self._told)
         self._environment = environment()
-        self._api_keys = ",".join(options.api_keys)
+        self._keys = {
+            API_KEYS: ",".join(options.api_keys),
+            API_KEYS_FILE: str(options.api_keys_file or ""),
+        }
         self._forks = forks
         # What units on nodes leave, their agents remove, which may share this host.
         spans_hosts = self._deployment.cluster.spans_hosts
@@ -494,7 +500,7 @@ class Supervisor:
             fds = (self._listener.fileno(),)
             environment[LISTEN_FD] = str(fds[0])
         if child.role in HERE:  # The lender gives the keys to nodes with gateways.
-            environment[API_KEYS] = self._api_keys
+            environment |= self._keys
         child.start(
             now_s,
             lambda arguments, life: start_here(

@@ -61,7 +61,7 @@ from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodesKep
 from hadal.runtime.agent import Joining
 from hadal.runtime.nodes import is_open
 from hadal.runtime.process import entry
-from hadal.runtime.process.forks import API_KEYS
+from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
 from hadal.runtime.process.process import (
     EXIT_CONFIG,
     EXIT_LEASE,
@@ -190,14 +190,17 @@ class _Lent:
 class RayLender:
     """Moves Ray nearer to what the supervisor wants, a little at each call."""
 
-    def __init__(self, run: Run, supervisor: Address, api_keys: str = "") -> None:
+    def __init__(
+        self, run: Run, supervisor: Address, api_keys: str = "", api_keys_file: str = ""
+    ) -> None:
         """Join the cluster. `api_keys`: for the nodes with gateways. Raises ConfigError if it is not
         there, or not to be relied upon.
         """
         self._deployment = run.deployment
         self._run_id = run.run_id
         self._gateways = gateway_nodes(run.deployment)
-        self._joining = Joining(0, "", supervisor, run, api_keys if self._gateways else "")
+        keys = (api_keys, api_keys_file) if self._gateways else ("", "")
+        self._joining = Joining(0, "", supervisor, run, *keys)
         self._name = run.deployment.cluster.name
         self._lent: dict[Group, _Lent] = {}
         self._late: dict[Group, str] = {}
@@ -479,7 +482,8 @@ def _told(asked: Joining, node: int, address: str) -> Joining:
     """The same for another node, which hears of API keys if it has a gateway."""
     is_gateways = node in gateway_nodes(asked.run.deployment)
     run = replace(asked.run, address=address)
-    return Joining(node, address, asked.supervisor, run, asked.api_keys if is_gateways else "")
+    keys = (asked.api_keys, asked.api_keys_file) if is_gateways else ("", "")
+    return Joining(node, address, asked.supervisor, run, *keys)
 
 
 def _line(joining: Joining) -> bytes:
@@ -545,7 +549,9 @@ def main() -> int:
     ending = threading.Event()
     try:
         supervisor = read_address(address_path(asked.folder, SUPERVISOR))
-        lender = RayLender(run, supervisor, os.environ.get(API_KEYS, ""))
+        lender = RayLender(
+            run, supervisor, os.environ.get(API_KEYS, ""), os.environ.get(API_KEYS_FILE, "")
+        )
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
         wanted: tuple[Group, ...] | None = None
         """Not known yet: what the lender before had is kept until the supervisor spoke."""

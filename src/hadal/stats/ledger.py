@@ -9,7 +9,7 @@ function here runs in the caller's transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from hadal.core.errors import ConfigError
 from hadal.core.facts import CANCELLED, FINISHES, REFUSALS, NodesFact, RequestFact, micros
-from hadal.stats.prices import BUCKET_US, HOUR_S
+from hadal.stats.prices import BUCKET_US, DAY_S, HOUR_S
 from hadal.stats.report import HOUR, MODEL, QUANTILES, TENANT, Detail, Details, check_by
 from hadal.stats.tally import COUNTERS, Counts, Key, Tally
 
@@ -319,6 +319,28 @@ def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[Node
         )
         for row in rows
     ]
+
+
+def read_spent(
+    connection: sa.Connection, day: int, tenants: Collection[str], recent_us: int, ids: list[str]
+) -> tuple[dict[str, int], list[str], set[str]]:
+    """What tenants were charged in a day of UTC, 0 for those that were not; ids of their requests
+    that completed since a time; and which of some ids are there.
+    """
+    of, day_us = _requests.c, DAY_S * 1_000_000
+    its = of.tenant.in_(sorted(tenants))
+    sums = dict.fromkeys(tenants, 0)
+    found = connection.execute(
+        sa.select(of.tenant, sa.func.sum(of.income_pico_usd))
+        .where(its, of.completed_us >= day * day_us, of.completed_us < (day + 1) * day_us)
+        .group_by(of.tenant)
+    )
+    sums |= {tenant: int(pico_usd) for tenant, pico_usd in found}
+    recent = connection.execute(sa.select(of.request_id).where(its, of.completed_us >= recent_us))
+    had: set[str] = set()
+    for start in range(0, len(ids), MAX_ROWS):
+        had |= _rows_by_id(connection, ids[start : start + MAX_ROWS]).keys()
+    return sums, [request_id for (request_id,) in recent], had
 
 
 def last_completed_us(connection: sa.Connection) -> int | None:

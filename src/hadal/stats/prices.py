@@ -85,6 +85,15 @@ class PriceList:
         """
         return self.rates_at(completed_us).charge(tokens_hit, tokens_miss, tokens_out)
 
+    def most(self, num_prompt: int, num_output: int) -> int:
+        """Pico-dollars that a generation of these lengths can cost at most, whenever it ends and
+        whatever is found of its prompt.
+        """
+        return max(
+            max(rates.hit, rates.miss) * num_prompt + rates.out * num_output
+            for rates in (self.standard, self.off_peak or self.standard)
+        )
+
     def flat(self) -> PriceList:
         """The same without a discount: DeepSeek's "theoretical income" is R1's, flat, for all
         tokens.

@@ -25,6 +25,7 @@ from hadal.core.messages import (
     AnyMessage,
     Cached,
     Cancel,
+    Charged,
     Decode,
     Demand,
     Drain,
@@ -39,10 +40,12 @@ from hadal.core.messages import (
     PrefilledEarly,
     PullEarly,
     Pulled,
+    Quotas,
     Release,
     Resume,
     Returned,
     Sighting,
+    Spent,
     Stop,
     Submit,
     Suspect,
@@ -61,6 +64,7 @@ from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.policy.admission import Refusal, admit, refuse_lengths
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
+from hadal.roles.front.tenants import FrontTenants
 from hadal.roles.front.units import FrontUnits, Handover, RequestRouting, Unit
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
 from hadal.roles.unit.unit import RateMeter
@@ -258,6 +262,7 @@ class FrontTokens:
         self,
         requests: FrontRequests,
         units: FrontUnits,
+        tenants: FrontTenants,
         totals: Totals,
         *,
         epoch: str,
@@ -266,6 +271,7 @@ class FrontTokens:
         requests.running.begin(epoch)
         self._requests = requests
         self._units = units
+        self._tenants = tenants
         self._totals = totals
         self._keeps_text = keeps_text
 
@@ -273,12 +279,13 @@ class FrontTokens:
         """Requests whose tokens come though nobody said that their KV was pulled."""
         return self._requests.running.early(message)
 
-    def take(self, message: Tokens) -> Came:
+    def take(self, now_s: float, message: Tokens) -> Came:
         """Count a message's tokens."""
         taken = self._requests.running.take(message)
         self._totals.tokens_out += taken.good.size
         for served in taken.served:
             self._requests.counters.charge(served.tenant, served.cost)
+            self._tenants.draw(now_s, served.tenant, served.num_tokens)
         if taken.num_blocks:
             unit = self._units.by_name[message.unit]
             self._requests.placed_under(unit.fingerprint).num_blocks += taken.num_blocks
@@ -347,6 +354,10 @@ def _by_request(
         yield record, tuple(tokens_so_far)
 
 
+RESERVE_S = 30.0
+"""How much longer than a request may take, what it can cost is put aside: its gateway says what it
+did cost when all of the HTTP request has ended.
+"""
 ORPHAN_S = 10.0
 """How long a unit's requests wait for a leader that takes its ranks over."""
 RESUME_BATCH = 64
@@ -378,8 +389,9 @@ class Front:
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
         self.routing = RequestRouting(self.requests, self.units, config.limits, max_context)
+        self.tenants = FrontTenants(config.limits.request_timeout_s + RESERVE_S)
         self.tokens = FrontTokens(
-            self.requests, self.units, self.totals, epoch=epoch, keeps_text=keeps_text
+            self.requests, self.units, self.tenants, self.totals, epoch=epoch, keeps_text=keeps_text
         )
         self.handover = Handover(
             self.units, self.routing.decode_unit, is_early=config.early_pull == AUTO
@@ -438,6 +450,12 @@ class Front:
                 self.units.cached(event)
             case Submit(generation):
                 self._submit(now_s, generation)
+            case Charged():
+                self.tenants.charged(now_s, event)
+            case Quotas():
+                self.tenants.set(now_s, event)
+            case Spent():
+                self.tenants.read(now_s, event)
             case TurnedAway(num_generations, num_tokens):
                 self._turned_away(num_generations, num_tokens)
             case PrefilledEarly():
@@ -490,10 +508,14 @@ class Front:
         refusal = (
             None
             if generation.attempt
-            else self._admit(now_s, generation.tenant, 1, int(is_placeable))
+            else self._quota_refusal(
+                now_s, generation.tenant, 1, len(generation.prompt), generation.most_pico_usd
+            )
+            or self._admit(now_s, generation.tenant, 1, int(is_placeable))
         )
         if refusal is not None:
-            self._count_refused(1, len(generation.prompt))
+            # More units would not let in what a quota keeps out.
+            self._count_refused(1, len(generation.prompt) if refusal.is_for_room else 0)
             self._out.append(refused(request_id, refusal))
             return
         self.totals.tokens_in += len(generation.prompt)
@@ -501,15 +523,42 @@ class Front:
         self.requests.add(
             generation, now_s + self._config.limits.request_timeout_s, keeps_text=self._keeps_text
         )
+        tenant = generation.tenant
+        self.tenants.begin(
+            now_s, request_id, tenant, len(generation.prompt), generation.most_pico_usd
+        )
+        limits = self.tenants.limits(now_s, tenant, self.requests.tenant_to_open[tenant])
+        if limits is not None:
+            self._out.append(Deliver(request_id, (), limits=limits))
 
-    def refusal(self, now_s: float, tenant: str, num_wanted: int) -> Refusal | None:
+    def _quota_refusal(
+        self, now_s: float, tenant: str, num_wanted: int, num_tokens: int, most_pico_usd: int
+    ) -> Refusal | None:
+        num_open = self.requests.tenant_to_open[tenant]
+        return self.tenants.refusal(now_s, tenant, num_open, num_wanted, num_tokens, most_pico_usd)
+
+    def refusal(
+        self,
+        now_s: float,
+        tenant: str,
+        num_wanted: int,
+        num_tokens: int = 0,
+        most_pico_usd: int = 0,
+    ) -> Refusal | None:
         """Why so many more generations of a tenant are not let in now, all of them; None if they
         are. Changes nothing: asked before they are submitted, it spares their tenant to have some
-        begun and all given up.
+        begun and all given up. `num_tokens` of their prompts, 0 before those are read;
+        `most_pico_usd`: what they can cost together.
         """
-        return self._admit(
+        return self._quota_refusal(
+            now_s, tenant, num_wanted, num_tokens, most_pico_usd
+        ) or self._admit(
             now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.routing.num_free()
         )
+
+    def unread(self) -> tuple[str, ...]:
+        """Tenants with budgets that wait to be let in until Spent says what they had."""
+        return self.tenants.unread()
 
     def _turned_away(self, num_generations: int, num_tokens: int) -> None:
         totals = self.totals
@@ -612,6 +661,7 @@ class Front:
         if self._keeps_text:
             record.output.append(token.token)
         self.units.grew(record.decode_unit or "", self.requests.grow(record))
+        self.tenants.draw(now_s, record.generation.tenant, 1)
         if done.lease is None:
             record.prefill_unit = None
             self._let_go(record)
@@ -654,7 +704,7 @@ class Front:
     def _tokens(self, now_s: float, message: Tokens) -> None:
         for record in self.tokens.early(message):
             self._pulled(message.unit, record.request_id, record.attempt)
-        came = self.tokens.take(message)
+        came = self.tokens.take(now_s, message)
         self._out += came.delivers
         for record, tokens in came.ended:
             self._finish(now_s, record, tokens)
@@ -846,6 +896,7 @@ class Front:
 
     # ---- time ----
     def _tick(self, now_s: float) -> None:
+        self.tenants.tick(now_s)
         for record in self.requests.overdue(now_s):
             timeout_s = self._config.limits.request_timeout_s
             if record.state is State.QUEUED:
@@ -895,9 +946,22 @@ class Front:
 
     def check(self) -> list[str]:
         """Problems of the front's tables; empty when requests, units and sums agree."""
-        return self.requests.check() + self.units.check(list(self.requests.placed()))
+        return [
+            *self.requests.check(),
+            *self.units.check(list(self.requests.placed())),
+            *self.tenants.check(),
+        ]
 
 
 def refused(request_id: str, refusal: Refusal) -> Deliver:
     """The only delivery of a generation that is not let in."""
-    return Deliver(request_id, (), True, refusal.reason, refusal.status, refusal.retry_after_s)
+    return Deliver(
+        request_id,
+        (),
+        True,
+        refusal.reason,
+        refusal.status,
+        refusal.retry_after_s,
+        limits=refusal.limits,
+        error_code=refusal.code,
+    )

@@ -451,6 +451,8 @@ class FrontRequests:
     """When a tenant's last request came. One that sent none for LATELY_S is forgotten when the next
     request comes.
     """
+    tenant_to_open: Counter[str] = field(default_factory=Counter)
+    """How many of a tenant's requests there are."""
     _num_arrived: int = 0
 
     @property
@@ -493,6 +495,7 @@ class FrontRequests:
         self._num_arrived += 1
         self.by_id[record.request_id] = record
         self.counts[State.QUEUED] += 1
+        self.tenant_to_open[generation.tenant] += 1
         self._enqueue(record)
         self._saw(generation.tenant, generation.arrived_s)
         return record
@@ -530,6 +533,9 @@ class FrontRequests:
         if after in (State.FINISHED, State.CANCELLED):
             self.counts[after] -= 1
             del self.by_id[record.request_id]
+            self.tenant_to_open[record.generation.tenant] -= 1
+            if not self.tenant_to_open[record.generation.tenant]:
+                del self.tenant_to_open[record.generation.tenant]
 
     def _count_placed(self, record: Record, change: int) -> None:
         """Count a request in, or out again with all that it has become."""
@@ -658,6 +664,8 @@ class FrontRequests:
             problems.append("the sums of placed requests are wrong")
         if self.tenant_to_placed != Counter(record.generation.tenant for record in placed):
             problems.append("the counts of tenants' placed requests are wrong")
+        if self.tenant_to_open != Counter(r.generation.tenant for r in self.by_id.values()):
+            problems.append("the counts of tenants' requests are wrong")
         counts = Counter(record.state for record in self.by_id.values())
         for state in State:
             if self.counts[state] != counts[state]:

@@ -14,7 +14,7 @@ import logging
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -216,6 +216,14 @@ class Store:
                 )
         except LedgerError as error:
             raise LedgerError(f"{self.place}: {error}") from None
+
+    def read_spent(
+        self, day: int, tenants: Collection[str], recent_us: int, ids: list[str]
+    ) -> tuple[dict[str, int], list[str], set[str]]:
+        """As stats/ledger.read_spent, of one instant. Raises LedgerError, StoreDown."""
+        with self._begin(is_reading=True) as connection:
+            ledger.check_schema(connection)
+            return ledger.read_spent(connection, day, tenants, recent_us, ids)
 
     def close(self) -> None:
         """Give connections back."""

@@ -50,6 +50,10 @@ API_KEYS = "HADAL_API_KEYS"
 """Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
 let in.
 """
+API_KEYS_FILE = "HADAL_API_KEYS_FILE"
+"""Environment variable: the file with more of them, which the gateway with the front follows. Empty:
+there is none.
+"""
 PATIENCE_S = 30.0
 """How long a fork may take, before processes are started the plain way from then on."""
 _PR_SET_NAME = 15
@@ -89,7 +93,9 @@ def environment() -> dict[str, str]:
     alone need them.
     """
     source = str(Path(__file__).resolve().parents[3])
-    inherited = {name: value for name, value in os.environ.items() if name != API_KEYS}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in (API_KEYS, API_KEYS_FILE)
+    }
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),

@@ -1,0 +1,147 @@
+"""`hadal keys`: make, list and take back the API keys of a keys file. A running server hears of it
+within a second or two.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hadal.commands.examples import examples
+
+EXIT_CONFIG = 2
+KEY_BYTES = 32
+PREFIX = "sk-hadal-"
+FILE_VARIABLE = "HADAL_API_KEYS_FILE"
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="API keys of a keys file: make, list and take them back, also while a server uses it.",
+    epilog=examples(
+        ("hadal keys add alice --file keys.txt", "a new key, which is shown this once"),
+        (
+            "hadal keys add bob --tokens-per-minute 60000 --requests 8 --dollars-per-day 5",
+            "one with a quota",
+        ),
+        ("hadal keys revoke alice", "whoever has it is not let in any more"),
+        ("hadal serve --api-keys-file keys.txt", "a server with these keys"),
+    ),
+)
+_File = Annotated[Path, typer.Option("--file", help="Keys file.", envvar=FILE_VARIABLE)]
+_FILE = Path("keys.txt")
+
+
+@app.command()
+def add(
+    name: Annotated[str, typer.Argument(help="Of the tenant, in the ledger and in logs.")],
+    file: _File = _FILE,
+    weight: Annotated[
+        float, typer.Option(help="Its share of what is scarce, beside others'.")
+    ] = 1.0,
+    tokens_per_minute: Annotated[
+        int, typer.Option(help="Tokens a minute, in and out. [dim]no limit[/dim]", min=0)
+    ] = 0,
+    requests: Annotated[
+        int, typer.Option(help="Generations at once. [dim]no limit[/dim]", min=0)
+    ] = 0,
+    dollars_per_day: Annotated[
+        str, typer.Option(help="What it may cost a day of UTC. [dim]no limit[/dim]")
+    ] = "",
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that it may ask. [dim]all[/dim]")
+    ] = None,
+    right: Annotated[list[str] | None, typer.Option(help="priority or operator.")] = None,
+) -> None:
+    """Make a key and add it to the file, which holds only its hash. The key is printed, this once."""
+    from hadal.core.errors import ConfigError
+    from hadal.gateway.auth import check_name, hashed
+    from hadal.gateway.keys import add_line
+
+    key = f"{PREFIX}{secrets.token_urlsafe(KEY_BYTES)}"
+    try:
+        values: list[tuple[str, Any]] = [
+            ("name", check_name("the name", name)),
+            *([("weight", f"{weight:g}")] if weight != 1.0 else []),
+            *([("tokens_per_minute", tokens_per_minute)] if tokens_per_minute else []),
+            *([("requests", requests)] if requests else []),
+            *([("dollars_per_day", dollars_per_day)] if dollars_per_day else []),
+            *(("model", one) for one in model or ()),
+        ]
+        words = [hashed(key), *(f"{field}={value}" for field, value in values), *(right or ())]
+        add_line(file, " ".join(words))
+    except ConfigError as error:
+        typer.echo(f"hadal keys add: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    typer.echo(f"The key of {name}; it is in no file, so keep it now:", err=True)
+    typer.echo(key)
+
+
+@app.command("list")
+def list_keys(
+    file: _File = _FILE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Print the tenants of the file, their quotas and rights; no key is shown."""
+    from hadal.core.errors import ConfigError
+    from hadal.gateway.auth import Tenant, parse_key
+    from hadal.gateway.keys import read_lines
+    from hadal.stats.prices import PICO_PER_MICRO
+
+    def fields(tenant: Tenant) -> dict[str, Any]:
+        quota = tenant.quota
+        return {
+            "name": tenant.name,
+            "is_hashed": not tenant.salt,
+            "weight": tenant.weight,
+            "tokens_per_minute": quota.tokens_per_minute if quota else 0,
+            "requests": quota.requests if quota else 0,
+            "dollars_per_day": quota.day_pico_usd / PICO_PER_MICRO / 1e6 if quota else 0.0,
+            "models": sorted(tenant.models),
+            "rights": sorted(tenant.rights),
+        }
+
+    try:
+        tenants = [fields(parse_key(line)[1]) for line in read_lines(file)]
+    except ConfigError as error:
+        typer.echo(f"hadal keys list: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    if as_json:
+        typer.echo(json.dumps(tenants, indent=2))
+        return
+    for tenant in tenants:
+        said = [f"weight {tenant['weight']:g}"]
+        said += [
+            f"{tenant[field]:,g} {words}"
+            for field, words in (
+                ("tokens_per_minute", "tokens a minute"),
+                ("requests", "at once"),
+                ("dollars_per_day", "dollars a day"),
+            )
+            if tenant[field]
+        ]
+        said += [f"only {', '.join(tenant['models'])}"] * bool(tenant["models"])
+        said += tenant["rights"]
+        said += ["its key stands in the file"] * (not tenant["is_hashed"])
+        typer.echo(f"{tenant['name']}: {', '.join(said)}")
+
+
+@app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="The tenant, as `hadal keys list` has it.")],
+    file: _File = _FILE,
+) -> None:
+    """Take a tenant's key out of the file."""
+    from hadal.core.errors import ConfigError
+    from hadal.gateway.keys import remove_name
+
+    try:
+        remove_name(file, name)
+    except ConfigError as error:
+        typer.echo(f"hadal keys revoke: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    typer.echo(f"The key of {name} is not let in any more.")

@@ -1,0 +1,187 @@
+"""The keys file: read, written by `hadal keys`, and followed while a server runs.
+
+    file --once a second, if it changed--> the gateway with the front --asked by path--> the others
+
+A file that cannot be read any more changes nothing, and the log says why. Others than the first
+gateway may be on hosts that do not have it; they let nobody in before they have heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from hadal.core.errors import ConfigError
+from hadal.core.messages import QueryReply
+from hadal.gateway.auth import Keys, parse_key
+from hadal.runtime.process.private import read_private
+
+log = logging.getLogger("hadal.gateway")
+
+PATH = "/keys"
+"""Under which the gateway with the front answers the others."""
+FOLLOW_S = 1.0
+"""Time between two looks at the file."""
+_COMMENT = "#"
+_UNCHANGED = 304
+
+
+def read_lines(path: Path) -> tuple[str, ...]:
+    """The lines of a keys file that hold keys, each of which can be read. Raises ConfigError, which
+    names the line and does not show it.
+    """
+    lines = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith(_COMMENT):
+            try:
+                parse_key(line)
+            except ConfigError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+            lines.append(line.strip())
+    return tuple(lines)
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_private(path, "the API keys").decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: the API keys are not UTF-8 text.") from error
+
+
+def keys_of(given: Sequence[str], path: Path, lines: Sequence[str]) -> Keys:
+    """The keys of a server: given ones, and those of its file. Raises ConfigError."""
+    try:
+        return Keys((*given, *lines), is_closed=True)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def add_line(path: Path, line: str) -> None:
+    """Add a key to a file, which is made if there is none. Raises ConfigError if the file cannot be
+    had, or has that name.
+    """
+    with _locked(path):
+        text = _text(path) if path.exists() else ""
+        keys_of((), path, (*(read_lines(path) if text else ()), line))
+        _replace(path, f"{text}\n{line}\n" if text else f"{line}\n")
+
+
+def remove_name(path: Path, name: str) -> None:
+    """Take the keys of a tenant out of a file. Raises ConfigError if there are none."""
+    with _locked(path):
+        kept, is_found = [], False
+        named = {line: parse_key(line)[1].name for line in read_lines(path)}
+        for line in _text(path).splitlines():
+            is_its = named.get(line.strip()) == name
+            is_found |= is_its
+            if not is_its:
+                kept.append(line)
+        if not is_found:
+            raise ConfigError(f"{path}: no key has the name {name[:70]!r}; see `hadal keys list`.")
+        _replace(path, "".join(f"{line}\n" for line in kept))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer of a file at a time."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"{path}: there is no such folder ({error.strerror}).") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all, so that who reads meanwhile reads the one or the other."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "wb") as out:
+            out.write(text.encode())
+            out.flush()
+            os.fsync(out.fileno())
+        new.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: it cannot be written ({error.strerror}).") from error
+
+
+class KeysFile:
+    """A file as a gateway follows it."""
+
+    def __init__(self, given: Sequence[str], path: Path) -> None:
+        """`given`: keys beside those of the file."""
+        self._given = tuple(given)
+        self._path = path
+        self._seen: tuple[int, ...] = ()
+        self._answer: tuple[str, bytes] = ("", b"")
+        """What other gateways are told: a digest of the keys, and their lines."""
+
+    def changed(self) -> Keys | None:
+        """The keys, if the file is another than the last time. Raises ConfigError, once for each
+        time that it changes.
+        """
+        seen = self._stat()
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        lines = read_lines(self._path)
+        keys = keys_of(self._given, self._path, lines)
+        body = msgspec.json.encode([*self._given, *lines])
+        self._answer = sha256(body).hexdigest(), body
+        return keys
+
+    def _stat(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            return (error.errno or -1,)
+        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode, found.st_ctime_ns
+
+    async def page(self, query: Mapping[str, str]) -> tuple[int, bytes]:
+        """What another gateway asks for: the lines, if it has others."""
+        digest, body = self._answer
+        return (_UNCHANGED, b"") if query.get("digest") == digest else (200, body)
+
+
+class KeysHeard:
+    """The keys as a gateway without the front hears of them."""
+
+    def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[QueryReply | None]]) -> None:
+        self._ask = ask
+        self._digest = ""
+
+    async def changed(self) -> Keys | None:
+        """The keys, if they are others than the last time. Raises ConfigError."""
+        answer = await self._ask({"digest": self._digest})
+        if answer is None or answer.status != 200 or not answer.body:
+            return None
+        keys = Keys(msgspec.json.decode(answer.body, type=list[str]), is_closed=True)
+        self._digest = sha256(answer.body).hexdigest()
+        return keys
+
+
+async def follow(
+    changed: Callable[[], Awaitable[Keys | None]], take: Callable[[Keys], None]
+) -> None:
+    """Take new keys whenever there are some, until cancelled."""
+    while True:
+        try:
+            keys = await changed()
+            if keys is not None:
+                take(keys)
+                log.info("%d API keys are let in now", len(keys.tenants))
+        except ConfigError as error:
+            log.error("the API keys stay what they were: %s", error)
+        await asyncio.sleep(FOLLOW_S)

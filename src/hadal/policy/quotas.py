@@ -1,0 +1,118 @@
+"""What a tenant may have at most, by itself: tokens a minute, generations at once, dollars a day.
+
+Tokens are a bucket of a minute's, which fills evenly: a prompt is let in while there is enough for
+it, and what is drawn then is taken as it comes, below nothing if need be, so that over time no more
+than so many a minute are had. Dollars are kept to the last: a request is let in if the day's budget
+holds what it can cost at most, beside what was charged and what others that run can still cost.
+
+Values in, values out; the state is the front's (roles/front/tenants).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hadal.core.messages import Quota, RateLimits
+from hadal.policy.admission import Refusal
+
+MINUTE_S = 60.0
+DAY_S = 86_400
+AGAIN_S = 1.0
+"""When to ask again where nobody knows when there will be room."""
+RATE_CODE = "rate_limit_exceeded"
+BUDGET_CODE = "insufficient_quota"
+"""OpenAI's code for a budget that is used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaView:
+    """A tenant's quota, and what it has of it."""
+
+    quota: Quota
+    num_open: int
+    """Generations that wait or run."""
+    num_tokens_left: float
+    """In the bucket."""
+    spent_pico_usd: int | None
+    """Charged today; None: not known yet."""
+    reserved_pico_usd: int
+    """What those that are not charged yet can cost at most."""
+    day_left_s: float
+
+
+def filled(quota: Quota, num_tokens_left: float, passed_s: float) -> float:
+    """The bucket some time later."""
+    most = float(quota.tokens_per_minute)
+    return min(most, num_tokens_left + passed_s * most / MINUTE_S)
+
+
+def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int) -> Refusal | None:
+    """None lets so many more generations in, with prompts of so many tokens together that can cost
+    so much at most. 0 tokens: nobody has read them.
+    """
+    quota = view.quota
+    if quota.requests and view.num_open + num_wanted > quota.requests:
+        return _refusal(
+            view,
+            f"{view.num_open} generations of this key run or wait, and it may have"
+            f" {quota.requests} at once.",
+            AGAIN_S,
+        )
+    if quota.tokens_per_minute and num_tokens > quota.tokens_per_minute:
+        return _refusal(
+            view,
+            f"the request has {num_tokens} tokens, and this key may have"
+            f" {quota.tokens_per_minute} a minute; send a shorter prompt.",
+            MINUTE_S,
+        )
+    if quota.tokens_per_minute and view.num_tokens_left < max(1, num_tokens):
+        missing = max(1, num_tokens) - view.num_tokens_left
+        return _refusal(
+            view,
+            f"this key may have {quota.tokens_per_minute} tokens a minute, and has had them.",
+            missing * MINUTE_S / quota.tokens_per_minute,
+        )
+    return _refuse_cost(view, most_pico_usd) if quota.day_pico_usd else None
+
+
+def _refuse_cost(view: QuotaView, most_pico_usd: int) -> Refusal | None:
+    if view.spent_pico_usd is None:
+        return Refusal(503, "what this key has spent today is not read yet.", AGAIN_S, RATE_CODE)
+    left = view.quota.day_pico_usd - view.spent_pico_usd
+    if left <= 0 or most_pico_usd > left:
+        return _refusal(
+            view,
+            f"this key may spend ${view.quota.day_pico_usd / 1e12:g} a day (UTC), and ${left / 1e12:g}"
+            f" of it is left; the request can cost ${most_pico_usd / 1e12:g}. Lower max_tokens, or"
+            " wait until tomorrow.",
+            view.day_left_s,
+            BUDGET_CODE,
+        )
+    if view.reserved_pico_usd + most_pico_usd > left:
+        return _refusal(
+            view,
+            "what is left of this key's budget for today may be needed by its requests that run.",
+            AGAIN_S,
+            BUDGET_CODE,
+        )
+    return None
+
+
+def _refusal(view: QuotaView, reason: str, retry_after_s: float, code: str = RATE_CODE) -> Refusal:
+    return Refusal(429, reason, retry_after_s, code, limits_of(view))
+
+
+def limits_of(view: QuotaView) -> RateLimits | None:
+    """What a reply says of it; None where there is no limit that headers have."""
+    quota = view.quota
+    if not quota.requests and not quota.tokens_per_minute:
+        return None
+    tokens = quota.tokens_per_minute
+    return RateLimits(
+        requests=quota.requests or None,
+        requests_left=max(0, quota.requests - view.num_open),
+        tokens=tokens or None,
+        tokens_left=max(0, int(view.num_tokens_left)) if tokens else 0,
+        requests_reset_s=AGAIN_S if view.num_open else 0.0,
+        tokens_reset_s=(tokens - view.num_tokens_left) * MINUTE_S / tokens if tokens else 0.0,
+    )

@@ -1,0 +1,214 @@
+"""What tenants with quotas have had: tokens of the last minute, dollars of the day.
+
+    let in: its prompt is taken, and the most it can cost put aside
+    -> tokens are drawn, and taken -> Charged: what it did cost, instead of what was put aside
+
+A charge is known by its request's id and counts once: gateways say the last ones again to a new
+front, which may have read them in the ledger. A front that has not heard Spent of a tenant with a
+budget lets nothing of it in. Part of the front's state; decides nothing (policy/quotas).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hadal.core.messages import Charged, Quota, Quotas, RateLimits, Spent
+from hadal.policy.admission import Refusal
+from hadal.policy.quotas import DAY_S, QuotaView, filled, limits_of, refuse
+
+RECENT_S = 120.0
+"""How long a charge is known by its id. Gateways say those of less than half of it again."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    num_tokens: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    tenant: str
+    pico_usd: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Recent:
+    at_s: float
+    tenant: str
+    day: int
+    pico_usd: int
+    """0: the ledger had it."""
+
+
+class FrontTenants:
+    """`reserve_s`: how long what a request can cost is put aside, if nobody says what it did."""
+
+    def __init__(self, reserve_s: float) -> None:
+        self._reserve_s = reserve_s
+        self._quotas: dict[str, Quota] = {}
+        self._clock = 0.0
+        """What unix time is ahead of ours."""
+        self._day = -1
+        self._buckets: dict[str, _Bucket] = {}
+        self._spent: dict[str, int] = {}
+        """Charged today, of tenants of whom that is known."""
+        self._reserved: dict[str, _Reserved] = {}
+        """Request id -> put aside, the oldest first."""
+        self._tenant_to_reserved: dict[str, int] = {}
+        self._recent: dict[str, _Recent] = {}
+        """Request id -> its charge, in the order in which they came."""
+
+    def set(self, now_s: float, message: Quotas) -> None:
+        """These are the quotas from now on. What their tenants have had of them stays."""
+        self._clock = message.unix_s - now_s
+        self._turn_day(now_s)
+        self._quotas = {quota.tenant: quota for quota in message.quotas}
+        for known in (self._buckets, self._spent):
+            for tenant in known.keys() - self._quotas.keys():
+                del known[tenant]
+        for tenant, quota in self._quotas.items():
+            if not quota.day_pico_usd:
+                self._spent.pop(tenant, None)
+
+    def unread(self) -> tuple[str, ...]:
+        """Tenants with budgets of whom Spent is waited for."""
+        return tuple(
+            tenant
+            for tenant, quota in self._quotas.items()
+            if quota.day_pico_usd and tenant not in self._spent
+        )
+
+    # ---- what they ask for ----
+    def refusal(
+        self,
+        now_s: float,
+        tenant: str,
+        num_open: int,
+        num_wanted: int,
+        num_tokens: int,
+        most_pico_usd: int,
+    ) -> Refusal | None:
+        """Why a tenant's quota does not let so much in. Changes nothing."""
+        view = self._view(now_s, tenant, num_open)
+        return None if view is None else refuse(view, num_wanted, num_tokens, most_pico_usd)
+
+    def limits(self, now_s: float, tenant: str, num_open: int) -> RateLimits | None:
+        """What its replies say of its quota."""
+        view = self._view(now_s, tenant, num_open)
+        return None if view is None else limits_of(view)
+
+    def begin(
+        self, now_s: float, request_id: str, tenant: str, num_tokens: int, most_pico_usd: int
+    ) -> None:
+        """A generation was let in."""
+        self.draw(now_s, tenant, num_tokens)
+        if most_pico_usd and request_id not in self._reserved:
+            until_s = now_s + self._reserve_s
+            self._reserved[request_id] = _Reserved(tenant, most_pico_usd, until_s)
+            self._tenant_to_reserved[tenant] = (
+                self._tenant_to_reserved.get(tenant, 0) + most_pico_usd
+            )
+
+    def draw(self, now_s: float, tenant: str, num_tokens: int) -> None:
+        """A tenant had so many tokens."""
+        quota = self._quotas.get(tenant)
+        if quota is not None and quota.tokens_per_minute:
+            left = self._num_tokens_left(now_s, quota)
+            self._buckets[tenant] = _Bucket(left - num_tokens, now_s)
+
+    # ---- what it cost ----
+    def charged(self, now_s: float, message: Charged) -> None:
+        """What a generation cost is known."""
+        self._turn_day(now_s)
+        self._release(message.request_id)
+        if message.request_id in self._recent:
+            return
+        self._recent[message.request_id] = _Recent(
+            now_s, message.tenant, message.day, message.pico_usd
+        )
+        if message.tenant in self._spent and message.day == self._day:
+            self._spent[message.tenant] += message.pico_usd
+
+    def read(self, now_s: float, message: Spent) -> None:
+        """What tenants spent today as the ledger has it: charges that it did not have yet come on
+        top.
+        """
+        self._turn_day(now_s)
+        if message.day != self._day:
+            return  # Read before midnight: it is read again.
+        had = set(message.request_ids)
+        for tenant, pico_usd in message.tenant_to_pico_usd.items():
+            if tenant in self._quotas and self._quotas[tenant].day_pico_usd:
+                self._spent[tenant] = pico_usd + self._sum_recent(tenant, had)
+        for request_id in message.request_ids:
+            self._release(request_id)
+            self._recent.setdefault(request_id, _Recent(now_s, "", self._day, 0))
+
+    def tick(self, now_s: float) -> None:
+        """Forget what is old."""
+        self._turn_day(now_s)
+        while self._recent:
+            request_id, recent = next(iter(self._recent.items()))
+            if recent.at_s > now_s - RECENT_S:
+                break
+            del self._recent[request_id]
+        while self._reserved:
+            request_id, reserved = next(iter(self._reserved.items()))
+            if reserved.until_s > now_s:
+                break
+            self._release(request_id)
+
+    def check(self) -> list[str]:
+        """Problems; empty when sums agree."""
+        sums: dict[str, int] = {}
+        for reserved in self._reserved.values():
+            sums[reserved.tenant] = sums.get(reserved.tenant, 0) + reserved.pico_usd
+        return [] if sums == self._tenant_to_reserved else ["what is put aside does not add up"]
+
+    def _release(self, request_id: str) -> None:
+        reserved = self._reserved.pop(request_id, None)
+        if reserved is not None:
+            left = self._tenant_to_reserved[reserved.tenant] - reserved.pico_usd
+            if left:
+                self._tenant_to_reserved[reserved.tenant] = left
+            else:
+                del self._tenant_to_reserved[reserved.tenant]
+
+    def _sum_recent(self, tenant: str, but: Iterable[str] = ()) -> int:
+        """Charged today, as far as it is remembered by id."""
+        return sum(
+            recent.pico_usd
+            for request_id, recent in self._recent.items()
+            if recent.tenant == tenant and recent.day == self._day and request_id not in but
+        )
+
+    def _turn_day(self, now_s: float) -> None:
+        day = int((now_s + self._clock) // DAY_S)
+        if day > self._day:
+            self._day = day
+            self._spent = {tenant: self._sum_recent(tenant) for tenant in self._spent}
+
+    def _num_tokens_left(self, now_s: float, quota: Quota) -> float:
+        bucket = self._buckets.get(quota.tenant)
+        if bucket is None:
+            return float(quota.tokens_per_minute)
+        return filled(quota, bucket.num_tokens, now_s - bucket.at_s)
+
+    def _view(self, now_s: float, tenant: str, num_open: int) -> QuotaView | None:
+        quota = self._quotas.get(tenant)
+        if quota is None:
+            return None
+        unix_s = now_s + self._clock
+        is_today = int(unix_s // DAY_S) <= self._day
+        spent = self._spent.get(tenant)
+        return QuotaView(
+            quota,
+            num_open,
+            self._num_tokens_left(now_s, quota),
+            spent if is_today or spent is None else 0,
+            self._tenant_to_reserved.get(tenant, 0),
+            DAY_S - unix_s % DAY_S,
+        )

@@ -1,0 +1,172 @@
+"""Quotas at the front: buckets, budgets that are never exceeded, and what is known after a new
+start.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from hadal.core.config import Deployment
+from hadal.core.messages import Cancel, Charged, Quota, Quotas, Spent, Submit
+from hadal.core.seams import Deliver, Tick
+from hadal.policy.quotas import BUDGET_CODE, DAY_S, RATE_CODE
+from hadal.roles.front.front import Front
+from hadal.roles.front.tenants import RECENT_S, FrontTenants
+from tests.fresh import fresh
+from tests.unit.roles.driving import generation, of
+
+DAY = 20_000
+NOON_S = DAY * DAY_S + DAY_S / 2
+
+
+def front_with(*quotas: Quota) -> Front:
+    made = Front(Deployment(), epoch="f1", max_context=1000)
+    made.handle(0.0, Quotas(NOON_S, quotas))
+    return made
+
+
+def ask(made: Front, now_s: float, name: str, *, num_prompt: int = 10, most: int = 0) -> Deliver:
+    """The first delivery of a tenant's request."""
+    asked = msgspec.structs.replace(
+        generation(name), prompt=(1,) * num_prompt, tenant="t", most_pico_usd=most
+    )
+    delivers = of(made.handle(now_s, Submit(asked)), Deliver)
+    assert made.check() == []
+    return delivers[0] if delivers else Deliver(name, ())
+
+
+def test_a_request_that_is_let_in_says_what_is_left() -> None:
+    made = front_with(Quota("t", tokens_per_minute=600, requests=2))
+    first = ask(made, 0.0, "a")
+    assert (first.final, first.tokens) == (False, ())
+    assert first.limits is not None
+    assert (first.limits.requests_left, first.limits.tokens_left) == (1, 590)
+    ask(made, 0.0, "b")
+    refused = ask(made, 0.0, "c")
+    assert (refused.final, refused.error_status, refused.error_code) == (True, 429, RATE_CODE)
+    assert made.totals.tokens_refused == 0, "more units would not help"
+    made.handle(1.0, Cancel("a", -1))
+    assert not ask(made, 1.0, "c").final
+
+
+def test_others_hear_nothing_of_quotas() -> None:
+    made = front_with(Quota("another", requests=1))
+    assert of(made.handle(0.0, Submit(generation("a"))), Deliver) == []
+
+
+def test_tokens_come_back_with_time() -> None:
+    made = front_with(Quota("t", tokens_per_minute=60))
+    assert not ask(made, 0.0, "a", num_prompt=50).final
+    refused = ask(made, 0.0, "b", num_prompt=30)
+    assert (refused.final, refused.retry_after_s) == (True, 20.0)
+    assert not ask(made, 20.0, "c", num_prompt=30).final
+
+
+def test_a_quota_that_is_changed_keeps_what_was_had() -> None:
+    made = front_with(Quota("t", tokens_per_minute=60, day_pico_usd=100))
+    made.handle(0.0, Spent(DAY, {"t": 40}, ()))
+    ask(made, 0.0, "a", num_prompt=60, most=10)
+    made.handle(0.0, Quotas(NOON_S, (Quota("t", tokens_per_minute=120, day_pico_usd=50),)))
+    assert made.unread() == ()
+    assert ask(made, 1.0, "b", num_prompt=10, most=1).error_code == RATE_CODE, "3 of 10"
+    assert ask(made, 9.0, "c", num_prompt=10, most=1).error_code == BUDGET_CODE, "40 + 10 of 50"
+    made.handle(9.0, Quotas(NOON_S + 9.0, ()))
+    assert not ask(made, 9.0, "d", num_prompt=500, most=10**9).final
+
+
+def test_a_budget_waits_for_the_ledger_and_is_kept_to_the_last() -> None:
+    made = front_with(Quota("t", day_pico_usd=100))
+    assert made.unread() == ("t",)
+    assert ask(made, 0.0, "a", most=1).error_status == 503
+    made.handle(0.0, Spent(DAY - 1, {"t": 0}, ()))
+    assert made.unread() == ("t",), "that was yesterday's"
+    made.handle(0.0, Spent(DAY, {"t": 70}, ()))
+    assert ask(made, 0.0, "b", most=31).error_code == BUDGET_CODE
+    assert not ask(made, 0.0, "b2", most=20).final
+    assert ask(made, 0.0, "c", most=11).error_code == BUDGET_CODE, "what b2 can cost is put aside"
+    made.handle(1.0, Charged("b2", "t", DAY, 5))
+    assert not ask(made, 1.0, "d", most=25).final, "it did cost 5"
+    assert ask(made, DAY_S / 2 - 1.0, "e", most=1).error_code == BUDGET_CODE
+    assert not ask(made, DAY_S / 2 + 1.0, "f", most=75).final, "another day"
+
+
+def test_a_charge_counts_once_whoever_says_it_and_whenever() -> None:
+    made = front_with(Quota("t", day_pico_usd=100))
+    made.handle(0.0, Charged("early", "t", DAY, 10))
+    made.handle(0.0, Charged("both", "t", DAY, 10))
+    made.handle(1.0, Spent(DAY, {"t": 30}, ("both", "late")))
+    for request_id in ("early", "both", "late"):
+        made.handle(2.0, Charged(request_id, "t", DAY, 10))
+    assert made.tenants._spent == {"t": 40}, "30 of the ledger, and what it did not have yet"
+    made.handle(2.0, Charged("new", "t", DAY, 10))
+    assert made.tenants._spent == {"t": 50}
+
+
+def test_what_nobody_says_the_cost_of_is_put_aside_for_a_time_only() -> None:
+    made = front_with(Quota("t", day_pico_usd=100))
+    made.handle(0.0, Spent(DAY, {"t": 0}, ()))
+    assert not ask(made, 0.0, "a", most=100).final
+    made.handle(1.0, Cancel("a", -1))
+    assert ask(made, 100.0, "b", most=1).error_code == BUDGET_CODE
+    later_s = Deployment().limits.request_timeout_s + 100.0
+    made.handle(later_s, Tick())
+    assert not ask(made, later_s, "c", most=100).final
+    assert made.check() == []
+
+
+def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
+    """A ledger, a front that dies now and then, and a gateway that says its charges again."""
+    random: Random = fresh()
+    for _ in range(30):
+        budget, ledger = random.randint(50, 500), dict[str, int]()
+        now_s, number = 0.0, 0
+
+        def begin() -> FrontTenants:
+            made = FrontTenants(600.0)
+            made.set(now_s, Quotas(NOON_S + now_s, (Quota("t", day_pico_usd=budget),)))  # noqa: B023
+            return made
+
+        tenants, running, unsaid = begin(), dict[str, int](), list[Charged]()
+        for _ in range(200):
+            now_s += random.random()
+            what = random.random()
+            if what < 0.5:
+                most, number = random.randint(1, 60), number + 1
+                if tenants.refusal(now_s, "t", 0, 1, 1, most) is None:
+                    running[f"r{number}"] = most
+                    tenants.begin(now_s, f"r{number}", "t", 1, most)
+            elif what < 0.85 and running:
+                name = random.choice(sorted(running))
+                charge = Charged(name, "t", DAY, random.randint(0, running.pop(name)))
+                ledger[name] = charge.pico_usd
+                tenants.charged(now_s, charge)
+                unsaid.append(charge)
+            elif what < 0.9:
+                tenants = begin()
+                for name, most in running.items():  # They go on under the new front.
+                    tenants.begin(now_s, name, "t", 1, most)
+                events = [lambda t=tenants, c=c: t.charged(now_s, c) for c in unsaid]  # noqa: B023
+                kept = dict(ledger)
+                events.append(
+                    lambda t=tenants, k=kept: t.read(
+                        now_s,  # noqa: B023
+                        Spent(DAY, {"t": sum(k.values())}, tuple(k)),
+                    )
+                )
+                random.shuffle(events)
+                for event in events:
+                    event()
+                assert tenants._spent["t"] == sum(ledger.values())
+            assert sum(ledger.values()) + sum(running.values()) <= budget
+            assert tenants.check() == []
+
+
+def test_what_is_old_is_forgotten() -> None:
+    tenants = FrontTenants(10.0)
+    tenants.set(0.0, Quotas(NOON_S, (Quota("t", day_pico_usd=10),)))
+    for number in range(5):
+        tenants.charged(float(number), Charged(f"r{number}", "t", DAY, 1))
+    tenants.tick(RECENT_S + 2.5)
+    assert list(tenants._recent) == ["r3", "r4"]
