@@ -314,6 +314,7 @@ def chat(
     epilog=examples(
         ("hadal report", "the last 24 hours, hour by hour"),
         ("hadal report --last 7d --by tenant", "who asked for how much in a week"),
+        ("hadal report --tenant", "and whose the GPUs' time was, used and idle"),
         ("hadal report --prices 0.07/0.27/1.10", "the same requests at other prices"),
         (
             "hadal report --ledger postgresql://USER@HOST/NAME --json",
@@ -324,6 +325,10 @@ def chat(
 def report(
     last: Annotated[str, typer.Option(help="How far back: 90m, 24h, 7d, 2w.")] = "24h",
     by: Annotated[str, typer.Option(help="hour, model or tenant.")] = "hour",
+    tenant: Annotated[
+        bool,
+        typer.Option("--tenant", help="By tenant, with the GPU time that each used and left idle."),
+    ] = False,
     ledger: Annotated[
         str, typer.Option(help="Path or URL. [dim]HADAL_LEDGER, else the user's[/dim]")
     ] = "auto",
@@ -354,6 +359,7 @@ def report(
             ledger=ledger,
             prices=prices,
             is_utc=utc,
+            has_uses=tenant,
             echo=typer.echo,
         )
     )

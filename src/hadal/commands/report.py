@@ -22,6 +22,7 @@ from hadal.runtime.ledger.store import LedgerWindow, Store, ledger_url, shown
 from hadal.stats.ledger import LedgerError
 from hadal.stats.prices import BUCKET_S, HOUR_S, ModelPrices, price_list
 from hadal.stats.report import HOUR, QUANTILES, SHARED, TENANT, Detail, Line, Report, iso, report
+from hadal.stats.usage import TenantUse
 
 # A report as tables for a terminal, the same for what was served and for what was simulated.
 
@@ -42,6 +43,8 @@ def render(report: Report, title: str) -> Group:
     parts: list[Text | Table] = [heading, _total(report.total)]
     if lines:
         parts.append(_lines(report, lines))
+    if report.total.use is not None:
+        parts.append(_uses(report, lines))
     if any(line.detail is not None for line in lines):
         parts.append(_details(report, lines))
     parts += [Text(note, style="dim") for note in _notes(report, lines)]
@@ -54,10 +57,15 @@ def _notes(report: Report, lines: list[Line]) -> list[str]:
     num_left_out = len(report.lines) - len(lines)
     if num_left_out:
         notes.append(f"{num_left_out} hours without nodes and requests are left out.")
-    if report.by == TENANT:
+    if report.by == TENANT and report.total.use is not None:
         notes.append(
-            "Nodes and cost are in the total only: whom of several tenants a node works for cannot"
-            " be known."
+            "Used: GPU time while a tenant's requests were there, shared with others' by the speed"
+            " of each. Idle: its part of what nobody used. Cost: of both."
+        )
+    elif report.by == TENANT:
+        notes.append(
+            "Nodes and cost are in the total only, as a node works for several tenants at once;"
+            " --tenant says whose time it was."
         )
     elif any(not line.nodes.role_to_node_us for line in lines):
         notes.append(
@@ -161,6 +169,27 @@ def _lines(report: Report, lines: list[Line]) -> Table:
     return table
 
 
+def _uses(report: Report, lines: list[Line]) -> Table:
+    """Whose the GPUs' time was."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table.add_column(report.by, no_wrap=True)
+    for name in ("GPU-hours used", "of all used", "GPU-hours idle", "cost", "income"):
+        table.add_column(name, justify="right", no_wrap=True)
+    used_us = report.total.use.used_rank_us if report.total.use is not None else 0.0
+    for line in (*lines, report.total):
+        use = line.use or TenantUse()
+        hours = use.as_json()
+        table.add_row(
+            Text(line.label),
+            f"{hours['gpu_hours_used']:,.4g}",
+            _percent(100 * use.used_rank_us / used_us if used_us else None),
+            f"{hours['gpu_hours_idle']:,.4g}",
+            dollars(round(use.used_micro_usd + use.idle_micro_usd)),
+            dollars(line.income_micro_usd),
+        )
+    return table
+
+
 def _details(report: Report, lines: list[Line]) -> Table:
     """How long tokens took, and what went wrong, for lines with requests."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
@@ -204,7 +233,8 @@ def _time(values: tuple[int, ...], at: int, unit: float) -> str:
 
 
 def _has_news(line: Line) -> bool:
-    return bool(line.counts.num_requests or line.nodes.role_to_node_us)
+    has_used = line.use is not None and line.use.used_rank_us > 0.0
+    return bool(line.counts.num_requests or line.nodes.role_to_node_us or has_used)
 
 
 def dollars(micro_usd: int) -> str:
@@ -256,12 +286,14 @@ def run(
     ledger: str,
     prices: str,
     is_utc: bool,
+    has_uses: bool = False,
     echo: Callable[[str], object] = print,
     now_s: float | None = None,
 ) -> int:
     """Print the report of the last so many hours; returns the exit code. `prices` other than ""
-    replace those charged.
+    replace those charged. `has_uses`: by tenant, with whose the GPUs' time was.
     """
+    by = TENANT if has_uses else by
     now_s = time.time() if now_s is None else now_s
     offset_s = 0 if is_utc else time.localtime(now_s).tm_gmtoff // BUCKET_S * BUCKET_S
     to_us = int(now_s * 1e6) + 1
@@ -273,7 +305,7 @@ def run(
             raise LedgerError(
                 "the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER."
             )
-        window = read(url, from_us, to_us, by, offset_s)
+        window = read(url, from_us, to_us, by, offset_s, has_spans=has_uses)
         tally = window.tally.priced(model_prices) if model_prices else window.tally
         made = report(
             tally,
@@ -283,6 +315,7 @@ def run(
             by=by,
             utc_offset_s=offset_s,
             details=window.details,
+            spans=window.spans,
         )
     except (HadalError, ValueError) as error:
         print(f"hadal report: {error}", file=sys.stderr)
@@ -298,13 +331,15 @@ def run(
     return 0
 
 
-def read(url: str, from_us: int, to_us: int, by: str, utc_offset_s: int) -> LedgerWindow:
+def read(
+    url: str, from_us: int, to_us: int, by: str, utc_offset_s: int, *, has_spans: bool = False
+) -> LedgerWindow:
     """What a ledger holds of this time. Raises LedgerError, StoreDown, ValueError; none of them
     makes a file.
     """
     store = Store(url)
     try:
-        return store.read(from_us, to_us, by=by, utc_offset_s=utc_offset_s)
+        return store.read(from_us, to_us, by=by, utc_offset_s=utc_offset_s, has_spans=has_spans)
     except LedgerError as error:
         raise LedgerError(
             f"{error} `hadal serve` writes one with its first request; --ledger says where it is."

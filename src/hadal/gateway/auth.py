@@ -4,8 +4,8 @@
     sha256:DIGEST name=NAME [RIGHT ...] [FIELD=...]   two commas of HADAL_API_KEYS
 
 A key has no blank and no comma. Where there is no key, or only one, nobody is there to be protected
-from it: it has all rights. Knows headers, and that a key is a tenant; what becomes of its quotas,
-the front decides (policy/quotas).
+from it: it has all rights, unless it is given a name. Knows headers, and that a key is a tenant;
+what becomes of its quotas, the front decides (policy/quotas).
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Keys:
         # Digests are of one length, so that the comparison's time says nothing of a key's length
         # either.
         self._digests = tuple(digest_to_tenant)
-        is_alone = len(self._digests) == 1
+        # Of a file that names its tenants one may be left, which is not to rise by that.
+        is_alone = len(self._digests) == 1 and not next(iter(digest_to_tenant.values())).given_name
         self.tenants = tuple(
             replace(tenant, rights=RIGHTS) if is_alone else tenant
             for tenant in digest_to_tenant.values()

@@ -21,6 +21,7 @@ from hadal.core.facts import CANCELLED, FINISHES, REFUSALS, NodesFact, RequestFa
 from hadal.stats.prices import BUCKET_US, DAY_S, HOUR_S
 from hadal.stats.report import HOUR, MODEL, QUANTILES, TENANT, Detail, Details, check_by
 from hadal.stats.tally import COUNTERS, Counts, Key, Tally
+from hadal.stats.usage import WorkSpan
 
 SCHEMA = 1
 """Raised whenever a table changes; a ledger of another schema is not touched."""
@@ -300,6 +301,40 @@ def _quantiles(
         values = key_to_values.setdefault(one, ())
         key_to_values[one] = values + (int(least),) * positions.count(at)
     return key_to_values
+
+
+def read_spans(connection: sa.Connection, from_us: int, to_us: int) -> list[WorkSpan]:
+    """The time of generations on units, of those that ended after `from_us` and came before
+    `to_us`, whole.
+    """
+    of = _requests.c
+    spans = []
+    for (
+        tenant,
+        model,
+        prefill,
+        decode,
+        received_us,
+        first_us,
+        last_us,
+        miss,
+        out,
+    ) in connection.execute(
+        sa.select(
+            of.tenant,
+            of.model,
+            of.prefill_unit,
+            of.decode_unit,
+            of.received_us,
+            of.first_token_us,
+            of.last_token_us,
+            of.tokens_miss,
+            of.tokens_out,
+        ).where(of.completed_us > from_us, of.received_us < to_us, of.first_token_us.is_not(None))
+    ):
+        spans.append(WorkSpan(prefill, model, tenant, received_us, first_us, miss))
+        spans.append(WorkSpan(decode, model, tenant, first_us, last_us, out))
+    return spans
 
 
 def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[NodesFact]:

@@ -30,6 +30,7 @@ from hadal.core.config import DECODE, PREFILL
 from hadal.core.facts import NodesFact, micros
 from hadal.stats.prices import BUCKET_S, BUCKET_US, HOUR_S, rent_pico_usd, to_micro_usd
 from hadal.stats.tally import Counts, Key, Tally
+from hadal.stats.usage import TenantUse, WorkSpan, uses_of
 
 HOUR, MODEL, TENANT, TOTAL = "hour", "model", "tenant", "total"
 BY = (HOUR, MODEL, TENANT)
@@ -132,6 +133,8 @@ class Line:
     """When the hour begins, in unix seconds; None: the row is no hour's."""
     detail: Detail | None = None
     """None where there are sums only, as of a simulated day."""
+    use: TenantUse | None = None
+    """GPU time, where it was asked who used it."""
 
     @property
     def hit_percent(self) -> float | None:
@@ -199,6 +202,7 @@ class Line:
             "income_micro_usd": self.income_micro_usd,
             "margin_percent": self.margin_percent,
             **({} if self.detail is None else self.detail.as_json()),
+            **({} if self.use is None else self.use.as_json()),
         }
 
 
@@ -239,11 +243,13 @@ def report(
     by: str = HOUR,
     utc_offset_s: int = 0,
     details: Details | None = None,
+    spans: Sequence[WorkSpan] | None = None,
 ) -> Report:
     """Make the tables of the time from `from_us` up to `to_us` (unix microseconds).
 
     `tally` holds what completed in that time. `utc_offset_s` says whose hours they are (Beijing:
-    28,800). `details` of the same window, `by` and offset; None where there are sums only. Raises
+    28,800). `details` of the same window, `by` and offset; None where there are sums only. With
+    `spans`, lines by tenant say what of the GPUs' time was theirs (stats/usage). Raises
     ValueError for a window without time, an unknown `by`, or an offset that is no whole quarter
     hour.
     """
@@ -262,14 +268,29 @@ def report(
     elif by == MODEL:
         lines = _by_model(tally, nodes, from_us, to_us)
     else:
-        # Who of several tenants a node worked for cannot be told.
+        # A node works for several tenants at once: it is none's.
         none = NodeUse(to_us - from_us)
         tenants = _sum(tally, lambda key: key.tenant)
         lines = [Line(tenant, counts, none) for tenant, counts in sorted(tenants.items())]
+        if spans is not None:
+            total, lines = _with_uses(total, lines, uses_of(nodes, spans, from_us, to_us))
     if details is not None:
         total = replace(total, detail=details.total)
         lines = [_with_detail(line, details, utc_offset_s) for line in lines]
     return Report(from_us, to_us, by, total, tuple(lines), utc_offset_s)
+
+
+def _with_uses(
+    total: Line, lines: list[Line], uses: tuple[Mapping[str, TenantUse], TenantUse]
+) -> tuple[Line, list[Line]]:
+    """One that used something and completed nothing in the window has a line as well."""
+    tenant_to_use, of_all = uses
+    absent = tenant_to_use.keys() - {line.label for line in lines}
+    lines = [*lines, *(Line(tenant, Counts(), NodeUse(total.nodes.window_us)) for tenant in absent)]
+    return replace(total, use=of_all), [
+        replace(line, use=tenant_to_use.get(line.label, TenantUse()))
+        for line in sorted(lines, key=lambda line: line.label)
+    ]
 
 
 def _with_detail(line: Line, details: Details, utc_offset_s: int) -> Line:

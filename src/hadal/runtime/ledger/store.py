@@ -35,6 +35,7 @@ from hadal.stats import ledger
 from hadal.stats.ledger import LedgerError, Written
 from hadal.stats.report import HOUR, Details
 from hadal.stats.tally import Tally
+from hadal.stats.usage import WorkSpan
 
 # Where the ledger is: from what was asked to the URL of a database, and the file of what waits
 # for it.
@@ -152,6 +153,8 @@ class LedgerWindow:
     details: Details
     last_completed_us: int | None
     """The end of the last request that finished, of all times."""
+    spans: list[WorkSpan] | None = None
+    """The time of generations on units, where it was asked for."""
 
 
 class Store:
@@ -196,7 +199,13 @@ class Store:
             return ledger.write_requests(connection, facts.requests)
 
     def read(
-        self, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
+        self,
+        from_us: int,
+        to_us: int,
+        *,
+        by: str = HOUR,
+        utc_offset_s: int = 0,
+        has_spans: bool = False,
     ) -> LedgerWindow:
         """The window as of one instant, with details of each of `by` (stats/report). Raises
         LedgerError where there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
@@ -213,6 +222,7 @@ class Store:
                         connection, from_us, to_us, by=by, utc_offset_s=utc_offset_s
                     ),
                     ledger.last_completed_us(connection),
+                    ledger.read_spans(connection, from_us, to_us) if has_spans else None,
                 )
         except LedgerError as error:
             raise LedgerError(f"{self.place}: {error}") from None
@@ -221,6 +231,8 @@ class Store:
         self, day: int, tenants: Collection[str], recent_us: int, ids: list[str]
     ) -> tuple[dict[str, int], list[str], set[str]]:
         """As stats/ledger.read_spent, of one instant. Raises LedgerError, StoreDown."""
+        if self._path is not None and not is_file(self._path):
+            raise LedgerError(f"there is no ledger at {self.place}.")
         with self._begin(is_reading=True) as connection:
             ledger.check_schema(connection)
             return ledger.read_spent(connection, day, tenants, recent_us, ids)
