@@ -1,0 +1,241 @@
+"""A served keys file: keys that come and go, quotas, a budget that a killed gateway does not forget,
+and what a flood of one tenant costs the others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.test_ledger_serving import report, rows, wait_for_rows
+
+TIMEOUT_S = 60.0
+
+
+def keys_command(path: Path, *arguments: str) -> str:
+    """What `hadal keys` prints."""
+    command = [sys.executable, "-m", "hadal.cli", "keys", *arguments, "--file", str(path)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.stdout.strip()
+
+
+def model_of(server: Server, key: str) -> str:
+    reply = httpx.get(f"{server.url}/v1/models", headers=header(key), timeout=10)
+    return str(reply.json()["data"][0]["id"])
+
+
+def header(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def ask(server: Server, key: str, model: str, prompt: str = "hi", **fields: Any) -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    return httpx.post(
+        f"{server.url}/v1/completions", json=body | fields, headers=header(key), timeout=TIMEOUT_S
+    )
+
+
+def test_keys_are_added_and_revoked_while_two_gateways_serve(
+    start_server: StartServer, folder: Path
+) -> None:
+    path = folder / "keys.txt"
+    first = keys_command(path, "add", "first")
+    server = start_server("--gateways", "2", "--api-keys-file", str(path))
+    model = model_of(server, first)
+
+    def statuses(key: str) -> set[int]:
+        """Of connections enough to have met both gateways."""
+        return {ask(server, key, model, max_tokens=1).status_code for _ in range(12)}
+
+    assert statuses("sk-nobody") == {401}
+    second = keys_command(path, "add", "second", "--requests", "3", "--tokens-per-minute", "100000")
+    wait_until(lambda: statuses(second) == {200}, 20.0, "both gateways know the new key")
+    for _ in range(12):
+        headers = ask(server, second, model, max_tokens=1).headers
+        assert headers["x-ratelimit-limit-requests"] == "3"
+        assert headers["x-ratelimit-limit-tokens"] == "100000"
+        assert int(headers["x-ratelimit-remaining-tokens"]) < 100_000
+    assert ask(server, second, model, n=3).status_code == 200
+    for _ in range(6):
+        refused = ask(server, second, model, n=4)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert refused.headers["x-ratelimit-remaining-requests"] == "3"
+    path.write_text(f"{path.read_text()}bad,line\n")
+    time.sleep(2.5)
+    assert statuses(second) == {200}, "a file that cannot be read changes nothing"
+    path.write_text(path.read_text().replace("bad,line\n", ""))
+    keys_command(path, "revoke", "second")
+    wait_until(lambda: statuses(second) == {401}, 20.0, "both gateways forgot the key")
+    assert statuses(first) == {200}
+    old_pid = server.kill("gateway")
+    server.wait_restarted("gateway", old_pid)
+    assert statuses(second) == {401}
+    assert statuses(first) == {200}
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_a_budget_is_kept_over_the_end_of_the_gateway(
+    start_server: StartServer, folder: Path, gateways: int
+) -> None:
+    """The ledger says what was spent: never more than the budget, and after kill -9 the rest of it
+    and not all of it again.
+    """
+    path, ledger = folder / "keys.txt", folder / "l.sqlite"
+    # A token read costs 1 micro-dollar and one drawn 2: 10 + 2 x 4 for each request at most.
+    budget_micro_usd = 500
+    key = keys_command(path, "add", "spender", "--dollars-per-day", "0.0005")
+    other = keys_command(path, "add", "other")
+    server = start_server(
+        "--gateways",
+        str(gateways),
+        "--api-keys-file",
+        str(path),
+        ledger={"url": str(ledger), "prices": "1/1/2"},
+    )
+    model = model_of(server, other)
+
+    def spent_micro_usd() -> int:
+        found = rows(
+            ledger, "SELECT sum(income_pico_usd) FROM hadal_requests WHERE tenant = 'spender'"
+        )
+        return int(found[0][0] or 0) // 10**6
+
+    def spend(until: Callable[[], bool]) -> Counter[int]:
+        statuses: Counter[int] = Counter()
+
+        def one(number: int) -> None:
+            while not until():
+                try:
+                    reply = ask(server, key, model, f"n {number} {sum(statuses.values())}")
+                except httpx.TransportError:
+                    continue
+                statuses[reply.status_code] += 1
+                if reply.status_code == 429:
+                    assert reply.json()["error"]["code"] == "insufficient_quota"
+                    if float(reply.headers["retry-after"]) > 2:
+                        return  # Until tomorrow.
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(one, range(4)))
+        return statuses
+
+    spend(lambda: spent_micro_usd() > budget_micro_usd // 3)
+    before = spent_micro_usd()
+    assert before < budget_micro_usd
+    killed = threading.Timer(0.3, lambda: server.kill("gateway"))
+    old_pid = server.pids()["gateway"]
+    killed.start()
+    end_s = time.monotonic() + 60
+    statuses = spend(lambda: time.monotonic() > end_s)
+    killed.join()
+    server.wait_restarted("gateway", old_pid)
+    assert statuses[429] > 0
+    wait_until(lambda: spent_micro_usd() > before, 10.0, "facts are written")
+    time.sleep(0.5)
+    spent = spent_micro_usd()
+    assert budget_micro_usd - 30 <= spent <= budget_micro_usd
+    old_pid = server.kill("gateway")
+    server.wait_restarted("gateway", old_pid)
+    refused = wait_until(
+        lambda: (reply := ask(server, key, model)).status_code == 429 and reply, 20.0, "it is read"
+    )
+    assert refused.json()["error"]["code"] == "insufficient_quota"
+    assert ask(server, other, model).status_code == 200
+    assert spent_micro_usd() == spent
+
+
+def test_twenty_times_its_share_of_one_tenant_costs_the_others_little(
+    start_server: StartServer, folder: Path
+) -> None:
+    """Counted in service and not in seconds: of what was drawn while all waited, the flood had no
+    more than its share, and the others' work was never behind it by more than the bound.
+    """
+    path, ledger = folder / "keys.txt", folder / "l.sqlite"
+    flood = keys_command(path, "add", "flood")
+    others = {name: keys_command(path, "add", name) for name in ("a", "b", "c")}
+    server = start_server(
+        "--api-keys-file",
+        str(path),
+        ledger={"url": str(ledger)},
+        decode={"max_requests": 4},
+        limits={"max_queued": 1000},
+    )
+    model = model_of(server, flood)
+    is_over = threading.Event()
+    num_asked, num_out = (5, 40)
+
+    def floods(number: int) -> None:
+        while not is_over.is_set():
+            ask(server, flood, model, f"flood {number}", max_tokens=num_out)
+
+    def asks(name: str) -> None:
+        """Two at once all the time, so that it waits as the flood does."""
+
+        def one(number: int) -> None:
+            for index in range(num_asked):
+                reply = ask(
+                    server, others[name], model, f"{name} {number} {index}", max_tokens=num_out
+                )
+                assert reply.status_code == 200
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(one, range(4)))
+
+    with ThreadPoolExecutor(40 + len(others)) as pool:
+        flooding = [pool.submit(floods, number) for number in range(40)]
+        wait_until(
+            lambda: rows(ledger, "SELECT count(*) FROM hadal_requests")[0][0] >= 4,
+            30.0,
+            "the flood is there",
+        )
+        begun_us = int(time.time() * 1e6)
+        asking = [pool.submit(asks, name) for name in others]
+        first = min(asked.result() or time.time() for asked in asking[:1])
+        for asked in asking:
+            asked.result()
+        end_us = int(time.time() * 1e6)
+        is_over.set()
+        for one in flooding:
+            one.result()
+    assert first
+    wait_for_rows(ledger, 4 * num_asked * len(others))
+    drawn = dict(
+        rows(
+            ledger,
+            "SELECT tenant, sum(tokens_out) FROM hadal_requests"
+            f" WHERE received_us >= {begun_us} AND completed_us <= {end_us} GROUP BY tenant",
+        )
+    ) | {
+        "flood": rows(
+            ledger,
+            "SELECT coalesce(sum(tokens_out), 0) FROM hadal_requests WHERE tenant = 'flood'"
+            f" AND completed_us BETWEEN {begun_us} AND {end_us}",
+        )[0][0]
+    }
+    print(drawn)
+    share = 4 * num_asked * num_out
+    assert all(drawn[name] == share for name in others)
+    # A quarter each; beside it, what ran when the others came and when they went.
+    assert drawn["flood"] <= share * 1.15 + 2 * 5 * num_out
+    used = {line["tenant"]: line for line in report(ledger, "--tenant")["tenants"]}
+    assert all(used[name]["gpu_hours_used"] > 0.0 for name in (*others, "flood"))

@@ -1,0 +1,115 @@
+"""Quotas over HTTP: 429 and what replies say, on success too; keys that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from hadal.core.errors import ConfigError
+from hadal.core.messages import RateLimits
+from hadal.gateway.auth import Keys
+from hadal.gateway.errors import limit_headers, span
+from hadal.gateway.http import Patience
+from hadal.gateway.service import ServedModel
+from hadal.stats.prices import R1, Rates
+
+from .world import World, spell, world
+
+BODY = {"model": "small", "prompt": [5] * 10, "max_tokens": 3, "ignore_eos": True}
+
+
+async def ask(of: World, key: str = "a", **fields: object) -> httpx.Response:
+    return await of.client.post(
+        "/v1/completions", json=BODY | fields, headers={"authorization": f"Bearer {key}"}
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
+    model: ServedModel, stream: bool
+) -> None:
+    async def story() -> None:
+        keys = ("a requests=4 tokens_per_minute=6000", "b")
+        async with world(model, spell(model, "abc", then_stop=False), keys=keys) as of:
+            of.gateway.take_keys(of.gateway.keys)
+            reply = await ask(of, stream=stream)
+            assert reply.status_code == 200
+            assert reply.headers["x-ratelimit-limit-requests"] == "4"
+            assert reply.headers["x-ratelimit-remaining-requests"] == "3"
+            assert reply.headers["x-ratelimit-limit-tokens"] == "6000"
+            assert 5985 <= int(reply.headers["x-ratelimit-remaining-tokens"]) <= 5990
+            assert reply.headers["x-ratelimit-reset-requests"] == "1s"
+            assert reply.headers["x-ratelimit-reset-tokens"].endswith("ms")
+            assert "retry-after" not in reply.headers
+            assert not any("ratelimit" in name for name in (await ask(of, "b")).headers)
+            await of.settle()
+
+    asyncio.run(story())
+
+
+def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -> None:
+    async def story() -> None:
+        keys = ("a requests=2", "b")
+        script = spell(model, "abc", then_stop=False)
+        patience = Patience(keep_alive_s=0.01)
+        async with world(model, script, keys=keys, patience=patience, step_s=0.02) as of:
+            of.gateway.take_keys(of.gateway.keys)
+            long = asyncio.create_task(ask(of, n=2, stream=True, max_tokens=40))
+            while of.gateway.host.num_open < 2:
+                await asyncio.sleep(0.001)
+            refused = await ask(of)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert refused.headers["retry-after"] == "1"
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+            assert (await ask(of, "b")).status_code == 200
+            reply = await long
+            assert reply.headers["x-ratelimit-limit-requests"] == "2"
+            assert reply.text.endswith("data: [DONE]\n\n")
+            assert (await ask(of, n=3)).status_code == 429, "all of it or nothing"
+            await of.settle()
+            assert (await ask(of, n=2)).status_code == 200
+            assert of.gateway.snapshot().totals.refused == 0, "no more units are wanted for that"
+
+    asyncio.run(story())
+
+
+def test_keys_come_and_go_and_models_are_their_own(model: ServedModel) -> None:
+    async def story() -> None:
+        async with world(model, spell(model, "abc"), keys=("a", "b")) as of:
+            assert (await ask(of)).status_code == 200
+            of.gateway.take_keys(Keys(("b", "c model=other"), is_closed=True))
+            assert (await ask(of)).status_code == 401
+            refused = await ask(of, "c")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                404,
+                "model_not_found",
+            )
+            header = {"authorization": "Bearer c"}
+            assert (await of.client.get("/v1/models", headers=header)).json()["data"] == []
+            assert (await of.client.get("/v1/models/small", headers=header)).status_code == 404
+            of.gateway.take_keys(Keys(is_closed=True))
+            assert (await ask(of, "b")).status_code == 401, "no key is not every key"
+            with pytest.raises(ConfigError, match="needs a ledger"):
+                of.gateway.take_keys(Keys(("b dollars_per_day=1",)))
+            await of.settle()
+
+    asyncio.run(story())
+
+
+def test_headers_are_as_openai_writes_them() -> None:
+    times = [(0.0, "0ms"), (0.02, "20ms"), (1.0, "1s"), (1.25, "1.25s"), (360.0, "6m0s")]
+    assert [span(seconds) for seconds, _ in times] == [text for _, text in times]
+    assert limit_headers(None) == {} == limit_headers(RateLimits())
+    assert limit_headers(RateLimits(tokens=5, tokens_left=2, tokens_reset_s=61.5)) == {
+        "x-ratelimit-limit-tokens": "5",
+        "x-ratelimit-remaining-tokens": "2",
+        "x-ratelimit-reset-tokens": "1m1s",
+    }
+
+
+def test_the_most_that_a_generation_can_cost_is_at_no_discount() -> None:
+    assert R1.most(10, 3) == Rates(140_000, 550_000, 2_190_000).charge(0, 10, 3)
