@@ -401,8 +401,8 @@ class Gateway:
         a budget where nothing is written down.
         """
         self.check_budgets(keys)
-        self.keys = keys
-        if isinstance(self.host, Host):
+        had_quotas, self.keys = bool(self.keys.quotas), keys
+        if isinstance(self.host, Host) and (keys.quotas or had_quotas):
             self.host.set_quotas(self.unix_time(), keys.quotas)
 
     def has_begun(self) -> bool:
