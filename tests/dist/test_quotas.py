@@ -18,8 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
+from hadal.runtime.recorder import RECORD, read_recordings
 from tests.dist.serving import Server, StartServer, wait_until
 from tests.dist.test_ledger_serving import report, rows, wait_for_rows
+from tests.dist.test_replay import check as replayed
 
 TIMEOUT_S = 60.0
 
@@ -162,6 +164,31 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
     assert refused.json()["error"]["code"] == "insufficient_quota"
     assert ask(server, other, model).status_code == 200
     assert spent_micro_usd() == spent
+
+
+def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder: Path) -> None:
+    path = folder / "keys.txt"
+    key = keys_command(
+        path, "add", "a", "--requests", "2", "--tokens-per-minute", "400", "--dollars-per-day", "1"
+    )
+    server = start_server(
+        "--api-keys-file",
+        str(path),
+        ledger={"url": str(folder / "l.sqlite")},
+        environment={RECORD: str(folder / "recorded")},
+    )
+    wait_until(lambda: ask(server, key, "?").status_code != 503, 20.0, "the ledger is read")
+    model = model_of(server, key)
+    with ThreadPoolExecutor(4) as pool:
+        statuses = Counter(
+            pool.map(lambda n: ask(server, key, model, f"{n}").status_code, range(60))
+        )
+    assert statuses.keys() == {200, 429}
+    server.stop()
+    report = replayed(read_recordings(folder / "recorded"))
+    assert report.outside["Quotas"] >= 1
+    assert report.outside["Spent"] == 1
+    assert report.outside["Charged"] >= statuses[200]
 
 
 NUM_AT_ONCE, NUM_ASKED, NUM_OUT = 4, 5, 40

@@ -248,12 +248,13 @@ def _number(field: str, text: str) -> int:
 
 
 def _pico_usd(field: str, text: str) -> int:
-    try:
-        micro = micro_usd(text)
-    except ValueError as error:
-        raise ConfigError(f"{field}: {error}.") from None
-    if not 1 <= micro <= _MAX_NUMBER:
-        raise ConfigError(f"{field} is {text[:70]!r}; from 0.000001 to a million is needed.")
+    is_amount = re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) is not None
+    micro = micro_usd(text) if is_amount else 0
+    if not micro:
+        raise ConfigError(
+            f"{field} is {text[:70]!r}; dollars are needed, from 0.000001 to 999999, with at most 6"
+            " decimals."
+        )
     return micro * PICO_PER_MICRO
 
 

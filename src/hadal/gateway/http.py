@@ -299,6 +299,8 @@ def _missing(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
 log = logging.getLogger("hadal.gateway")
 
 AUDIT_TIMEOUT_S = 5.0
+_CLOCK_S = 1.0
+"""What the time of day may be off by, where days are told apart for budgets."""
 COUNTS = "/counts"
 """What a gateway without the front has counted, for the metrics of the one that has it."""
 COUNTS_TIMEOUT_S = 1.0
@@ -356,6 +358,9 @@ class Gateway:
     """What the other gateways are told of them."""
     ledger_url: str = ""
 
+    _ahead_s: float = 0.0
+    """What unix time was ahead of `now` when the front heard it last."""
+
     def __post_init__(self) -> None:
         limits = self.service.limits
         self.permits = Permits(limits.max_running + limits.max_queued, self.patience.retry_after_s)
@@ -402,8 +407,19 @@ class Gateway:
         """
         self.check_budgets(keys)
         had_quotas, self.keys = bool(self.keys.quotas), keys
-        if isinstance(self.host, Host) and (keys.quotas or had_quotas):
-            self.host.set_quotas(self.unix_time(), keys.quotas)
+        if keys.quotas or had_quotas:
+            self._say_quotas()
+
+    def keep_time(self) -> None:
+        """Tell the front what time it is, where it has to know and the clock was set."""
+        if self.keys.quotas and abs(self.unix_time() - self.now() - self._ahead_s) > _CLOCK_S:
+            self._say_quotas()
+
+    def _say_quotas(self) -> None:
+        unix_s = self.unix_time()
+        self._ahead_s = unix_s - self.now()
+        if isinstance(self.host, Host):
+            self.host.set_quotas(unix_s, self.keys.quotas)
 
     def has_begun(self) -> bool:
         """Whether requests could ever be served: until then the server is starting."""

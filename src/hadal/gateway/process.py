@@ -306,6 +306,7 @@ async def _read_spent(gateway: Gateway) -> None:
     host, loop = gateway.host, asyncio.get_running_loop()
     was_said = False
     while isinstance(host, Host):
+        gateway.keep_time()
         if tenants := host.unread():
             try:
                 host.spent(

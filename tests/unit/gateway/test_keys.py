@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hadal.core.messages import QueryReply, Quota
 from hadal.gateway.auth import RIGHTS, Keys, Tenant, hashed, parse_key, salt_of
 from hadal.gateway.errors import ApiError
 from hadal.gateway.keys import KeysFile, KeysHeard, add_line, follow, read_lines, remove_name
+from tests.fresh import fresh
 
 LINE = (
     "name=alice weight=2.5 tokens_per_minute=600 requests=3 dollars_per_day=0.5 model=m model=n"
@@ -62,6 +64,7 @@ def test_a_plain_line_may_have_a_quota_and_keeps_its_name() -> None:
         ("secret requests=-1", "whole number"),
         ("secret dollars_per_day=0.0000001", "6 decimals"),
         ("secret dollars_per_day=0", "0.000001"),
+        ("secret dollars_per_day=1e9", "0.000001"),
         ("secret model=", "empty"),
         ("secret colour=blue", "no right"),
         ("secret prioritY", "no right"),
@@ -71,6 +74,19 @@ def test_a_bad_line_is_an_error_that_does_not_show_the_key(line: str, reason: st
     with pytest.raises(ConfigError, match=reason) as caught:
         parse_key(line)
     assert "secret" not in str(caught.value)
+
+
+def test_whatever_a_file_holds_is_read_or_refused(tmp_path: Path) -> None:
+    random, path = fresh(), keys_file(tmp_path)
+    good = f"# ours\nplain priority\n{hashed('secret')} {LINE}\n".encode()
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(random.randint(1, 6)):
+            at = random.randrange(len(data))
+            data[at : at + random.randint(0, 3)] = random.randbytes(random.randint(0, 3))
+        path.write_bytes(data)
+        with contextlib.suppress(ConfigError):
+            Keys(read_lines(path), is_closed=True)
 
 
 def test_keys_and_names_are_one_tenant_s() -> None:

@@ -100,6 +100,24 @@ def test_keys_come_and_go_and_models_are_their_own(model: ServedModel) -> None:
     asyncio.run(story())
 
 
+def test_the_front_hears_of_a_clock_that_was_set(model: ServedModel) -> None:
+    async def story() -> None:
+        async with world(model, spell(model, "abc"), keys=("a requests=1",)) as of:
+            said: list[float] = []
+            of.gateway.unix_time = lambda: of.gateway.now() + ahead_s
+            of.gateway.host.set_quotas = lambda unix_s, quotas: said.append(unix_s)  # type: ignore
+            ahead_s = 100.0
+            of.gateway.take_keys(of.gateway.keys)
+            of.gateway.keep_time()
+            assert len(said) == 1
+            ahead_s = 102.0
+            of.gateway.keep_time()
+            of.gateway.keep_time()
+            assert len(said) == 2
+
+    asyncio.run(story())
+
+
 def test_headers_are_as_openai_writes_them() -> None:
     times = [(0.0, "0ms"), (0.02, "20ms"), (1.0, "1s"), (1.25, "1.25s"), (360.0, "6m0s")]
     assert [span(seconds) for seconds, _ in times] == [text for _, text in times]
