@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hadal.gateway.tiktoken import byte_of_char
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -25,6 +24,7 @@ from hadal.gateway.replies import ChatFormatter, Head, Outcome, Usage
 from hadal.gateway.stream import Assembler, Calls, Piece
 from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, format_of, read_choice
 from hadal.gateway.vocabulary import Vocabulary
+from hadal.tokens.tiktoken import byte_of_char
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 V3, V31, KIMI = (FORMATS[name] for name in ("deepseek-v3", "deepseek-v3.1", "kimi-k2"))
