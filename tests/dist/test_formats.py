@@ -24,7 +24,7 @@ from tests.schemas import SCHEMAS, closed
 
 TEMPERATURE = 1.5
 NUM_EACH = 10 if FULL else 2
-MAX_TOKENS = 160
+MAX_TOKENS = 240
 PROMPTS = ["Write JSON: ", "2 + 2 = ", "Q: Which word is it?\nA: "]
 
 
@@ -89,7 +89,7 @@ def bodies(seed: int) -> list[dict[str, Any]]:
 def expected(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
     """Of a server of two units of one rank, without drafts."""
     answers = asyncio.run(ask_all(server, bodies))
-    assert num_valid(bodies, answers) > len(bodies) / 2
+    assert num_valid(bodies, answers) > len(bodies) / 5
     return answers
 
 
