@@ -24,6 +24,8 @@ from tests.dist.test_ledger_serving import report, rows, wait_for_rows
 from tests.dist.test_replay import check as replayed
 
 TIMEOUT_S = 60.0
+CLIENT = httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+"""Of all threads: to make one takes longer than to ask."""
 
 
 def keys_command(path: Path, *arguments: str) -> str:
@@ -51,9 +53,9 @@ def header(key: str) -> dict[str, str]:
 
 def ask(server: Server, key: str, model: str, prompt: str = "hi", **fields: Any) -> httpx.Response:
     body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
-    return httpx.post(
-        f"{server.url}/v1/completions", json=body | fields, headers=header(key), timeout=TIMEOUT_S
-    )
+    # Every request on a connection of its own: that may be another gateway's.
+    headers = {**header(key), "connection": "close"}
+    return CLIENT.post(f"{server.url}/v1/completions", json=body | fields, headers=headers)
 
 
 def test_keys_are_added_and_revoked_while_two_gateways_serve(
@@ -163,7 +165,8 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
     )
     assert refused.json()["error"]["code"] == "insufficient_quota"
     assert ask(server, other, model).status_code == 200
-    assert spent_micro_usd() == spent
+    # A shorter prompt may have fitted into what was left.
+    assert spent <= spent_micro_usd() <= budget_micro_usd
 
 
 def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder: Path) -> None:
@@ -248,7 +251,7 @@ def test_a_flood_has_its_share_and_no_more_while_others_wait(
     # A quarter; beside it, what ran when the others came, and what went on when the first of them
     # had no more to ask: the last of its requests run by themselves.
     print("the flood had", had, "and each other", share)
-    assert had <= 1.15 * share + 3 * NUM_AT_ONCE * NUM_OUT
+    assert had <= 1.15 * share + 2 * NUM_AT_ONCE * NUM_OUT
     used = {line["tenant"]: line for line in report(ledger, "--tenant")["tenants"]}
     assert all(used[name]["gpu_hours_used"] > 0.0 for name in (*others, "flood"))
 
