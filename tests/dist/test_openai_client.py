@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 from tests.dist.serving import Server, StartServer, metric, wait_until
 
@@ -203,6 +205,26 @@ def test_completion_logprobs_and_echo(client: OpenAI, model: str) -> None:
         model=model, prompt=["once", "twice"], max_tokens=3, temperature=0, echo=True
     )
     assert [choice.text[:4] for choice in echoed.choices] == ["once", "twic"]
+
+
+class Verdict(BaseModel):
+    """What an answer is parsed into."""
+
+    colour: Literal["red", "green"]
+    sure: bool
+    marks: list[Literal[1, 2]] = Field(max_length=3)
+
+
+def test_an_answer_is_parsed_into_a_model(client: OpenAI, model: str) -> None:
+    reply = client.chat.completions.parse(
+        model=model,
+        messages=[{"role": "user", "content": "Is grass green?"}],
+        response_format=Verdict,
+        temperature=0,
+        max_tokens=400,
+        extra_body={"thinking": False},
+    )
+    assert isinstance(reply.choices[0].message.parsed, Verdict)
 
 
 @pytest.mark.parametrize(
