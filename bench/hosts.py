@@ -92,7 +92,10 @@ def plan(console: Console) -> None:
         began_s = time.perf_counter()
         plans = launch_plan(deployment)
         times_s.append(time.perf_counter() - began_s)
-    nodes, took_s = len({one.node for one in plans}), statistics.median(times_s)
+    nodes, took_s = (
+        len({one.node for one in plans if one.node is not None}),
+        statistics.median(times_s),
+    )
     console.print(
         f"launch plan of {nodes} nodes, {len(plans):,} processes: {1e3 * took_s:.1f} ms"
         f" {mark(took_s <= PLAN_AIM_S)} (aim {PLAN_AIM_S:g} s)"
