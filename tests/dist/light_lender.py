@@ -38,6 +38,9 @@ class LightActor:
         listens = Address(0, self._wire.endpoint)
         self._wire.send(SUPERVISOR, NodeNews(asked.node, boot, listens, address, (), {}))
 
+    def renew(self, joining: bytes) -> None:
+        """No other supervisor comes."""
+
 
 class LightLender(ray_cluster.RayLender):
     """The lender, with actors on as many nodes as this machine bears."""

@@ -116,7 +116,11 @@ def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> N
 
         address = f"{host.address}:{PORT}"
         cluster = ClusterConfig(
-            on="ray", address=address, volatile_head="allow", place_timeout_s=PLACE_S
+            on="ray",
+            name="scale",
+            address=address,
+            volatile_head="allow",
+            place_timeout_s=PLACE_S,
         )
         deployment = msgspec.structs.replace(deployment, cluster=cluster)
         asking = Asking(host, folder, Run("r0", deployment, address=host.address, secret=SECRET))
