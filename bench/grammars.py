@@ -4,7 +4,8 @@ beside the same without.
 `python -m bench.grammars [--batch 32] [--drafts 0]`. The two take turns, a round each; figures are
 those of the median step and of the tenth quickest of a hundred, which other work on the machine
 disturbs less. `wait` is how long a step stood still for masks; the rest of what they take runs
-beside the step, on cores that it shares.
+beside the step, on cores that it shares. `CPU` is processor time a step, of the thread that computes
+and of the whole process; with one thread (`--threads 1`) their difference is what masks take beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from rich.console import Console
@@ -43,7 +44,7 @@ ITEM = {
 }
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 """So that no request ends."""
-CONTEXT, NUM_STEPS, NUM_ROUNDS = 64, 60, 6
+CONTEXT, NUM_STEPS, NUM_WARM, NUM_ROUNDS = 64, 60, 3, 6
 
 
 class TimedGrammars(Grammars):
@@ -56,6 +57,16 @@ class TimedGrammars(Grammars):
         start_s = time.perf_counter()
         super().allow(*rows)
         self.seconds.append(time.perf_counter() - start_s)
+
+
+class Round(NamedTuple):
+    """`waits`: for masks, in each step. Processor time is that of a step on the mean."""
+
+    steps: list[float]
+    waits: list[float]
+    num_tokens: int
+    own_cpu_s: float
+    cpu_s: float
 
 
 class Rank:
@@ -78,10 +89,8 @@ class Rank:
         rng = random.Random(1)
         self._prompts = [[rng.randrange(20, 400) for _ in range(CONTEXT)] for _ in range(batch)]
 
-    def round(self, grammar: Grammar | None) -> tuple[list[float], list[float], int]:
-        """(seconds of each step, of waiting for masks in each, tokens) of all requests from their
-        prompts on.
-        """
+    def round(self, grammar: Grammar | None) -> Round:
+        """All requests from their prompts on."""
         joins = []
         for slot, prompt in enumerate(self._prompts):
             sampling = Sampling(temperature=1.0, seed=slot, grammar=grammar)
@@ -99,14 +108,17 @@ class Rank:
         )
         steps, waits, num_tokens = [], [], 0
         for number in range(NUM_STEPS):
+            if number == NUM_WARM:
+                own_s, all_s = time.thread_time(), time.process_time()
             start_s = time.perf_counter()
             done = self._execute(plan)
-            if number > 2:
+            if number >= NUM_WARM:
                 steps.append(time.perf_counter() - start_s)
                 waits.append(sum(op.seconds for op in done.op_times if op.op == MASK))
                 num_tokens += len(done.tokens)
             plan = DecodePlan(next(self._ids), (), (), (), num_drafts=self._num_drafts)
-        return steps, waits, num_tokens
+        cpu_s = time.thread_time() - own_s, time.process_time() - all_s
+        return Round(steps, waits, num_tokens, *(spent / len(steps) for spent in cpu_s))
 
     def _execute(self, plan: DecodePlan | PrefillPlan) -> StepDone:
         done = self._runner.execute(plan)
@@ -126,29 +138,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = Rank(asked.batch, asked.drafts)
     grammar = Grammar(grammar_text(SCHEMA, follows_reasoning=False), (1,))
     kinds: dict[str, Grammar | None] = {"free": None, "json_schema": grammar}
-    steps: dict[str, list[float]] = {name: [] for name in kinds}
-    waits: dict[str, list[float]] = {name: [] for name in kinds}
-    tokens = dict.fromkeys(kinds, 0)
+    rounds: dict[str, list[Round]] = {name: [] for name in kinds}
     for number in range(1 + NUM_ROUNDS):
         for name, wanted in kinds.items():
-            of_steps, of_waits, num_tokens = rank.round(wanted)
+            found = rank.round(wanted)
             if number:
-                steps[name] += of_steps
-                waits[name] += of_waits
-                tokens[name] += num_tokens
+                rounds[name].append(found)
+    steps = {name: [s for one in of_kind for s in one.steps] for name, of_kind in rounds.items()}
     title = f"a step of {asked.batch}, {asked.drafts} drafts, {asked.threads} threads"
-    table = Table(
-        "", "step, ms", "wait, ms", "quick step, ms", "beside free", "tokens a slot", title=title
-    )
+    columns = "step, ms", "wait, ms", "quick step, ms", "beside free", "CPU, ms", "tokens a slot"
+    table = Table("", *columns, title=title)
     quick = {name: statistics.quantiles(of_kind, n=10)[0] for name, of_kind in steps.items()}
-    for name in kinds:
+    for name, of_kind in rounds.items():
+        waits = [wait for one in of_kind for wait in one.waits]
+        own, whole = (min(column) for column in zip(*(one[3:] for one in of_kind), strict=True))
         table.add_row(
             name,
             f"{1e3 * statistics.median(steps[name]):.2f}",
-            f"{1e3 * statistics.median(waits[name]):.3f}",
+            f"{1e3 * statistics.median(waits):.3f}",
             f"{1e3 * quick[name]:.2f}",
             f"{quick[name] / quick['free'] - 1:+.1%}",
-            f"{tokens[name] / len(steps[name]) / asked.batch:.2f}",
+            f"{1e3 * own:.2f} of {1e3 * whole:.2f}",
+            f"{sum(one.num_tokens for one in of_kind) / len(steps[name]) / asked.batch:.2f}",
         )
     Console().print(table)
     masks_s = statistics.median(TimedGrammars.seconds)

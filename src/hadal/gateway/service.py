@@ -244,10 +244,9 @@ class Service:
 
     def _check(self, ask: CommonFields, tenant: Tenant) -> None:
         if ask.model != self.model.name or not tenant.may_ask(ask.model):
-            there = f"{self.model.name!r} is served"
             raise ApiError(
                 404,
-                f"The model {ask.model[:100]!r} does not exist; {there}."
+                f"The model {ask.model[:100]!r} does not exist; {self.model.name!r} is served."
                 if tenant.may_ask(self.model.name)
                 else f"The model {ask.model[:100]!r} is not for this API key.",
                 param="model",

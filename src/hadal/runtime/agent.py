@@ -369,7 +369,7 @@ class Agent:
     def _speak(self, now_s: float) -> None:
         """Say how the processes fare, if it is time or something changed; and what they printed."""
         if self._said is None:  # Nobody knows yet what lines are of.
-            self._say_news(now_s)
+            self._say_news(now_s, self._facts())
         for name, running in self._running.items():
             while running.lines:
                 lines = tuple(
@@ -377,12 +377,14 @@ class Agent:
                 )
                 printed = Printed(self._joining.node, name, running.order.life, lines)
                 self._wire.send(SUPERVISOR, printed)
-        facts = tuple(running.news() for running in self._running.values())
+        facts = self._facts()
         if facts != self._said or now_s - self._spoke_s >= AGENT_BEAT_S:
-            self._say_news(now_s)
+            self._say_news(now_s, facts)
 
-    def _say_news(self, now_s: float) -> None:
-        facts = tuple(running.news() for running in self._running.values())
+    def _facts(self) -> tuple[ProcessNews, ...]:
+        return tuple(running.news() for running in self._running.values())
+
+    def _say_news(self, now_s: float, facts: tuple[ProcessNews, ...]) -> None:
         self._spoke_s, self._said = now_s, facts
         processes = tuple(
             msgspec.structs.replace(news, waited_s=look_at(news.pid).waited_s) for news in facts

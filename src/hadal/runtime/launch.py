@@ -255,7 +255,6 @@ class Supervisor:
         self._children = {
             plan.name: _child(plan, options, kept_in, first_life) for plan in self._plans.values()
         }
-        self._was_adopting = left is not None
         self._nodes = self._live_nodes(adopts=left is not None)
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
@@ -527,7 +526,7 @@ class Supervisor:
         for process in nodes.take_adopted():
             self._adopt(now_s, process)
         self._make_fleet_if_due()
-        self._end_adoption_if_due(nodes)
+        self._resume_rollout_if_due(nodes)
         if complaint := nodes.complaint():
             log.error("%s.", complaint)
             if not self._has_served:
@@ -552,13 +551,12 @@ class Supervisor:
                 self._wire.send(name, Drain())
         self._write_status()
 
-    def _end_adoption_if_due(self, nodes: LiveNodes) -> None:
-        """All that runs is known: go on from there."""
-        if self._was_adopting and not nodes.is_adopting:
-            self._was_adopting = False
-            if self._told.rollout is not None:
-                log.info("going on with the rollout that the supervisor before had begun")
-                self._roll_out(self._told.rollout)
+    def _resume_rollout_if_due(self, nodes: LiveNodes) -> None:
+        """Go on with what the supervisor before had begun, once it is known what runs."""
+        begun = self._told.rollout if self._rollout is None else None
+        if begun is not None and not nodes.is_adopting and self._drain_until_s is None:
+            log.info("going on with the rollout that the supervisor before had begun")
+            self._roll_out(begun)
 
     def _make_fleet_if_due(self) -> None:
         """The fleet decides from when it is known what runs."""

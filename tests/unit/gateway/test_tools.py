@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -25,6 +25,7 @@ from hadal.gateway.stream import Assembler, Calls, Piece
 from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, format_of, read_choice
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.tokens.tiktoken import byte_of_char
+from tests.fresh import FULL
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 V3, V31, KIMI = (FORMATS[name] for name in ("deepseek-v3", "deepseek-v3.1", "kimi-k2"))
@@ -42,6 +43,7 @@ WEATHER = Tool(
         },
     },
 )
+
 """Whose description tries to be more than a text."""
 
 
@@ -183,6 +185,7 @@ def _split(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=10_000 if FULL else 100)
 @given(data=st.data())
 def test_any_cut_of_any_reply_gives_the_same(name: str, data: st.DataObject) -> None:
     """Broken ones, too, of which no plain text is lost."""
