@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -93,6 +93,12 @@ def salt_within(tenant: bytes, cache_salt: str) -> bytes:
 
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="hadal"'}
 _EVERYONE = Tenant(salt_of(b""), RIGHTS)
+
+
+def credentials(headers: Mapping[str, str]) -> str | None:
+    """The Authorization header, or what Anthropic's clients send in its place: `x-api-key`."""
+    given, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if key and not given else given
 
 
 class Keys:

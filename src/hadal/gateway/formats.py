@@ -40,7 +40,7 @@ class Formats:
             why = self._process.check(text)
             if why is not None:
                 raise RequestError(
-                    f"Invalid schema for response_format {wanted.name!r}: {why}.", "response_format"
+                    f"Invalid schema for {wanted.field} {wanted.name!r}: {why}.", wanted.field
                 )
         self._good[text] = None
         self._good.move_to_end(text)

@@ -36,7 +36,7 @@ from hadal.core.errors import ConfigError, HadalError
 from hadal.core.facts import CANCELLED, REFUSALS
 from hadal.core.messages import FrontSnapshot, Generation
 from hadal.gateway.accounting import Accounting
-from hadal.gateway.auth import OPERATOR, Keys, Tenant
+from hadal.gateway.auth import OPERATOR, Keys, Tenant, credentials
 from hadal.gateway.edge import SEEN, AccessRecord, Edge
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
@@ -426,11 +426,15 @@ class Gateway:
         self.was_ready = self.was_ready or self.snapshot().can_serve
         return self.was_ready
 
+    def tenant_of(self, request: Request) -> Tenant:
+        """Whoever asks. Raises ApiError 401, 503."""
+        return self.keys.check(credentials(request.headers))
+
     def check_operator(self, request: Request) -> None:
         """What counts all tenants is for those who may operate the server. Raises ApiError 401,
         403.
         """
-        if OPERATOR not in self.keys.check(request.headers.get("authorization")).rights:
+        if OPERATOR not in self.tenant_of(request).rights:
             raise ApiError(
                 403,
                 "This API key has no right to operate the server; in the keys file 'operator'"
@@ -439,36 +443,34 @@ class Gateway:
             )
 
 
+Formatter = Callable[[Head, Vocabulary], ReplyFormat]
+"""Makes one reply's format."""
+Prepare = Callable[[bytes, str, Tenant], Awaitable[tuple[Work, Formatter]]]
+"""(body, the reply's id, who asks) -> what is to be generated, and how it is answered."""
+
+
 class Generate:
-    """One of the two generating endpoints, as an ASGI application of its own: it must see the
-    client leave.
+    """One of the generating endpoints, as an ASGI application of its own: it must see the client
+    leave.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        name: str,
-        id_prefix: str,
-        prepare: Callable[[bytes, str, Tenant], Awaitable[Work]],
-        formatter: Callable[[Head, Vocabulary], ReplyFormat],
-    ) -> None:
+    def __init__(self, gateway: Gateway, name: str, id_prefix: str, prepare: Prepare) -> None:
         self._gateway = gateway
         self._name = name
         self._id_prefix = id_prefix
         self._prepare = prepare
-        self._formatter = formatter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         status = 500
         times = Times(gateway.now())
-        request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         tenant = None
         seen: AccessRecord = scope[SEEN]
         seen.reply_id = request_id
         try:
             request = Request(scope, receive)
-            tenant = gateway.keys.check(request.headers.get("authorization"))
+            tenant = gateway.tenant_of(request)
             seen.tenant = tenant.name
             gateway.check_open()
             gateway.permits.check(tenant.name)
@@ -506,7 +508,7 @@ class Generate:
     ) -> int:
         gateway = self._gateway
         gateway.host.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
-        work = await self._prepare(body, request_id, tenant)
+        work, formatter = await self._prepare(body, request_id, tenant)
         generations = gateway.priced(work, tenant)
         gateway.host.check_room(
             tenant.name,
@@ -527,7 +529,7 @@ class Generate:
             work,
             mailbox,
             gateway.host,
-            self._formatter(head, gateway.service.model.vocabulary),
+            formatter(head, gateway.service.model.vocabulary),
             times,
             gateway.now,
             timeout_s=gateway.service.limits.request_timeout_s,
@@ -621,11 +623,11 @@ def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
     model = {"id": name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
 
     async def list_models(request: Request) -> Response:
-        tenant = gateway.keys.check(request.headers.get("authorization"))
+        tenant = gateway.tenant_of(request)
         return _json({"object": "list", "data": [model] if tenant.may_ask(name) else []})
 
     async def get_model(request: Request) -> Response:
-        tenant = gateway.keys.check(request.headers.get("authorization"))
+        tenant = gateway.tenant_of(request)
         asked = request.path_params["model_id"]
         if not asked:  # "/v1/models/"
             return await list_models(request)
@@ -648,8 +650,17 @@ def make_app(gateway: Gateway) -> ASGIApp:
         pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
     )
     service = gateway.service
-    chat = Generate(gateway, "chat", "chatcmpl", service.chat, ChatFormatter)
-    completion = Generate(gateway, "completions", "cmpl", service.completion, CompletionFormatter)
+
+    async def prepare_chat(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+        return await service.chat(body, reply_id, tenant), ChatFormatter
+
+    async def prepare_completion(
+        body: bytes, reply_id: str, tenant: Tenant
+    ) -> tuple[Work, Formatter]:
+        return await service.completion(body, reply_id, tenant), CompletionFormatter
+
+    chat = Generate(gateway, "chat", "chatcmpl-", prepare_chat)
+    completion = Generate(gateway, "completions", "cmpl-", prepare_completion)
     list_models, get_model = _models_pages(gateway)
 
     async def health(request: Request) -> Response:

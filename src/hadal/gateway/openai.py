@@ -355,6 +355,8 @@ class AnswerFormat:
     name: str
     schema: dict[str, Any] | None
     """None: any JSON object."""
+    field: str = "response_format"
+    """By which it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -422,14 +424,10 @@ def parse_chat(body: bytes) -> ChatAsk:
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     max_tokens = request.max_completion_tokens or request.max_tokens
     name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
-    kwargs = request.chat_template_kwargs or {}
-    thinking = _thinking(request.thinking)
-    if _is_effortless(request.reasoning_effort):
-        if thinking:
-            raise RequestError(
-                "reasoning_effort is 'none', and thinking is enabled; send one.", "reasoning_effort"
-            )
-        thinking = False
+    thinking, effort = with_effort(
+        _thinking(request.thinking), request.reasoning_effort, "reasoning_effort"
+    )
+    kwargs = effort | (request.chat_template_kwargs or {})
     for key in ("thinking", "enable_thinking"):
         value = kwargs.get(key)
         if thinking is None and isinstance(value, bool):
@@ -437,12 +435,10 @@ def parse_chat(body: bytes) -> ChatAsk:
     turns, prefix = _turns(request.messages), ""
     if request.messages[-1].prefix:
         turns, prefix = turns[:-1], turns[-1].content
-    ask = _ask(request, max_tokens, name, num_logprobs)
-    if ask.format is not None and (choosing.tools or prefix):
-        raise _bad_format(
-            "response_format and " + ("tools" if choosing.tools else "prefix") + " exclude each"
-            " other; leave one out."
-        )
+    ask = common_fields(
+        request, max_tokens, name, num_logprobs, format=read_format(request.response_format)
+    )
+    check_format(ask.format, "response_format", choosing, prefix)
     return ChatAsk(
         ask=ask,
         turns=turns,
@@ -451,6 +447,15 @@ def parse_chat(body: bytes) -> ChatAsk:
         choosing=choosing,
         prefix=prefix,
     )
+
+
+def check_format(
+    format: AnswerFormat | None, field: str, choosing: Choosing, prefix: str = ""
+) -> None:
+    """Raise RequestError for what a format of the answer, asked for by `field`, cannot go with."""
+    if format is not None and (choosing.tools or prefix):
+        other = "tools" if choosing.tools else "prefix"
+        raise RequestError(f"{field} and {other} exclude each other; leave one out.", field)
 
 
 def parse_completion(body: bytes) -> CompletionAsk:
@@ -473,7 +478,13 @@ def parse_completion(body: bytes) -> CompletionAsk:
         )
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     return CompletionAsk(
-        ask=_ask(request, request.max_tokens, "max_tokens", num_logprobs),
+        ask=common_fields(
+            request,
+            request.max_tokens,
+            "max_tokens",
+            num_logprobs,
+            format=read_format(request.response_format),
+        ),
         prompts=_prompts(request.prompt),
         echo=bool(request.echo),
     )
@@ -502,12 +513,29 @@ def with_defaults(ask: CommonFields, own: SamplingDefaults, seed: int, index: in
     )
 
 
-def _ask(
-    request: ChatRequest | CompletionRequest,
+def common_fields(
+    request: Common,
     max_tokens: int | None,
     max_name: str,
-    num_logprobs: int,
+    num_logprobs: int = -1,
+    *,
+    format: AnswerFormat | None = None,
+    stop_name: str = "stop",
 ) -> CommonFields:
+    """What a body asks of the engine. `max_name` and `stop_name` are what the endpoint calls these
+    fields. Raises RequestError.
+    """
+    if format is not None:
+        for name, is_asked in (
+            ("ignore_eos", request.ignore_eos),
+            ("min_tokens", request.min_tokens),
+        ):
+            if is_asked:
+                raise RequestError(
+                    f"{name} and a response_format exclude each other: the format says where the"
+                    " answer ends.",
+                    name,
+                )
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(
@@ -542,7 +570,7 @@ def _ask(
             logit_bias=_logit_bias(request.logit_bias or {}),
         ),
         seed=request.seed,
-        stops=_stops(request.stop),
+        stops=_stops(request.stop, stop_name),
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         ignore_eos=bool(request.ignore_eos),
         return_token_ids=bool(request.return_token_ids),
@@ -551,12 +579,12 @@ def _ask(
         ),
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
-        format=_format(request),
+        format=format,
     )
 
 
-def _format(request: ChatRequest | CompletionRequest) -> AnswerFormat | None:
-    asked = request.response_format
+def read_format(asked: ResponseFormat | None) -> AnswerFormat | None:
+    """What `response_format` says. Raises RequestError."""
     if asked is None or asked.type == "text":
         return None
     if asked.type not in ("json_object", "json_schema"):
@@ -564,16 +592,6 @@ def _format(request: ChatRequest | CompletionRequest) -> AnswerFormat | None:
             f"response_format.type is {_short(asked.type)}; 'text', 'json_object' and 'json_schema'"
             " are supported."
         )
-    for name, is_asked in (
-        ("ignore_eos", request.ignore_eos),
-        ("min_tokens", request.min_tokens),
-    ):
-        if is_asked:
-            raise RequestError(
-                f"{name} and a response_format exclude each other: the format says where the answer"
-                " ends.",
-                name,
-            )
     if asked.type == "json_object":
         return AnswerFormat("json_object", None)
     if asked.json_schema is None:
@@ -583,25 +601,31 @@ def _format(request: ChatRequest | CompletionRequest) -> AnswerFormat | None:
         raise _bad_format(
             "response_format.json_schema.name needs 1 to 64 letters, digits, '_' and '-'."
         )
+    return schema_format(name, raw, "response_format")
+
+
+def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
+    """An answer that a JSON schema says, which `field` asks for. Raises RequestError."""
     if len(raw) > MAX_SCHEMA_BYTES:
         raise _bad_format(
-            f"The schema of response_format {name!r} has {len(raw)} bytes; at most"
-            f" {MAX_SCHEMA_BYTES} are allowed."
+            f"The schema of {field} {name!r} has {len(raw)} bytes; at most {MAX_SCHEMA_BYTES} are"
+            " allowed.",
+            field,
         )
     schema = msgspec.json.decode(raw)
     if not isinstance(schema, dict):
-        raise _bad_format(f"The schema of response_format {name!r} is no object, as it has to be.")
+        raise _bad_format(f"The schema of {field} {name!r} is no object, as it has to be.", field)
     if "x-guidance" in schema:
-        raise _bad_format(f"Invalid schema for response_format {name!r}: 'x-guidance' is ours.")
+        raise _bad_format(f"Invalid schema for {field} {name!r}: 'x-guidance' is ours.", field)
     if _is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise _bad_format(
-            f"The schema of response_format {name!r} nests deeper than {MAX_SCHEMA_DEPTH} levels."
+            f"The schema of {field} {name!r} nests deeper than {MAX_SCHEMA_DEPTH} levels.", field
         )
-    return AnswerFormat(name, schema)
+    return AnswerFormat(name, schema, field)
 
 
-def _bad_format(message: str) -> RequestError:
-    return RequestError(message, "response_format")
+def _bad_format(message: str, field: str = "response_format") -> RequestError:
+    return RequestError(message, field)
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
@@ -667,16 +691,16 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
                 )
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stops(stop: str | list[str] | None, name: str) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
         raise RequestError(
-            f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed.", "stop"
+            f"{name} has {len(stops)} strings; at most {MAX_STOPS} are allowed.", name
         )
     for text in stops:
         if not text or len(text) > MAX_STOP_CHARS:
             raise RequestError(
-                f"stop: every string needs 1 to {MAX_STOP_CHARS} characters.", "stop"
+                f"{name}: every string needs 1 to {MAX_STOP_CHARS} characters.", name
             )
     return tuple(dict.fromkeys(stops))
 
@@ -703,25 +727,39 @@ def _thinking(value: bool | Thinking | None) -> bool | None:
     return value.type == "enabled"
 
 
-_SERVED_EFFORTS = ("medium", "high", "xhigh")
-"""DeepSeek's API knows low, high and max; these three all mean high, its default, and the one way a
-model thinks here (its guide to the thinking mode).
+_EFFORTS = {
+    "minimal": "low",
+    "low": "low",
+    "medium": "high",
+    "high": "high",
+    "xhigh": "max",
+    "max": "max",
+}
+"""What a chat template hears of an effort that is asked for: low, high or max, as DeepSeek's own
+service has it (its guide to the thinking mode). A template that does not look at it has a model
+that thinks in one way.
 """
 
 
-def _is_effortless(effort: str | None) -> bool:
-    """Whether `reasoning_effort` turns thinking off. Raises RequestError for one that is not
-    served.
+def with_effort(
+    thinking: bool | None, effort: str | None, field: str
+) -> tuple[bool | None, dict[str, bool | int | float | str | None]]:
+    """Whether to think, and what the template is told of how much. "none" turns thinking off.
+    Raises RequestError for an effort that nobody knows; `field` asked for it.
     """
-    if effort is None or effort in _SERVED_EFFORTS:
-        return False
-    if effort != "none":
+    if effort is None:
+        return thinking, {}
+    if effort == "none":
+        if thinking:
+            raise RequestError(f"{field} is 'none', and thinking is enabled; send one.", field)
+        return False, {}
+    if effort not in _EFFORTS:
         raise RequestError(
-            f"reasoning_effort is {_short(effort)}, which is not supported: the model thinks in one"
-            " way. Leave it out, or send 'high', or 'none' for an answer without thinking.",
-            "reasoning_effort",
+            f"{field} is {_short(effort)}; use {', '.join(map(repr, _EFFORTS))}, or 'none' for an"
+            " answer without thinking.",
+            field,
         )
-    return True
+    return thinking, {"reasoning_effort": _EFFORTS[effort]}
 
 
 _ROLES = {

@@ -92,7 +92,18 @@ class Head:
 
 
 class ReplyFormat(Protocol):
-    """One endpoint's JSON."""
+    """One endpoint's JSON, and its events.
+
+    begin, opening of every choice, chunks ..., then end or failure      a stream
+    whole                                                                a reply in one piece
+    """
+
+    keep_alive: bytes
+    """What a stream says while there is nothing to say."""
+
+    def begin(self, usage: Usage) -> bytes:
+        """What comes before all choices."""
+        ...
 
     def opening(self, index: int, prefix: str) -> bytes:
         """The chunk that opens a choice; empty where there is none."""
@@ -100,7 +111,13 @@ class ReplyFormat(Protocol):
 
     def chunks(self, index: int, piece: Piece) -> bytes: ...
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def end(self, usage: Usage) -> bytes:
+        """What follows the last chunk."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream that cannot go on."""
+        ...
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes: ...
 
@@ -118,6 +135,7 @@ class _Glue:
         }
         self._open = b"data: " + _encode(fields)[:-1] + b',"choices":['
         self._close = b"}]" + (b',"usage":null' if head.include_usage else b"") + b"}\n\n"
+        self._includes_usage = head.include_usage
         self._starts: dict[int, bytes] = {}
 
     def chunk(self, index: int, body: bytes) -> bytes:
@@ -129,14 +147,27 @@ class _Glue:
     def usage(self, usage: Usage) -> bytes:
         return self._open + b'],"usage":' + _encode(usage.fields()) + b"}\n\n"
 
+    def end(self, usage: Usage) -> bytes:
+        return (self.usage(usage) if self._includes_usage else b"") + DONE
+
+
+def failure(error: ApiError) -> bytes:
+    """How a stream of OpenAI's says that it cannot go on."""
+    return b"data: " + error.body + b"\n\n"
+
 
 class ChatFormatter:
     """/chat/completions."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, head: Head, vocabulary: Vocabulary) -> None:
         self._head = head
         self._vocabulary = vocabulary
         self._glue = _Glue(head, "chat.completion.chunk")
+
+    def begin(self, usage: Usage) -> bytes:
+        return b""
 
     def opening(self, index: int, prefix: str) -> bytes:
         return self._glue.chunk(
@@ -174,6 +205,12 @@ class ChatFormatter:
 
     def usage(self, usage: Usage) -> bytes:
         return self._glue.usage(usage)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._glue.end(usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return failure(error)
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         head = self._head
@@ -240,12 +277,17 @@ class ChatFormatter:
 class CompletionFormatter:
     """/completions."""
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(self, head: Head, vocabulary: Vocabulary) -> None:
         self._head = head
         self._vocabulary = vocabulary
         self._glue = _Glue(head, "text_completion")
         self._offset_of: dict[int, int] = {}
         """Where the next token of each choice starts in its text."""
+
+    def begin(self, usage: Usage) -> bytes:
+        return b""
 
     def opening(self, index: int, prefix: str) -> bytes:
         self._offset_of[index] = len(prefix)
@@ -267,6 +309,12 @@ class CompletionFormatter:
 
     def usage(self, usage: Usage) -> bytes:
         return self._glue.usage(usage)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._glue.end(usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return failure(error)
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         head = self._head
@@ -489,22 +537,21 @@ class Reply:
         headers = [*_STREAM_HEADERS, *self._limit_headers()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if not deliveries:
-            await self._send(send, KEEP_ALIVE)
+            await self._send(send, self._format.keep_alive)
         opening = b"".join(
             self._format.opening(i, choice.prefix) for i, choice in enumerate(self._work.choices)
         )
         try:
-            data = opening + self._events(deliveries)
+            data = self._events(deliveries)
+            data = self._format.begin(self.usage) + opening + data
             while self._num_open:
                 if data:
                     await self._send(send, data)
                 deliveries = await self._take(self._keep_alive_s)
-                data = self._events(deliveries) if deliveries else KEEP_ALIVE
-            if self._work.ask.include_usage:
-                data += self._format.usage(self.usage)
-            await self._send(send, data + DONE, more=False)
+                data = self._events(deliveries) if deliveries else self._format.keep_alive
+            await self._send(send, data + self._format.end(self.usage), more=False)
         except ApiError as error:
-            await self._send(send, b"data: " + error.body + b"\n\n", more=False)
+            await self._send(send, self._format.failure(error), more=False)
             return error.status
         return 200
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -39,6 +39,7 @@ from hadal.gateway.formats import Formats
 from hadal.gateway.openai import (
     MAX_TOP_K,
     PUBLIC,
+    ChatAsk,
     CommonFields,
     SamplingDefaults,
     check_ids,
@@ -51,6 +52,8 @@ from hadal.gateway.stream import Assembler, Calls
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.table import MAX_ID, read_json
+
+T = TypeVar("T")
 
 OFF_LOOP_BYTES = 1024
 """Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many
@@ -169,40 +172,60 @@ class Service:
         context = model.context_tokens
         self._max_prompt_tokens = min(limits.max_prompt_tokens or context - 1, context - 1)
 
-    async def chat(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
-        """`tenant`: whoever asks. Raises RequestError, ApiError."""
+    async def chat(
+        self,
+        body: bytes,
+        request_id: str,
+        tenant: Tenant,
+        parse: Callable[[bytes], ChatAsk] = parse_chat,
+    ) -> Work:
+        """`tenant`: whoever asks; `parse` reads the bodies of an endpoint. Raises RequestError,
+        ApiError.
+        """
         # Always off the loop: the template's process may take as long as its limits let it.
-        return await self._off_loop(self._chat, body, request_id, tenant)
+        return await self.off_loop(tenant, lambda: self._chat(parse(body), request_id, tenant))
+
+    async def count(self, body: bytes, tenant: Tenant, parse: Callable[[bytes], ChatAsk]) -> int:
+        """How many tokens the prompt of a chat has, which is not begun. Raises as `chat` does."""
+
+        def number() -> int:
+            parsed = parse(body)
+            self._check(parsed.ask, tenant)
+            return len(self._prompt(parsed, self.limits.max_body_bytes).ids)
+
+        return await self.off_loop(tenant, number)
 
     async def completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         """Begin a completion, as `chat` begins a chat."""
         if len(body) <= OFF_LOOP_BYTES and b"response_format" not in body:
             return self._completion(body, request_id, tenant)
-        return await self._off_loop(self._completion, body, request_id, tenant)
+        return await self.off_loop(tenant, lambda: self._completion(body, request_id, tenant))
 
-    async def _off_loop(
-        self,
-        make: Callable[[bytes, str, Tenant], Work],
-        body: bytes,
-        request_id: str,
-        tenant: Tenant,
-    ) -> Work:
-        """Prepare a request in the thread, one body of a tenant at a time: so tenants take turns
-        there.
+    async def off_loop(self, tenant: Tenant, make: Callable[[], T]) -> T:
+        """Make something of a request in the thread, one body of a tenant at a time: so tenants
+        take turns there.
         """
         async with self._tenant_to_turn[tenant.name]:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, make, body, request_id, tenant
-            )
+            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     def close(self) -> None:
         """End the tokenising thread, and the process that looks at formats."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._formats.close()
 
-    def _chat(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
-        parsed = parse_chat(body)
+    def _chat(self, parsed: ChatAsk, request_id: str, tenant: Tenant) -> Work:
         self._check(parsed.ask, tenant)
+        prompt = self._prompt(parsed, self._max_prompt_tokens)
+        chat = self.model.chat
+        calls = None
+        if chat is not None and chat.tools and parsed.choosing.tools:
+            calls = Calls(chat.tools, parsed.choosing)
+        return self._work(
+            parsed.ask, [(prompt, "")], request_id, tenant, sections=True, calls=calls
+        )
+
+    def _prompt(self, parsed: ChatAsk, max_tokens: int) -> Prompt:
+        """A chat in tokens. Raises RequestError, also for one of more than `max_tokens`."""
         chat = self.model.chat
         if chat is None:
             raise RequestError(
@@ -210,18 +233,14 @@ class Service:
                 " chat_template.jinja beside its weights and start the server again.",
                 "messages",
             )
-        prompt = chat.prompt(
+        return chat.prompt(
             parsed.turns,
-            max_tokens=self._max_prompt_tokens,
+            max_tokens=max_tokens,
             thinking=parsed.thinking,
             template_kwargs=parsed.template_kwargs,
             is_public=parsed.ask.cache_salt == PUBLIC,
             choosing=parsed.choosing,
             prefix=parsed.prefix,
-        )
-        calls = Calls(chat.tools, parsed.choosing) if chat.tools and parsed.choosing.tools else None
-        return self._work(
-            parsed.ask, [(prompt, "")], request_id, tenant, sections=True, calls=calls
         )
 
     def _completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
@@ -336,9 +355,9 @@ class Service:
             begins_after = self.model.vocabulary.control_ids.get(THINK_CLOSE, -1)
         if not self.model.eos_ids or (prompt.thinks and begins_after < 0):
             raise RequestError(
-                "response_format is not supported for this model: it has no token that ends"
+                f"{ask.format.field} is not supported for this model: it has no token that ends"
                 f" {'its reasoning; send thinking false' if self.model.eos_ids else 'a text'}.",
-                "response_format",
+                ask.format.field,
             )
         text = self._formats.text(ask.format, follows_reasoning=prompt.thinks)
         return Grammar(text, self.model.eos_ids, begins_after)

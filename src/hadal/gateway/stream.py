@@ -177,9 +177,16 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     """Every token taken in, the stop id too; only where they were asked for."""
     calls: list[CallDelta] = field(default_factory=list)
+    late: list[tuple[int, str]] = field(default_factory=list)
+    """Which of the content came behind calls: behind how many of `calls`, and the text."""
+    stop: str | None = None
+    """The stop string that ended the reply."""
 
     def add(self, other: Piece) -> None:
         """Append what came next."""
+        if self.calls and (early := other.early):
+            self.late.append((len(self.calls), early))
+        self.late += [(num_calls + len(self.calls), text) for num_calls, text in other.late]
         self.reasoning += other.reasoning
         self.content += other.content
         self.reasoning_tokens += other.reasoning_tokens
@@ -187,6 +194,12 @@ class Piece:
         self.token_ids += other.token_ids
         self.calls += other.calls
         self.finish = self.finish or other.finish
+        self.stop = self.stop or other.stop
+
+    @property
+    def early(self) -> str:
+        """The content before all calls."""
+        return self.content[: len(self.content) - sum(len(text) for _, text in self.late)]
 
     def __bool__(self) -> bool:
         return bool(
@@ -339,8 +352,9 @@ class Assembler:
     def _show_calls(self, piece: Piece) -> None:
         if self._reader is not None:
             deltas, text = self._reader.take()
+            # Of one token come deltas or text, or text and then the next call.
+            self._add_content(text, piece)
             piece.calls += deltas
-            piece.content += text
 
     def _look_for_repetition(self, recent: list[int], token: int, piece: Piece) -> None:
         recent.append(token)
@@ -422,6 +436,7 @@ class Assembler:
         self._show(text, piece)
         if stop is not None:
             self._waiting.clear()
+            piece.stop = stop
             self._finish("stop", piece)
 
     def _show(self, text: str, piece: Piece) -> None:
@@ -431,9 +446,15 @@ class Assembler:
         if self._section is Section.REASONING:
             piece.reasoning += text
         else:
-            piece.content += text
+            self._add_content(text, piece)
         if self._waiting:
             self._show_tokens(self._num_shown, piece)
+
+    @staticmethod
+    def _add_content(text: str, piece: Piece) -> None:
+        if text and piece.calls:
+            piece.late.append((len(piece.calls), text))
+        piece.content += text
 
     def _show_tokens(self, before: int, piece: Piece) -> None:
         shown = (

@@ -144,7 +144,7 @@ def completion(**fields: Any) -> Any:
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs[...]"),
         ({"stream": "yes"}, "stream"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "lower"}, "reasoning_effort"),
         ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort"),
         (
             {"messages": [{"role": "user", "content": "a", "prefix": True}]},
@@ -323,6 +323,10 @@ def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
 def test_thinking() -> None:
     assert chat(reasoning_effort="high").thinking is None
     assert chat(reasoning_effort="none").thinking is False
+    assert chat(reasoning_effort="none").template_kwargs == {}
+    told = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max"}
+    for effort, heard in (told | {"max": "max"}).items():
+        assert chat(reasoning_effort=effort).template_kwargs == {"reasoning_effort": heard}
     assert chat().thinking is None
     assert chat(thinking=True).thinking is True
     assert chat(thinking={"type": "disabled"}).thinking is False
