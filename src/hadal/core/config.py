@@ -263,6 +263,10 @@ class GatewayConfig(ConfigTable, frozen=True):
     """
     access_log: Annotated[str, _one_of("on", OFF)] = "on"
     """A line for each request: "on" or "off"."""
+    keep_responses_s: Annotated[float, Meta(ge=0, le=86400 * 30)] = 3600.0
+    """How long a response of /v1/responses can be asked for and gone on from. 0: none is kept."""
+    keep_responses_mb: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
+    """Most memory that a gateway process keeps them in; beyond it the oldest go."""
 
 
 class LimitsConfig(ConfigTable, frozen=True):

@@ -174,7 +174,7 @@ _EXPOSED = b"X-Request-Id, Retry-After" + b"".join(
     for of in (b"Requests", b"Tokens")
     for what in (b"Limit", b"Remaining", b"Reset")
 )
-METHODS = "GET, POST, OPTIONS"
+METHODS = "GET, POST, DELETE, OPTIONS"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
 _POLLED = ("/health", "/metrics")
@@ -242,19 +242,21 @@ class Edge:
             await send(message)
 
         try:
-            answer = self._answer(scope["method"], headers, origin, allows)
+            answer = self._answer(scope, headers, origin, allows)
             await (self._app if answer is None else answer)(scope, receive, send_marked)
         finally:
             self._log(scope, seen, (self._now() - start_s) * 1000)
             REQUEST_ID.reset(id_token)
 
     def _answer(
-        self, method: str, headers: Headers, origin: str | None, allows: bool
+        self, scope: Scope, headers: Headers, origin: str | None, allows: bool
     ) -> Response | None:
         """A refusal, or what browsers ask before they ask; None: the request goes on."""
+        method, path = scope["method"], scope["path"]
         host = headers.get("host", "")
         if self._guards and not self._knows(host):
             return _refusal(
+                path,
                 421,
                 "This server has no API keys and answers only to names of this machine;"
                 f" {host[:100]!r} is none. Name it in gateway.allowed_hosts, or set API keys.",
@@ -267,6 +269,7 @@ class Edge:
             and not _same(origin, host)
         ):
             return _refusal(
+                path,
                 403,
                 f"Pages of {origin[:100]!r} may not ask this server; name it in"
                 " gateway.cors_origins.",
@@ -278,7 +281,7 @@ class Edge:
         names = (
             wanted
             if _HEADER_NAMES.fullmatch(wanted)
-            else "Authorization, Content-Type, X-Request-Id"
+            else "Authorization, X-Api-Key, Content-Type, X-Request-Id"
         )
         return Response(
             status_code=204,
@@ -332,7 +335,6 @@ def _same(origin: str, host: str) -> bool:
     return urllib.parse.urlsplit(origin).netloc.lower() == host.lower()
 
 
-def _refusal(status: int, message: str, code: str) -> Response:
-    return Response(
-        ApiError(status, message, code=code).body, status, media_type="application/json"
-    )
+def _refusal(path: str, status: int, message: str, code: str) -> Response:
+    error = ApiError(status, message, code=code)
+    return Response(error.body_at(path), status, media_type="application/json")

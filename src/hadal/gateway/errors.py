@@ -1,5 +1,5 @@
 """Every refusal as OpenAI's clients expect it: a status and {"error": {message, type, param,
-code}}.
+code}}; where Anthropic's clients ask, as they do.
 
 Knows the tree of errors and HTTP's statuses, nothing of routes or sockets.
 """
@@ -7,6 +7,7 @@ Knows the tree of errors and HTTP's statuses, nothing of routes or sockets.
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 
@@ -26,6 +27,14 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_MESSAGE_TYPES = {
+    **_TYPES,
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+}
+"""Anthropic's names; where it has none, OpenAI's."""
+_MESSAGE_PATHS = re.compile(r"(/anthropic)?(/v1)?/messages(/.*)?")
 
 
 class ApiError(HadalError):
@@ -62,6 +71,18 @@ class ApiError(HadalError):
                 }
             }
         )
+
+    @property
+    def message_body(self) -> bytes:
+        """The JSON body as Anthropic's clients expect it."""
+        kind = _MESSAGE_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(self)}})
+
+    def body_at(self, path: str) -> bytes:
+        """The JSON body of a refusal of what was asked for at a path."""
+        return self.message_body if _MESSAGE_PATHS.fullmatch(path) else self.body
 
 
 def retry_after(seconds: float | None) -> dict[str, str]:

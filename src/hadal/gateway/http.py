@@ -21,6 +21,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from starlette.applications import Starlette
@@ -37,12 +38,35 @@ from hadal.core.facts import CANCELLED, REFUSALS
 from hadal.core.messages import FrontSnapshot, Generation
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import OPERATOR, Keys, Tenant, credentials
+from hadal.gateway.description import (
+    AUDIT,
+    CHAT,
+    COMPLETION,
+    COUNT,
+    HEALTH,
+    MESSAGES,
+    METRICS,
+    MODEL,
+    MODELS,
+    OPENAPI,
+    RESPONSE,
+    RESPONSE_DELETED,
+    RESPONSE_INPUT,
+    RESPONSES,
+    ROOT,
+    TRACE,
+    Operation,
+    document,
+)
 from hadal.gateway.edge import SEEN, AccessRecord, Edge
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host, Page
+from hadal.gateway.kept import PATH as KEPT
+from hadal.gateway.kept import KeptResponse, KeptResponses, Responses
 from hadal.gateway.keys import PATH as KEYS_PATH
 from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.messages import MessagesFormatter, parse_count, parse_messages
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import (
     ChatFormatter,
@@ -53,11 +77,12 @@ from hadal.gateway.replies import (
     ReplyFormat,
     Times,
 )
+from hadal.gateway.responses import ResponseFormatter, parse_response
 from hadal.gateway.service import Service, Work
 from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.policy.admission import share_of
-from hadal.runtime.topology import gateway_names, rank_name
+from hadal.runtime.topology import GATEWAY, gateway_names, rank_name
 
 # Room for requests in the gateway, by tenant: for bodies on their way, then for requests that are
 # worked on.
@@ -305,13 +330,6 @@ COUNTS = "/counts"
 """What a gateway without the front has counted, for the metrics of the one that has it."""
 COUNTS_TIMEOUT_S = 1.0
 
-_ENDPOINTS = [
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "GET /v1/models",
-    "GET /health",
-    "GET /metrics",
-]
 _Endpoint = Callable[[Request], Awaitable[Response]]
 _FINGERPRINT = f"hadal-{__version__}"
 
@@ -357,6 +375,8 @@ class Gateway:
     keys_page: Page | None = None
     """What the other gateways are told of them."""
     ledger_url: str = ""
+    name: str = GATEWAY
+    """This process's, among the gateways."""
 
     _ahead_s: float = 0.0
     """What unix time was ahead of `now` when the front heard it last."""
@@ -364,6 +384,10 @@ class Gateway:
     def __post_init__(self) -> None:
         limits = self.service.limits
         self.permits = Permits(limits.max_running + limits.max_queued, self.patience.retry_after_s)
+        settings = self.deployment.gateway
+        kept = KeptResponses(settings.keep_responses_mb << 20, settings.keep_responses_s, self.now)
+        names = tuple(gateway_names(self.deployment))
+        self.responses = Responses(kept, self.host, self.name, names)
 
     @property
     def num_requests(self) -> int:
@@ -426,6 +450,12 @@ class Gateway:
         self.was_ready = self.was_ready or self.snapshot().can_serve
         return self.was_ready
 
+    async def body_of(self, request: Request, tenant: Tenant) -> bytes:
+        """The body of a request that costs work. Raises ApiError."""
+        self.permits.check(tenant.name)
+        async with self.bodies.wait(tenant.name, self.patience.body_s):
+            return await read_body(request, self.service.limits.max_body_bytes)
+
     def tenant_of(self, request: Request) -> Tenant:
         """Whoever asks. Raises ApiError 401, 503."""
         return self.keys.check(credentials(request.headers))
@@ -473,9 +503,7 @@ class Generate:
             tenant = gateway.tenant_of(request)
             seen.tenant = tenant.name
             gateway.check_open()
-            gateway.permits.check(tenant.name)
-            async with gateway.bodies.wait(tenant.name, gateway.patience.body_s):
-                body = await read_body(request, gateway.service.limits.max_body_bytes)
+            body = await gateway.body_of(request, tenant)
             with gateway.permits.take(tenant.name):
                 status = await self._answer(request, body, send, times, tenant, request_id)
         except HadalError as error:
@@ -643,25 +671,110 @@ def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
     return list_models, get_model
 
 
-def make_app(gateway: Gateway) -> ASGIApp:
-    """The ASGI application."""
-    host = gateway.host
-    host.pages.table = (
-        pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
-    )
-    service = gateway.service
+@dataclass(frozen=True)
+class Endpoint:
+    """What answers one method at one path, and at the paths of `also`."""
 
-    async def prepare_chat(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+    method: str
+    path: str
+    handler: _Endpoint | Generate
+    about: Operation
+    also: tuple[str, ...] = ()
+
+
+def _generating(gateway: Gateway) -> list[Endpoint]:
+    """The endpoints that generate: each reads bodies of its own and writes replies of its own."""
+    service, responses = gateway.service, gateway.responses
+
+    async def chat(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
         return await service.chat(body, reply_id, tenant), ChatFormatter
 
-    async def prepare_completion(
-        body: bytes, reply_id: str, tenant: Tenant
-    ) -> tuple[Work, Formatter]:
+    async def completion(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
         return await service.completion(body, reply_id, tenant), CompletionFormatter
 
-    chat = Generate(gateway, "chat", "chatcmpl-", prepare_chat)
-    completion = Generate(gateway, "completions", "cmpl-", prepare_completion)
+    async def message(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+        return await service.chat(body, reply_id, tenant, parse_messages), MessagesFormatter
+
+    async def response(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+        asked = await service.off_loop(tenant, lambda: parse_response(body))
+        before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
+        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before))
+        keep = responses.keeper(tenant.name, reply_id, before, asked)
+        return work, partial(ResponseFormatter, asked=asked.request, keep=keep)
+
+    def made(
+        name: str, path: str, id_prefix: str, prepare: Prepare, about: Operation, *also: str
+    ) -> Endpoint:
+        handler = Generate(gateway, name, id_prefix, prepare)
+        return Endpoint("POST", f"/v1{path}", handler, about, (path, *also))
+
+    return [
+        made("chat", "/chat/completions", "chatcmpl-", chat, CHAT),
+        made("completions", "/completions", "cmpl-", completion, COMPLETION),
+        made("messages", "/messages", "msg_", message, MESSAGES, "/anthropic/v1/messages"),
+        made("responses", "/responses", responses.id_prefix, response, RESPONSES),
+    ]
+
+
+def _responses_pages(gateway: Gateway) -> list[Endpoint]:
+    """Responses that are kept."""
+
+    async def one(request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        deletes = request.method == "DELETE"
+        if request.query_params.get("stream") not in (None, "false"):
+            raise ApiError(
+                400, "stream: a kept response comes whole; leave it out.", param="stream"
+            )
+        kept = await found(request, deletes=deletes)
+        if deletes:
+            return _json({"id": response_id, "object": "response", "deleted": True})
+        return Response(kept.body, media_type="application/json")
+
+    async def items(request: Request) -> Response:
+        return Response((await found(request)).input, media_type="application/json")
+
+    async def found(request: Request, *, deletes: bool = False) -> KeptResponse:
+        tenant, response_id = gateway.tenant_of(request), request.path_params["response_id"]
+        kept = await gateway.responses.get(tenant.name, response_id, deletes=deletes)
+        if kept is None:
+            raise ApiError(
+                404,
+                f"The response {response_id[:80]!r} is not kept here for this API key.",
+                param="response_id",
+                code="response_not_found",
+            )
+        return kept
+
+    path = "/responses/{response_id}"
+    inputs = f"{path}/input_items"
+    return [
+        Endpoint("GET", f"/v1{path}", one, RESPONSE, (path,)),
+        Endpoint("DELETE", f"/v1{path}", one, RESPONSE_DELETED, (path,)),
+        Endpoint("GET", f"/v1{inputs}", items, RESPONSE_INPUT, (inputs,)),
+    ]
+
+
+def endpoints_of(gateway: Gateway) -> list[Endpoint]:
+    """All that is served: the routes and /openapi.json follow from it."""
+    service = gateway.service
     list_models, get_model = _models_pages(gateway)
+    endpoints = _generating(gateway)
+    documents: dict[bool, bytes] = {}
+
+    async def count(request: Request) -> Response:
+        tenant = gateway.tenant_of(request)
+        request.scope[SEEN].tenant = tenant.name
+        body = await gateway.body_of(request, tenant)
+        with gateway.permits.take(tenant.name):
+            return _json({"input_tokens": await service.count(body, tenant, parse_count)})
+
+    async def openapi(request: Request) -> Response:
+        is_open = gateway.keys.is_open
+        if is_open not in documents:
+            made = document(endpoints, service.model.name, is_open=is_open)
+            documents[is_open] = msgspec.json.encode(made)
+        return Response(documents[is_open], media_type="application/json")
 
     async def health(request: Request) -> Response:
         status, fields = health_of(
@@ -675,9 +788,9 @@ def make_app(gateway: Gateway) -> ASGIApp:
         return _json({**fields, "model": service.model.name}, status)
 
     async def root(request: Request) -> Response:
-        return _json(
-            {"server": f"Hadal {__version__}", "model": service.model.name, "endpoints": _ENDPOINTS}
-        )
+        names = [f"{each.method} {each.path}" for each in endpoints if each.path != "/v1"]
+        model = service.model.name
+        return _json({"server": f"Hadal {__version__}", "model": model, "endpoints": names})
 
     async def metrics(request: Request) -> Response:
         if not gateway.deployment.gateway.open_metrics:
@@ -688,26 +801,46 @@ def make_app(gateway: Gateway) -> ASGIApp:
         gateway.check_operator(request)
         return await _page(gateway, request, "application/json")
 
-    routes = [
-        Route("/health", health),
-        Route("/metrics", metrics),
-        Route("/audit", operate),
-        Route("/trace", operate),
+    counts = "/messages/count_tokens"
+    model = "/models/{model_id:path}"
+    endpoints += [
+        Endpoint("POST", f"/v1{counts}", count, COUNT, (counts, f"/anthropic/v1{counts}")),
+        *_responses_pages(gateway),
+        Endpoint("GET", "/v1/models", list_models, MODELS, ("/models",)),
+        Endpoint("GET", f"/v1{model}", get_model, MODEL, (model,)),
+        Endpoint("GET", "/openapi.json", openapi, OPENAPI, ("/v1/openapi.json",)),
+        Endpoint("GET", "/health", health, HEALTH),
+        Endpoint("GET", "/metrics", metrics, METRICS),
+        Endpoint("GET", "/audit", operate, AUDIT),
+        Endpoint("GET", "/trace", operate, TRACE),
+        Endpoint("GET", "/v1", root, ROOT, ("/v1/", "/")),
     ]
-    for prefix in ("/v1", ""):
-        routes += [
-            Route(f"{prefix}/", root),
-            Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
-            Route(f"{prefix}/completions", completion, methods=["POST"]),
-            Route(f"{prefix}/models", list_models),
-            Route(f"{prefix}/models/{{model_id:path}}", get_model),
-        ]
-    routes.append(Route("/v1", root))
+    return endpoints
+
+
+def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:
+    """A route for each path: what answers several methods there takes them all."""
+    by_path: dict[str, list[Endpoint]] = {}
+    for each in endpoints:
+        for path in (each.path, *each.also):
+            by_path.setdefault(path, []).append(each)
+    return [
+        Route(path, here[0].handler, methods=[each.method for each in here])
+        for path, here in by_path.items()
+    ]
+
+
+def make_app(gateway: Gateway) -> ASGIApp:
+    """The ASGI application."""
+    host = gateway.host
+    pages = pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
+    host.pages.table = {**pages, KEPT: gateway.responses.page}
     app = Starlette(
-        routes=routes,
+        routes=routes_of(endpoints_of(gateway)),
         exception_handlers={
             HTTPException: _on_http_error,
             HadalError: _on_error,
+            ClientDisconnect: _on_leave,
             Exception: _on_bug,
         },
         lifespan=_no_lifespan,
@@ -728,7 +861,7 @@ async def _no_lifespan(app: Starlette) -> AsyncIterator[None]:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HadalError)
-    return _refusal(as_api_error(error))
+    return _refusal(as_api_error(error), request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -739,7 +872,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return _refusal(
             ApiError(
                 404, f"There is nothing at {path}; try /v1/chat/completions.", code="not_found"
-            )
+            ),
+            path,
         )
     if error.status_code == 405 and method == "OPTIONS":
         return Response(
@@ -752,18 +886,27 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
                 f"{path} does not take {method}.",
                 code="method_not_allowed",
                 headers=dict(error.headers or {}),
-            )
+            ),
+            path,
         )
-    return _refusal(ApiError(error.status_code, error.detail, headers=dict(error.headers or {})))
+    return _refusal(
+        ApiError(error.status_code, error.detail, headers=dict(error.headers or {})), path
+    )
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Anything else is ours; the server logs it as it is raised again."""
-    return _refusal(as_api_error(HadalError(str(error))))
+    return _refusal(as_api_error(HadalError(str(error))), request.url.path)
 
 
-def _refusal(error: ApiError) -> Response:
-    return Response(error.body, error.status, error.headers, media_type="application/json")
+async def _on_leave(request: Request, error: Exception) -> Response:
+    """The client went away while its body was read: nobody hears this."""
+    return Response(status_code=499)
+
+
+def _refusal(error: ApiError, path: str) -> Response:
+    body = error.body_at(path)
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
 def _json(fields: object, status: int = 200) -> Response:

@@ -40,6 +40,10 @@ _CountOrNone = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
+NO_SCHEMA = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+"""A default that is no part of a description, since none can be written down."""
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
@@ -48,7 +52,7 @@ class JsonSchema(msgspec.Struct):
     """A schema by name. `strict` false is held to as well."""
 
     name: str
-    schema: msgspec.Raw = msgspec.Raw(b"null")
+    schema: msgspec.Raw = NO_SCHEMA
     strict: bool | None = None
     description: str | None = None
 
@@ -617,10 +621,7 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
         raise _bad_format(f"The schema of {field} {name!r} is no object, as it has to be.", field)
     if "x-guidance" in schema:
         raise _bad_format(f"Invalid schema for {field} {name!r}: 'x-guidance' is ours.", field)
-    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
-        raise _bad_format(
-            f"The schema of {field} {name!r} nests deeper than {MAX_SCHEMA_DEPTH} levels.", field
-        )
+    check_depth(schema, field)
     return AnswerFormat(name, schema, field)
 
 
@@ -628,16 +629,18 @@ def _bad_format(message: str, field: str = "response_format") -> RequestError:
     return RequestError(message, field)
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def check_depth(value: Any, field: str) -> None:
+    """Raise RequestError for what nests deeper than anything needs to."""
     level = [value]
-    for _ in range(depth + 1):
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
         level = [
             inner
             for outer in level
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-    return bool(level)
+    if level:
+        raise RequestError(f"{field} nests deeper than {MAX_SCHEMA_DEPTH} levels.", field)
 
 
 def check_ids(ask: CommonFields, vocab_size: int) -> None:

@@ -166,6 +166,7 @@ def make_gateway(
         was_ready=has_served,
         wrong_nodes=lambda: _wrong_nodes(folder),
         ledger_url=url,
+        name=name,
     )
     _set_keys(gateway, environment)
     return gateway

@@ -542,26 +542,26 @@ class Reply:
             self._format.opening(i, choice.prefix) for i, choice in enumerate(self._work.choices)
         )
         try:
-            data = self._events(deliveries)
-            data = self._format.begin(self.usage) + opening + data
+            pieces = self._pieces(deliveries)  # They say what a cache had of the prompt.
+            data = self._format.begin(self.usage) + opening + self._chunks(pieces)
             while self._num_open:
                 if data:
                     await self._send(send, data)
                 deliveries = await self._take(self._keep_alive_s)
-                data = self._events(deliveries) if deliveries else self._format.keep_alive
+                pieces = self._pieces(deliveries)
+                data = self._chunks(pieces) if deliveries else self._format.keep_alive
             await self._send(send, data + self._format.end(self.usage), more=False)
         except ApiError as error:
             await self._send(send, self._format.failure(error), more=False)
             return error.status
         return 200
 
-    def _events(self, deliveries: list[tuple[int, Deliver]]) -> bytes:
-        """One write for all that is ready: the tokens of a choice that came together share an
-        event.
-        """
-        if len(deliveries) == 1:
-            index, deliver = deliveries[0]
-            return self._format.chunks(index, self._assemble(index, deliver))
+    def _chunks(self, pieces: dict[int, Piece]) -> bytes:
+        """One write for all that is ready."""
+        return b"".join(self._format.chunks(index, piece) for index, piece in pieces.items())
+
+    def _pieces(self, deliveries: list[tuple[int, Deliver]]) -> dict[int, Piece]:
+        """By choice: the tokens of one that came together share an event."""
         pieces: dict[int, Piece] = {}
         for index, deliver in deliveries:
             piece = self._assemble(index, deliver)
@@ -569,7 +569,7 @@ class Reply:
                 pieces[index].add(piece)
             else:
                 pieces[index] = piece
-        return b"".join(self._format.chunks(index, piece) for index, piece in pieces.items())
+        return pieces
 
     def _assemble(self, index: int, deliver: Deliver) -> Piece:
         self._raise_error(deliver)

@@ -1,0 +1,235 @@
+"""Responses that are kept a while, so that a client can ask for one again or go on from it.
+
+    resp_1_0f3a...    kept by the second gateway, in its memory, for its tenant alone
+
+Each gateway keeps what it answered; the number in an id says which one that is, and whoever is asked for
+another's asks there: the one with the front directly, the others by way of it. A gateway that ends takes
+what it kept with it. Nothing is written to a disk. Of many bytes those of the tenant that has most go
+first, its oldest before its others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from hadal.core.errors import RequestError
+from hadal.core.messages import FRONT
+from hadal.gateway.errors import ApiError, overloaded
+from hadal.gateway.host import Pages
+from hadal.gateway.openai import Turn
+from hadal.gateway.responses import ResponseAsk, listed
+from hadal.runtime.topology import GATEWAY
+
+PATH = "/responses"
+"""Of the page that gateways ask each other for."""
+WAIT_S = 5.0
+_ID = re.compile(r"resp_(\d{1,3})_[0-9a-f]{32}")
+_ENTRY_BYTES = 512
+"""What an entry takes besides its texts."""
+_MAX_SENT_BYTES = 16 << 20
+"""A longer one is not kept: it could not be sent to another gateway."""
+
+
+class KeptResponse(msgspec.Struct, frozen=True):
+    """One response. `turns`: the whole conversation up to its end, without instructions."""
+
+    body: bytes
+    input: bytes
+    """The items of its own input, as JSON."""
+    turns: tuple[Turn, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        calls = (call for turn in self.turns for call in turn.calls)
+        return (
+            _ENTRY_BYTES
+            + len(self.body)
+            + len(self.input)
+            + sum(4 * len(turn.content) + 100 for turn in self.turns)
+            + sum(4 * (len(call.arguments) + len(call.name)) + 200 for call in calls)
+        )
+
+
+@dataclass(frozen=True)
+class _KeptEntry:
+    response: KeptResponse
+    num_bytes: int
+    until_s: float
+
+
+class KeptResponses:
+    """What one gateway keeps. Used by the event loop's thread."""
+
+    def __init__(self, max_bytes: int, keep_s: float, now: Callable[[], float]) -> None:
+        """With no bytes or no time nothing is kept."""
+        self.max_bytes = max_bytes
+        self.keep_s = keep_s if max_bytes else 0.0
+        self.num_bytes = 0
+        self._now = now
+        self._entries: OrderedDict[tuple[str, str], _KeptEntry] = OrderedDict()
+        """By tenant and id, those that end first at the front."""
+        self._tenant_to_ids: dict[str, OrderedDict[str, None]] = {}
+        self._tenant_to_bytes: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, tenant: str, response_id: str, response: KeptResponse) -> None:
+        """Keep a response from now on."""
+        num_bytes = response.num_bytes
+        if num_bytes > min(self.max_bytes, _MAX_SENT_BYTES):
+            return
+        self._entries[tenant, response_id] = _KeptEntry(
+            response, num_bytes, self._now() + self.keep_s
+        )
+        self._tenant_to_ids.setdefault(tenant, OrderedDict())[response_id] = None
+        self._tenant_to_bytes[tenant] += num_bytes
+        self.num_bytes += num_bytes
+        self._expire()
+        while self.num_bytes > self.max_bytes:
+            most = max(self._tenant_to_bytes, key=lambda name: self._tenant_to_bytes[name])
+            self.delete(most, next(iter(self._tenant_to_ids[most])))
+
+    def get(self, tenant: str, response_id: str) -> KeptResponse | None:
+        """A tenant's response; None where it is not kept for it."""
+        self._expire()
+        entry = self._entries.get((tenant, response_id))
+        return entry.response if entry is not None else None
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Keep it no longer."""
+        entry = self._entries.pop((tenant, response_id), None)
+        if entry is None:
+            return
+        self.num_bytes -= entry.num_bytes
+        self._tenant_to_bytes[tenant] -= entry.num_bytes
+        del self._tenant_to_ids[tenant][response_id]
+        if not self._tenant_to_ids[tenant]:
+            del self._tenant_to_ids[tenant], self._tenant_to_bytes[tenant]
+
+    def check(self) -> list[str]:
+        """What does not add up."""
+        by_tenant: Counter[str] = Counter()
+        for (tenant, response_id), entry in self._entries.items():
+            by_tenant[tenant] += entry.num_bytes
+            if response_id not in self._tenant_to_ids.get(tenant, {}):
+                return [f"{response_id} is not among its tenant's"]
+        is_sound = by_tenant == self._tenant_to_bytes and by_tenant.total() == self.num_bytes
+        return [] if is_sound else ["the bytes of what is kept do not add up"]
+
+    def _expire(self) -> None:
+        now_s = self._now()
+        while self._entries:
+            (tenant, response_id), entry = next(iter(self._entries.items()))
+            if entry.until_s > now_s:
+                return
+            self.delete(tenant, response_id)
+
+
+class _HasPages(Protocol):
+    @property
+    def pages(self) -> Pages: ...
+
+
+class Responses:
+    """What all gateways keep, as one of them sees it."""
+
+    def __init__(
+        self, own: KeptResponses, host: _HasPages, name: str, gateways: tuple[str, ...]
+    ) -> None:
+        """`name`: this gateway's, one of `gateways`, whose first has the front."""
+        self.own = own
+        self._host = host
+        self._name = name
+        self._gateways = gateways
+
+    @property
+    def id_prefix(self) -> str:
+        """What this gateway's ids begin with."""
+        return f"resp_{self._gateways.index(self._name)}_"
+
+    async def get(
+        self, tenant: str, response_id: str, *, deletes: bool = False
+    ) -> KeptResponse | None:
+        """A tenant's response, wherever it is kept; None where it is not. `deletes`: and is not from
+        now on. Raises ApiError 503 where the gateway that keeps it does not answer.
+        """
+        found = _ID.fullmatch(response_id)
+        owner = (
+            self._gateways[int(found[1])] if found and int(found[1]) < len(self._gateways) else ""
+        )
+        if not owner:
+            return None
+        if owner == self._name:
+            response = self.own.get(tenant, response_id)
+            if deletes:
+                self.own.delete(tenant, response_id)
+            return response
+        has_front = self._name == GATEWAY
+        query = {"id": response_id, "tenant": tenant, "deletes": "1" if deletes else ""}
+        answer = await self._host.pages.ask(owner if has_front else FRONT, PATH, query, WAIT_S)
+        if answer is None or answer.status == 503:
+            raise overloaded(
+                503,
+                "The gateway that keeps this response does not answer; try again.",
+                1.0,
+                "response_unreachable",
+            )
+        return msgspec.msgpack.decode(answer.body, type=KeptResponse) if answer.body else None
+
+    async def turns_before(self, tenant: str, response_id: str | None) -> tuple[Turn, ...]:
+        """The conversation that a response ended; none without an id. Raises RequestError for one
+        that is not kept, ApiError.
+        """
+        if response_id is None:
+            return ()
+        kept = await self.get(tenant, response_id)
+        if kept is None:
+            raise _not_kept(response_id, self.own.keep_s)
+        return kept.turns
+
+    def keeper(
+        self, tenant: str, response_id: str, before: tuple[Turn, ...], asked: ResponseAsk
+    ) -> Callable[[bytes, Turn], None] | None:
+        """What keeps a response when it has ended; None where it is not to be kept."""
+        if asked.request.store is False or not self.own.keep_s:
+            return None
+        turns = (*before, *asked.chat.turns)
+        items = msgspec.json.encode(listed(asked.request.input))
+
+        def keep(body: bytes, turn: Turn) -> None:
+            self.own.put(tenant, response_id, KeptResponse(body, items, (*turns, turn)))
+
+        return keep
+
+    async def page(self, query: Mapping[str, str]) -> tuple[int, bytes]:
+        """The answer to another gateway, which may be a third one's."""
+        try:
+            response = await self.get(
+                query["tenant"], query["id"], deletes=bool(query.get("deletes"))
+            )
+        except ApiError as error:
+            return error.status, b""
+        return 200, b"" if response is None else msgspec.msgpack.encode(response)
+
+
+def _not_kept(response_id: str, keep_s: float) -> RequestError:
+    """What a client hears that goes on from a response which is not there."""
+    how_long = (
+        f"Responses are kept for {keep_s:g} s, unless they are many, or the gateway that"
+        " has them ends; send the conversation itself as input."
+        if keep_s
+        else "This server keeps no responses; send the conversation itself as input."
+    )
+    return RequestError(
+        f"previous_response_id: {response_id[:80]!r} is not kept here for this API key. {how_long}",
+        "previous_response_id",
+        "previous_response_not_found",
+    )

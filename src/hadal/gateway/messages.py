@@ -1,0 +1,466 @@
+"""Anthropic's Messages API, as DeepSeek's own platform offers it: bodies and replies.
+
+    body --MessagesRequest--> ChatAsk, as /chat/completions makes it       Piece --PartFold--> blocks
+
+One system text, then turns whose contents are blocks: text, thinking, tool_use and tool_result. A
+reply is a message of such blocks; streamed, each block begins, grows and stops. Thinking of earlier
+turns is not read again, as DeepSeek-R1 wants it, so its signature proves nothing and is not looked at.
+Knows no tokens and no sockets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from hadal.core.errors import RequestError
+from hadal.gateway.errors import ApiError
+from hadal.gateway.openai import (
+    INT64_MAX,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    NO_SCHEMA,
+    AnswerFormat,
+    ChatAsk,
+    Common,
+    PastCall,
+    Turn,
+    check_depth,
+    check_format,
+    common_fields,
+    decode,
+    schema_format,
+    with_effort,
+)
+from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
+from hadal.gateway.replies import Head, Outcome, Usage
+from hadal.gateway.stream import Piece
+from hadal.gateway.tools import read_choice, read_tools
+from hadal.gateway.vocabulary import Vocabulary
+
+_Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+
+
+class TextBlock(msgspec.Struct, tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
+    """What an assistant thought in an earlier turn: taken in and not read."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
+    """Another service's: taken in and not read."""
+
+    data: str | None = None
+
+
+class ToolUseBlock(msgspec.Struct, tag="tool_use"):
+    """A call that an assistant made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(msgspec.Struct, tag="tool_result"):
+    """What came of a call."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+InputBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class InputMessage(msgspec.Struct):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[InputBlock]
+
+
+class ToolChoice(msgspec.Struct):
+    """Whether tools are called: "auto", "any" of them, this "tool", or "none"."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingSwitch(msgspec.Struct):
+    """`budget_tokens` is checked and not kept to: a model here thinks as long as it thinks, within
+    max_tokens.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: _Count | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    """A schema that the answer follows."""
+
+    type: Literal["json_schema"]
+    schema: msgspec.Raw = NO_SCHEMA
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ClientTool(msgspec.Struct, kw_only=True):
+    """A function of the client's."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """A body of /v1/messages/count_tokens: a conversation. Fields that change no prompt are
+    ignored.
+    """
+
+    model: str
+    messages: list[InputMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingSwitch | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """A body of /v1/messages. Fields that change no answer (metadata, service_tier, cache_control)
+    are ignored.
+    """
+
+    max_tokens: _Count
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+
+
+class _Elsewhere(msgspec.Struct):
+    """What runs or stores things at Anthropic's."""
+
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None
+
+
+def parse_messages(body: bytes) -> ChatAsk:
+    """Read a body of /v1/messages. Raises RequestError."""
+    return _chat_of(body, _decode(body, MessagesRequest))
+
+
+def parse_count(body: bytes) -> ChatAsk:
+    """Read a body of /v1/messages/count_tokens. Raises RequestError."""
+    request = _decode(body, CountRequest)
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
+    return _chat_of(body, MessagesRequest(**fields, max_tokens=1))
+
+
+def _decode(body: bytes, kind: type[CountRequest]) -> Any:
+    try:
+        return decode(body, kind)
+    except RequestError as error:
+        if error.param is not None and error.param.endswith("content[...].type"):
+            served = "text, thinking, redacted_thinking, tool_use and tool_result"
+            raise RequestError(f"{error} Blocks of {served} are served.", error.param) from None
+        raise
+
+
+def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
+    elsewhere = decode(body, _Elsewhere)
+    for name in elsewhere.__struct_fields__:
+        if getattr(elsewhere, name):
+            raise RequestError(f"{name} is not supported; leave it out.", name)
+    output = request.output_config or OutputConfig()
+    switch = request.thinking and request.thinking.type
+    thinking = {"enabled": True, "disabled": False}.get(switch or "")
+    thinking, told = with_effort(thinking, output.effort, "output_config.effort")
+    choice = request.tool_choice or ToolChoice("auto")
+    choosing = read_choice(
+        _choice_of(choice),
+        read_tools(_tools_of(request.tools or [])),
+        not choice.disable_parallel_tool_use,
+    )
+    turns, prefix = _turns(request)
+    format = _format_of(output)
+    check_format(format, "output_config.format", choosing, prefix)
+    common = Common(
+        model=request.model,
+        stream=request.stream,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences,
+    )
+    ask = common_fields(
+        common, request.max_tokens, "max_tokens", format=format, stop_name="stop_sequences"
+    )
+    return ChatAsk(ask, turns, thinking, told, choosing, prefix)
+
+
+def _format_of(output: OutputConfig) -> AnswerFormat | None:
+    if output.format is None:
+        return None
+    return schema_format("answer", bytes(output.format.schema), "output_config.format")
+
+
+def _tools_of(tools: Sequence[ClientTool]) -> list[dict[str, Any]]:
+    """As OpenAI's clients write them, and chat templates expect them."""
+    given = []
+    for index, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            raise RequestError(
+                f"tools[{index}].type is {tool.type[:40]!r}: tools that run on the server are not"
+                " supported. Send tools of your own, with an input_schema.",
+                f"tools[{index}].type",
+            )
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description is not None:
+            function["description"] = tool.description
+        if tool.input_schema is None:
+            raise RequestError(
+                f"tools[{index}].input_schema is missing.", f"tools[{index}].input_schema"
+            )
+        check_depth(tool.input_schema, f"tools[{index}].input_schema")
+        function["parameters"] = tool.input_schema
+        if tool.strict:
+            function["strict"] = True
+        given.append({"type": "function", "function": function})
+    return given
+
+
+def _choice_of(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
+    """The conversation, and what the reply goes on from: an assistant's message that is the
+    last.
+    """
+    messages = request.messages
+    if not messages:
+        raise RequestError("messages is empty; send at least one message.", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", "messages"
+        )
+    turns: list[Turn] = []
+    if request.system:
+        turns.append(Turn("system", _joined(request.system)))
+    for index, message in enumerate(messages):
+        turns += _turns_of(message, f"messages[{index}]")
+    if messages[-1].role != "assistant":
+        return tuple(turns), ""
+    if len(messages) == 1 or turns[-1].calls:
+        raise RequestError(
+            "messages ends with an assistant's message that nothing can follow: there is no message"
+            " before it, or it calls tools whose results are missing.",
+            "messages",
+        )
+    return tuple(turns[:-1]), turns[-1].content
+
+
+def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
+    """A message's turns: results of tools are turns of their own."""
+    blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
+    if len(blocks) > MAX_PARTS:
+        raise RequestError(f"{where}.content has more than {MAX_PARTS} blocks.", f"{where}.content")
+    texts: list[str] = []
+    calls: list[PastCall] = []
+    num_results = 0
+    for number, block in enumerate(blocks):
+        is_assistants = not isinstance(block, TextBlock | ToolResultBlock)
+        if not isinstance(block, TextBlock) and is_assistants != (message.role == "assistant"):
+            raise RequestError(
+                f"{where}.content[{number}]: "
+                + (
+                    "only an assistant thinks and calls tools."
+                    if is_assistants
+                    else "results of tools stand in a message of the user."
+                ),
+                f"{where}.content[{number}]",
+            )
+        match block:
+            case TextBlock(text):
+                texts.append(text)
+            case ToolUseBlock(id, name, input):
+                check_depth(input, f"{where}.content[{number}].input")
+                calls.append(PastCall(id, name, json.dumps(input, ensure_ascii=False)))
+            case ToolResultBlock(tool_use_id, content):
+                if not tool_use_id:
+                    raise RequestError(
+                        f"{where}.content[{number}].tool_use_id is empty.",
+                        f"{where}.content[{number}].tool_use_id",
+                    )
+                num_results += 1
+                yield Turn("tool", _joined(content or ""), call_id=tool_use_id)
+            case _:
+                continue  # Thinking, which is not read again.
+    if texts or calls or not num_results:
+        yield Turn(message.role, "".join(texts), tuple(calls))
+
+
+def _joined(content: str | Sequence[TextBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    if len(content) > MAX_PARTS:
+        raise RequestError(f"A content has more than {MAX_PARTS} blocks.", "messages")
+    return "".join(block.text for block in content)
+
+
+# Replies.
+
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+NOT_JSON = "INVALID_JSON"
+"""The key of a call's arguments that are no JSON object, where an object is needed: the one that
+Anthropic's guide to streamed tool calls names. A call that was cut off has such.
+"""
+_encode = msgspec.json.Encoder().encode
+
+
+class MessagesFormatter:
+    """/v1/messages: one choice."""
+
+    keep_alive = PING
+
+    def __init__(self, head: Head, vocabulary: Vocabulary) -> None:
+        self._head = head
+        self._fold = PartFold()
+        self._last = Piece()
+
+    def begin(self, usage: Usage) -> bytes:
+        return _event("message_start", message=self._message([], None, None, usage))
+
+    def opening(self, index: int, prefix: str) -> bytes:
+        return b""
+
+    def chunks(self, index: int, piece: Piece) -> bytes:
+        changes = self._fold.take(piece)
+        if piece.finish is not None:
+            changes += self._fold.end()
+            self._last = piece
+        return b"".join(map(self._events, changes))
+
+    def end(self, usage: Usage) -> bytes:
+        reason = {
+            "stop_reason": _reason(self._last),
+            "stop_sequence": self._last.stop,
+        }
+        return _event("message_delta", delta=reason, usage=_usage(usage)) + _event("message_stop")
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error.message_body + b"\n\n"
+
+    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+        piece = outcomes[0].piece
+        content = [self._block(part) for part in parts_of(piece)]
+        return _encode(self._message(content, _reason(piece), piece.stop, usage))
+
+    def _message(
+        self, content: list[Any], reason: str | None, stop: str | None, usage: Usage
+    ) -> dict[str, Any]:
+        return {
+            "id": self._head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": _usage(usage),
+        }
+
+    def _block(self, part: ReplyPart) -> dict[str, Any]:
+        """A block that is complete."""
+        text = part.text
+        if part.kind is PartKind.REASONING:
+            return {"type": "thinking", "thinking": text, "signature": self._head.id}
+        if part.kind is PartKind.TEXT:
+            return {"type": "text", "text": text}
+        return {
+            "type": "tool_use",
+            "id": part.call_id,
+            "name": part.name,
+            "input": _object_of(text),
+        }
+
+    def _events(self, change: PartChange) -> bytes:
+        part, kind = change.part, change.part.kind
+        if change.stage is PartStage.BEGUN:
+            return _event("content_block_start", index=part.index, content_block=_opened(part))
+        if change.stage is PartStage.GROWN:
+            field, delta = _DELTAS[kind]
+            return _delta(part.index, {"type": delta, field: change.text})
+        signature = b""
+        if kind is PartKind.REASONING:
+            signature = _delta(part.index, {"type": "signature_delta", "signature": self._head.id})
+        return signature + _event("content_block_stop", index=part.index)
+
+
+_DELTAS = {
+    PartKind.REASONING: ("thinking", "thinking_delta"),
+    PartKind.TEXT: ("text", "text_delta"),
+    PartKind.CALL: ("partial_json", "input_json_delta"),
+}
+
+
+def _opened(part: ReplyPart) -> dict[str, Any]:
+    """A block that nothing has come of."""
+    if part.kind is PartKind.REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if part.kind is PartKind.TEXT:
+        return {"type": "text", "text": ""}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+
+
+def _object_of(arguments: str) -> Any:
+    """A call's arguments as the model wrote them; what is no object is not lost."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {NOT_JSON: arguments} if arguments.strip() else {}
+    return msgspec.Raw(arguments.encode())
+
+
+def _reason(piece: Piece) -> str | None:
+    return "stop_sequence" if piece.stop is not None else STOP_REASONS.get(piece.finish or "")
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Tokens that were found in a cache are counted apart."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_output_tokens,
+    }
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode({"type": name, **fields}))
+
+
+def _delta(index: int, delta: dict[str, Any]) -> bytes:
+    return _event("content_block_delta", index=index, delta=delta)

@@ -1,0 +1,121 @@
+"""A reply as a sequence of parts: reasoning, texts and calls of tools, in the order in which they
+came.
+
+Two API formats answer in such parts, streamed or whole. Here the pieces of a reply become parts,
+however they were cut; what a part is called and how it is written, the formats know.
+
+    pieces   "Let me"  " see."  "It is"  weather(  {"city":  "Oslo"}  )
+    changes  BEGUN GROWN  GROWN  ENDED BEGUN GROWN  ENDED BEGUN GROWN  GROWN  ENDED
+    parts    REASONING           TEXT               CALL
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from hadal.gateway.stream import Piece
+from hadal.gateway.tools import CallDelta
+
+
+class PartKind(Enum):
+    """What a part is."""
+
+    REASONING = auto()
+    TEXT = auto()
+    CALL = auto()
+
+
+class PartStage(Enum):
+    """What happened to a part."""
+
+    BEGUN = auto()
+    GROWN = auto()
+    ENDED = auto()
+
+
+@dataclass
+class ReplyPart:
+    """One part. `texts` add up to its text: of a call, to the arguments."""
+
+    index: int
+    kind: PartKind
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What has come of it."""
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True)
+class PartChange:
+    """Something happened to a part. `text`: what it grew by."""
+
+    stage: PartStage
+    part: ReplyPart
+    text: str = ""
+
+
+class PartFold:
+    """The parts of one reply so far. The last one is open until another begins, or `end`."""
+
+    def __init__(self) -> None:
+        self.parts: list[ReplyPart] = []
+        self._is_open = False
+
+    def take(self, piece: Piece) -> list[PartChange]:
+        """What a piece changes."""
+        changes: list[PartChange] = []
+        for kind, text, call in _in_order(piece):
+            if call is not None and call.id:
+                self._begin(ReplyPart(len(self.parts), kind, call.id, call.name), changes)
+            elif not self._is_open or self.parts[-1].kind is not kind:
+                self._begin(ReplyPart(len(self.parts), kind), changes)
+            if text:
+                self.parts[-1].texts.append(text)
+                changes.append(PartChange(PartStage.GROWN, self.parts[-1], text))
+        return changes
+
+    def end(self) -> list[PartChange]:
+        """No more comes."""
+        changes: list[PartChange] = []
+        self._close(changes)
+        return changes
+
+    def _begin(self, part: ReplyPart, changes: list[PartChange]) -> None:
+        self._close(changes)
+        self.parts.append(part)
+        self._is_open = True
+        changes.append(PartChange(PartStage.BEGUN, part))
+
+    def _close(self, changes: list[PartChange]) -> None:
+        if self._is_open:
+            changes.append(PartChange(PartStage.ENDED, self.parts[-1]))
+        self._is_open = False
+
+
+def parts_of(piece: Piece) -> list[ReplyPart]:
+    """A whole reply's."""
+    fold = PartFold()
+    fold.take(piece)
+    return fold.parts
+
+
+def _in_order(piece: Piece) -> Iterator[tuple[PartKind, str, CallDelta | None]]:
+    """Reasoning, then text, then calls and the texts between and behind them."""
+    if piece.reasoning:
+        yield PartKind.REASONING, piece.reasoning, None
+    if early := piece.early:
+        yield PartKind.TEXT, early, None
+    begin = 0
+    for num_calls, text in itertools.chain(piece.late, [(len(piece.calls), "")]):
+        for call in piece.calls[begin:num_calls]:
+            yield PartKind.CALL, call.arguments, call
+        begin = num_calls
+        if text:
+            yield PartKind.TEXT, text, None

@@ -1,0 +1,549 @@
+"""OpenAI's Responses API: bodies and replies.
+
+    input items --ResponsesRequest--> ResponseAsk --> ChatAsk           Piece --PartFold--> output items
+
+A conversation is a list of items: messages, calls of functions, what came of them, and reasoning, which
+is not read again. A response that is kept (gateway/kept) can be gone on from by its id; what is kept is
+the conversation up to its end, so nothing else need be there then. Knows no tokens and no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from hadal.core.errors import RequestError
+from hadal.gateway.errors import ApiError
+from hadal.gateway.openai import (
+    INT64_MAX,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    NO_SCHEMA,
+    AnswerFormat,
+    ChatAsk,
+    Common,
+    JsonSchema,
+    PastCall,
+    ResponseFormat,
+    Turn,
+    check_depth,
+    check_format,
+    common_fields,
+    decode,
+    read_format,
+    with_effort,
+)
+from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
+from hadal.gateway.replies import KEEP_ALIVE, Head, Outcome, Usage
+from hadal.gateway.stream import Piece
+from hadal.gateway.tools import NO_TOOLS, read_choice, read_tools
+from hadal.gateway.vocabulary import Vocabulary
+
+MAX_METADATA = 16
+MAX_METADATA_CHARS = 512
+
+
+class ItemPart(msgspec.Struct, omit_defaults=True):
+    """A part of a message's content: input_text, output_text or refusal."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct):
+    """An item of a conversation: a "message", a "function_call", a "function_call_output" or
+    "reasoning". Without a type it is a message.
+    """
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[ItemPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ItemPart] | None = None
+    id: str | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """A function of the client's."""
+
+    type: str
+    name: str | None = None
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct):
+    """What the answer's text is: "text", "json_object" or "json_schema"."""
+
+    type: str
+    name: str | None = None
+    schema: msgspec.Raw = NO_SCHEMA
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct):
+    """`summary` is not made: the reasoning itself is in the reply."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """A body of /v1/responses. Fields that change no answer (user, prompt_cache_key, service_tier,
+    safety_identifier) are ignored.
+    """
+
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    """Keep the response, so that it can be asked for and gone on from; true if left out."""
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+
+
+class _NotServed(msgspec.Struct):
+    """Fields that would change the answer, each with what leaves it as it is."""
+
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+    top_logprobs: Any = None
+    context_management: Any = None
+
+
+@dataclass(frozen=True)
+class ResponseAsk:
+    """A body of /v1/responses, checked. `chat.turns` are those of its input alone."""
+
+    request: ResponsesRequest
+    chat: ChatAsk
+
+    def after(self, turns: tuple[Turn, ...]) -> ChatAsk:
+        """The chat behind what was said before. Raises RequestError."""
+        instructions = self.request.instructions
+        first = (Turn("system", instructions),) if instructions else ()
+        whole = (*first, *turns, *self.chat.turns)
+        if len(whole) > MAX_MESSAGES:
+            raise RequestError(
+                f"The conversation has {len(whole)} messages; at most {MAX_MESSAGES} are allowed.",
+                "input",
+            )
+        return replace(self.chat, turns=whole)
+
+
+def parse_response(body: bytes) -> ResponseAsk:
+    """Read a body of /v1/responses. Raises RequestError."""
+    request = decode(body, ResponsesRequest)
+    _check_served(request, decode(body, _NotServed))
+    reasoning = request.reasoning or ReasoningOptions()
+    thinking, told = with_effort(None, reasoning.effort, "reasoning.effort")
+    choosing = NO_TOOLS
+    if request.tools or request.tool_choice is not None:
+        choosing = read_choice(
+            _choice_of(request.tool_choice),
+            read_tools(_tools_of(request.tools or [])),
+            request.parallel_tool_calls,
+        )
+    format = _format_of(request.text or TextOptions())
+    check_format(format, "text.format", choosing)
+    common = Common(
+        model=request.model,
+        stream=request.stream,
+        temperature=request.temperature,
+        top_p=request.top_p,
+    )
+    ask = common_fields(common, request.max_output_tokens, "max_output_tokens", format=format)
+    turns = turns_of(request.input)
+    return ResponseAsk(request, ChatAsk(ask, turns, thinking, told, choosing))
+
+
+def _check_served(request: ResponsesRequest, other: _NotServed) -> None:
+    for name in other.__struct_fields__:
+        if getattr(other, name):
+            raise RequestError(f"{name} is not supported; leave it out.", name)
+    if request.truncation not in (None, "disabled"):
+        raise RequestError(
+            "truncation: nothing is left out of a prompt here; send 'disabled', and a shorter input"
+            " if it is too long.",
+            "truncation",
+        )
+    for entry in request.include or ():
+        if entry != "reasoning.encrypted_content":  # There is none: the reasoning is in the clear.
+            raise RequestError(
+                f"include: {entry[:64]!r} is not supported; leave it out.", "include"
+            )
+    metadata = request.metadata or {}
+    if len(metadata) > MAX_METADATA or any(
+        len(text) > MAX_METADATA_CHARS for pair in metadata.items() for text in pair
+    ):
+        raise RequestError(
+            f"metadata: at most {MAX_METADATA} entries of {MAX_METADATA_CHARS} characters are"
+            " allowed.",
+            "metadata",
+        )
+
+
+def _format_of(text: TextOptions) -> AnswerFormat | None:
+    given = text.format
+    if given is None:
+        return None
+    schema = None
+    if given.type == "json_schema":
+        schema = JsonSchema(given.name or "", given.schema)
+    try:
+        found = read_format(ResponseFormat(given.type, schema))
+    except RequestError as error:
+        said = str(error).replace("response_format.json_schema", "text.format")
+        raise RequestError(said.replace("response_format", "text.format"), "text.format") from None
+    return None if found is None else replace(found, field="text.format")
+
+
+def _tools_of(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
+    """As /chat/completions has them."""
+    given = []
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise RequestError(
+                f"tools[{index}].type is {tool.type[:40]!r}; only 'function' is supported: nothing"
+                " but the model runs here.",
+                f"tools[{index}].type",
+            )
+        check_depth(tool.parameters, f"tools[{index}].parameters")
+        function = {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+            "strict": tool.strict or None,
+        }
+        given.append(
+            {
+                "type": "function",
+                "function": {name: value for name, value in function.items() if value is not None},
+            }
+        )
+    return given
+
+
+def _choice_of(choice: Any) -> Any:
+    """{"type": "function", "name": N}, which /chat/completions nests once more."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+_TEXTS = ("input_text", "output_text", "text")
+_ITEMS = "message, function_call, function_call_output and reasoning"
+
+
+def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
+    """Items as turns: calls belong to the assistant's message before them. Raises RequestError."""
+    if isinstance(items, str):
+        return (Turn("user", items),)
+    if not items:
+        raise RequestError("input is empty; send a text or a list of items.", "input")
+    if len(items) > MAX_MESSAGES:
+        raise RequestError(
+            f"input has {len(items)} items; at most {MAX_MESSAGES} are allowed.", "input"
+        )
+    turns: list[Turn] = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if item.type == "function_call":
+            call = PastCall(
+                _needed(item.call_id, f"{where}.call_id"),
+                _needed(item.name, f"{where}.name"),
+                item.arguments or "{}",
+            )
+            if turns and turns[-1].role == "assistant":
+                turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
+            else:
+                turns.append(Turn("assistant", "", (call,)))
+        elif item.type == "function_call_output":
+            output = _text_of(item.output, f"{where}.output")
+            turns.append(Turn("tool", output, call_id=_needed(item.call_id, f"{where}.call_id")))
+        elif item.type == "message":
+            turns.append(Turn(_role_of(item, where), _text_of(item.content, f"{where}.content")))
+        elif item.type != "reasoning":  # Which is not read again.
+            raise RequestError(
+                f"{where}.type is {item.type[:40]!r}; {_ITEMS} are supported.", f"{where}.type"
+            )
+    if not turns:
+        raise RequestError("input holds nothing to reply to; send a message.", "input")
+    return tuple(turns)
+
+
+def listed(items: str | Sequence[InputItem]) -> dict[str, Any]:
+    """The input as a list that can be asked for."""
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    data = []
+    for index, item in enumerate(items):
+        fields = {name: getattr(item, name) for name in item.__struct_fields__}
+        if item.type == "message" and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            fields["content"] = [{"type": kind, "text": item.content}]
+        fields["id"] = item.id or f"item_{index}"
+        data.append({name: value for name, value in fields.items() if value is not None})
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"],
+        "last_id": data[-1]["id"],
+        "has_more": False,
+    }
+
+
+def _needed(text: str | None, where: str) -> str:
+    if not text:
+        raise RequestError(f"{where} is missing.", where)
+    return text
+
+
+def _role_of(item: InputItem, where: str) -> str:
+    if item.role not in ("user", "assistant", "system", "developer"):
+        raise RequestError(
+            f"{where}.role: use 'user', 'assistant', 'system' or 'developer'.", f"{where}.role"
+        )
+    return "system" if item.role == "developer" else item.role
+
+
+def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
+    if content is None:
+        raise RequestError(f"{where} is missing; send a text or a list of parts.", where)
+    if isinstance(content, str):
+        return content
+    if len(content) > MAX_PARTS:
+        raise RequestError(f"{where} has more than {MAX_PARTS} parts.", where)
+    texts = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*_TEXTS, "refusal") or text is None:
+            raise RequestError(
+                f"{where}[{index}]: parts of input_text and output_text with a text are supported.",
+                f"{where}[{index}]",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+# Replies.
+
+
+INCOMPLETE = {"length": "max_output_tokens"}
+_encode = msgspec.json.Encoder().encode
+
+
+def turn_of(parts: Sequence[ReplyPart]) -> Turn:
+    """What an assistant said, for the conversation to go on from."""
+    text = "".join(part.text for part in parts if part.kind is PartKind.TEXT)
+    calls = (
+        PastCall(part.call_id, part.name, part.text) for part in parts if part.kind is PartKind.CALL
+    )
+    return Turn("assistant", text, tuple(calls))
+
+
+class ResponseFormatter:
+    """/v1/responses: one choice."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(
+        self,
+        head: Head,
+        vocabulary: Vocabulary,
+        asked: ResponsesRequest,
+        keep: Callable[[bytes, Turn], None] | None,
+    ) -> None:
+        """`keep` is given the response, and the turn that it is, before the client has it; None: it
+        is not kept.
+        """
+        self._head = head
+        self._asked = asked
+        self._keep = keep
+        self._fold = PartFold()
+        self._finish: str | None = None
+        self._num_events = 0
+
+    def begin(self, usage: Usage) -> bytes:
+        response = self._response("in_progress", [], None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def opening(self, index: int, prefix: str) -> bytes:
+        return b""
+
+    def chunks(self, index: int, piece: Piece) -> bytes:
+        changes = self._fold.take(piece)
+        if piece.finish is not None:
+            self._finish = piece.finish
+            changes += self._fold.end()
+        return b"".join(map(self._events, changes))
+
+    def end(self, usage: Usage) -> bytes:
+        response = self._ended(self._fold.parts, self._finish, usage)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, error: ApiError) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        failed = self._response("failed", self._items(self._fold.parts, "incomplete"), None)
+        failed["error"] = {"code": code, "message": str(error)}
+        return self._event("response.failed", response=failed)
+
+    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+        piece = outcomes[0].piece
+        return _encode(self._ended(parts_of(piece), piece.finish, usage))
+
+    def _ended(
+        self, parts: Sequence[ReplyPart], finish: str | None, usage: Usage
+    ) -> dict[str, Any]:
+        reason = INCOMPLETE.get(finish or "")
+        status = "incomplete" if reason else "completed"
+        response = self._response(status, self._items(parts, status), usage)
+        response["incomplete_details"] = {"reason": reason} if reason else None
+        if self._keep is not None:
+            self._keep(_encode(response), turn_of(parts))
+        return response
+
+    def _items(self, parts: Sequence[ReplyPart], status: str) -> list[dict[str, Any]]:
+        """All but the last are complete whatever became of the whole."""
+        return [self._item(part, status if part is parts[-1] else "completed") for part in parts]
+
+    def _item(self, part: ReplyPart, status: str, *, is_empty: bool = False) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(part), "status": status}
+        text = "" if is_empty else part.text
+        if part.kind is PartKind.REASONING:
+            content = [] if is_empty else [{"type": "reasoning_text", "text": text}]
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        if part.kind is PartKind.TEXT:
+            content = [] if is_empty else [_output_text(text)]
+            return item | {"type": "message", "role": "assistant", "content": content}
+        return item | {
+            "type": "function_call",
+            "call_id": part.call_id,
+            "name": part.name,
+            "arguments": text,
+        }
+
+    def _item_id(self, part: ReplyPart) -> str:
+        return f"{_PREFIXES[part.kind]}_{self._head.id.rpartition('_')[2]}{part.index:04x}"
+
+    def _events(self, change: PartChange) -> bytes:
+        part, kind = change.part, change.part.kind
+        at = {"item_id": self._item_id(part), "output_index": part.index}
+        inner = {**at, "content_index": 0}
+        if change.stage is PartStage.BEGUN:
+            item = self._item(part, "in_progress", is_empty=True)
+            data = self._event("response.output_item.added", output_index=part.index, item=item)
+            if kind is PartKind.TEXT:
+                data += self._event("response.content_part.added", **inner, part=_output_text(""))
+            return data
+        if change.stage is PartStage.GROWN:
+            if kind is PartKind.REASONING:
+                return self._event("response.reasoning_text.delta", **inner, delta=change.text)
+            if kind is PartKind.TEXT:
+                return self._event(
+                    "response.output_text.delta", **inner, delta=change.text, logprobs=[]
+                )
+            return self._event("response.function_call_arguments.delta", **at, delta=change.text)
+        text = part.text
+        if kind is PartKind.REASONING:
+            data = self._event("response.reasoning_text.done", **inner, text=text)
+        elif kind is PartKind.TEXT:
+            data = self._event("response.output_text.done", **inner, text=text, logprobs=[])
+            data += self._event("response.content_part.done", **inner, part=_output_text(text))
+        else:
+            data = self._event(
+                "response.function_call_arguments.done", **at, name=part.name, arguments=text
+            )
+        status = "incomplete" if INCOMPLETE.get(self._finish or "") else "completed"
+        return data + self._event(
+            "response.output_item.done", output_index=part.index, item=self._item(part, status)
+        )
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        data = _encode({"type": name, "sequence_number": number, **fields})
+        return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+    def _response(
+        self, status: str, output: list[dict[str, Any]], usage: Usage | None
+    ) -> dict[str, Any]:
+        asked = self._asked
+        reasoning = asked.reasoning or ReasoningOptions()
+        format = (asked.text or TextOptions()).format
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self._head.model,
+            "output": output,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "store": self._keep is not None,
+            "temperature": asked.temperature,
+            "text": {"format": {"type": "text"} if format is None else _format_fields(format)},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+        }
+
+
+_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
+
+
+def _format_fields(format: TextFormat) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": format.type}
+    if format.type == "json_schema":
+        fields |= {"name": format.name, "schema": format.schema, "strict": format.strict}
+    return fields
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+    }

@@ -1,0 +1,314 @@
+"""What replies are made of, as /openapi.json tells it: a struct for each kind of JSON object.
+
+Replies are glued from bytes where it matters (gateway/replies), so nothing is encoded from these; the
+tests read every reply with them and refuse a field that is not here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Json = dict[str, Any]
+
+
+class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An object without other fields than it names."""
+
+
+# OpenAI's: chats and texts.
+
+
+class ScoredToken(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenScores(ScoredToken):
+    top_logprobs: list[ScoredToken]
+
+
+class ChatScores(Shape):
+    """Log-probabilities, where they were asked for."""
+
+    content: list[TokenScores]
+    reasoning_content: list[TokenScores]
+    refusal: None
+
+
+class MadeFunction(Shape):
+    name: str
+    arguments: str
+
+
+class MadeCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: MadeFunction
+
+
+class ReplyMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None
+    refusal: None
+    tool_calls: list[MadeCall] = []
+
+
+class ChatChoice(Shape):
+    index: int
+    message: ReplyMessage
+    logprobs: ChatScores | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] = []
+
+
+class PromptDetails(Shape):
+    cached_tokens: int
+
+
+class OutputDetails(Shape):
+    reasoning_tokens: int
+
+
+class TokenUsage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_cache_hit_tokens: int
+    prompt_cache_miss_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: OutputDetails
+
+
+class ChatReply(Shape):
+    """A reply of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class TextScores(Shape):
+    """Log-probabilities as the older endpoint has them."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Shape):
+    index: int
+    text: str
+    logprobs: TextScores | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] = []
+
+
+class TextReply(Shape):
+    """A reply of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: TokenUsage
+
+
+class ModelEntry(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class ModelOrList(Shape):
+    """A model, or all of them where the name is empty."""
+
+    object: Literal["model", "list"]
+    id: str = ""
+    created: int = 0
+    owned_by: str = ""
+    data: list[ModelEntry] = []
+
+
+class ErrorFields(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ApiErrorReply(Shape):
+    """An error as OpenAI's clients expect it."""
+
+    error: ErrorFields
+
+
+# OpenAI's: responses.
+
+
+class OutputItem(Shape):
+    """Reasoning, a message or a call of a function."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    type: Literal["reasoning", "message", "function_call"]
+    summary: list[Any] = []
+    content: list[Json] = []
+    role: str = "assistant"
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ResponseUsage(Shape):
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseReply(Shape):
+    """A response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: Json | None
+    incomplete_details: Json | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Json
+    store: bool
+    temperature: float | None
+    text: Json
+    tool_choice: Any
+    tools: list[Json]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+
+
+class ResponseDeleted(Shape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(Shape):
+    """The input of a response."""
+
+    object: Literal["list"]
+    data: list[Json]
+    first_id: str
+    last_id: str
+    has_more: Literal[False]
+
+
+# Anthropic's.
+
+
+class MessageUsage(Shape):
+    """Tokens of the prompt that a cache had are counted apart."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class ThinkingPart(Shape, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class TextPart(Shape, tag="text"):
+    text: str
+
+
+class ToolUsePart(Shape, tag="tool_use"):
+    id: str
+    name: str
+    input: Json
+
+
+class MessageReply(Shape):
+    """A message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ThinkingPart | TextPart | ToolUsePart]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Shape):
+    input_tokens: int
+
+
+class MessageErrorFields(Shape):
+    type: str
+    message: str
+
+
+class MessageErrorReply(Shape):
+    """An error as Anthropic's clients expect it."""
+
+    type: Literal["error"]
+    error: MessageErrorFields
+
+
+# Hadal's own.
+
+
+class Greeting(Shape):
+    """What this server is."""
+
+    server: str
+    model: str
+    endpoints: list[str]
+
+
+class HealthReply(Shape):
+    """Whether requests can be answered, and what is missing."""
+
+    status: Literal["starting", "ready", "degraded", "draining"]
+    model: str
+    units_up: dict[str, int]
+    units_wanted: dict[str, int]
+    ranks_up: dict[str, int]
+    ranks_wanted: dict[str, int]
+    missing: list[str]
+    nodes: list[str] = []
+
+
+class AuditReply(Shape):
+    """What every unit has in use, and what does not add up."""
+
+    problems: list[str]
+    units: dict[str, dict[str, int]]
