@@ -20,7 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -801,6 +801,7 @@ def endpoints_of(gateway: Gateway) -> list[Endpoint]:
         gateway.check_operator(request)
         return await _page(gateway, request, "application/json")
 
+    needs_key = not gateway.deployment.gateway.open_metrics
     counts = "/messages/count_tokens"
     model = "/models/{model_id:path}"
     endpoints += [
@@ -810,7 +811,7 @@ def endpoints_of(gateway: Gateway) -> list[Endpoint]:
         Endpoint("GET", f"/v1{model}", get_model, MODEL, (model,)),
         Endpoint("GET", "/openapi.json", openapi, OPENAPI, ("/v1/openapi.json",)),
         Endpoint("GET", "/health", health, HEALTH),
-        Endpoint("GET", "/metrics", metrics, METRICS),
+        Endpoint("GET", "/metrics", metrics, replace(METRICS, needs_key=needs_key)),
         Endpoint("GET", "/audit", operate, AUDIT),
         Endpoint("GET", "/trace", operate, TRACE),
         Endpoint("GET", "/v1", root, ROOT, ("/v1/", "/")),

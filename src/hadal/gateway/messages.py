@@ -11,6 +11,7 @@ Knows no tokens and no sockets.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -42,6 +43,7 @@ from hadal.gateway.stream import Piece
 from hadal.gateway.tools import read_choice, read_tools
 from hadal.gateway.vocabulary import Vocabulary
 
+_BLOCK_TYPE = re.compile(r"content\[\d+\]\.type$")
 _Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 
 
@@ -178,7 +180,7 @@ def _decode(body: bytes, kind: type[CountRequest]) -> Any:
     try:
         return decode(body, kind)
     except RequestError as error:
-        if error.param is not None and error.param.endswith("content[...].type"):
+        if error.param is not None and _BLOCK_TYPE.search(error.param):
             served = "text, thinking, redacted_thinking, tool_use and tool_result"
             raise RequestError(f"{error} Blocks of {served} are served.", error.param) from None
         raise

@@ -176,9 +176,14 @@ class OutputItem(Shape):
     arguments: str = ""
 
 
+class InputDetails(Shape):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
 class ResponseUsage(Shape):
     input_tokens: int
-    input_tokens_details: PromptDetails
+    input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int

@@ -39,6 +39,43 @@ CHAT_FIELDS = [
     "chat_template_kwargs",
     "unknown",
 ]
+MESSAGES_FIELDS = [
+    "model",
+    "messages",
+    "system",
+    "max_tokens",
+    "stream",
+    "stop_sequences",
+    "temperature",
+    "top_p",
+    "top_k",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "output_config",
+    "metadata",
+    "mcp_servers",
+]
+RESPONSES_FIELDS = [
+    "model",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "stream",
+    "temperature",
+    "top_p",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "text",
+    "reasoning",
+    "previous_response_id",
+    "store",
+    "metadata",
+    "include",
+    "truncation",
+    "background",
+]
 COMPLETION_FIELDS = ["prompt", "echo", "suffix", "best_of", *CHAT_FIELDS]
 _NUMBERS = [
     0,
@@ -74,6 +111,11 @@ scalars = st.one_of(
             "system",
             "text",
             "enabled",
+            "message",
+            "function_call",
+            "tool_result",
+            "tool_use",
+            "auto",
             "public",
         ]
     ),
@@ -83,7 +125,13 @@ values = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "include_usage", "0", "1", ""]),
+            st.sampled_from(
+                [
+                    *("role", "content", "type", "text", "include_usage", "0", "1", ""),
+                    *("name", "input", "id", "tool_use_id", "call_id", "output", "format"),
+                    *("schema", "input_schema", "effort", "arguments", "parameters"),
+                ]
+            ),
             inner,
             max_size=4,
         ),

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from hadal.gateway.service import ServedModel
 from tests.fresh import FULL
 
-from .malformed import CHAT_FIELDS, COMPLETION_FIELDS, bodies
+from .malformed import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    MESSAGES_FIELDS,
+    RESPONSES_FIELDS,
+    bodies,
+)
 from .world import World, spell, world
 
 CHAT: dict[str, Any] = {
@@ -20,6 +26,7 @@ CHAT: dict[str, Any] = {
     "max_tokens": 2,
 }
 COMPLETION: dict[str, Any] = {"model": "small", "prompt": "hi", "max_tokens": 2}
+RESPONSE: dict[str, Any] = {"model": "small", "input": "hi", "max_output_tokens": 2}
 BATCH, NUM_BATCHES = 40, 15 if FULL else 5
 
 
@@ -32,7 +39,8 @@ async def _throw(it: World, path: str, body: bytes) -> None:
     if reply.status_code != 200:
         error = reply.json()["error"]
         assert error["message"]
-        assert set(error) == {"message", "type", "param", "code"}
+        own = {"message", "type"}
+        assert set(error) == (own if "messages" in path else own | {"param", "code"})
 
 
 def _throw_all(model: ServedModel, path: str, all_bodies: list[bytes]) -> None:
@@ -43,6 +51,27 @@ def _throw_all(model: ServedModel, path: str, all_bodies: list[bytes]) -> None:
             await it.settle()
 
     asyncio.run(run())
+
+
+@settings(
+    max_examples=NUM_BATCHES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(st.lists(bodies(CHAT, MESSAGES_FIELDS), min_size=BATCH, max_size=BATCH))
+def test_messages(model: ServedModel, all_bodies: list[bytes]) -> None:
+    _throw_all(model, "/v1/messages", all_bodies)
+    _throw_all(model, "/v1/messages/count_tokens", all_bodies)
+
+
+@settings(
+    max_examples=NUM_BATCHES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(st.lists(bodies(RESPONSE, RESPONSES_FIELDS), min_size=BATCH, max_size=BATCH))
+def test_responses(model: ServedModel, all_bodies: list[bytes]) -> None:
+    _throw_all(model, "/v1/responses", all_bodies)
 
 
 @settings(

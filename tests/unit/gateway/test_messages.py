@@ -1,0 +1,445 @@
+"""/v1/messages: what bodies mean, and Anthropic's own client at a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic, beta_tool
+from pydantic import BaseModel
+
+from hadal.core.config import LimitsConfig
+from hadal.core.errors import RequestError
+from hadal.gateway import replies
+from hadal.gateway.http import Patience
+from hadal.gateway.messages import parse_count, parse_messages
+from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
+from hadal.gateway.service import ServedModel
+from hadal.gateway.tools import Choosing
+
+from .event_streams import message_of, named_events
+from .scenes import TEXT, play
+from .serving import Serving, serving
+from .test_tools import V31, written
+from .tool_model import calls_then, says, tool_model
+from .world import World, spell
+
+ASKED: dict[str, Any] = {
+    "model": "small",
+    "max_tokens": 60,
+    "messages": [{"role": "user", "content": "2 + 2?"}],
+}
+WEATHER = {
+    "name": "weather",
+    "description": "The weather there",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def parse(**fields: Any) -> ChatAsk:
+    return parse_messages(json.dumps({**ASKED, **fields}).encode())
+
+
+def chat(**fields: Any) -> ChatAsk:
+    return parse_chat(json.dumps({"model": "small", "max_tokens": 60, **fields}).encode())
+
+
+# ---- what bodies mean ----
+
+
+def test_a_conversation_is_the_same_chat() -> None:
+    """What follows from it is the same prompt, the same sampling and the same tools."""
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ös lo"}}
+    ours = parse(
+        system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        stop_sequences=["END"],
+        tools=[WEATHER],
+        tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+        thinking={"type": "disabled"},
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Oslo?"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Well.", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "Let me see."},
+                    call,
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": "rain"},
+                    {"type": "text", "text": "And?"},
+                ],
+            },
+        ],
+    )
+    function = {"name": "weather", "arguments": '{"city": "Ös lo"}'}
+    theirs = chat(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        stop="END",
+        tools=[
+            {
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "description": "The weather there",
+                    "parameters": WEATHER["input_schema"],
+                },
+            }
+        ],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        parallel_tool_calls=False,
+        thinking={"type": "disabled"},
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Oslo?"},
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "user", "content": "And?"},
+        ],
+    )
+    assert ours == theirs
+
+
+def test_an_assistants_last_message_is_gone_on_from() -> None:
+    asked = parse(messages=[*ASKED["messages"], {"role": "assistant", "content": "It is"}])
+    assert (asked.turns, asked.prefix) == ((Turn("user", "2 + 2?"),), "It is")
+
+
+def test_results_of_tools_are_turns() -> None:
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "a"},
+        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "x"}]},
+    ]
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    asked = parse(
+        messages=[
+            *ASKED["messages"],
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": blocks},
+        ]
+    )
+    assert asked.turns[1:] == (
+        Turn("assistant", "", (PastCall("a", "f", "{}"),)),
+        Turn("tool", "", call_id="a"),
+        Turn("tool", "x", call_id="b"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [
+        ({"type": "auto"}, (False, "", True)),
+        ({"type": "any"}, (True, "", True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, (False, "", False)),
+        ({"type": "tool", "name": "weather"}, (True, "weather", True)),
+    ],
+)
+def test_what_may_be_chosen(choice: dict[str, Any], found: tuple[bool, str, bool]) -> None:
+    choosing = parse(tools=[WEATHER], tool_choice=choice).choosing
+    assert (choosing.is_forced, choosing.name, choosing.is_parallel) == found
+    assert [tool.name for tool in choosing.tools] == ["weather"]
+
+
+def test_no_tool_is_offered_where_none_is_wanted() -> None:
+    assert parse(tools=[WEATHER], tool_choice={"type": "none"}).choosing == Choosing()
+
+
+def test_thinking() -> None:
+    assert parse().thinking is None
+    assert parse(thinking={"type": "enabled", "budget_tokens": 1024}).thinking is True
+    assert parse(thinking={"type": "disabled"}).thinking is False
+    assert parse(thinking={"type": "adaptive"}).thinking is None
+    assert parse(output_config={"effort": "none"}).thinking is False
+    assert parse(output_config={"effort": "low"}).template_kwargs == {"reasoning_effort": "low"}
+
+
+def test_an_answer_in_a_format() -> None:
+    format = {"type": "json_schema", "schema": {"type": "object"}}
+    asked = parse(output_config={"format": format})
+    assert asked.ask.format == AnswerFormat("answer", {"type": "object"}, "output_config.format")
+
+
+def test_what_is_counted_is_the_same_prompt() -> None:
+    body = {name: value for name, value in ASKED.items() if name != "max_tokens"}
+    assert parse_count(json.dumps(body).encode()).turns == parse().turns
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [CALL]}]}, "messages[0].content[0]"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": [CALL]},
+                ]
+            },
+            "messages",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": [{**CALL, "input": DEEP}]},
+                    {"role": "user", "content": "b"},
+                ]
+            },
+            "messages[1].content[0].input",
+        ),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": DEEP}]}, "tools[0].input_schema"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        (
+            {"thinking": {"type": "enabled"}, "output_config": {"effort": "none"}},
+            "output_config.effort",
+        ),
+        ({"output_config": {"effort": "most"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ],
+)
+def test_bad_bodies(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.param == param
+    assert str(caught.value)
+
+
+# ---- through a gateway ----
+
+
+def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        whole = (await it.client.post("/v1/messages", json=ASKED)).json()
+        reply = await it.client.post("/v1/messages", json={**ASKED, "stream": True})
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        streamed = message_of(named_events(reply.content))
+        for message in (whole, streamed):
+            thinking = message["content"][0]
+            assert thinking.pop("signature") == message.pop("id")
+        assert whole == streamed
+        assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+        assert whole["content"][1]["text"] == "The answer is 4. 🙂"
+        assert whole["stop_reason"] == "end_turn"
+
+    play(model, scene)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/anthropic/v1/messages"])
+def test_errors_are_in_anthropics_shape(model: ServedModel, path: str) -> None:
+    async def scene(it: World) -> None:
+        for body, headers, status, kind in (
+            ({**ASKED, "model": "other"}, {}, 404, "not_found_error"),
+            ({**ASKED, "max_tokens": 10**6}, {}, 400, "invalid_request_error"),
+            (ASKED, {"x-api-key": "wrong"}, 401, "authentication_error"),
+        ):
+            sent = {"x-api-key": "right", **headers}
+            for where in (path, f"{path}/count_tokens"):
+                if where != path and status == 400:
+                    continue
+                reply = await it.client.post(where, json=body, headers=sent)
+                assert reply.status_code == status
+                error = reply.json()
+                assert (error["type"], error["error"]["type"]) == ("error", kind)
+                assert set(error["error"]) == {"type", "message"}
+        assert (await it.client.get(path)).json()["error"]["type"] == "invalid_request_error"
+        bearer = {"authorization": "Bearer right"}
+        assert (await it.client.post(path, json=ASKED, headers=bearer)).status_code == 200
+
+    play(model, scene, keys=("right",))
+
+
+def test_a_stream_that_waits_pings(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        it.units.go.clear()
+        asyncio.get_running_loop().call_later(0.2, it.units.go.set)
+        reply = await it.client.post("/v1/messages", json={**ASKED, "stream": True})
+        assert reply.content.startswith(b'event: ping\ndata: {"type":"ping"}\n\n')
+        assert message_of(named_events(reply.content))["stop_reason"] == "end_turn"
+
+    play(model, scene, patience=Patience(keep_alive_s=0.05))
+
+
+def test_tokens_that_a_cache_had_are_counted_apart(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        body = {**ASKED, "system": "Add. " * 60}
+        first = (await it.client.post("/v1/messages", json=body)).json()["usage"]
+        second = (await it.client.post("/v1/messages", json=body)).json()["usage"]
+        assert first["cache_read_input_tokens"] == 0
+        assert second["cache_read_input_tokens"] >= 64
+        assert sum(second[name] for name in second if name != "output_tokens") == sum(
+            first[name] for name in first if name != "output_tokens"
+        )
+        counted = await it.client.post("/v1/messages/count_tokens", json=body)
+        assert counted.json() == {"input_tokens": first["input_tokens"]}
+        start = named_events(
+            (await it.client.post("/v1/messages", json={**body, "stream": True})).content
+        )[0]["message"]["usage"]
+        assert start["cache_read_input_tokens"] == second["cache_read_input_tokens"]
+
+    play(model, scene)
+
+
+# ---- Anthropic's client ----
+
+
+@pytest.fixture(scope="module")
+def taught() -> Iterator[ServedModel]:
+    with tool_model() as made:
+        yield made
+
+
+def client_of(it: Serving, **options: Any) -> Anthropic:
+    given = {"base_url": it.url, "api_key": "none", "max_retries": 0, "timeout": 30, **options}
+    return Anthropic(**given)
+
+
+def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
+    with (
+        serving(model, spell(model, TEXT)) as it,
+        client_of(it, base_url=f"{it.url}/anthropic") as client,
+    ):
+        with client.messages.stream(**ASKED) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        whole = client.messages.create(**ASKED)
+        assert text == "The answer is 4. 🙂"
+        assert [block.type for block in final.content] == ["thinking", "text"]
+        assert [b.to_dict() | {"signature": ""} for b in final.content] == [
+            b.to_dict() | {"signature": ""} for b in whole.content
+        ]
+        assert (final.stop_reason, final.usage) == (whole.stop_reason, whole.usage)
+        counted = client.messages.count_tokens(model="small", messages=ASKED["messages"])
+        assert counted.input_tokens == whole.usage.input_tokens
+
+
+def test_the_client_raises_its_own_errors(model: ServedModel) -> None:
+    with serving(model, spell(model, TEXT), keys=("k",)) as it:
+        with client_of(it) as client, pytest.raises(anthropic.AuthenticationError):
+            client.messages.create(**ASKED)
+        with client_of(it, api_key="k") as client:
+            with pytest.raises(anthropic.BadRequestError, match="temperature"):
+                client.messages.create(**ASKED, extra_body={"temperature": 3})
+            with pytest.raises(anthropic.NotFoundError):
+                client.messages.create(**{**ASKED, "model": "other"})
+            assert client.messages.create(**ASKED).stop_reason == "end_turn"
+        with Anthropic(base_url=it.url, auth_token="k", api_key=None, max_retries=0) as client:
+            assert client.messages.create(**ASKED).stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_its_tool_runner_calls_and_goes_on(taught: ServedModel, streams: bool) -> None:
+    asked: list[str] = []
+
+    @beta_tool
+    def weather(city: str) -> str:
+        """The weather there.
+
+        Args:
+            city: where
+        """
+        asked.append(city)
+        return f"{city}: rain"
+
+    script = calls_then("weather", '{"city": "Oslo"}', lambda result: f"It says {result}.")
+    with serving(taught, script) as it, client_of(it) as client:
+        runner = client.beta.messages.tool_runner(
+            **{**ASKED, "max_tokens": 400}, tools=[weather], stream=streams
+        )
+        last = None
+        for turn in runner:
+            last = turn.get_final_message() if streams else turn
+    assert asked == ["Oslo"]
+    assert last is not None
+    assert last.content[-1].text == "It says Oslo: rain."
+    assert last.stop_reason == "end_turn"
+
+
+def test_two_calls_with_text_around_them(taught: ServedModel) -> None:
+    calls = written(V31, ("weather", '{"city": "Ö"}'), ("weather", "{}"))
+    with serving(taught, says(lambda _: f"See. {calls} Done.")) as it, client_of(it) as client:
+        asked = {**ASKED, "max_tokens": 400, "tools": [WEATHER]}
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        whole = client.messages.create(**asked)
+        for message in (whole, streamed):
+            assert [block.type for block in message.content] == [
+                *("text", "tool_use", "tool_use", "text")
+            ]
+            assert message.content[1].input == {"city": "Ö"}
+            assert message.stop_reason == "tool_use"
+        one = client.messages.create(
+            **asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+        )
+        assert [block.type for block in one.content] == ["text", "tool_use"]
+
+
+class Verdict(BaseModel):
+    colour: str
+
+
+def test_its_parsed_answers(model: ServedModel) -> None:
+    """The schema that the client makes reaches the ranks as a grammar."""
+    with serving(model, spell(model, '</think>{"colour": "red"}')) as it, client_of(it) as client:
+        found = client.messages.parse(**ASKED, output_format=Verdict)
+        assert found.parsed_output == Verdict(colour="red")
+        grammar = it.world.units.submitted[0].sampling.grammar
+        assert grammar is not None
+        assert "colour" in grammar.text
+
+
+def test_a_stream_that_fails_says_so(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "_GRACE_S", 0.0)
+
+    async def scene(it: World) -> None:
+        it.units.go.clear()
+        reply = await it.client.post("/v1/messages", json={**ASKED, "stream": True})
+        it.units.go.set()
+        last = reply.content.split(b"\n\n")[-2].decode()
+        assert last.startswith("event: error\ndata: ")
+        error = json.loads(last.partition("data: ")[2])
+        assert (error["type"], error["error"]["type"]) == ("error", "timeout_error")
+
+    play(
+        model,
+        scene,
+        limits=LimitsConfig(request_timeout_s=0.3),
+        patience=Patience(keep_alive_s=0.05),
+    )

@@ -1,0 +1,149 @@
+"""Parts of a reply: the same whatever pieces it came in, and the same streamed as whole, in both
+formats that answer in parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hadal.core.messages import Token
+from hadal.gateway.messages import MessagesFormatter
+from hadal.gateway.openai import Turn
+from hadal.gateway.parts import PartFold, PartKind, parts_of
+from hadal.gateway.replies import Head, Outcome, Usage
+from hadal.gateway.responses import ResponseFormatter, ResponsesRequest
+from hadal.gateway.stream import Assembler, Calls, Piece
+from hadal.gateway.tools import FORMATS, CallReader, Choosing, ToolFormat
+from tests.fresh import FULL
+
+from .event_streams import message_of, named_events, response_of
+from .test_tools import V31, VOCABULARY, WEATHER, replies, written
+
+HEAD = Head("resp_0_abc", 5, "small", "hadal-test")
+USAGE = Usage(10, 7, 3, 4)
+ASKED = ResponsesRequest(model="small", input="hi")
+
+
+def pieces_of(
+    format: ToolFormat,
+    ids: Sequence[int],
+    cuts: Sequence[int],
+    *,
+    stops: tuple[str, ...] = (),
+    finish: str = "stop",
+) -> list[Piece]:
+    """What these tokens bring, pushed in pieces; ids of calls are numbers."""
+    assembler = Assembler(
+        VOCABULARY, sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,)))
+    )
+    numbers = iter(range(1000))
+    assembler._reader = CallReader(format, lambda: f"call_{next(numbers)}")
+    tokens = [Token("r", 0, i, token) for i, token in enumerate(ids)]
+    tokens.append(Token("r", 0, len(ids), 0, finish))
+    pieces, begin = [], 0
+    for cut in [*sorted(cuts), len(tokens)]:
+        pieces.append(assembler.push(tokens[begin:cut]))
+        begin = max(begin, cut)
+    return pieces
+
+
+def added(pieces: Sequence[Piece]) -> Piece:
+    whole = Piece()
+    for piece in pieces:
+        whole.add(piece)
+    return whole
+
+
+def message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """As a client of /v1/messages reads the stream."""
+    reply = MessagesFormatter(HEAD, VOCABULARY)
+    data = reply.begin(USAGE) + b"".join(reply.chunks(0, piece) for piece in pieces)
+    return message_of(named_events(data + reply.end(USAGE)))
+
+
+def whole_message(piece: Piece) -> dict[str, Any]:
+    reply = MessagesFormatter(HEAD, VOCABULARY)
+    body: dict[str, Any] = json.loads(reply.whole([Outcome(0, piece, True)], USAGE))
+    return body
+
+
+def response(pieces: Sequence[Piece], kept: list[tuple[bytes, Turn]]) -> dict[str, Any]:
+    """As a client of /v1/responses reads the stream."""
+    reply = ResponseFormatter(HEAD, VOCABULARY, ASKED, lambda *each: kept.append(each))
+    data = reply.begin(USAGE) + b"".join(reply.chunks(0, piece) for piece in pieces)
+    return response_of(named_events(data + reply.end(USAGE)))
+
+
+def whole_response(piece: Piece, kept: list[tuple[bytes, Turn]]) -> dict[str, Any]:
+    reply = ResponseFormatter(HEAD, VOCABULARY, ASKED, lambda *each: kept.append(each))
+    body: dict[str, Any] = json.loads(reply.whole([Outcome(0, piece, True)], USAGE))
+    return body
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=10_000 if FULL else 150, deadline=None)
+@given(data=st.data())
+def test_any_cut_of_any_reply_adds_up_to_the_whole_one(name: str, data: st.DataObject) -> None:
+    format = FORMATS[name]
+    ids = VOCABULARY.encode_controlled(data.draw(replies(format)))
+    cuts = data.draw(st.lists(st.integers(0, len(ids) + 1), max_size=8))
+    finish = data.draw(st.sampled_from(("stop", "length")))
+    stops = data.draw(st.sampled_from(((), ("a",), ("`",))))
+    cut = pieces_of(format, ids, cuts, stops=stops, finish=finish)
+    singly = pieces_of(format, ids, range(len(ids) + 1), stops=stops, finish=finish)
+    at_once = pieces_of(format, ids, [], stops=stops, finish=finish)[0]
+    body, kept = whole_message(at_once), []
+    found = whole_response(at_once, kept)
+    for pieces in (cut, singly):
+        assert whole_message(added(pieces)) == message(pieces) == body
+        assert whole_response(added(pieces), kept) == response(pieces, kept) == found
+    assert len({(raw, turn) for raw, turn in kept}) == 1
+    assert json.loads(kept[0][0]) == found
+    assert kept[0][1].content == at_once.content
+
+
+def test_parts_come_in_their_order() -> None:
+    text = (
+        f"<think>Two.</think>See.{written(V31, ('weather', '[1]'))} And {written(V31, ('f', ''))}."
+    )
+    ids = VOCABULARY.encode_controlled(text)
+    for cuts in ([], range(len(ids)), [40, 41, 42]):
+        fold = PartFold()
+        for piece in pieces_of(V31, ids, cuts):
+            fold.take(piece)
+        assert [(part.kind, part.name, part.text) for part in fold.parts] == [
+            (PartKind.REASONING, "", "Two."),
+            (PartKind.TEXT, "", "See."),
+            (PartKind.CALL, "weather", "[1]"),
+            (PartKind.TEXT, "", " And "),
+            (PartKind.CALL, "f", ""),
+            (PartKind.TEXT, "", "."),
+        ]
+
+
+def test_what_is_no_object_is_not_lost() -> None:
+    for arguments, found in (
+        ('{"a": 1e400, "b": [1]}', {"INVALID_JSON": '{"a": 1e400, "b": [1]}'}),
+        ('{"a": 12345678901234567}', {"a": 12345678901234567}),
+        ('{"city": "Os', {"INVALID_JSON": '{"city": "Os'}),
+        ("[1]", {"INVALID_JSON": "[1]"}),
+        ("", {}),
+    ):
+        ids = VOCABULARY.encode_controlled(written(V31, ("weather", arguments)))
+        (call,) = whole_message(added(pieces_of(V31, ids, [])))["content"]
+        assert call["input"] == found
+
+
+def test_a_stop_string_is_told() -> None:
+    ids = VOCABULARY.encode_controlled("One, two, three")
+    pieces = pieces_of(V31, ids, [3], stops=("two",))
+    body = message(pieces)
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "two")
+    assert body["content"] == [{"type": "text", "text": "One, "}]
+    assert parts_of(added(pieces))[0].text == "One, "

@@ -1,0 +1,355 @@
+"""/v1/responses: what bodies mean, what is kept, and OpenAI's own client at a real port."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from hadal.core.config import GatewayConfig
+from hadal.core.errors import RequestError
+from hadal.gateway.openai import AnswerFormat, ChatAsk, Turn, parse_chat
+from hadal.gateway.responses import ResponseAsk, parse_response
+from hadal.gateway.service import ServedModel
+
+from .event_streams import named_events, response_of
+from .scenes import TEXT, error_of, play
+from .serving import Serving, serving
+from .tool_model import calls_then, tool_model
+from .world import World, spell
+
+ASKED: dict[str, Any] = {"model": "small", "input": "2 + 2?"}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather there",
+    "parameters": PARAMETERS,
+}
+
+
+def parse(**fields: Any) -> ResponseAsk:
+    return parse_response(json.dumps({**ASKED, **fields}).encode())
+
+
+def chat(**fields: Any) -> ChatAsk:
+    return parse_chat(json.dumps({"model": "small", **fields}).encode())
+
+
+# ---- what bodies mean ----
+
+
+def test_a_conversation_is_the_same_chat() -> None:
+    ours = parse(
+        instructions="Be brief.",
+        max_output_tokens=60,
+        temperature=0.5,
+        top_p=0.9,
+        tools=[WEATHER],
+        tool_choice={"type": "function", "name": "weather"},
+        parallel_tool_calls=False,
+        reasoning={"effort": "none", "summary": "auto"},
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "x", "text": "Well."}]},
+            {
+                "type": "message",
+                "role": "assistant",
+                "id": "msg_1",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}],
+            },
+            {
+                "type": "function_call",
+                "call_id": "c1",
+                "name": "weather",
+                "arguments": '{"city":"Oslo"}',
+            },
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            {"role": "developer", "content": "Now."},
+        ],
+    )
+    function = {"name": "weather", "arguments": '{"city":"Oslo"}'}
+    theirs = chat(
+        max_tokens=60,
+        temperature=0.5,
+        top_p=0.9,
+        tools=[
+            {
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "description": "The weather there",
+                    "parameters": PARAMETERS,
+                },
+            }
+        ],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        parallel_tool_calls=False,
+        reasoning_effort="none",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Oslo?"},
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "system", "content": "Now."},
+        ],
+    )
+    found = ours.after(())
+    assert found.ask.max_name == "max_output_tokens"
+    assert found == ChatAsk(**{**vars(theirs), "ask": found.ask})
+    same = {**vars(found.ask), "max_name": theirs.ask.max_name}
+    assert same == vars(theirs.ask)
+
+
+def test_what_was_said_before_comes_behind_the_instructions() -> None:
+    before = (Turn("user", "a"), Turn("assistant", "b"))
+    turns = parse(instructions="Be brief.").after(before).turns
+    assert turns == (Turn("system", "Be brief."), *before, Turn("user", "2 + 2?"))
+
+
+def test_an_answer_in_a_format() -> None:
+    schema = {"type": "object"}
+    given = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    format = parse(text={"format": given}).chat.ask.format
+    assert format == AnswerFormat("answer", schema, "text.format")
+    assert parse(text={"format": {"type": "text"}}).chat.ask.format is None
+    loose = parse(text={"format": {"type": "json_object"}}).chat.ask.format
+    assert loose == AnswerFormat("json_object", None, "text.format")
+
+
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [{**WEATHER, "parameters": DEEP}]}, "tools[0].parameters"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [WEATHER], "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a b"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "most"}}, "reasoning.effort"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"metadata": {"a": "b" * 600}}, "metadata"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+    ],
+)
+def test_bad_bodies(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.param == param
+    assert "response_format" not in str(caught.value)
+
+
+# ---- through a gateway ----
+
+
+def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        whole = (await it.client.post("/v1/responses", json=ASKED)).json()
+        reply = await it.client.post("/v1/responses", json={**ASKED, "stream": True})
+        streamed = response_of(named_events(reply.content))
+        for response in (whole, streamed):
+            Response.model_validate(response, strict=True)
+            assert response.pop("created_at")
+            response.pop("id")
+            for item in response["output"]:
+                item.pop("id")
+        assert whole == streamed
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+
+    play(model, scene)
+
+
+def test_what_is_cut_off_is_incomplete(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        body = {**ASKED, "max_output_tokens": 9}
+        whole = (await it.client.post("/v1/responses", json=body)).json()
+        reply = await it.client.post("/v1/responses", json={**body, "stream": True})
+        events = named_events(reply.content)
+        assert events[-1]["type"] == "response.incomplete"
+        for response in (whole, response_of(events)):
+            assert response["status"] == "incomplete"
+            assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+
+    play(model, scene)
+
+
+def test_a_response_is_gone_on_from(model: ServedModel) -> None:
+    """The prompt is that of the whole conversation, without the first one's instructions."""
+
+    async def scene(it: World) -> None:
+        first = (
+            await it.client.post("/v1/responses", json={**ASKED, "instructions": "Be brief."})
+        ).json()
+        second = (
+            await it.client.post(
+                "/v1/responses",
+                json={**ASKED, "input": "And?", "previous_response_id": first["id"]},
+            )
+        ).json()
+        assert second["previous_response_id"] == first["id"]
+        await it.client.delete(f"/v1/responses/{first['id']}")  # The second has all of it.
+        third = {**ASKED, "input": "So?", "previous_response_id": second["id"], "store": False}
+        unkept = (await it.client.post("/v1/responses", json=third)).json()
+        assert unkept["store"] is False
+        said = {"role": "assistant", "content": "The answer is 4. 🙂"}
+        messages = [
+            {"role": "user", "content": "2 + 2?"},
+            said,
+            {"role": "user", "content": "And?"},
+            said,
+            {"role": "user", "content": "So?"},
+        ]
+        await it.client.post("/v1/chat/completions", json={"model": "small", "messages": messages})
+        *_, responded, chatted = it.units.submitted
+        assert responded.prompt == chatted.prompt
+        gone = await it.client.get(f"/v1/responses/{unkept['id']}")
+        assert error_of(gone, 404, "response_not_found")
+
+    play(model, scene)
+
+
+def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
+        made = (await it.client.post("/v1/responses", json=ASKED, headers=mine)).json()
+        path = f"/v1/responses/{made['id']}"
+        assert (await it.client.get(path)).status_code == 401
+        for method in ("GET", "DELETE"):
+            reply = await it.client.request(method, path, headers=other)
+            error_of(reply, 404, "response_not_found")
+        asked = {**ASKED, "previous_response_id": made["id"]}
+        reply = await it.client.post("/v1/responses", json=asked, headers=other)
+        assert error_of(reply, 400, "previous_response_not_found")["param"] == (
+            "previous_response_id"
+        )
+        assert (await it.client.get(path, headers=mine)).json() == made
+        items = (await it.client.get(f"{path}/input_items", headers=mine)).json()
+        assert items["data"][0]["content"] == [{"type": "input_text", "text": "2 + 2?"}]
+        deleted = (await it.client.delete(path, headers=mine)).json()
+        assert deleted == {"id": made["id"], "object": "response", "deleted": True}
+        error_of(await it.client.get(path, headers=mine), 404)
+        assert it.gateway.responses.own.check() == []
+
+    play(model, scene, keys=("mine", "other"))
+
+
+def test_where_nothing_is_kept_it_is_said(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        made = (await it.client.post("/v1/responses", json=ASKED)).json()
+        assert made["store"] is False
+        asked = {**ASKED, "previous_response_id": made["id"]}
+        reply = await it.client.post("/v1/responses", json=asked)
+        assert "keeps no responses" in error_of(reply, 400)["message"]
+
+    play(model, scene, settings=GatewayConfig(keep_responses_s=0.0))
+
+
+# ---- OpenAI's client ----
+
+
+@pytest.fixture(scope="module")
+def taught() -> Iterator[ServedModel]:
+    with tool_model() as made:
+        yield made
+
+
+def client_of(it: Serving) -> OpenAI:
+    return OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
+    with serving(model, spell(model, TEXT)) as it, client_of(it) as client:
+        whole = client.responses.create(**ASKED)
+        assert whole.output_text == "The answer is 4. 🙂"
+        kinds = []
+        with client.responses.stream(**ASKED) as stream:
+            for event in stream:
+                kinds.append(event.type)
+            final = stream.get_final_response()
+        assert final.output_text == whole.output_text
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == "response.completed"
+        assert {"response.reasoning_text.delta", "response.output_text.done"} <= set(kinds)
+        assert client.responses.retrieve(whole.id) == whole
+        assert client.responses.input_items.list(whole.id).data[0].type == "message"
+        client.responses.delete(whole.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(whole.id)
+
+
+def test_calls_and_their_results(taught: ServedModel) -> None:
+    script = calls_then("weather", '{"city": "Oslo"}', lambda result: f"It says {result}.")
+    with serving(taught, script) as it, client_of(it) as client:
+        first = client.responses.create(**ASKED, tools=[WEATHER])
+        text, call = first.output
+        assert text.type == "message"
+        assert call.type == "function_call"
+        assert (call.name, call.arguments) == ("weather", '{"city": "Oslo"}')
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        kept = client.responses.create(
+            **{**ASKED, "input": [result]}, tools=[WEATHER], previous_response_id=first.id
+        )
+        sent = client.responses.create(
+            **{
+                **ASKED,
+                "input": [{"role": "user", "content": "2 + 2?"}, *first.output, result],
+            },
+            tools=[WEATHER],
+        )
+        assert kept.output_text == sent.output_text == "It says rain."
+        first_prompt, second_prompt = (one.prompt for one in it.world.units.submitted[1:])
+        assert first_prompt == second_prompt
+        with client.responses.stream(**ASKED, tools=[WEATHER]) as stream:
+            deltas = [e.delta for e in stream if e.type.endswith("function_call_arguments.delta")]
+            final = stream.get_final_response()
+        assert "".join(deltas) == '{"city": "Oslo"}'
+        assert final.output[1].type == "function_call"
+
+
+class Verdict(BaseModel):
+    colour: str
+
+
+def test_its_parsed_answers(model: ServedModel) -> None:
+    with serving(model, spell(model, '</think>{"colour": "red"}')) as it, client_of(it) as client:
+        found = client.responses.parse(**ASKED, text_format=Verdict)
+        assert found.output_parsed == Verdict(colour="red")
+        grammar = it.world.units.submitted[0].sampling.grammar
+        assert grammar is not None
+        assert "colour" in grammar.text

@@ -1,0 +1,52 @@
+"""A model that was taught to call tools, in DeepSeek-V3.1's form: what a gateway knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+from hadal.core.messages import Generation
+from hadal.gateway.chat import ChatFormat
+from hadal.gateway.openai import SamplingDefaults
+from hadal.gateway.service import ServedModel
+
+from .fake_units import Script
+from .test_tools import BOS, EOS, LISTING, V31, V31_TEMPLATE, VOCABULARY, written
+
+
+@contextmanager
+def tool_model() -> Iterator[ServedModel]:
+    """Named "small"; its template lists tools."""
+    with closing(ChatFormat(VOCABULARY, LISTING + V31_TEMPLATE, BOS, EOS, "here")) as chat:
+        yield ServedModel(
+            name="small",
+            vocabulary=VOCABULARY,
+            chat=chat,
+            context_tokens=16_384,
+            vocab_size=len(VOCABULARY),
+            eos_ids=(VOCABULARY.control_ids[EOS],),
+            bos_id=None,
+            sampling=SamplingDefaults(),
+        )
+
+
+def says(choose: Callable[[str], str]) -> Script:
+    """A model that answers a prompt with the text that `choose` finds for it."""
+
+    def script(generation: Generation, index: int) -> int:
+        ids = VOCABULARY.encode_controlled(choose(VOCABULARY.decode(generation.prompt)))
+        return ids[index] if index < len(ids) else VOCABULARY.control_ids[EOS]
+
+    return script
+
+
+def calls_then(name: str, arguments: str, answer: Callable[[str], str]) -> Script:
+    """A model that calls a tool once, then answers with what it makes of the result."""
+
+    def choose(prompt: str) -> str:
+        _, found, result = prompt.rpartition("<out>")
+        if found:
+            return answer(result.partition("</out>")[0])
+        return "Let me see." + written(V31, (name, arguments))
+
+    return says(choose)
