@@ -36,7 +36,16 @@ from hadal.gateway.shapes import (
 )
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
-_STREAM = "text/event-stream"
+_STREAM = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
+"""Of each event; its `data` is JSON, or [DONE] where OpenAI's older endpoints end."""
 ALWAYS = (403, 421)
 """What any path may answer: a server without keys is asked by a name or a page that is not its
 own.
@@ -163,9 +172,7 @@ def _operation(
 ) -> dict[str, Any]:
     about = row.about
     schema = {"type": "string"} if about.reply is None else kind_to_schema[about.reply]
-    content = {about.media_type: {"schema": schema}}
-    if about.streams:
-        content[_STREAM] = {"schema": {"type": "string"}}
+    content = {about.media_type: {"schema": schema}} | (_STREAM if about.streams else {})
     responses = {
         str(status): {"description": http.HTTPStatus(status).phrase, "content": content}
         for status in (200, *about.other_statuses)

@@ -47,8 +47,8 @@ WEATHER = Tool(
 """Whose description tries to be more than a text."""
 
 
-def vocabulary_of(controls: Sequence[str]) -> Vocabulary:
-    """Bytes, and these control tokens."""
+def tokenizer_of(controls: Sequence[str]) -> dict[str, Any]:
+    """A tokenizer.json of bytes and these control tokens."""
     chars = {byte: char for char, byte in byte_of_char().items()}
     special = [{"id": 256 + i, "content": text, "special": True} for i, text in enumerate(controls)]
     level = {
@@ -57,7 +57,7 @@ def vocabulary_of(controls: Sequence[str]) -> Vocabulary:
         "use_regex": False,
         "trim_offsets": False,
     }
-    fields = {
+    return {
         "model": {
             "type": "BPE",
             "vocab": {chars[byte]: byte for byte in range(256)},
@@ -70,7 +70,11 @@ def vocabulary_of(controls: Sequence[str]) -> Vocabulary:
             for each in special
         ],
     }
-    return Vocabulary(fields, "here")
+
+
+def vocabulary_of(controls: Sequence[str]) -> Vocabulary:
+    """Bytes, and these control tokens."""
+    return Vocabulary(tokenizer_of(controls), "here")
 
 
 VOCABULARY = vocabulary_of(CONTROLS)

@@ -1,0 +1,74 @@
+"""A running server against its own description: schemathesis draws requests from /openapi.json, good
+ones and bad ones, and compares what comes back.
+
+That a body which the description allows is accepted is not asked: rules between fields, such as
+"top_logprobs needs logprobs", no schema says, and those are refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.openapi_hooks import MODEL
+from tests.dist.serving import StartServer, blocks_used, metric, wait_until
+from tests.fresh import FULL
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "missing_required_header",
+    "unsupported_method",
+    "use_after_free",
+    "ignored_auth",
+)
+NUM_EXAMPLES, PHASES = (200, "coverage,fuzzing,stateful") if FULL else (2, "coverage,fuzzing")
+TIMEOUT_S = 3000 if FULL else 250
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("has_keys", [False, True] if FULL else [True])
+def test_what_is_served_is_what_is_described(
+    start_server: StartServer, tmp_path: Path, has_keys: bool
+) -> None:
+    arguments = ("--api-key", "k") if has_keys else ()
+    server = start_server(*arguments, limits={"default_output_tokens": 4})
+    command = [
+        *(str(Path(sys.executable).with_name("schemathesis")), "run"),
+        f"{server.url}/openapi.json",
+        *("--checks", ",".join(CHECKS), "--phases", PHASES),
+        *("--max-examples", str(NUM_EXAMPLES), "--request-timeout", "30"),
+        *("--exclude-path", "/trace"),  # A unit without work takes no steps: 504, after a while.
+        *("--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off"),
+        *("--no-color", "--generation-database", "none"),
+        *(() if FULL else ("--seed", "1")),
+        *(("--header", "Authorization: Bearer k") if has_keys else ()),
+    ]
+    model = "hadal-tiny"
+    environment = {**os.environ, MODEL: model, "SCHEMATHESIS_HOOKS": "tests.dist.openapi_hooks"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    ran = subprocess.run(
+        command,
+        cwd=tmp_path,  # It leaves a folder of its own there.
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    print(ran.stdout[-20_000:], ran.stderr[-2000:])
+    assert ran.returncode == 0
+    for name in ("chat", "completions", "messages", "responses"):
+        answered = f'endpoint="{name}",status="200"'
+        assert metric(server, "hadal_requests_total", answered) > 0, "some were good"
+    if not has_keys:
+        wait_until(lambda: blocks_used(server) == 0, 30.0, "nothing is left of it")
