@@ -421,6 +421,8 @@ def parse_chat(body: bytes) -> ChatAsk:
     request = decode(body, ChatRequest)
     if request.functions:
         raise RequestError("functions are not supported; send tools.", "functions")
+    for index, tool in enumerate(request.tools or []):
+        check_depth(tool, f"tools[{index}]")
     tools = read_tools(request.tools or [])
     choosing = read_choice(request.tool_choice, tools, request.parallel_tool_calls)
     if request.top_logprobs is not None and not request.logprobs:

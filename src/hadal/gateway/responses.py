@@ -517,7 +517,7 @@ class ResponseFormatter:
             "store": self._keep is not None,
             "temperature": asked.temperature,
             "text": {"format": {"type": "text"} if format is None else _format_fields(format)},
-            "tool_choice": asked.tool_choice or "auto",
+            "tool_choice": _choice_fields(asked.tool_choice),
             "tools": asked.tools or [],
             "top_p": asked.top_p,
             "truncation": "disabled",
@@ -533,6 +533,13 @@ def _format_fields(format: TextFormat) -> dict[str, Any]:
     if format.type == "json_schema":
         fields |= {"name": format.name, "schema": format.schema, "strict": format.strict}
     return fields
+
+
+def _choice_fields(choice: Any) -> Any:
+    """What was chosen, without whatever else stood there."""
+    if isinstance(choice, dict):
+        return {"type": "function", "name": choice.get("name")}
+    return choice or "auto"
 
 
 def _output_text(text: str) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def completion(**fields: Any) -> Any:
         ({"response_format": schema_format(), "min_tokens": 3}, "min_tokens"),
         ({"response_format": schema_format(), "tools": [tool("f")]}, "response_format"),
         ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [tool("f", parameters=nested(70))]}, "tools[0]"),
         ({"functions": [{}]}, "functions"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs[...]"),

@@ -49,6 +49,38 @@ def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_quotas_hold_in_every_format(model: ServedModel, path: str, stream: bool) -> None:
+    async def story() -> None:
+        keys = ("a requests=1 tokens_per_minute=6000", "b")
+        script = spell(model, "</think>abc", then_stop=False)
+        async with world(model, script, keys=keys, step_s=0.02) as of:
+            of.gateway.take_keys(of.gateway.keys)
+            long = asyncio.create_task(ask(of, stream=True, max_tokens=40))
+            while of.gateway.host.num_open < 1:
+                await asyncio.sleep(0.001)
+            body = {
+                **{"model": "small", "stream": stream, "max_tokens": 3, "max_output_tokens": 3},
+                **{"input": "a", "messages": [{"role": "user", "content": "a"}]},
+            }
+            refused = await of.client.post(path, json=body, headers={"x-api-key": "a"})
+            assert refused.status_code == 429
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert (refused.json().get("type") == "error") == (path == "/v1/messages")
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+            assert refused.headers["retry-after"] == "1"
+            other = await of.client.post(path, json=body, headers={"x-api-key": "b"})
+            assert other.status_code == 200
+            await long
+            served = await of.client.post(path, json=body, headers={"x-api-key": "a"})
+            assert served.status_code == 200
+            assert served.headers["x-ratelimit-limit-tokens"] == "6000"
+            await of.settle()
+
+    asyncio.run(story())
+
+
 def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -> None:
     async def story() -> None:
         keys = ("a requests=2", "b")
