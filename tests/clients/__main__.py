@@ -1,0 +1,339 @@
+"""What other people's clients and suites make of a server of ours.
+
+    python -m tests.clients                       # starts hadal-tiny, tries everything, prints the table
+    python -m tests.clients --only openai --url http://127.0.0.1:8000
+    python -m tests.clients --write               # and writes docs/clients.md
+
+Each client gets an environment of its own in .peers/clients/, since some hold others' versions
+back. Packages come from PyPI and npm; what cannot be installed is a row that says so. The scripts
+in python/ and js/ are ours, the suites are others': llm-comply, and the tests of openai-python's
+API resources, from its source distribution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from bench.server import launched, wait_ready
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+ENVIRONMENTS = ROOT / ".peers" / "clients"
+DOCUMENT = ROOT / "docs" / "clients.md"
+START_TIMEOUT_S = 90.0
+INSTALL_TIMEOUT_S = 600.0
+CLIENT_TIMEOUT_S = 400.0
+
+OPENAI = "openai==2.54.0"
+PYTHON: dict[str, tuple[str, ...]] = {
+    "openai": (OPENAI,),
+    "anthropic": ("anthropic==2.14.0",),
+    "langchain": (
+        "langchain==1.5.2",
+        "langchain-openai==1.7.4",
+        "langchain-deepseek==1.1.1",
+        "langchain-anthropic==1.7.10",
+    ),
+    # anthropic 2 moved to another HTTP library, which pydantic-ai does not know yet.
+    "pydantic": ("pydantic-ai-slim[openai,anthropic]==2.68.0", "anthropic==1.17.0"),
+    "llama_index": (
+        "llama-index-core==0.14.25",
+        "llama-index-llms-openai-like==0.8.1",
+        "llama-index-llms-deepseek==0.4.1",
+    ),
+    "agents": ("openai-agents==0.20.0", "instructor==1.17.0"),
+}
+"""What a script in python/ needs, by its name without `_client.py`."""
+NPM = (
+    "ai@6.0.326",
+    "@ai-sdk/deepseek@2.0.69",
+    "@ai-sdk/openai-compatible@2.0.92",
+    "@ai-sdk/openai@3.0.141",
+    "@ai-sdk/anthropic@3.0.140",
+    "openai@6.49.0",
+    "zod@4.6.7",
+)
+COMPLY = "llm-comply==0.5.0"
+COMPLY_FORMATS = {
+    "openai-chat": (),
+    "open-responses": (),
+    "anthropic": ("--auth-header", "x-api-key", "--no-bearer"),
+}
+RESOURCE_TESTS = (
+    "tests/api_resources/test_models.py",
+    "tests/api_resources/chat/test_completions.py",
+    "tests/api_resources/test_completions.py",
+    "tests/api_resources/test_responses.py",
+    "tests/api_resources/test_files.py",
+    "tests/api_resources/test_batches.py",
+)
+CLIENTS = (*PYTHON, "js", "comply", "resources")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One row: what a client did."""
+
+    client: str
+    what: str
+    ok: bool
+    seen: str
+
+
+class Missing(RuntimeError):
+    """What cannot be installed here; the text says why."""
+
+
+def _called(
+    *command: str | Path, cwd: Path | None = None, timeout_s: float, **env: str
+) -> tuple[int, str, str]:
+    """Run a command to its end or its deadline; returns its exit status, output and errors."""
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=cwd,
+            env={**os.environ, "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        return 124, output, f"still running after {timeout_s:.0f} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+def _install(*command: str | Path, cwd: Path | None = None) -> None:
+    code, _, errors = _called(*command, cwd=cwd, timeout_s=INSTALL_TIMEOUT_S)
+    if code != 0:
+        raise Missing(" ".join(errors.split())[-200:])
+
+
+def _python(name: str, *packages: str) -> Path:
+    """Python of an environment that has these packages; made if it is not there as they say."""
+    folder = ENVIRONMENTS / name
+    stamp = folder / "packages"
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if uv is None:
+        raise Missing("uv is not there; run make setup")
+    if not stamp.is_file() or stamp.read_text() != "\n".join(packages):
+        _install(uv, "venv", "-q", "--clear", "--python", sys.executable, folder)
+        _install(uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *packages)
+        stamp.write_text("\n".join(packages))
+    return folder / "bin" / "python"
+
+
+def _trials(client: str, lines: str, errors: str) -> list[Trial]:
+    """The rows that a script printed; one of its own where it ended before it was through."""
+    trials = [
+        Trial(**json.loads(line)) for line in lines.splitlines() if line.startswith('{"client"')
+    ]
+    if not trials:
+        trials = [Trial(client, "starts", False, " ".join(errors.split())[-200:])]
+    return trials
+
+
+def _scripts(name: str, url: str, model: str) -> list[Trial]:
+    python = _python(name, *PYTHON[name])
+    script = HERE / "python" / f"{name}_client.py"
+    _, lines, errors = _called(
+        python, script, timeout_s=CLIENT_TIMEOUT_S, HADAL_URL=url, HADAL_MODEL=model
+    )
+    return _trials(name, lines, errors)
+
+
+def _javascript(url: str, model: str) -> list[Trial]:
+    if shutil.which("npm") is None:
+        raise Missing("npm is not there; apt-get install npm")
+    folder = ENVIRONMENTS / "js"
+    stamp = folder / "packages"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not stamp.is_file() or stamp.read_text() != "\n".join(NPM):
+        (folder / "package.json").write_text(
+            '{"name": "clients", "private": true, "type": "module"}'
+        )
+        _install("npm", "install", "--silent", "--no-audit", "--no-fund", *NPM, cwd=folder)
+        stamp.write_text("\n".join(NPM))
+    shutil.copy(HERE / "js" / "trials.mjs", folder)
+    _, lines, errors = _called(
+        "node",
+        "trials.mjs",
+        cwd=folder,
+        timeout_s=CLIENT_TIMEOUT_S,
+        HADAL_URL=url,
+        HADAL_MODEL=model,
+    )
+    return _trials("js", lines, errors)
+
+
+def _comply(url: str, model: str) -> list[Trial]:
+    """llm-comply's own verdicts, one row a test. What it skips is no row."""
+    python = _python("comply", COMPLY)
+    trials = []
+    for name, options in COMPLY_FORMATS.items():
+        command = [python.parent / "llm-comply", "-u", f"{url}/v1", "-k", "none", "-m", model]
+        command += ["--format", name, *options, "--json"]
+        _, output, errors = _called(*command, timeout_s=CLIENT_TIMEOUT_S)
+        client = f"{COMPLY.replace('==', ' ')}, {name}"
+        try:
+            results = json.loads(output[output.index("{") :])["results"]
+        except (ValueError, KeyError):
+            trials.append(Trial(client, "runs", False, (errors or output)[-200:]))
+            continue
+        for result in results:
+            if result["status"] != "skipped":
+                seen = (
+                    "; ".join(result.get("errors") or result.get("warnings") or [])
+                    or "as its specification says"
+                )
+                trials.append(
+                    Trial(client, result["name"], result["status"] == "passed", seen[:200])
+                )
+    return trials
+
+
+def _resources(url: str, model: str) -> list[Trial]:
+    """openai-python's tests of its API resources, the model's name put in; one row a test function.
+
+    They try every field that the API has, some of which are not served (audio, images, stored
+    chats); which ones fail is what the row says.
+    """
+    python = _python(
+        "resources", OPENAI, "pytest", "pytest-asyncio", "pytest-xdist", "respx", "rich"
+    )
+    folder = ENVIRONMENTS / "resources-source"
+    source = folder / OPENAI.replace("==", "-")
+    if not source.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        _install(*download, "--no-binary", ":all:", "-d", folder, OPENAI)
+        with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+    trials = []
+    for name in RESOURCE_TESTS:
+        path = source / name
+        path.write_text(re.sub(r'"gpt-[^"]+"', f'"{model}"', path.read_text()))
+        command = (
+            python,
+            "-m",
+            "pytest",
+            name,
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "-rA",
+            "--tb=line",
+        )
+        _, output, errors = _called(
+            *command, cwd=source, timeout_s=CLIENT_TIMEOUT_S, TEST_API_BASE_URL=f"{url}/v1"
+        )
+        passed = len(re.findall(r"^PASSED ", output, re.M))
+        failed = re.findall(
+            r"^FAILED \S+::test_(?:(?:method|raw_response|streaming_response)_)?(\w+)", output, re.M
+        )
+        seen = f"{passed} passed" + (f"; not: {', '.join(sorted(set(failed)))}" if failed else "")
+        if not passed and not failed:
+            failed, seen = ["runs"], (errors or output)[-200:]
+        trials.append(Trial("openai-python's own tests", path.stem, not failed, seen))
+    return trials
+
+
+def tried(name: str, url: str, model: str) -> list[Trial]:
+    """All rows of one client or suite."""
+    try:
+        if name == "js":
+            return _javascript(url, model)
+        if name == "comply":
+            return _comply(url, model)
+        if name == "resources":
+            return _resources(url, model)
+        return _scripts(name, url, model)
+    except Missing as missing:
+        return [Trial(name, "installs", False, str(missing))]
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """hadal-tiny as `hadal serve` starts it, on a free port; yields its URL."""
+    with launched() as server:
+        wait_ready(server, START_TIMEOUT_S)
+        yield "http://{}:{}".format(*server.address)
+
+
+def as_markdown(trials: list[Trial]) -> str:
+    """docs/clients.md."""
+    lines = [
+        "# What other people's clients made of it",
+        "",
+        "Written by `python -m tests.clients --write`, which starts hadal-tiny and tries each client in an",
+        "environment of its own ([tests/clients](../tests/clients/__main__.py)). The scripts are ours, the suites",
+        "(llm-comply, openai-python's tests) are others'.",
+    ]
+    for client in dict.fromkeys(trial.client for trial in trials):
+        lines += ["", f"## {client}", "", "| Tried | | Seen |", "| --- | --- | --- |"]
+        for trial in trials:
+            if trial.client == client:
+                seen = trial.seen.replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+                lines.append(f"| {trial.what} | {'works' if trial.ok else '**fails**'} | {seen} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", help="of a running server, without /v1; otherwise one is started")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=CLIENTS,
+        default=CLIENTS,
+        metavar="CLIENT",
+        help=", ".join(CLIENTS),
+    )
+    parser.add_argument("--write", action="store_true", help="write docs/clients.md")
+    arguments = parser.parse_args()
+    console = Console()
+    trials: list[Trial] = []
+    with served() if arguments.url is None else _given(arguments.url) as url:
+        model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+        for name in arguments.only:
+            with console.status(f"{name} (the first time, it is installed) ..."):
+                found = tried(name, url, model)
+            trials += found
+            table = Table("client", "tried", "", "seen", show_header=name == arguments.only[0])
+            for trial in found:
+                mark = "[green]works[/]" if trial.ok else "[red]fails[/]"
+                table.add_row(trial.client, trial.what, mark, trial.seen[:100].replace("[", "\\["))
+            console.print(table)
+    num_ok = sum(trial.ok for trial in trials)
+    console.print(f"{num_ok} of {len(trials)} work")
+    if arguments.write:
+        DOCUMENT.write_text(as_markdown(trials))
+
+
+@contextmanager
+def _given(url: str) -> Iterator[str]:
+    yield url.rstrip("/").removesuffix("/v1")
+
+
+if __name__ == "__main__":
+    main()

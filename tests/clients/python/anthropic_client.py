@@ -1,0 +1,129 @@
+"""Anthropic's own client against /v1/messages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import anthropic
+from trial import (
+    CALCULATE,
+    KEY,
+    MODEL,
+    PRODUCT,
+    PRODUCT_ANSWER,
+    SUM,
+    SUM_ANSWER,
+    URL,
+    digits,
+    expect,
+    run,
+)
+from trial import calculate as reckon
+
+client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=60)
+ASK: dict = {"model": MODEL, "max_tokens": 300, "extra_body": {"temperature": 0}}
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def create() -> str:
+    """messages.create"""
+    message = client.messages.create(**ASK, messages=[{"role": "user", "content": SUM}])
+    return expect(
+        SUM_ANSWER in text_of(message) and message.stop_reason == "end_turn", text_of(message)
+    )
+
+
+def stream() -> str:
+    """messages.stream"""
+    with client.messages.stream(**ASK, messages=[{"role": "user", "content": SUM}]) as events:
+        text = "".join(events.text_stream)
+        final = events.get_final_message()
+    return expect(SUM_ANSWER in text and final.usage.output_tokens > 0, text)
+
+
+def thinking() -> str:
+    """thinking blocks"""
+    message = client.messages.create(
+        model=MODEL,
+        max_tokens=2000,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        messages=[{"role": "user", "content": SUM}],
+    )
+    kinds = [block.type for block in message.content]
+    return expect(kinds[:1] == ["thinking"] and "text" in kinds, kinds)
+
+
+def tools() -> str:
+    """tool_use, tool_result, the answer"""
+    tool = {
+        "name": "calculate",
+        "description": "Compute with two whole numbers.",
+        "input_schema": CALCULATE,
+    }
+    messages: list = [{"role": "user", "content": PRODUCT}]
+    first = client.messages.create(**ASK, tools=[tool], messages=messages)
+    expect(first.stop_reason == "tool_use", first.stop_reason)
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": str(reckon(**block.input))}
+        for block in first.content
+        if block.type == "tool_use"
+    ]
+    messages += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": results},
+    ]
+    last = client.messages.create(**ASK, tools=[tool], messages=messages)
+    return expect(PRODUCT_ANSWER in digits(text_of(last)), text_of(last))
+
+
+@anthropic.beta_tool
+def calculate(a: int, operation: str, b: int) -> str:
+    """Compute with two whole numbers.
+
+    Args:
+        a: The first number.
+        operation: One of plus, minus, times.
+        b: The second number.
+    """
+    return str(reckon(a, operation, b))
+
+
+def runner() -> str:
+    """beta.messages.tool_runner"""
+    runs = client.beta.messages.tool_runner(
+        **ASK, tools=[calculate], messages=[{"role": "user", "content": PRODUCT}], max_iterations=4
+    )
+    text = "".join(block.text for block in runs.until_done().content if block.type == "text")
+    return expect(PRODUCT_ANSWER in digits(text), text)
+
+
+def count() -> str:
+    """messages.count_tokens"""
+    tokens = client.messages.count_tokens(
+        model=MODEL, messages=[{"role": "user", "content": SUM}]
+    ).input_tokens
+    used = client.messages.create(**ASK, messages=[{"role": "user", "content": SUM}]).usage
+    return expect(
+        tokens == used.input_tokens + (used.cache_read_input_tokens or 0), f"{tokens} tokens"
+    )
+
+
+def errors() -> str:
+    """an unknown model is the client's own error"""
+    try:
+        client.messages.create(
+            model="nobody", max_tokens=5, messages=[{"role": "user", "content": "x"}]
+        )
+    except anthropic.NotFoundError as error:
+        return expect(error.body["error"]["type"] == "not_found_error", error.body)
+    raise AssertionError("the model nobody was taken")
+
+
+if __name__ == "__main__":
+    run(
+        f"anthropic {importlib.metadata.version('anthropic')} (Python)",
+        create, stream, thinking, tools, runner, count, errors,
+    )  # fmt: skip
