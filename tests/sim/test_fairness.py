@@ -49,11 +49,15 @@ class Watch:
     served: Counter[str] = field(default_factory=Counter)
     """Tenant -> cost of its work."""
     num_tokens: Counter[str] = field(default_factory=Counter)
+    first_s: dict[str, float] = field(default_factory=dict)
+    """Request -> when its first token came, in virtual seconds."""
     begun: set[str] = field(default_factory=set)
     ranges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """Of two that wait: least and most that one was ahead by since both do."""
     widest: dict[tuple[str, str], float] = field(default_factory=dict)
     longest: int = 0
+    burst: int = 0
+    """Of the configuration."""
     most: int = 0
     """Tokens that requests placed at one time can come to."""
     left: set[str] = field(default_factory=set)
@@ -65,7 +69,7 @@ class Watch:
 
         def watched(now_s: float, *events: Event) -> list[Effect]:
             effects = handle(now_s, *events)
-            self.saw(effects)
+            self.saw(now_s, effects)
             return effects
 
         def left(tenant: str) -> None:
@@ -75,7 +79,7 @@ class Watch:
         front.handle = watched  # type: ignore[method-assign]
         front.requests.counters.leave = left  # type: ignore[method-assign]
 
-    def saw(self, effects: list[Effect]) -> None:
+    def saw(self, now_s: float, effects: list[Effect]) -> None:
         """Count an event's effects, and look who waits after it."""
         requests = self.world.front.requests
         for effect in effects:
@@ -89,6 +93,8 @@ class Watch:
                 tenant = self.world.clients[effect.request_id].generation.tenant
                 self.served[tenant] += OUTPUT_COST * len(effect.tokens)
                 self.num_tokens[tenant] += len(effect.tokens)
+                if effect.tokens:
+                    self.first_s.setdefault(effect.request_id, now_s)
         self.most = max(
             self.most,
             sum(len(r.generation.prompt) + r.generation.max_tokens for r in requests.placed()),
@@ -111,7 +117,7 @@ class Watch:
     def bound(self, pair: tuple[str, str]) -> float:
         """Of the difference of two tenants' service while both wait; without weights, 2 max(...)."""
         most = max(INPUT_COST * self.longest, OUTPUT_COST * self.most)
-        return sum(most / self.weights[tenant] for tenant in pair)
+        return self.burst + sum(most / self.weights[tenant] for tenant in pair)
 
 
 def drawn_world(seed: int) -> tuple[World, Watch, int]:
@@ -119,13 +125,16 @@ def drawn_world(seed: int) -> tuple[World, Watch, int]:
     in every second world units die.
     """
     random = Random(seed)
+    burst = random.choice([0, 0, 100, 1000])
     config = Deployment(
         chunk_tokens=random.choice([32, 64]),
         heartbeat_s=0.1,
         unit_timeout_s=5.0,
         prefill=UnitsConfig(ranks=random.choice([1, 1, 2]), max_requests=random.randint(2, 6)),
         decode=UnitsConfig(max_requests=random.randint(2, 10)),
-        limits=LimitsConfig(max_queued=10_000, max_retries=10_000, request_timeout_s=4000.0),
+        limits=LimitsConfig(
+            max_queued=10_000, max_retries=10_000, request_timeout_s=4000.0, burst_tokens=burst
+        ),
     )
     faults = Faults(crash_every_s=random.choice([0.0, 1.5]), until_s=5.0)
     world = World(seed, config, max_context=10_000, pool_blocks=(40, 60), faults=faults)
@@ -141,7 +150,7 @@ def drawn_world(seed: int) -> tuple[World, Watch, int]:
             made = generation(random, f"{tenant}-{number}", tenant, weight, sizes)
             world.submit_at(at_s, made, made.max_tokens)
             at_s, num_asked = at_s + gap_s, num_asked + 1
-    return world, Watch(world, weights), num_asked
+    return world, Watch(world, weights, burst=burst), num_asked
 
 
 def run_drawn(seed: int) -> Watch:
@@ -183,8 +192,18 @@ TIMES_ITS_SHARE = 20
 LEAST = 0.85
 
 
-def tokens_of_others(seed: int, *, is_flooded: bool) -> tuple[int, int]:
-    """Output tokens of all others, and of the one that floods, in the same simulated time."""
+@dataclass(frozen=True)
+class Had:
+    """What tenants had in the same virtual time."""
+
+    others: int
+    """Output tokens of all but the one that floods."""
+    flood: int
+    p95_ttft_s: float
+    """Of the others."""
+
+
+def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens) -> Had:
     random = Random(seed)
     config = Deployment(
         chunk_tokens=64,
@@ -192,7 +211,7 @@ def tokens_of_others(seed: int, *, is_flooded: bool) -> tuple[int, int]:
         unit_timeout_s=5.0,
         prefill=UnitsConfig(max_requests=8),
         decode=UnitsConfig(max_requests=16),
-        limits=LimitsConfig(max_queued=100_000, request_timeout_s=4000.0),
+        limits=LimitsConfig(max_queued=100_000, request_timeout_s=4000.0, burst_tokens=burst),
     )
     world = World(
         seed, config, max_context=10_000, pool_blocks=(80, 80), faults=Faults(until_s=0.0)
@@ -200,24 +219,40 @@ def tokens_of_others(seed: int, *, is_flooded: bool) -> tuple[int, int]:
     # A step of 10 ms takes a chunk of 64 tokens: 160 requests a second of 40 tokens, if decode were
     # endless; its 16 slots give 40 of 40 tokens a second. A quarter of that is a tenant's share.
     share_per_s = 16 / (40 * 0.01) / 4
+    sent_s: dict[str, float] = {}
     for number, tenant in enumerate((*OTHERS, *([FLOOD] if is_flooded else []))):
         rate = share_per_s * (TIMES_ITS_SHARE if tenant == FLOOD else 0.8)
         draws, at_s, index = Random(f"{seed} {number}"), 0.5, 0
         while (at_s := at_s + draws.expovariate(rate)) < SPAN_S:
             made = generation(random, f"{tenant}-{index}", tenant, 1.0, Sizes(40, 79))
             world.submit_at(at_s, made, made.max_tokens)
+            sent_s[made.request_id] = at_s
             index += 1
     watch = Watch(world, dict.fromkeys((*OTHERS, FLOOD), 1.0))
     world.clock.run(0.25)
     watch.begin()
     world.clock.run(SPAN_S)
-    return sum(watch.num_tokens[tenant] for tenant in OTHERS), watch.num_tokens[FLOOD]
+    waited_s = sorted(
+        first_s - sent_s[name]
+        for name, first_s in watch.first_s.items()
+        if not name.startswith(FLOOD)
+    )
+    return Had(
+        sum(watch.num_tokens[tenant] for tenant in OTHERS),
+        watch.num_tokens[FLOOD],
+        waited_s[int(0.95 * len(waited_s))],
+    )
 
 
 @pytest.mark.parametrize("seed", [1, fresh().randrange(2**40)])
 def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> None:
-    alone, none = tokens_of_others(seed, is_flooded=False)
-    flooded, flood = tokens_of_others(seed, is_flooded=True)
-    print("seed", seed, "alone", alone, "flooded", flooded, "the flood had", flood)
-    assert none == 0 < flood
-    assert flooded >= LEAST * alone
+    alone, flooded = had(seed, is_flooded=False), had(seed, is_flooded=True)
+    print("seed", seed, "alone", alone, "flooded", flooded)
+    assert alone.flood == 0 < flooded.flood
+    assert flooded.others >= LEAST * alone.others
+
+
+def test_what_was_not_used_shortens_the_wait_behind_a_flood() -> None:
+    without, with_burst = had(1, is_flooded=True, burst=0), had(1, is_flooded=True)
+    print("burst 0", without, "as configured", with_burst)
+    assert with_burst.p95_ttft_s < without.p95_ttft_s

@@ -285,6 +285,10 @@ class LimitsConfig(ConfigTable, frozen=True):
     """Generations that wait at the front, or a tenant's equal share of so many while others wait as
     well; more get 429 and Retry-After.
     """
+    burst_tokens: Count = 8192
+    """Work, in tokens of a prompt, by which a tenant that was away may go before those that wait
+    (policy/fairness).
+    """
     max_retries: Count = 8
     """Retries of one request that lost a unit. Preemptions do not count."""
     request_timeout_s: Seconds = 600.0

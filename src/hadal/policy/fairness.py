@@ -4,12 +4,14 @@ in requests.
 A virtual token counter for each tenant (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI 2024): what it was served, INPUT_COST for a token of a prompt and OUTPUT_COST for one drawn,
 over its weight. Next is the tenant with the smallest counter. One that comes back with nothing
-waiting is lifted to the smallest counter of those that wait, so that nobody saves up turns; where
-nobody waits, to that of whoever waited last.
+waiting is lifted to the smallest counter of those that wait, less `burst`, so that nobody saves up
+more; where nobody waits, to that of whoever waited last. Without a burst, whoever asks for less than
+its share waits behind a flood as soon as two of its requests come close together.
 
 The bound (their theorem 4.4, times weights): while two tenants wait all the time, what each was
 served over its weight differs by 2 max(INPUT_COST L, OUTPUT_COST M) at most, L being the longest
-prompt and M all tokens that the requests which are worked on at one time can come to. Priority
+prompt and M all tokens that the requests which are worked on at one time can come to; by `burst`
+more if one of them came back with it. Priority
 above 0 makes a request's own work cheaper, so its tenant has as many times more.
 
 Within a tenant the order is that of policy/admission.turn_s. Knows no requests and no time.
@@ -37,9 +39,13 @@ def share_weight(weight: float, priority: int) -> float:
 
 
 class ServiceCounters:
-    """What each tenant was served, over its weight. Its owner says who waits."""
+    """What each tenant was served, over its weight. Its owner says who waits.
 
-    def __init__(self) -> None:
+    `burst`: how much less than the least of those that wait one that comes back may count as served.
+    """
+
+    def __init__(self, burst: float = 0.0) -> None:
+        self._burst = burst
         self._tenant_to_service: dict[str, float] = {}
         self._last = ""
         """Whoever was the last to wait for nothing any more."""
@@ -50,7 +56,7 @@ class ServiceCounters:
     def join(self, tenant: str, waiting: Collection[str]) -> None:
         """A tenant that waits for nothing begins to; `waiting` are those that do already."""
         services = self._tenant_to_service
-        least = min((self[other] for other in waiting), default=self[self._last])
+        least = min((self[other] for other in waiting), default=self[self._last]) - self._burst
         services[tenant] = max(self[tenant], least)
         if len(services) > MAX_COUNTERS:
             self._tenant_to_service = {

@@ -57,6 +57,7 @@ def make_leader(
             has_disk=bool(deployment.cache.folder),
             recompute=deployment.cache.recompute,
             early_pull=deployment.early_pull,
+            burst=deployment.limits.burst_tokens,
             reports_names=units.ranks > 1,
             index=index,
             fingerprint=fingerprint,

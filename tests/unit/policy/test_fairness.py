@@ -55,6 +55,20 @@ def test_a_tenant_that_comes_back_is_lifted_to_those_that_wait() -> None:
     assert counters["b"] == 157.0, "a debt stays one"
 
 
+def test_one_that_was_away_may_be_ahead_by_a_burst_and_no_more() -> None:
+    counters = ServiceCounters(burst=30.0)
+    counters.charge("a", 100.0)
+    counters.join("b", {"a"})
+    assert counters["b"] == 70.0
+    counters.charge("b", 20.0)
+    counters.leave("b")
+    counters.join("b", {"a"})
+    assert counters["b"] == 90.0, "what it has had of its burst stays counted"
+    counters.charge("a", 100.0)
+    counters.join("b", {"a"})
+    assert counters["b"] == 170.0, "and grows again as the others are served"
+
+
 def test_counters_of_tenants_that_are_gone_are_dropped() -> None:
     counters = ServiceCounters()
     for number in range(MAX_COUNTERS + 10):

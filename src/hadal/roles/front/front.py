@@ -62,6 +62,7 @@ from hadal.core.plans import NO_TOKEN
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.policy.admission import Refusal, admit, refuse_lengths
+from hadal.policy.fairness import ServiceCounters
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
 from hadal.roles.front.tenants import FrontTenants
@@ -384,7 +385,7 @@ class Front:
     ) -> None:
         self._out: list[Effect] = []
         self._keeps_text = keeps_text
-        self.requests = FrontRequests()
+        self.requests = FrontRequests(counters=ServiceCounters(config.limits.burst_tokens))
         self.units = FrontUnits(config.unit_timeout_s, config.heartbeat_s, fingerprint)
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()

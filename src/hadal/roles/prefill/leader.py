@@ -114,14 +114,15 @@ class PrefillLeader:
         has_disk: bool = False,
         recompute: str = AUTO,
         early_pull: str = OFF,
+        burst: float = 0.0,
         reports_names: bool = False,
         index: BlockIndex | None = None,
         fingerprint: str = "",
     ) -> None:
         """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
         `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode hears of
-        blocks before their prompt is done. `reports_names`: ranks hear what is named on them.
-        `index`: what is known to be on disk; None: nothing yet. `fingerprint`: see UnitUp.
+        blocks before their prompt is done. `burst`: see ServiceCounters. `reports_names`: ranks
+        hear what is named on them. `index`: what is known to be on disk; None: nothing yet. `fingerprint`: see UnitUp.
         """
         if chunk_tokens < 1:
             raise ValueError(
@@ -162,7 +163,7 @@ class PrefillLeader:
         """Prompts that wait, in the order of their turns; tenants take turns beyond that."""
         self._tenant_to_num_waiting: Counter[str] = Counter()
         """A tenant of whom nobody waits is not in it."""
-        self._counters = ServiceCounters()
+        self._counters = ServiceCounters(burst)
         """Tokens of prompts that began here."""
         self._num_arrived = 0
         self._started: dict[Key, PrefillAttempt] = {}
