@@ -9,7 +9,8 @@ import typer
 from httpx import HTTPError
 
 from evals.run import run
-from hadal.cli import EXIT_CONFIG, URL, server_url
+from hadal.cli import EXIT_CONFIG
+from hadal.commands.address import URL, server_url
 from hadal.commands.examples import examples
 
 app = typer.Typer(

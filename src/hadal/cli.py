@@ -9,13 +9,15 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 import typer
 from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]  # Not in __all__.
 
 from hadal import __version__
+from hadal.commands.address import URL, server_url
+from hadal.commands.bench import EPILOG as BENCH_EPILOG
+from hadal.commands.bench import bench
 from hadal.commands.examples import examples
 from hadal.commands.keys import FILE_VARIABLE
 from hadal.commands.keys import app as keys_app
@@ -26,14 +28,11 @@ from hadal.commands.replay import replay
 from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 from hadal.core.config import Deployment, read_deployment
-from hadal.core.documents import shown
 from hadal.core.errors import ConfigError, HadalError
 
 EXIT_CONFIG = 2
-URL = "http://127.0.0.1:8000"
 PLAN_SLO = "ttft=2s,tpot=50ms"
 SIMULATE_PRESET = "deepseek-day"
-MAX_URL_CHARS = 2000
 COMPLETE_VARIABLE = "_HADAL_COMPLETE"
 """Set by a shell that asks how a line goes on; Typer answers."""
 
@@ -66,21 +65,6 @@ def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"hadal {__version__}")
         raise typer.Exit
-
-
-def server_url(given: str) -> str:
-    """An address that a client can be made for; else one line and out."""
-    try:
-        parts = urlsplit(given)
-        is_good = (
-            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        )
-    except ValueError:  # A port of six digits, a bracket that is open.
-        is_good = False
-    if not is_good or not given.isprintable() or len(given) > MAX_URL_CHARS:
-        typer.echo(f"hadal: --url is {shown(given)}; an address such as {URL} is needed.", err=True)
-        raise typer.Exit(EXIT_CONFIG)
-    return given
 
 
 @app.callback()
@@ -632,6 +616,7 @@ def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> 
     )
 
 
+app.command(epilog=BENCH_EPILOG)(bench)
 app.command(epilog=MODEL_EPILOG)(model)
 app.add_typer(keys_app, name="keys")
 

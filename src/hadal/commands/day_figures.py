@@ -72,13 +72,13 @@ def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
     if has_demand := bool(present(demand)):
         asked = line("demand", demand, "--ink", 1.5, "%{y:,.4s} tokens/s")
         data.append({**asked, "yaxis": "y2"})
-    return _figure(
+    return figure(
         f"Nodes over the day: peak {plain(max(nodes), 0)}, mean {plain(_mean(nodes))}.",
         data,
         height=430,
-        xaxis=_axis(type="date", tickformat="%H:%M", hoverformat="%H:%M", showgrid=False),
-        yaxis=_axis(title="nodes", rangemode="tozero", domain=[0.0, 0.6 if has_demand else 1.0]),
-        yaxis2=_axis(title="input tokens/s", rangemode="tozero", domain=[0.7, 1.0], nticks=4),
+        xaxis=axis(type="date", tickformat="%H:%M", hoverformat="%H:%M", showgrid=False),
+        yaxis=axis(title="nodes", rangemode="tozero", domain=[0.0, 0.6 if has_demand else 1.0]),
+        yaxis2=axis(title="input tokens/s", rangemode="tozero", domain=[0.7, 1.0], nticks=4),
         hovermode="x unified",
         hoversubplots="axis",
     )
@@ -91,7 +91,7 @@ def income_and_cost(hours: Sequence[Row]) -> Figure | None:
     ]
     if not any(present(values) for _, values in series):
         return None
-    return _figure(
+    return figure(
         "Income and cost by hour.",
         [
             _bars(name, f"--{name}", values, _labels(hours, name, values, dollars), **_times(hours))
@@ -99,7 +99,7 @@ def income_and_cost(hours: Sequence[Row]) -> Figure | None:
         ],
         height=300,
         xaxis=_hour_axis(),
-        yaxis=_axis(tickprefix="$"),
+        yaxis=axis(tickprefix="$"),
         bargap=0.25,
     )
 
@@ -165,12 +165,12 @@ def _lines(
     # Noise is to look like noise: a fifth of the highest value is spanned at least.
     low, high = min(found), max(found)
     spare = max(0.2 * max(abs(low), abs(high)) - (high - low), 0.1 * (high - low)) / 2 or 0.5
-    return _figure(
+    return figure(
         label,
         data,
         height=270,
         xaxis=_hour_axis(),
-        yaxis=_axis(range=[low - spare, high + spare]),
+        yaxis=axis(range=[low - spare, high + spare]),
         shapes=[] if mean is None else [_level("y", mean, f"the day: {shown(mean)}")],
         showlegend=True,
     )
@@ -199,11 +199,11 @@ def distribution(histogram: Row, name: str) -> Figure | None:
     edges = {"x": [low for low, _, _ in bins], "width": [high - low for low, high, _ in bins]}
     bars = _bars("requests", "--bar", heights, labels, **edges, offset=0)
     bars["marker"]["line"] = {"width": 0.5, "color": "--card"}
-    return _figure(
+    return figure(
         f"{name}: distribution over requests.",
         [bars, *_quantile_marks(histogram, bins[0][0], bins[-1][1], max(heights), scale)],
         height=270,
-        xaxis=_axis(
+        xaxis=axis(
             type="log" if is_log else "linear",
             # The edges need not be round; plotly takes a logarithmic range as powers of ten.
             range=[math.log10(at) if is_log else at for at in (bins[0][0], bins[-1][1])],
@@ -212,7 +212,7 @@ def distribution(histogram: Row, name: str) -> Figure | None:
             showgrid=False,
             **(_log_ticks(bins[0][0], bins[-1][1]) if is_log else {}),
         ),
-        yaxis=_axis(ticksuffix=" %", rangemode="tozero"),
+        yaxis=axis(ticksuffix=" %", rangemode="tozero"),
         showlegend=False,
     )
 
@@ -284,13 +284,13 @@ def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | No
         runs = [ranked[begin : begin + size] for begin in range(0, len(ranked), size)]
         bars = [(_mean([value for value, _ in run]), f"mean of {len(run)} ranks") for run in runs]
     labels = [f"{who}: {compact(value, 4)}{unit}" for value, who in bars]
-    return _figure(
+    return figure(
         f"{name} by rank, sorted: {balance_words(values, unit)}.",
         [_bars(name, f"--{role}", [value for value, _ in bars], labels)],
         height=170,
         margin={"l": 50, "r": 16, "t": 24, "b": 8},
-        xaxis=_axis(visible=False),
-        yaxis=_axis(ticksuffix=unit, nticks=5),
+        xaxis=axis(visible=False),
+        yaxis=axis(ticksuffix=unit, nticks=5),
         bargap=0.15,
         shapes=[_level("y", _mean([value for value, _ in ranked]))],
         showlegend=False,
@@ -324,13 +324,13 @@ def what_ifs(cases: Sequence[Row]) -> Figure | None:
         written.append(f"{_said(name)}: {shown}")
     colours = ["--bar", *["--prefill"] * (len(costs) - 1)]
     amounts_x = {"x": [usd or 0.0 for _, usd in costs], "orientation": "h", "width": 0.4}
-    return _figure(
+    return figure(
         "Cost of the day in each case.",
         [_bars("cost", colours, positions, written, **amounts_x)],
         height=60 + 48 * len(costs),
         margin={"l": 8, "r": 16, "t": 24, "b": 30},
-        xaxis=_axis(tickprefix="$", rangemode="tozero", nticks=5),
-        yaxis=_axis(
+        xaxis=axis(tickprefix="$", rangemode="tozero", nticks=5),
+        yaxis=axis(
             range=[len(costs) - 0.5, -0.7],
             tickvals=positions,
             ticktext=written,
@@ -344,7 +344,7 @@ def what_ifs(cases: Sequence[Row]) -> Figure | None:
     )
 
 
-def _figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figure:
+def figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figure:
     """`label` says what the chart shows to who cannot see it."""
     return {
         "label": label,
@@ -364,14 +364,14 @@ def _figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figur
     }
 
 
-def _axis(title: str = "", **more: Any) -> Figure:
+def axis(title: str = "", **more: Any) -> Figure:
     named = {"title": {"text": title}} if title else {}
     colours = {"gridcolor": "--grid", "zerolinecolor": "--soft", "linecolor": "--soft"}
     return {**colours, "tickfont": {"color": "--soft"}, "automargin": True, **named, **more}
 
 
 def _hour_axis() -> Figure:
-    return _axis(type="date", tickformat="%H:%M", showgrid=False)
+    return axis(type="date", tickformat="%H:%M", showgrid=False)
 
 
 def _bars(

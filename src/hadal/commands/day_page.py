@@ -80,7 +80,7 @@ def report_html(result: Row) -> str:
     ranks = list(_by_rank(mapping(result, "ranks")))
     study = list(_flat(configuration, "")) if configuration else []
     figures = {**_figures(result, hours, cases), **{f"rank-{key}": one for key, _, _, one in ranks}}
-    return _template().render(
+    return page_template("day.html").render(
         title=f"A simulated day: {name}" if isinstance(name, str) else "A simulated day",
         result=result,
         hours=hours,
@@ -111,7 +111,8 @@ def report_html(result: Row) -> str:
 
 
 @cache
-def _template() -> Template:
+def page_template(name: str) -> Template:
+    """A page of templates/, with the filters that write numbers."""
     environment = Environment(
         loader=PackageLoader("hadal.commands"),
         autoescape=True,
@@ -122,7 +123,7 @@ def _template() -> Template:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     written = (number, mapping, plain, compact, dollars, percent, duration, hour_label)
     environment.filters |= {function.__name__: function for function in written}
-    return environment.get_template("day.html")
+    return environment.get_template(name)
 
 
 def _figures(result: Row, hours: Sequence[Row], cases: Sequence[Row]) -> dict[str, Figure | None]:

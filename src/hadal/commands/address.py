@@ -1,0 +1,31 @@
+"""Where a running server is, as somebody typed it: what every command that talks to one takes."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import typer
+
+from hadal.core.documents import shown
+
+URL = "http://127.0.0.1:8000"
+EXIT_ADDRESS = 2
+MAX_URL_CHARS = 2000
+
+
+def server_url(parameter: typer.CallbackParam, given: str) -> str:
+    """An address that a client can be made for; else one line and out."""
+    try:
+        parts = urlsplit(given)
+        is_good = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        )
+    except ValueError:  # A port of six digits, a bracket that is open.
+        is_good = False
+    if not is_good or not given.isprintable() or len(given) > MAX_URL_CHARS:
+        name = "URL" if parameter.param_type_name == "argument" else "--url"
+        typer.echo(
+            f"hadal: {name} is {shown(given)}; an address such as {URL} is needed.", err=True
+        )
+        raise typer.Exit(EXIT_ADDRESS)
+    return given
