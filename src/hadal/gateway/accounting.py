@@ -9,6 +9,7 @@ away for want of room is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -32,6 +33,8 @@ _LOOK_S = 1.0
 done in them.
 """
 _CLOSE_S = 10.0
+STANDARD = "standard"
+"""The tier of requests that somebody waits for."""
 _NO_CLOSING = Closing("", "", 0)
 
 
@@ -72,6 +75,8 @@ class Accounting:
         self._up: dict[tuple[str, str], tuple[str, float]] = {}
         """Unit and epoch -> role, and when it came."""
         self._looked_s = 0.0
+        self.tier_to_pico_usd: Counter[str] = Counter({STANDARD: 0})
+        """What was charged since the process began."""
         self.on_charged: Callable[[Charged], None] | None = None
         """Hears what each generation was charged, where tenants may have budgets."""
 
@@ -110,6 +115,7 @@ class Accounting:
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
             charge = self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output)
+            self.tier_to_pico_usd[STANDARD] += charge
             if self.on_charged is not None:
                 day = micros(unix_s) // 1_000_000 // DAY_S
                 self.on_charged(Charged(choice.generation.request_id, tenant.name, day, charge))

@@ -509,6 +509,7 @@ class Generate:
         except HadalError as error:
             refusal = as_api_error(error)
             status = refusal.status
+            gateway.metrics.refusals.labels(refusal.code or str(status)).inc()
             if (
                 gateway.accounting is not None
                 and tenant is not None

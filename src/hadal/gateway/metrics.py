@@ -20,10 +20,16 @@ from hadal.core.config import ROLES
 from hadal.core.messages import FrontSnapshot, UnitReport
 from hadal.core.plans import LinkBytes
 from hadal.gateway.replies import Usage
+from hadal.policy.admission import OVERLOADED
+from hadal.policy.quotas import BUDGET_CODE, RATE_CODE
 from hadal.runtime.ledger.writer import LedgerCounts
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+
+PICO_PER_USD = 10**12
+_REFUSAL_CODES = (OVERLOADED, RATE_CODE, BUDGET_CODE)
+"""Those that are there from the start, so that their first one is a rise."""
 
 _UNIT_GAUGES = {
     "hadal_kv_blocks": ("KV blocks of a unit.", "num_blocks"),
@@ -111,13 +117,16 @@ class Metrics:
         ledger: Callable[[], LedgerCounts] | None = None,
         refused: Mapping[str, Mapping[str, int]] | None = None,
         gateway: str = "",
+        charged: Callable[[], Mapping[str, int]] = dict,
+        starts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`ledger`: None where there is none. `refused`: connections by process and by what they
-        asked for. `gateway`: its name, where there are several: what each counts by itself has it
-        for a label.
+        """`ledger`: None where there is none, and then nothing is `charged`: pico-dollars by tier.
+        `refused`: connections by process and by what they asked for. `gateway`: its name, where
+        there are several: what each counts by itself has it for a label. `starts`: how often each
+        process was started.
         """
         self._gateway = gateway
-        self._front = _FrontCollector(snapshot, {} if refused is None else refused)
+        self._front = _FrontCollector(snapshot, {} if refused is None else refused, starts)
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "hadal_requests",
@@ -151,8 +160,16 @@ class Metrics:
         )
         for found in ("hit", "miss"):
             self._usage_tokens.labels(found)
+        self.refusals = Counter(
+            "hadal_refusals",
+            "Requests for a generation that were not answered, by the error's code.",
+            ("code",),
+            registry=self._registry,
+        )
+        for code in _REFUSAL_CODES:
+            self.refusals.labels(code)
         if ledger is not None:
-            self._registry.register(_LedgerCollector(ledger))
+            self._registry.register(_LedgerCollector(ledger, charged))
 
     def count_usage(self, usage: Usage) -> None:
         """A reply was sent whole: what its usage says, whether the client asked for it or not."""
@@ -231,8 +248,11 @@ class _Collected(Collector):
 class _LedgerCollector(Collector):
     """Reads the ledger's writer when it is scraped."""
 
-    def __init__(self, counts: Callable[[], LedgerCounts]) -> None:
+    def __init__(
+        self, counts: Callable[[], LedgerCounts], charged: Callable[[], Mapping[str, int]]
+    ) -> None:
         self._counts = counts
+        self._charged = charged
 
     def describe(self) -> Iterator[Metric]:
         """Describe the metrics, as _FrontCollector does."""
@@ -255,16 +275,28 @@ class _LedgerCollector(Collector):
         yield GaugeMetricFamily(
             "hadal_ledger_down", "1 while the ledger's database takes nothing.", counts.is_down
         )
+        charged = CounterMetricFamily(
+            "hadal_charged_dollars",
+            "What was charged since this process began, by tier.",
+            labels=("tier",),
+        )
+        for tier, pico_usd in self._charged().items():
+            charged.add_metric((tier,), pico_usd / PICO_PER_USD)
+        yield charged
 
 
 class _FrontCollector(Collector):
     """Reads the front, and what processes reported to the gateway, when it is scraped."""
 
     def __init__(
-        self, snapshot: Callable[[], FrontSnapshot], refused: Mapping[str, Mapping[str, int]]
+        self,
+        snapshot: Callable[[], FrontSnapshot],
+        refused: Mapping[str, Mapping[str, int]],
+        starts: Callable[[], Mapping[str, int]],
     ) -> None:
         self._snapshot = snapshot
         self._refused = refused
+        self._starts = starts
 
     def describe(self) -> Iterator[Metric]:
         """Nothing ahead of time: the registry need not scrape to register."""
@@ -323,6 +355,14 @@ class _FrontCollector(Collector):
             for kind, number in kind_to_num.items():
                 refused.add_metric((process, kind), number)
         yield refused
+        starts = CounterMetricFamily(
+            "hadal_process_starts",
+            "Times that the supervisor has started a process; more than one is a restart.",
+            labels=("process",),
+        )
+        for process, number in self._starts().items():
+            starts.add_metric((process,), number)
+        yield starts
         yield from _unit_metrics(snapshot.unit_to_report)
 
 

@@ -154,6 +154,8 @@ def make_gateway(
             (lambda: accounting.counts) if accounting else None,
             refused,
             name if len(gateway_names(deployment)) > 1 else "",
+            lambda: accounting.tier_to_pico_usd if accounting else {},
+            lambda: _starts(folder),
         ),
         keys=Keys(),
         now=clock.now,
@@ -206,6 +208,13 @@ def _set_keys(gateway: Gateway, environment: dict[str, str]) -> None:
 def _wrong_nodes(folder: Path | None) -> Sequence[str]:
     status = read_status(folder) if folder is not None else None
     return wrong_nodes(status) if status is not None else ()
+
+
+def _starts(folder: Path | None) -> dict[str, int]:
+    status = read_status(folder) if folder is not None else None
+    if status is None:
+        return {}
+    return {name: process.num_starts for name, process in status.processes.items()}
 
 
 def open_ledger(url: str) -> LedgerWriter:

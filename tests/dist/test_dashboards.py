@@ -1,0 +1,183 @@
+"""Dashboards and alert rules name what a live server's /metrics has: who renames a metric or a label
+finds it here.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.dist.conftest import Server, StartServer, starting
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+BOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "hadal.json").read_text())
+RULES = DEPLOY / "prometheus" / "hadal.rules.yml"
+TRIED = DEPLOY / "prometheus" / "hadal.rules.test.yml"
+ALERTS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+
+SCRAPED = {"job", "instance"}
+"""Labels that Prometheus adds."""
+ELSEWHERE = {"up"}
+"""Metrics that Prometheus makes itself."""
+NOT_HERE = {
+    "hadal_drafts_tried_total": {"unit", "place"},
+    "hadal_drafts_accepted_total": {"unit", "place"},
+    "hadal_link_bytes_total": {"unit", "kind", "nodes"},
+    "hadal_refused_connections_total": {"process", "kind"},
+}
+"""Metrics whose series come with drafts, with units of many ranks and with strangers; named in
+gateway/metrics with these labels.
+"""
+_SELECTOR = re.compile(r"\b([a-z_]+)\{([^}]*)\}")
+_GROUPING = re.compile(r"\b(?:by|on) ?\(([^)]*)\)")
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Where it stands, and a PromQL expression."""
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for rule in ALERTS:
+        yield rule["alert"], rule["expr"]
+
+
+def metrics_in(expression: str) -> set[str]:
+    return set(re.findall(r"\b(?:hadal_[a-z_]+|up)\b", expression))
+
+
+def labels_in(expression: str) -> Iterator[tuple[str, str, str]]:
+    """Metric, label and value of each selector; a grouping's labels are of every metric in it."""
+    for metric, inside in _SELECTOR.findall(expression):
+        for label, value in re.findall(r'([a-z]+) ?=~? ?"([^"]*)"', inside):
+            yield metric, label, value
+    for group in _GROUPING.findall(expression):
+        for metric in metrics_in(expression):
+            for label in filter(None, (part.strip() for part in group.split(","))):
+                yield metric, label, ""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a ledger."""
+    with starting() as start:
+        yield start(ledger={"url": str(tmp_path_factory.mktemp("ledger") / "ledger.sqlite")})
+
+
+@pytest.fixture(scope="module")
+def series(server: Server) -> dict[str, list[dict[str, str]]]:
+    """Metric -> labels of its series, of a server that has answered."""
+    body = {"model": server.model, "prompt": "What is 12 + 30?", "max_tokens": 8}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(dict(sample.labels))
+    return found
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()))
+def test_what_it_names_is_there(
+    where: str, expression: str, series: dict[str, list[dict[str, str]]]
+) -> None:
+    names = metrics_in(expression) - ELSEWHERE
+    assert names or where == "HadalDown"
+    missing = {name for name in names if name not in series and name not in NOT_HERE}
+    assert missing == set(), where
+    for metric, label, value in labels_in(expression):
+        if metric in ELSEWHERE or label in SCRAPED:
+            continue
+        known = NOT_HERE.get(metric) or set().union(*(each.keys() for each in series[metric]))
+        assert label in known, f"{where}: {metric} has no label {label}"
+        values = {each.get(label) for each in series.get(metric, ())}
+        if value and value != "5.." and metric not in NOT_HERE:
+            assert any(part in values for part in value.split("|")), f"{where}: {label}={value}"
+
+
+def test_labels_of_legends_are_in_their_expressions() -> None:
+    for panel in panels():
+        for target in panel["targets"]:
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            grouped = _GROUPING.findall(target["expr"])
+            if grouped and shown:
+                assert shown <= {part.strip() for part in grouped[0].split(",")}, panel["title"]
+
+
+def test_metrics_that_come_only_with_some_deployments_are_those(start_server: StartServer) -> None:
+    server = start_server(decode={"ranks": 2, "drafts": 1, "kv_memory_mb": 32})
+    body = {"model": server.model, "prompt": "What is 12 + 30?", "max_tokens": 20}
+    body["ignore_eos"] = True
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    found = {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+        for sample in family.samples
+    }
+    seen = {name: labels for name, labels in NOT_HERE.items() if name in found}
+    assert set(NOT_HERE) - set(seen) <= {"hadal_refused_connections_total"}
+    assert {name: found[name] for name in seen} == seen
+
+
+def test_the_board_can_be_read() -> None:
+    assert BOARD["uid"] == "hadal"
+    ids = [panel["id"] for panel in BOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in BOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies on another"
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+        assert panel["type"] == "row" or panel["description"], panel["title"]
+
+
+def promtool(*arguments: str) -> None:
+    command = ["promtool", *arguments]
+    done = subprocess.run(
+        command, cwd=RULES.parent, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_takes_rules_and_configuration() -> None:
+    promtool("check", "rules", RULES.name)
+    promtool("check", "config", "prometheus.yml")
+
+
+def test_every_alert_fires_and_stays_silent() -> None:
+    promtool("test", "rules", TRIED.name)
+    tests = yaml.safe_load(TRIED.read_text())["tests"]
+    tried = [
+        (one["alertname"], bool(one["exp_alerts"]))
+        for test in tests
+        for one in test["alert_rule_test"]
+    ]
+    assert sorted(tried) == sorted(
+        (rule["alert"], fires) for rule in ALERTS for fires in (True, False)
+    )
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_promtool_takes_the_boards_expressions(panel: dict[str, Any], tmp_path: Path) -> None:
+    rules = [
+        {"record": f"x:{number}", "expr": target["expr"].replace("$__rate_interval", "1m")}
+        for number, target in enumerate(panel["targets"])
+    ]
+    path = tmp_path / "board.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
+    promtool("check", "rules", str(path))
