@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import RateLimits
-from hadal.policy.views import AdmissionView, DownstreamView, Ints, PromptView
+from hadal.policy.views import AdmissionView, DownstreamView, Ints, PromptView, ValleyView
 
 Bools = NDArray[np.bool_]
 
@@ -27,6 +27,11 @@ HEADROOM_SHARE = 8
 """One request in so many is head-room: one more is prefilled ahead of a free slot, one more block
 is kept free for growth.
 """
+BATCH_SHARE = 2
+"""Batches have one of so many of the slots that are shared, while others have one less each."""
+VALLEY_S = 0.05
+"""When a batch asks again."""
+NO_VALLEY = "no_valley"
 LEFT_SHARE = 4
 """Tenants that have their share leave one of so many slots and blocks to others."""
 SLOWER = 1.6
@@ -67,6 +72,26 @@ def admit(view: AdmissionView) -> Refusal | None:
         f"the server is overloaded: {view.num_queued} generations of this tenant wait already.",
         retry_after_s(view.num_queued * view.num_tenants, view.finished_per_s),
     )
+
+
+def admit_batch(view: ValleyView) -> Refusal | None:
+    """None lets one more request of a batch in: into valleys of the load alone.
+
+    Others neither wait nor have all of prefill, and what batches hold of decode is so little that
+    those which come meanwhile have their slots and hardly slower steps.
+    """
+    if view.is_draining:
+        return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)
+    num_slots = view.num_slots_shared
+    if (
+        not view.num_waiting
+        and view.num_prefilling < view.num_prefill_ranks
+        and view.num_placed < num_slots
+        and view.num_of_batches < max(1, num_slots // BATCH_SHARE)
+        and view.num_blocks_used < view.num_blocks // BATCH_SHARE
+    ):
+        return None
+    return Refusal(429, "others' requests leave no room for a batch's.", VALLEY_S, NO_VALLEY)
 
 
 def share_of(num_all: int, num_tenants: int) -> int:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.policy.admission import Bools, fits_decode
+from hadal.policy.fairness import is_batch
 from hadal.policy.views import DecodeRanksView, HolderView, Ints
 
 Floats = NDArray[np.float64]
@@ -406,7 +407,7 @@ def _best(
 
 def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> list[int]:
     """Return slots to preempt, in turn the latest arrived of whichever tenant still holds most
-    blocks, until `num_blocks_missing` blocks come free.
+    blocks, until `num_blocks_missing` blocks come free; those of batches before all others.
 
     Never all of them: the oldest stays, even if that leaves blocks missing.
     """
@@ -422,7 +423,11 @@ def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> li
         # Of equals the one whose request came last.
         tenant = max(
             tenant_to_holders,
-            key=lambda name: (tenant_to_num[name], tenant_to_holders[name][-1].arrival),
+            key=lambda name: (
+                is_batch(name),
+                tenant_to_num[name],
+                tenant_to_holders[name][-1].arrival,
+            ),
         )
         victim = tenant_to_holders[tenant].pop()
         if not tenant_to_holders[tenant]:

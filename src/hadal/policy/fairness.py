@@ -14,6 +14,9 @@ prompt and M all tokens that the requests which are worked on at one time can co
 more if one of them came back with it. Priority
 above 0 makes a request's own work cheaper, so its tenant has as many times more.
 
+Requests of batches, for which nobody waits, are those of a tenant of its own beside their owner's:
+all of them come after all others, and take turns among themselves.
+
 Within a tenant the order is that of policy/admission.turn_s. Knows no requests and no time.
 """
 
@@ -30,7 +33,25 @@ OUTPUT_COST = 2.0
 MAX_COUNTERS = 4096
 """Beyond so many, those of tenants that wait for nothing and would be lifted anyway are dropped."""
 
+_BATCH = "/batch"
+"""What the name of such a tenant ends in; no other has a slash."""
+
 T = TypeVar("T")
+
+
+def batch_of(tenant: str) -> str:
+    """The name under which requests of a tenant's batches take turns."""
+    return f"{tenant}{_BATCH}"
+
+
+def is_batch(tenant: str) -> bool:
+    """Whether nobody waits for its requests."""
+    return tenant.endswith(_BATCH)
+
+
+def owner_of(tenant: str) -> str:
+    """Whose quota and money it is."""
+    return tenant.removesuffix(_BATCH)
 
 
 def share_weight(weight: float, priority: int) -> float:
@@ -47,27 +68,29 @@ class ServiceCounters:
     def __init__(self, burst: float = 0.0) -> None:
         self._burst = burst
         self._tenant_to_service: dict[str, float] = {}
-        self._last = ""
-        """Whoever was the last to wait for nothing any more."""
+        self._last = {False: "", True: ""}
+        """Whoever was the last to wait for nothing any more, of batches apart."""
 
     def __getitem__(self, tenant: str) -> float:
         return self._tenant_to_service.get(tenant, 0.0)
 
     def join(self, tenant: str, waiting: Collection[str]) -> None:
         """A tenant that waits for nothing begins to; `waiting` are those that do already."""
-        services = self._tenant_to_service
-        least = min((self[other] for other in waiting), default=self[self._last]) - self._burst
+        services, kind = self._tenant_to_service, is_batch(tenant)
+        of_kind = [other for other in waiting if is_batch(other) is kind]
+        least = min((self[other] for other in of_kind), default=self[self._last[kind]])
+        least -= self._burst
         services[tenant] = max(self[tenant], least)
         if len(services) > MAX_COUNTERS:
             self._tenant_to_service = {
                 other: service
                 for other, service in services.items()
-                if service > least or other in waiting or other in (tenant, self._last)
+                if service > least or other in waiting or other in (tenant, *self._last.values())
             }
 
     def leave(self, tenant: str) -> None:
         """Nothing of a tenant waits any more."""
-        self._last = tenant
+        self._last[is_batch(tenant)] = tenant
 
     def charge(self, tenant: str, cost: float) -> None:
         """A tenant was served so much, over its weight."""
@@ -99,13 +122,14 @@ def in_turns(
         tenant_to_queue.setdefault(claim_of(one).tenant, deque()).append((number, one))
     service = {tenant: counters[tenant] for tenant in tenant_to_queue}
 
-    def turn(tenant: str) -> tuple[float, int, int, str]:
-        return service[tenant], tenant_to_held.get(tenant, 0), tenant_to_queue[tenant][0][0], tenant
+    def turn(tenant: str) -> tuple[bool, float, int, int, str]:
+        held, first = tenant_to_held.get(tenant, 0), tenant_to_queue[tenant][0][0]
+        return is_batch(tenant), service[tenant], held, first, tenant
 
     turns = [turn(tenant) for tenant in tenant_to_queue]
     heapify(turns)
     while turns:
-        _, _, _, tenant = heappop(turns)
+        *_, tenant = heappop(turns)
         queue = tenant_to_queue[tenant]
         one = queue.popleft()[1]
         service[tenant] += claim_of(one).cost

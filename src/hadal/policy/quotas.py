@@ -38,6 +38,8 @@ class QuotaView:
     reserved_pico_usd: int
     """What those that are not charged yet can cost at most."""
     day_left_s: float
+    is_batch: bool = False
+    """Nobody waits for what is asked for: it may take the upper half of the bucket alone."""
 
 
 def filled(quota: Quota, num_tokens_left: float, passed_s: float) -> float:
@@ -51,7 +53,7 @@ def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int
     so much at most. 0 tokens: nobody has read them.
     """
     quota = view.quota
-    if quota.requests and view.num_open + num_wanted > quota.requests:
+    if quota.requests and not view.is_batch and view.num_open + num_wanted > quota.requests:
         return _refusal(
             view,
             f"{view.num_open} generations of this key run or wait, and it may have"
@@ -65,8 +67,11 @@ def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int
             f" {quota.tokens_per_minute} a minute; send a shorter prompt.",
             MINUTE_S,
         )
-    if quota.tokens_per_minute and view.num_tokens_left < max(1, num_tokens):
-        missing = max(1, num_tokens) - view.num_tokens_left
+    needed = float(max(1, num_tokens))
+    if view.is_batch:
+        needed = min(needed + quota.tokens_per_minute / 2, quota.tokens_per_minute)
+    if quota.tokens_per_minute and view.num_tokens_left < needed:
+        missing = needed - view.num_tokens_left
         return _refusal(
             view,
             f"this key may have {quota.tokens_per_minute} tokens a minute, and has had them.",

@@ -139,6 +139,26 @@ class DownstreamView:
 
 
 @dataclass(frozen=True, slots=True)
+class ValleyView:
+    """What one more request of a batch would come to lie beside."""
+
+    is_draining: bool
+    num_waiting: int
+    """Requests that wait, of which somebody waits for."""
+    num_placed: int
+    """Requests that units work on, of batches and others."""
+    num_of_batches: int
+    """Those of them that are of batches."""
+    num_prefilling: int
+    """Prompts that are being computed."""
+    num_prefill_ranks: int
+    num_slots_shared: int
+    """Slots of decode under which steps take hardly longer (policy/admission.shared_slots)."""
+    num_blocks_used: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptView:
     """A prompt that waits for its next chunk, in the order of arrival."""
 

@@ -61,8 +61,8 @@ from hadal.core.messages import (
 from hadal.core.plans import NO_TOKEN
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.policy.admission import Refusal, admit, refuse_lengths
-from hadal.policy.fairness import ServiceCounters
+from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
+from hadal.policy.fairness import ServiceCounters, is_batch
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
 from hadal.roles.front.tenants import FrontTenants
@@ -502,7 +502,7 @@ class Front:
             self._out.append(Deliver(request_id, (), True, error, 400))
             return
         # Asked only where it matters: with a queue that may hold nobody.
-        may_hold_none = self._config.limits.max_queued == self.requests.num_queued == 0
+        may_hold_none = self._config.limits.max_queued == self.requests.num_waiting == 0
         is_placeable = may_hold_none and self.routing.has_room(generation)
         # One that is no first attempt was let in by the front before this one, in whose place it
         # still is.
@@ -554,7 +554,7 @@ class Front:
         return self._quota_refusal(
             now_s, tenant, num_wanted, num_tokens, most_pico_usd
         ) or self._admit(
-            now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.routing.num_free()
+            now_s, tenant, num_wanted, 0 if self.requests.num_waiting else self.routing.num_free()
         )
 
     def unread(self) -> tuple[str, ...]:
@@ -578,6 +578,8 @@ class Front:
     def _admit(
         self, now_s: float, tenant: str, num_wanted: int, num_placeable: int
     ) -> Refusal | None:
+        if is_batch(tenant):
+            return admit_batch(self.routing.valley(self.is_draining))
         num_queued, num_tenants = (
             self.requests.num_queued_of(tenant),
             self.requests.num_tenants_with(tenant),
@@ -603,9 +605,16 @@ class Front:
             if (error := self.routing.fit(record)) is not None:
                 self._fail(record, error, 400)
                 continue
+            if (
+                is_batch(record.generation.tenant)
+                and admit_batch(self.routing.valley(self.is_draining)) is not None
+            ):
+                return  # Nobody waits for it, and nobody is behind it who does.
             chosen = self._choose_prefill(record)
             if chosen is None:
-                return  # Those behind it wait too: nobody is overtaken.
+                if not self._give_way(now_s, record):
+                    return  # Those behind it wait too: nobody is overtaken.
+                continue
             self.requests.move(record, Transition.PLACE)
             unit, record.num_cached = chosen
             self.requests.charge_prompt(record)
@@ -613,6 +622,17 @@ class Front:
             record.last_units = unit, ""
             self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
+
+    def _give_way(self, now_s: float, record: Record) -> bool:
+        """Put the latest request of a batch back for one that somebody waits for. False: there is
+        none.
+        """
+        placed = [] if is_batch(record.generation.tenant) else self.requests.placed_of_batches()
+        if not placed:
+            return False
+        self._let_go(placed[-1])
+        self._retry(now_s, placed[-1], "others need its room", is_counted=False)
+        return True
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
         """Bind a request to the first fingerprint under which a prefill unit takes it now."""

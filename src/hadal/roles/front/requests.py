@@ -29,7 +29,13 @@ from hadal.core.seams import Closing
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.policy.admission import turn_s
-from hadal.policy.fairness import INPUT_COST, OUTPUT_COST, ServiceCounters, share_weight
+from hadal.policy.fairness import (
+    INPUT_COST,
+    OUTPUT_COST,
+    ServiceCounters,
+    is_batch,
+    share_weight,
+)
 
 # One request as the front knows it, from Submit to its last Deliver.
 
@@ -467,13 +473,34 @@ class FrontRequests:
     def num_queued(self) -> int:
         return self.counts[State.QUEUED]
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait, those of batches left out."""
+        queues = self._tenant_to_queue.items()
+        return sum(len(queue) for tenant, queue in queues if not is_batch(tenant))
+
+    @property
+    def num_placed_of_batches(self) -> int:
+        """How many of batches' requests units work on."""
+        return sum(num for tenant, num in self.tenant_to_placed.items() if is_batch(tenant))
+
+    def placed_of_batches(self) -> list[Record]:
+        """Those, the latest last."""
+        if not self.num_placed_of_batches:
+            return []
+        return [
+            record
+            for record in self.by_id.values()
+            if record.state in PLACED and is_batch(record.generation.tenant)
+        ]
+
     def num_queued_of(self, tenant: str) -> int:
         """How many of a tenant's requests wait."""
         return len(self._tenant_to_queue.get(tenant, ()))
 
     def num_tenants_with(self, tenant: str) -> int:
         """How many tenants have requests that wait, this one counted in any case."""
-        return len(self._tenant_to_queue.keys() | {tenant})
+        return len({name for name in self._tenant_to_queue if not is_batch(name)} | {tenant})
 
     def num_tenants_absent(self, tenant: str) -> int:
         """How many others sent something lately of whom nobody waits now."""
@@ -501,7 +528,11 @@ class FrontRequests:
         return record
 
     def _saw(self, tenant: str, now_s: float) -> None:
-        """A tenant sent something. Those seen last are last."""
+        """A tenant sent something. Those seen last are last. A batch makes room for others, not
+        others for it.
+        """
+        if is_batch(tenant):
+            return
         seen_s = self.tenant_to_seen_s
         seen_s.pop(tenant, None)
         seen_s[tenant] = now_s
@@ -575,10 +606,11 @@ class FrontRequests:
         ]
         return min(heads, key=self._turn, default=None)
 
-    def _turn(self, head: Record) -> tuple[float, int, QueueKey]:
+    def _turn(self, head: Record) -> tuple[bool, float, int, QueueKey]:
         """As policy/fairness.in_turns orders the first of each tenant."""
         tenant = head.generation.tenant
-        return self.counters[tenant], self.tenant_to_placed[tenant], head.queue_key
+        served, num_placed = self.counters[tenant], self.tenant_to_placed[tenant]
+        return is_batch(tenant), served, num_placed, head.queue_key
 
     def charge_prompt(self, record: Record) -> None:
         """A unit begins with a request: what it has to read of the prompt is its tenant's."""

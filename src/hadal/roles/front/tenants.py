@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from hadal.core.messages import Charged, Quota, Quotas, RateLimits, Spent
 from hadal.policy.admission import Refusal
+from hadal.policy.fairness import is_batch, owner_of
 from hadal.policy.quotas import DAY_S, QuotaView, filled, limits_of, refuse
 
 RECENT_S = 120.0
@@ -104,6 +105,7 @@ class FrontTenants:
         self, now_s: float, request_id: str, tenant: str, num_tokens: int, most_pico_usd: int
     ) -> None:
         """A generation was let in."""
+        tenant = owner_of(tenant)
         self.draw(now_s, tenant, num_tokens)
         if most_pico_usd and request_id not in self._reserved:
             until_s = now_s + self._reserve_s
@@ -114,6 +116,7 @@ class FrontTenants:
 
     def draw(self, now_s: float, tenant: str, num_tokens: int) -> None:
         """A tenant had so many tokens."""
+        tenant = owner_of(tenant)
         quota = self._quotas.get(tenant)
         if quota is not None and quota.tokens_per_minute:
             left = self._num_tokens_left(now_s, quota)
@@ -198,6 +201,7 @@ class FrontTenants:
         return filled(quota, bucket.num_tokens, now_s - bucket.at_s)
 
     def _view(self, now_s: float, tenant: str, num_open: int) -> QuotaView | None:
+        is_for_batch, tenant = is_batch(tenant), owner_of(tenant)
         quota = self._quotas.get(tenant)
         if quota is None:
             return None
@@ -211,4 +215,5 @@ class FrontTenants:
             spent if is_today or spent is None else 0,
             self._tenant_to_reserved.get(tenant, 0),
             DAY_S - unix_s % DAY_S,
+            is_for_batch,
         )

@@ -23,7 +23,7 @@ from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.admission import may_prefill, num_placed_max, shared_slots
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit, usable_blocks
-from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
+from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView, ValleyView
 from hadal.roles.front.requests import FrontRequests, Record
 from hadal.roles.suspects import Absence, Suspects
 
@@ -650,6 +650,22 @@ class RequestRouting:
             view = self.units.downstream(fingerprint, num_placed, 0, 0)
             num_free += max(0, num_placed_max(view.num_slots) - num_placed)
         return max(0, min(self.limits.max_running - self.requests.num_placed, num_free))
+
+    def valley(self, is_draining: bool) -> ValleyView:
+        """What a batch's next request would lie beside."""
+        requests, prefill = self.requests, self.units.of_role(PREFILL)
+        decode = [unit for unit in self.units.of_role(DECODE) if unit.is_open]
+        return ValleyView(
+            is_draining,
+            requests.num_waiting,
+            requests.num_placed,
+            requests.num_placed_of_batches,
+            requests.counts[State.PREFILLING],
+            sum(unit.num_ranks for unit in prefill if unit.is_open),
+            sum(_shared_slots(unit) for unit in decode),
+            requests.num_blocks_placed,
+            sum(unit.num_blocks for unit in decode),
+        )
 
     def has_room(self, generation: Generation) -> bool:
         """Whether a new request could start now; else it has to wait."""
