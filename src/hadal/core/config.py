@@ -194,6 +194,25 @@ class LedgerConfig(ConfigTable, frozen=True):
     """Price of one rank for an hour, be it a GPU or a process on a CPU."""
     gpu: Text = ""
     """What a rank runs on. Empty: the device."""
+    batch_prices: Text = ""
+    """Price list of batches. Empty: half of `prices`."""
+
+
+class BatchesConfig(ConfigTable, frozen=True):
+    """/v1/files and /v1/batches: requests for which nobody waits."""
+
+    url: Text = AUTO
+    """Where they are kept: a path (SQLite), postgresql://..., "off"; "auto": beside the ledger."""
+    max_file_mb: Annotated[int, Meta(ge=1, le=1024)] = 100
+    """Size of a file."""
+    max_tenant_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
+    """Of all files of a tenant together."""
+    max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 50_000
+    """Requests of a batch."""
+    max_running: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """Requests of all batches that are worked on at once, where the load leaves room."""
+    keep_days: Annotated[int, Meta(ge=1, le=3650)] = 30
+    """How long files, and batches that have ended, are kept."""
 
 
 class FleetConfig(ConfigTable, frozen=True):
@@ -382,6 +401,7 @@ class Deployment(ConfigTable, frozen=True):
     limits: LimitsConfig = LimitsConfig()
     cache: CacheConfig = CacheConfig()
     ledger: LedgerConfig = LedgerConfig()
+    batches: BatchesConfig = BatchesConfig()
     fleet: FleetConfig = FleetConfig()
     cluster: ClusterConfig = ClusterConfig()
 

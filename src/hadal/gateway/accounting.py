@@ -35,6 +35,9 @@ done in them.
 _CLOSE_S = 10.0
 STANDARD = "standard"
 """The tier of requests that somebody waits for."""
+BATCH_TIER = "batch"
+BATCH_MODEL = "/batch"
+"""What stands behind a model's name in facts of batches: they have prices of their own."""
 _NO_CLOSING = Closing("", "", 0)
 
 
@@ -70,19 +73,24 @@ class Accounting:
         self._units = units
         self._now = now
         self._unix_time = unix_time
-        self._prices: PriceList = price_list(deployment.ledger.prices)
+        ledger = deployment.ledger
+        self._prices: PriceList = price_list(ledger.prices)
+        self._batch_prices = (
+            price_list(ledger.batch_prices) if ledger.batch_prices else self._prices.halved()
+        )
         self._gpu_hour_micro_usd = micro_usd(deployment.ledger.gpu_hour_usd)
         self._up: dict[tuple[str, str], tuple[str, float]] = {}
         """Unit and epoch -> role, and when it came."""
         self._looked_s = 0.0
-        self.tier_to_pico_usd: Counter[str] = Counter({STANDARD: 0})
+        self.tier_to_pico_usd: Counter[str] = Counter({STANDARD: 0, BATCH_TIER: 0})
         """What was charged since the process began."""
         self.on_charged: Callable[[Charged], None] | None = None
         """Hears what each generation was charged, where tenants may have budgets."""
 
-    def most(self, num_prompt: int, num_output: int) -> int:
+    def most(self, num_prompt: int, num_output: int, *, is_batch: bool = False) -> int:
         """Pico-dollars that a generation can cost."""
-        return self._prices.most(num_prompt, num_output)
+        prices = self._batch_prices if is_batch else self._prices
+        return prices.most(num_prompt, num_output)
 
     @property
     def counts(self) -> LedgerCounts:
@@ -97,10 +105,14 @@ class Accounting:
         start_s: float,
         tenant: Tenant,
         end: str,
+        *,
+        is_batch: bool = False,
     ) -> None:
         """An HTTP request ended, and with it all its generations: `end` is how those did that are
-        not finished.
+        not finished. `is_batch`: nobody waited for it.
         """
+        prices, tier = (self._batch_prices, BATCH_TIER) if is_batch else (self._prices, STANDARD)
+        model = f"{self._model}{BATCH_MODEL}" if is_batch else self._model
         unix_s, now_s = self._unix_time(), self._now()
 
         def unix(time_s: float | None) -> float | None:
@@ -114,8 +126,8 @@ class Accounting:
             tokens_hit = meter.num_cached if is_payer else 0
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
-            charge = self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output)
-            self.tier_to_pico_usd[STANDARD] += charge
+            charge = prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output)
+            self.tier_to_pico_usd[tier] += charge
             if self.on_charged is not None:
                 day = micros(unix_s) // 1_000_000 // DAY_S
                 self.on_charged(Charged(choice.generation.request_id, tenant.name, day, charge))
@@ -123,7 +135,7 @@ class Accounting:
                 RequestFact(
                     choice.generation.request_id,
                     tenant.name,
-                    self._model,
+                    model,
                     tokens_hit,
                     tokens_miss,
                     num_output,

@@ -331,7 +331,7 @@ COUNTS = "/counts"
 COUNTS_TIMEOUT_S = 1.0
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
-_FINGERPRINT = f"hadal-{__version__}"
+FINGERPRINT = f"hadal-{__version__}"
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,13 @@ class Gateway:
         if not self.has_begun():
             raise overloaded(503, "The server is starting; try again.", retry_after_s, "no_units")
 
-    def priced(self, work: Work, tenant: Tenant) -> tuple[Generation, ...]:
+    async def read_body(self, request: Request) -> bytes:
+        """A JSON body within the limits. Raises ApiError."""
+        return await read_body(request, self.service.limits.max_body_bytes)
+
+    def priced(
+        self, work: Work, tenant: Tenant, *, is_batch: bool = False
+    ) -> tuple[Generation, ...]:
         """What is to be generated, with what it can cost where its tenant has a budget."""
         generations = tuple(choice.generation for choice in work.choices)
         if self.accounting is None or tenant.quota is None or not tenant.quota.day_pico_usd:
@@ -413,7 +419,10 @@ class Gateway:
         n, most = work.ask.n, self.accounting.most
         return tuple(
             msgspec.structs.replace(
-                one, most_pico_usd=most(0 if at % n else len(one.prompt), one.max_tokens)
+                one,
+                most_pico_usd=most(
+                    0 if at % n else len(one.prompt), one.max_tokens, is_batch=is_batch
+                ),
             )
             for at, one in enumerate(generations)
         )
@@ -549,7 +558,7 @@ class Generate:
             request_id,
             int(gateway.unix_time()),
             gateway.service.model.name,
-            _FINGERPRINT,
+            FINGERPRINT,
             work.ask.include_usage,
         )
         times.is_read = True
@@ -832,13 +841,13 @@ def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:
     ]
 
 
-def make_app(gateway: Gateway) -> ASGIApp:
-    """The ASGI application."""
+def make_app(gateway: Gateway, more: Sequence[Route] = ()) -> ASGIApp:
+    """The ASGI application; `more`: routes besides its own."""
     host = gateway.host
     pages = pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
     host.pages.table = {**pages, KEPT: gateway.responses.page}
     app = Starlette(
-        routes=routes_of(endpoints_of(gateway)),
+        routes=[*routes_of(endpoints_of(gateway)), *more],
         exception_handlers={
             HTTPException: _on_http_error,
             HadalError: _on_error,

@@ -171,6 +171,10 @@ class Metrics:
         if ledger is not None:
             self._registry.register(_LedgerCollector(ledger, charged))
 
+    def show_batches(self, lines: Callable[[], tuple[int, int, Mapping[str, int]]]) -> None:
+        """`lines`: those that wait, those that run, and how many had which outcome."""
+        self._registry.register(_BatchCollector(lines))
+
     def count_usage(self, usage: Usage) -> None:
         """A reply was sent whole: what its usage says, whether the client asked for it or not."""
         self._usage_tokens.labels("hit").inc(usage.num_cached_tokens)
@@ -283,6 +287,34 @@ class _LedgerCollector(Collector):
         for tier, pico_usd in self._charged().items():
             charged.add_metric((tier,), pico_usd / PICO_PER_USD)
         yield charged
+
+
+class _BatchCollector(Collector):
+    """Reads the worker on batches when it is scraped."""
+
+    def __init__(self, lines: Callable[[], tuple[int, int, Mapping[str, int]]]) -> None:
+        self._lines = lines
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing ahead of time, as _FrontCollector's."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        num_waiting, num_running, outcomes = self._lines()
+        yield GaugeMetricFamily(
+            "hadal_batch_lines_waiting", "Requests of batches that have no answer.", num_waiting
+        )
+        yield GaugeMetricFamily(
+            "hadal_batch_lines_running", "Requests of batches that units work on.", num_running
+        )
+        lines = CounterMetricFamily(
+            "hadal_batch_lines",
+            "Requests of batches by what became of them; those that the server failed are tried again.",
+            labels=("outcome",),
+        )
+        for outcome, number in outcomes.items():
+            lines.add_metric((outcome,), number)
+        yield lines
 
 
 class _FrontCollector(Collector):

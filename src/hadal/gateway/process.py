@@ -22,12 +22,14 @@ from types import FrameType
 
 import uvicorn
 import uvloop
+from starlette.routing import Route
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
 from hadal.core.errors import ConfigError, HadalError
 from hadal.core.messages import FRONT
 from hadal.gateway.accounting import HEARTBEAT_S, Accounting
 from hadal.gateway.auth import Keys
+from hadal.gateway.batches import BatchPages, BatchWorker
 from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
@@ -38,6 +40,7 @@ from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront
+from hadal.runtime.batches import BatchesDown, BatchStore, batches_url
 from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.spent import read_spent
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
@@ -237,12 +240,12 @@ def listener_of(run: Run, environment: dict[str, str]) -> socket.socket:
     return socket.socket(fileno=int(given))
 
 
-def server_config(gateway: Gateway) -> uvicorn.Config:
-    """How uvicorn serves the gateway."""
+def server_config(gateway: Gateway, more: Sequence[Route] = ()) -> uvicorn.Config:
+    """How uvicorn serves the gateway; `more`: routes besides its own."""
     # Its own log notes every start, and every client that speaks no HTTP; neither is news.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
-        make_app(gateway),
+        make_app(gateway, more),
         http=GatewayProtocol,
         log_config=None,
         access_log=False,
@@ -257,7 +260,8 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
 async def serve(deployment: Deployment, gateway: Gateway, listening: socket.socket) -> int:
     """Serve until drained or failed; returns the exit code."""
     loop = asyncio.get_running_loop()
-    config = server_config(gateway)
+    worker = await _batch_worker(gateway, deployment)
+    config = server_config(gateway, BatchPages(gateway, worker).routes() if worker else ())
 
     def drain() -> None:
         loop.call_soon_threadsafe(gateway.host.drain)
@@ -265,6 +269,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     server = _Server(config, drain)
     fronting = loop.create_task(gateway.host.run())
     following = loop.create_task(_follow_keys(gateway))
+    batching = loop.create_task(_work_on(worker, gateway))
     reading = loop.create_task(_read_spent(gateway))
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(server.serve([listening]))
@@ -276,10 +281,12 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         log.critical("the front ended", exc_info=fronting.exception())
     server.should_exit = True
     await serving
-    ending = (fronting, draining, counting, following, reading)
+    ending = (fronting, draining, counting, following, reading, batching)
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+    if worker is not None:
+        await loop.run_in_executor(None, worker.close)
     gateway.service.close()
     if (chat := gateway.service.model.chat) is not None:
         await loop.run_in_executor(None, chat.close)  # It waits for a prompt under way.
@@ -291,6 +298,30 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
     return EXIT_FATAL if failed else 0
+
+
+async def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | None:
+    """None: there are no batches here, or nothing can be kept now."""
+    url = batches_url(deployment.batches.url, deployment.ledger.url)
+    if not url:
+        return None
+    worker = BatchWorker(gateway, BatchStore(url), deployment.batches)
+    try:
+        await worker.call(worker.store.prepare)
+    except (BatchesDown, OSError) as error:
+        log.error("there are no batches: %s", error)
+        await asyncio.get_running_loop().run_in_executor(None, worker.close)
+        return None
+    return worker
+
+
+async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:
+    """Answer what batches ask, in the gateway that has the front, until cancelled."""
+    if worker is not None and isinstance(gateway.host, Host):
+        gateway.metrics.show_batches(
+            lambda: (worker.num_waiting, worker.num_running, worker.outcomes)
+        )
+        await worker.run()
 
 
 async def _heartbeat(server: uvicorn.Server, host: Host | FarHost) -> None:

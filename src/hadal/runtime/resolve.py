@@ -302,6 +302,8 @@ def _ledger(deployment: Deployment) -> LedgerConfig:
     ledger = deployment.ledger
     try:
         price_list(ledger.prices)
+        if ledger.batch_prices:
+            price_list(ledger.batch_prices)
         micro_usd(ledger.gpu_hour_usd)
     except ValueError as error:
         raise ConfigError(f"ledger: {error}") from None

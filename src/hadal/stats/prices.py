@@ -43,6 +43,10 @@ class Rates:
         """Pico-dollars, exactly."""
         return self.hit * tokens_hit + self.miss * tokens_miss + self.out * tokens_out
 
+    def halved(self) -> Rates:
+        """Half of it, rounded up."""
+        return Rates(-(-self.hit // 2), -(-self.miss // 2), -(-self.out // 2))
+
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
@@ -93,6 +97,14 @@ class PriceList:
             max(rates.hit, rates.miss) * num_prompt + rates.out * num_output
             for rates in (self.standard, self.off_peak or self.standard)
         )
+
+    def halved(self) -> PriceList:
+        """Half of every price, whole micro-dollars, rounded up: what batches cost where nothing else
+        is said.
+        """
+        off_peak = None if self.off_peak is None else self.off_peak.halved()
+        name = f"{self.name}, batch"
+        return replace(self, name=name, standard=self.standard.halved(), off_peak=off_peak)
 
     def flat(self) -> PriceList:
         """The same without a discount: DeepSeek's "theoretical income" is R1's, flat, for all

@@ -164,7 +164,7 @@ class Store:
         """`url` as ledger_place gives it."""
         self.place = shown(url)
         self._path = file_of(url)
-        self._engine = _sqlite(url) if self._path is not None else _postgresql(url)
+        self._engine = engine_of(url)
         self._identity: tuple[int, int] | None = None
         """Device and inode of the file that was prepared."""
 
@@ -313,6 +313,13 @@ def _close_to_others(path: Path) -> None:
                 take_from_others(beside)
     except OSError as error:
         log.warning("%s may be read by others: %s", path, error.strerror)
+
+
+def engine_of(url: str) -> sa.Engine:
+    """One connection to the database, which takes turns with other processes' and waits for
+    nothing without end.
+    """
+    return _sqlite(url) if file_of(url) is not None else _postgresql(url)
 
 
 def _sqlite(url: str) -> sa.Engine:

@@ -1,0 +1,474 @@
+"""Files and batches of tenants, in SQLite or PostgreSQL: what a batch asks, line by line, and what was
+answered.
+
+    validating --begin: a row for each line--> in_progress --all answered--> finalizing --> completed
+        └──> failed                                 ├──> cancelling ──> cancelled
+                                                    └──> expired
+
+A line's answer is written once and stays: whoever writes it again changes nothing, so that each
+custom_id stands in the output once, whatever process died when. A batch ends in one transaction,
+which makes its output files, says so and drops its lines. Contents lie in the database in pieces:
+every gateway sees them, also on another host. Knows no HTTP and no model; one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from hadal.core.errors import HadalError
+from hadal.runtime.ledger.store import engine_of, file_of, ledger_url
+
+FILE_NAME = "batches.sqlite"
+PIECE_BYTES = 1 << 20
+VALIDATING, IN_PROGRESS, FAILED = "validating", "in_progress", "failed"
+CANCELLING, CANCELLED = "cancelling", "cancelled"
+FINALIZING, COMPLETED, EXPIRED = "finalizing", "completed", "expired"
+OPEN = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
+"""What somebody has to do something about."""
+BATCH, BATCH_OUTPUT = "batch", "batch_output"
+"""Purposes of files."""
+
+_tables = sa.MetaData()
+_files = sa.Table(
+    "batch_files",
+    _tables,
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("id", sa.String(64), unique=True, nullable=False),
+    sa.Column("tenant", sa.String(64), nullable=False, index=True),
+    sa.Column("purpose", sa.String(32), nullable=False),
+    sa.Column("filename", sa.String(255), nullable=False),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_s", sa.BigInteger, nullable=False),
+)
+_pieces = sa.Table(
+    "batch_file_pieces",
+    _tables,
+    sa.Column("file_id", sa.String(64), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+)
+_batches = sa.Table(
+    "batches",
+    _tables,
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("id", sa.String(64), unique=True, nullable=False),
+    sa.Column("tenant", sa.String(64), nullable=False, index=True),
+    sa.Column("endpoint", sa.String(64), nullable=False),
+    sa.Column("input_file_id", sa.String(64), nullable=False),
+    sa.Column("metadata", sa.Text, nullable=False),
+    sa.Column("status", sa.String(16), nullable=False, index=True),
+    sa.Column("created_s", sa.BigInteger, nullable=False),
+    sa.Column("expires_s", sa.BigInteger, nullable=False),
+    sa.Column("times", sa.Text, nullable=False),
+    sa.Column("errors", sa.Text, nullable=False),
+    sa.Column("output_file_id", sa.String(64)),
+    sa.Column("error_file_id", sa.String(64)),
+    sa.Column("num_total", sa.Integer, nullable=False),
+    sa.Column("num_completed", sa.Integer, nullable=False),
+    sa.Column("num_failed", sa.Integer, nullable=False),
+)
+_lines = sa.Table(
+    "batch_lines",
+    _tables,
+    sa.Column("batch_id", sa.String(64), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("custom_id", sa.String(512), nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("answer", sa.LargeBinary),
+    sa.Column("is_error", sa.Boolean, nullable=False, default=False),
+    sa.UniqueConstraint("batch_id", "custom_id"),
+)
+
+
+class BatchesDown(HadalError):
+    """The database cannot be had now. Later it may."""
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A file, without its contents."""
+
+    id: str
+    tenant: str
+    purpose: str
+    filename: str
+    num_bytes: int
+    created_s: int
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A batch as it stands."""
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    metadata: dict[str, str]
+    status: str
+    created_s: int
+    expires_s: int
+    times: dict[str, int]
+    """Status -> when it came to that, in unix seconds."""
+    errors: list[dict[str, Any]]
+    output_file_id: str | None
+    error_file_id: str | None
+    num_total: int
+    num_completed: int
+    num_failed: int
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One request of a batch."""
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+def batches_url(asked: str, ledger: str) -> str:
+    """Where batches are kept, as ledger_url says it; "auto" is beside the ledger: a file of its own
+    in the same folder, or the same database of a server. "": nowhere. Raises LedgerError.
+    """
+    if asked not in ("", "auto"):
+        return ledger_url(asked)
+    url = ledger_url(ledger)
+    path = file_of(url) if url else None
+    return ledger_url(str(path.with_name(FILE_NAME))) if path is not None else url
+
+
+class BatchStore:
+    """All files and batches of a deployment. Methods raise BatchesDown."""
+
+    def __init__(self, url: str) -> None:
+        self._path = file_of(url)
+        self._engine = engine_of(url)
+
+    def prepare(self) -> None:
+        """Make the tables where there are none."""
+        if self._path is not None:
+            _make_private(self._path)
+        with self._begin() as connection:
+            _tables.create_all(connection)
+
+    def close(self) -> None:
+        """Give connections back."""
+        self._engine.dispose()
+
+    # ---- files ----
+    def add_file(self, row: FileRow, contents: Iterable[bytes]) -> FileRow:
+        """Keep a file; `num_bytes` is counted here."""
+        with self._begin() as connection:
+            return _add_file(connection, row, contents)
+
+    def file(self, tenant: str, file_id: str) -> FileRow | None:
+        """A tenant's file; None if it has none with this id."""
+        chosen = (_files.c.id == file_id) & (_files.c.tenant == tenant)
+        with self._begin() as connection:
+            found = connection.execute(sa.select(_files).where(chosen)).one_or_none()
+        return None if found is None else _file_of(found)
+
+    def files(
+        self, tenant: str, purpose: str, after: str, limit: int, *, is_ascending: bool
+    ) -> list[FileRow] | None:
+        """A page of a tenant's files, the latest first unless `is_ascending`; None: it has no file
+        `after`.
+        """
+        chosen = _files.c.tenant == tenant
+        if purpose:
+            chosen &= _files.c.purpose == purpose
+        rows = self._page(_files, tenant, chosen, after, limit, is_ascending=is_ascending)
+        return None if rows is None else [_file_of(row) for row in rows]
+
+    def num_bytes(self, tenant: str) -> int:
+        """Of all of a tenant's files."""
+        summed = sa.select(sa.func.coalesce(sa.func.sum(_files.c.num_bytes), 0))
+        with self._begin() as connection:
+            return int(connection.execute(summed.where(_files.c.tenant == tenant)).scalar_one())
+
+    def contents(self, file_id: str) -> Iterator[bytes]:
+        """A file's pieces, in order."""
+        number = 0
+        while True:
+            chosen = (_pieces.c.file_id == file_id) & (_pieces.c.number == number)
+            with self._begin() as connection:
+                data = connection.execute(sa.select(_pieces.c.data).where(chosen)).scalar()
+            if data is None:
+                return
+            yield data
+            number += 1
+
+    def delete_file(self, tenant: str, file_id: str) -> bool:
+        """Forget a tenant's file; False if it has none with this id. A batch that has begun needs
+        its input no more.
+        """
+        with self._begin() as connection:
+            chosen = (_files.c.id == file_id) & (_files.c.tenant == tenant)
+            if not connection.execute(sa.delete(_files).where(chosen)).rowcount:
+                return False
+            connection.execute(sa.delete(_pieces).where(_pieces.c.file_id == file_id))
+            return True
+
+    # ---- batches ----
+    def add_batch(self, row: BatchRow) -> None:
+        """Keep a new batch."""
+        with self._begin() as connection:
+            connection.execute(sa.insert(_batches), _values_of(row))
+
+    def batch(self, tenant: str, batch_id: str) -> BatchRow | None:
+        """A tenant's batch; None if it has none with this id."""
+        chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
+        with self._begin() as connection:
+            found = connection.execute(sa.select(_batches).where(chosen)).one_or_none()
+        return None if found is None else _batch_of(found)
+
+    def batches(self, tenant: str, after: str, limit: int) -> list[BatchRow] | None:
+        """A page of a tenant's batches, the latest first; None: it has no batch `after`."""
+        chosen = _batches.c.tenant == tenant
+        rows = self._page(_batches, tenant, chosen, after, limit, is_ascending=False)
+        return None if rows is None else [_batch_of(row) for row in rows]
+
+    def open_batches(self) -> list[BatchRow]:
+        """Batches of all tenants that have not ended, the oldest first."""
+        chosen = sa.select(_batches).where(_batches.c.status.in_(OPEN)).order_by(_batches.c.number)
+        with self._begin() as connection:
+            return [_batch_of(row) for row in connection.execute(chosen)]
+
+    def cancel(self, tenant: str, batch_id: str, now_s: int) -> BatchRow | None:
+        """Begin no more lines of a batch that is open; None if the tenant has none with this id."""
+        with self._begin() as connection:
+            chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
+            found = connection.execute(sa.select(_batches).where(chosen)).one_or_none()
+            if found is None:
+                return None
+            batch = _batch_of(found)
+            if batch.status in (VALIDATING, IN_PROGRESS):
+                _move(connection, batch, CANCELLING, now_s)
+        return self.batch(tenant, batch_id)
+
+    def fail(self, batch: BatchRow, errors: list[dict[str, Any]], now_s: int) -> None:
+        """A batch whose input cannot be taken."""
+        with self._begin() as connection:
+            if _status(connection, batch.id) == VALIDATING:
+                _move(connection, batch, FAILED, now_s, errors=_text(errors))
+
+    def begin(self, batch: BatchRow, lines: Iterable[BatchLine], now_s: int) -> None:
+        """A batch's input was read: its lines are to be answered from now on."""
+        with self._begin() as connection:
+            if _status(connection, batch.id) != VALIDATING:
+                return  # It was cancelled meanwhile.
+            rows = [
+                {
+                    "batch_id": batch.id,
+                    "number": line.number,
+                    "custom_id": line.custom_id,
+                    "body": line.body,
+                    "is_error": False,
+                }
+                for line in lines
+            ]
+            connection.execute(sa.insert(_lines), rows)
+            _move(connection, batch, IN_PROGRESS, now_s, num_total=len(rows))
+
+    def waiting(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
+        """Lines behind number `after` that have no answer, in order."""
+        chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number > after)
+        chosen &= _lines.c.answer.is_(None)
+        columns = (_lines.c.number, _lines.c.custom_id, _lines.c.body)
+        query = sa.select(*columns).where(chosen).order_by(_lines.c.number).limit(limit)
+        with self._begin() as connection:
+            return [BatchLine(*row) for row in connection.execute(query)]
+
+    def answer(self, batch_id: str, number: int, answer: bytes, *, is_error: bool) -> bool:
+        """Write a line's answer down, durably; False: it has one, or its batch has ended."""
+        chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number == number)
+        values = {"answer": answer, "is_error": is_error}
+        count = _batches.c.num_failed if is_error else _batches.c.num_completed
+        with self._begin() as connection:
+            update = sa.update(_lines).where(chosen & _lines.c.answer.is_(None)).values(values)
+            if not connection.execute(update).rowcount:
+                return False
+            counted = sa.update(_batches).where(_batches.c.id == batch_id)
+            connection.execute(counted.values({count.name: count + 1}))
+            return True
+
+    def finalize(self, batch: BatchRow, now_s: int) -> None:
+        """All lines have answers: what is left is to make files of them."""
+        with self._begin() as connection:
+            if _status(connection, batch.id) == IN_PROGRESS:
+                _move(connection, batch, FINALIZING, now_s)
+
+    def end(
+        self, batch: BatchRow, status: str, now_s: int, file_ids: tuple[str, str], expired: bytes
+    ) -> BatchRow | None:
+        """End a batch with what was answered; `file_ids` are of its output and its errors, made
+        where there are any. `expired`: the answer of lines that have none, b"": they are left out.
+        Once ended it stays so. Returns it.
+        """
+        with self._begin() as connection:
+            if _status(connection, batch.id) not in OPEN:
+                return None
+            if expired:
+                mine = (_lines.c.batch_id == batch.id) & _lines.c.answer.is_(None)
+                late = connection.execute(
+                    sa.update(_lines).where(mine).values(answer=expired, is_error=True)
+                ).rowcount
+                connection.execute(
+                    sa.update(_batches)
+                    .where(_batches.c.id == batch.id)
+                    .values(num_failed=_batches.c.num_failed + late)
+                )
+            made: dict[str, str] = {}
+            for is_error, name in ((False, "output_file_id"), (True, "error_file_id")):
+                purpose_name = f"{batch.id}_{'error' if is_error else 'output'}.jsonl"
+                row = FileRow(
+                    file_ids[is_error], batch.tenant, BATCH_OUTPUT, purpose_name, 0, now_s
+                )
+                answers = _answers(connection, batch.id, is_error=is_error)
+                first = next(answers, None)
+                if first is not None:
+                    made[name] = _add_file(connection, row, _chained(first, answers)).id
+            connection.execute(sa.delete(_lines).where(_lines.c.batch_id == batch.id))
+            _move(connection, batch, status, now_s, **made)
+        return self.batch(batch.tenant, batch.id)
+
+    def forget(self, before_s: int) -> None:
+        """Drop files, and batches that have ended, from before a time."""
+        with self._begin() as connection:
+            old = sa.select(_files.c.id).where(_files.c.created_s < before_s)
+            for file_id in connection.execute(old).scalars().all():
+                connection.execute(sa.delete(_pieces).where(_pieces.c.file_id == file_id))
+                connection.execute(sa.delete(_files).where(_files.c.id == file_id))
+            ended = _batches.c.status.notin_(OPEN) & (_batches.c.created_s < before_s)
+            connection.execute(sa.delete(_batches).where(ended))
+
+    def _page(
+        self,
+        table: sa.Table,
+        tenant: str,
+        chosen: sa.ColumnElement[bool],
+        after: str,
+        limit: int,
+        *,
+        is_ascending: bool,
+    ) -> list[Any] | None:
+        number = table.c.number
+        with self._begin() as connection:
+            if after:
+                mine = (table.c.id == after) & (table.c.tenant == tenant)
+                at = connection.execute(sa.select(number).where(mine)).scalar()
+                if at is None:
+                    return None
+                chosen &= number > at if is_ascending else number < at
+            order = number.asc() if is_ascending else number.desc()
+            query = sa.select(table).where(chosen).order_by(order).limit(limit)
+            return list(connection.execute(query))
+
+    @contextlib.contextmanager
+    def _begin(self) -> Iterator[sa.Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except (exc.SQLAlchemyError, OSError) as error:
+            cause = getattr(error, "orig", None) or error
+            raise BatchesDown(f"files and batches: {str(cause).splitlines()[0]}") from error
+
+
+def _make_private(path: Path) -> None:
+    """What tenants ask is its owner's alone."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def _add_file(connection: sa.Connection, row: FileRow, contents: Iterable[bytes]) -> FileRow:
+    num_bytes = 0
+    for number, data in enumerate(_in_pieces(contents)):
+        values = {"file_id": row.id, "number": number, "data": data}
+        connection.execute(sa.insert(_pieces), values)
+        num_bytes += len(data)
+    row = replace(row, num_bytes=num_bytes)
+    connection.execute(sa.insert(_files), row.__dict__)
+    return row
+
+
+def _in_pieces(contents: Iterable[bytes]) -> Iterator[bytes]:
+    held = bytearray()
+    for data in contents:
+        held += data
+        while len(held) >= PIECE_BYTES:
+            yield bytes(held[:PIECE_BYTES])
+            del held[:PIECE_BYTES]
+    if held:
+        yield bytes(held)
+
+
+def _answers(connection: sa.Connection, batch_id: str, *, is_error: bool) -> Iterator[bytes]:
+    """Lines of an output file, read a few at a time. An answer is what follows the custom_id."""
+    after = -1
+    while True:
+        chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number > after)
+        chosen &= _lines.c.answer.isnot(None) & (_lines.c.is_error == is_error)
+        columns = (_lines.c.number, _lines.c.custom_id, _lines.c.answer)
+        query = sa.select(*columns).where(chosen).order_by(_lines.c.number).limit(256)
+        rows = connection.execute(query).all()
+        for number, custom_id, answer in rows:
+            head = f'{{"id":"batch_req_{batch_id[6:]}_{number}","custom_id":'
+            yield head.encode() + msgspec.json.encode(custom_id) + b"," + answer + b"}\n"
+            after = number
+        if not rows:
+            return
+
+
+def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+def _status(connection: sa.Connection, batch_id: str) -> str | None:
+    chosen = _batches.c.id == batch_id
+    return connection.execute(sa.select(_batches.c.status).where(chosen)).scalar()
+
+
+def _move(
+    connection: sa.Connection, batch: BatchRow, status: str, now_s: int, **values: Any
+) -> None:
+    chosen = _batches.c.id == batch.id
+    times = connection.execute(sa.select(_batches.c.times).where(chosen)).scalar_one()
+    values |= {"status": status, "times": _text({**msgspec.json.decode(times), status: now_s})}
+    connection.execute(sa.update(_batches).where(chosen).values(values))
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _file_of(row: Any) -> FileRow:
+    values = dict(row._mapping)
+    del values["number"]
+    return FileRow(**values)
+
+
+def _batch_of(row: Any) -> BatchRow:
+    values = dict(row._mapping)
+    del values["number"]
+    for name in ("metadata", "times", "errors"):
+        values[name] = msgspec.json.decode(values[name])
+    return BatchRow(**values)
+
+
+def _values_of(row: BatchRow) -> dict[str, Any]:
+    return {
+        **row.__dict__,
+        **{name: _text(getattr(row, name)) for name in ("metadata", "times", "errors")},
+    }
