@@ -413,7 +413,8 @@ def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> li
     """
     tenant_to_num: Counter[str] = Counter()
     tenant_to_holders: dict[str, list[HolderView]] = {}
-    for number, holder in enumerate(sorted(holders, key=lambda holder: holder.arrival)):
+    in_order = sorted(holders, key=lambda holder: (is_batch(holder.tenant), holder.arrival))
+    for number, holder in enumerate(in_order):
         tenant_to_num[holder.tenant] += holder.num_blocks
         if number:
             tenant_to_holders.setdefault(holder.tenant, []).append(holder)

@@ -39,7 +39,7 @@ BATCH, BATCH_OUTPUT = "batch", "batch_output"
 
 _tables = sa.MetaData()
 _files = sa.Table(
-    "batch_files",
+    "hadal_batch_files",
     _tables,
     sa.Column("number", sa.Integer, primary_key=True),
     sa.Column("id", sa.String(64), unique=True, nullable=False),
@@ -50,14 +50,14 @@ _files = sa.Table(
     sa.Column("created_s", sa.BigInteger, nullable=False),
 )
 _pieces = sa.Table(
-    "batch_file_pieces",
+    "hadal_batch_file_pieces",
     _tables,
     sa.Column("file_id", sa.String(64), primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True),
     sa.Column("data", sa.LargeBinary, nullable=False),
 )
 _batches = sa.Table(
-    "batches",
+    "hadal_batches",
     _tables,
     sa.Column("number", sa.Integer, primary_key=True),
     sa.Column("id", sa.String(64), unique=True, nullable=False),
@@ -77,7 +77,7 @@ _batches = sa.Table(
     sa.Column("num_failed", sa.Integer, nullable=False),
 )
 _lines = sa.Table(
-    "batch_lines",
+    "hadal_batch_lines",
     _tables,
     sa.Column("batch_id", sa.String(64), primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True),

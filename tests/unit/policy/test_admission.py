@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from hadal.policy.admission import (
+    NO_VALLEY,
     RETRY_AFTER_MAX_S,
     RETRY_AFTER_MIN_S,
     admit,
+    admit_batch,
     fits_decode,
     may_prefill,
     refuse_lengths,
@@ -15,7 +20,7 @@ from hadal.policy.admission import (
     share_of,
     shared_slots,
 )
-from hadal.policy.views import AdmissionView, DownstreamView
+from hadal.policy.views import AdmissionView, DownstreamView, ValleyView
 
 
 def view(
@@ -131,3 +136,36 @@ def test_decode_keeps_headroom_for_those_that_run() -> None:
     assert not fits_decode(5, 5, 1)
     assert fits_decode(6, 5, 7)
     assert not fits_decode(6, 5, 8)
+
+
+VALLEY = ValleyView(
+    is_draining=False,
+    num_waiting=0,
+    num_placed=3,
+    num_of_batches=1,
+    num_prefilling=0,
+    num_prefill_ranks=1,
+    num_slots_shared=8,
+    num_blocks_used=40,
+    num_blocks=100,
+)
+
+
+def test_a_batch_goes_into_valleys_alone() -> None:
+    assert admit_batch(VALLEY) is None
+    assert admit_batch(replace(VALLEY, num_placed=0, num_of_batches=0, num_slots_shared=1)) is None
+    busier: dict[str, Any]
+    for busier in (
+        {"num_waiting": 1},
+        {"num_placed": 8},
+        {"num_of_batches": 4},
+        {"num_prefilling": 1},
+        {"num_slots_shared": 0},
+        {"num_blocks_used": 50},
+    ):
+        refusal = admit_batch(replace(VALLEY, **busier))
+        assert refusal is not None, busier
+        assert (refusal.status, refusal.code, refusal.is_for_room) == (429, NO_VALLEY, False)
+    refusal = admit_batch(replace(VALLEY, is_draining=True))
+    assert refusal is not None
+    assert refusal.status == 503

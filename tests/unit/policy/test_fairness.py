@@ -7,7 +7,16 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.fairness import MAX_COUNTERS, Claim, ServiceCounters, in_turns, share_weight
+from hadal.policy.fairness import (
+    MAX_COUNTERS,
+    Claim,
+    ServiceCounters,
+    batch_of,
+    in_turns,
+    is_batch,
+    owner_of,
+    share_weight,
+)
 from tests.fresh import fresh
 
 
@@ -124,3 +133,20 @@ def test_two_that_wait_all_the_time_are_served_alike_to_the_bound() -> None:
                 serve(tenant, 2.0)
             running = [(tenant, left - 1) for tenant, left in running if left > 1]
             assert abs(served["a"] - served["b"]) <= bound
+
+
+def test_batches_come_behind_all_others_and_lift_nobody() -> None:
+    counters = ServiceCounters()
+    counters.charge(batch_of("a"), 1e9)
+    counters.join("b", [batch_of("a")])
+    assert counters["b"] == 0.0, "whoever is waited for is measured among those"
+    counters.charge("b", 50.0)
+    counters.join(batch_of("c"), ["b", batch_of("a")])
+    assert counters[batch_of("c")] == 1e9
+    counters.charge("d", 1e12)
+    waiting = [batch_of("a"), "b", "d", batch_of("e"), "b"]
+    turns = in_turns(waiting, lambda name: Claim(name, 10.0), counters, {})
+    assert list(turns) == ["b", "b", "d", batch_of("e"), batch_of("a")]
+    assert owner_of(batch_of("a")) == "a"
+    assert is_batch(batch_of("a"))
+    assert not is_batch("a")

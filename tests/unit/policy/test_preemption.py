@@ -43,3 +43,16 @@ def test_no_victim_is_in_vain(sizes: list[int], missing: int) -> None:
     assert 0 not in victims
     assert not victims or sum(sizes[slot] for slot in victims[:-1]) < missing
     assert sum(sizes[slot] for slot in victims) >= missing or len(victims) == len(sizes) - 1
+
+
+def test_those_of_batches_go_first_however_little_they_hold() -> None:
+    holders = [
+        HolderView(1, 5, 9, "a"),
+        HolderView(2, 6, 9, "a"),
+        HolderView(3, 1, 2, "a/batch"),
+        HolderView(4, 2, 1, "b/batch"),
+    ]
+    assert choose_victims(holders, 1) == [3]
+    assert choose_victims(holders, 3) == [3, 4]
+    assert choose_victims(holders, 4) == [3, 4, 2]
+    assert choose_victims(holders, 99) == [3, 4, 2], "the oldest stays of those that are waited for"

@@ -62,3 +62,14 @@ def test_replies_say_what_is_left() -> None:
     only = limits_of(replace(VIEW, quota=Quota("t", requests=2)))
     assert only is not None
     assert (only.requests, only.tokens) == (2, None)
+
+
+def test_a_batch_leaves_half_of_the_bucket_and_all_of_the_requests_to_others() -> None:
+    batch = replace(VIEW, num_open=3, is_batch=True)
+    assert refuse(batch, 1, 300, 0) is None, "requests at once are others' matter"
+    assert refuse(replace(batch, num_tokens_left=599.0), 1, 400, 0) is not None
+    assert refuse(batch, 1, 400, 0) is None, "a full bucket holds what no half does"
+    refusal = refuse(replace(batch, num_tokens_left=300.0), 1, 60, 0)
+    assert refusal is not None
+    assert refusal.retry_after_s == pytest.approx(6.0)
+    assert refuse(replace(batch, spent_pico_usd=999), 1, 1, 2) is not None, "money is money"

@@ -131,3 +131,11 @@ def test_a_book_has_a_list_for_every_model() -> None:
     model_prices = ModelPrices(R1, {"chat": V3})
     assert model_prices.of("chat") is V3
     assert model_prices.of("other") is R1
+
+
+def test_batches_cost_half() -> None:
+    assert R1.halved().charge(12 * 3600 * 10**6, 2, 4, 6) * 2 == R1.charge(
+        12 * 3600 * 10**6, 2, 4, 6
+    )
+    assert V3.halved().most(7, 9) * 2 == V3.most(7, 9)
+    assert price_list("0.000001/0.000003/1").halved().standard == Rates(1, 2, 500_000)

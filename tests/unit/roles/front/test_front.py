@@ -22,6 +22,8 @@ from hadal.core.messages import (
     Prefill,
     PrefillDone,
     Pulled,
+    Quota,
+    Quotas,
     Release,
     Resume,
     Returned,
@@ -37,7 +39,7 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import NO_TOKEN
 from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
-from hadal.policy.admission import AGE_S
+from hadal.policy.admission import AGE_S, NO_VALLEY
 from hadal.roles.front.front import ORPHAN_S, Front
 from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
@@ -620,3 +622,44 @@ def test_a_client_that_leaves_meanwhile_is_not_gone_on_with() -> None:
 def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
     made = front(units=False)
     assert sent(taken_over(made, 1.0, 12345), Resume) == [Resume((), is_last=True)]
+
+
+def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
+    made = front(max_running=1)
+    made.handle(0.0, of_tenant("a", "x"))
+    refusal = made.refusal(0.1, "x/batch", 1, 10)
+    assert refusal is not None
+    assert refusal.code == NO_VALLEY
+    made.handle(0.1, first_token("a", finish="length"))
+    assert made.refusal(0.2, "x/batch", 1, 10) is None
+    (prefill,) = sent(made.handle(0.2, of_tenant("b", "x/batch")), Prefill)
+    assert prefill.generation.request_id == "b"
+    made.handle(0.3, first_token("b"))
+    made.handle(0.4, Pulled("decode-0", "b", 0))
+    # Somebody comes, and all there is to have is the batch's.
+    effects = made.handle(0.5, of_tenant("c", "y"))
+    assert [one.generation.request_id for one in sent(effects, Prefill)] == ["c"]
+    assert sent(effects, Cancel) == [Cancel("b", 0)]
+    assert made.requests.by_id["b"].state == "queued"
+    ok(made)
+    made.handle(0.6, of_tenant("d", "z"))
+    effects = made.handle(0.7, first_token("c", finish="length"))
+    assert [one.generation.request_id for one in sent(effects, Prefill)] == ["d"]
+    effects = made.handle(0.8, first_token("d", finish="length"))
+    (again,) = sent(effects, Prefill)
+    assert (again.generation.request_id, again.generation.output) == ("b", (50,))
+    assert made.requests.by_id["b"].num_retries == 0
+    ok(made)
+
+
+def test_a_batch_takes_nothing_of_its_tenants_share_or_quota_of_requests() -> None:
+    made = front()
+    made.handle(0.0, Quotas(0.0, (Quota("x", requests=1, day_pico_usd=0, tokens_per_minute=0),)))
+    made.handle(0.0, of_tenant("b", "x/batch"))
+    assert made.requests.by_id["b"].state == "prefilling"
+    assert made.refusal(0.1, "x", 1, 10) is None
+    made.handle(0.1, of_tenant("a", "x"))
+    assert made.requests.by_id["a"].state == "prefilling"
+    assert made.requests.num_tenants_absent("y") == 1, "the tenant, and not its batch"
+    assert made.requests.num_placed_of_batches == 1
+    ok(made)
