@@ -923,5 +923,15 @@ def _check_key(line: str, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def _unbroken(commands: typer.Typer) -> None:
+    """Help is broken where a terminal ends, not where a line of a docstring does."""
+    for command in commands.registered_commands:
+        command.help = " ".join((command.callback.__doc__ or "").split())
+
+
+for _commands in (app, keys_app):
+    _unbroken(_commands)
+
+
 if __name__ == "__main__":
     app()

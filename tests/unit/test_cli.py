@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -46,16 +47,42 @@ def test_examples_stay_whole_on_a_terminal_of_80_columns(command: str) -> None:
     assert [line for line in lines if line not in shown] == []
 
 
-def test_a_shell_learns_to_complete(tmp_path: Path) -> None:
-    script = CliRunner().invoke(app, ["completion", "bash"]).output
-    (tmp_path / "hadal").write_text(f"#!{sys.executable}\nfrom hadal.cli import app\n\napp()\n")
-    (tmp_path / "hadal").chmod(0o755)
-    typed = (
+def test_help_breaks_where_the_terminal_does() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).output
+    for command in get_command(app).commands.values():
+        assert command.help
+        assert "\n" not in command.help
+    assert not any(line.strip("│ ") in ("after", "of the ledger.") for line in shown.splitlines())
+
+
+TYPED = {
+    "bash": (
         "COMP_WORDS=(hadal serve --cache-f); COMP_CWORD=2; _hadal_completion hadal; echo"
         ' "${COMPREPLY[@]}"'
-    )
+    ),
+    # What zsh is given to choose from, instead of a menu.
+    "zsh": (
+        "compdef() { :; }; _arguments() { echo $@; }; words=(hadal serve --cache-f); CURRENT=3\n"
+        "_hadal_completion"
+    ),
+    "fish": "complete --do-complete 'hadal serve --cache-f'",
+}
+"""What each shell does at Tab behind `hadal serve --cache-f`."""
+
+
+@pytest.mark.parametrize("shell", sorted(TYPED))
+def test_a_shell_learns_to_complete(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    script = CliRunner().invoke(app, ["completion", shell]).output
+    (tmp_path / "hadal").write_text(f"#!{sys.executable}\nfrom hadal.cli import app\n\napp()\n")
+    (tmp_path / "hadal").chmod(0o755)
+    lines = [script, TYPED[shell]]
+    if shell == "zsh":
+        stub, typed = TYPED[shell].split("; words", 1)
+        lines = [stub, script, f"words{typed}"]
     done = subprocess.run(
-        ["bash", "-c", f"{script}\n{typed}"],
+        [shell, "-c", "\n".join(lines)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -64,11 +91,11 @@ def test_a_shell_learns_to_complete(tmp_path: Path) -> None:
             **os.environ,
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "src"),
+            "XDG_CONFIG_HOME": str(tmp_path),
         },
     )
-    assert done.stdout.split() == ["--cache-folder"]
-    assert "compdef" in CliRunner().invoke(app, ["completion", "zsh"]).output
-    assert "complete --command hadal" in CliRunner().invoke(app, ["completion", "fish"]).output
+    assert "--cache-folder" in done.stdout, done.stderr
+    assert "--cache-mb" not in done.stdout
 
 
 def test_help_loads_neither_torch_nor_the_server() -> None:
