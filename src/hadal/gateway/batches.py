@@ -648,8 +648,7 @@ class BatchPages:
         return self._json(_batch(batch))
 
     async def _asked(self, request: Request, tenant: Tenant) -> _NewBatch:
-        async with self._gateway.bodies.wait(tenant.name, self._gateway.patience.body_s):
-            body = await self._gateway.read_body(request)
+        body = await self._gateway.body_of(request, tenant)
         try:
             asked = msgspec.json.decode(body, type=_NewBatch)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -404,10 +404,6 @@ class Gateway:
         if not self.has_begun():
             raise overloaded(503, "The server is starting; try again.", retry_after_s, "no_units")
 
-    async def read_body(self, request: Request) -> bytes:
-        """A JSON body within the limits. Raises ApiError."""
-        return await read_body(request, self.service.limits.max_body_bytes)
-
     def priced(
         self, work: Work, tenant: Tenant, *, is_batch: bool = False
     ) -> tuple[Generation, ...]:
