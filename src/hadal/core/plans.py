@@ -46,6 +46,14 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """The token that ends the reasoning before it, up to which any token may be drawn; -1: it
     begins with the output.
     """
+    prefix: tuple[int, ...] = ()
+    """Tokens of the text that are in the prompt already."""
+    opens: tuple[int, ...] = ()
+    """Tokens that begin a stretch of output which is such a text, each its first token; outside of
+    them any token may be drawn. Empty: all of the output is the text.
+    """
+    closes: int = -1
+    """The token that ends a stretch."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

@@ -2,10 +2,11 @@
 come next in each text. The work is llguidance's (github.com/guidance-ai/llguidance), and nobody else
 imports it.
 
-A schema becomes a grammar's text at the gateway, which also finds out what cannot be done with it;
-each rank follows that text token by token. Whether a grammar can be followed depends on no
-vocabulary, so one of single bytes says it. All limits are counts, so they hold or break the same way
-wherever a grammar is followed. Knows no requests, slots, threads or tensors.
+A schema, or a list of calls with a schema for each, becomes a grammar's text at the gateway, which
+also finds out what cannot be done with it; each rank follows that text token by token. Whether a
+grammar can be followed depends on no vocabulary, so one of single bytes says it. All limits are
+counts, so they hold or break the same way wherever a grammar is followed. Knows no requests, slots,
+threads or tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -46,33 +49,105 @@ _OPTIONS = {
 """Nothing of a schema is left out or taken for something like it. Between what means something there
 may be a line break and some indentation: a model that knows no JSON would go on with nothing else.
 """
-_ANY_JSON_OBJECT = {"type": "object"}
+ANY_JSON_OBJECT: dict[str, Any] = {"type": "object"}
 _END_OF_BYTES = 256
+MARK_IDS = range(257, 265)
+"""What stands for marks where a grammar is looked at that has some."""
 _NOT_KNOWN = "Unimplemented keys: "
 _QUOTED = re.compile(r"\n<non-verbose/>|\n +1 \|.*", re.DOTALL)
 """Behind an error: the grammar's text."""
+
+
+@dataclass(frozen=True)
+class CallRule:
+    """How one tool is called: texts, patterns and marks (by their ids) around its arguments."""
+
+    before: tuple[str | re.Pattern[str] | int, ...]
+    arguments: dict[str, Any]
+    """Their schema."""
+    behind: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class CallList:
+    """How calls stand one after the other, between two marks."""
+
+    begin: int
+    end: int
+    gap: str
+    """What may stand between two calls; "" is nothing."""
+    calls: tuple[CallRule, ...]
+    is_single: bool
+    """One call is all."""
 
 
 def grammar_text(schema: dict[str, Any] | None, *, follows_reasoning: bool) -> str:
     """A grammar of the JSON texts that the schema allows; None: of all JSON objects. Behind a
     reasoning a few line breaks may come first, as models are taught.
     """
-    json_schema = {**(_ANY_JSON_OBJECT if schema is None else schema), "x-guidance": _OPTIONS}
+    rules = [_content_rule(ANY_JSON_OBJECT if schema is None else schema)]
+    return _text("content", rules, follows_reasoning)
+
+
+def calls_text(
+    calls: CallList,
+    *,
+    content: dict[str, Any] | None = None,
+    follows_reasoning: bool = False,
+    is_opened: bool = False,
+) -> str:
+    """A grammar of these calls, or else of JSON texts that the schema `content` allows. `is_opened`:
+    it begins with the list's mark, or with a call if that is left out, wherever in a reply it is.
+    """
+    start, rules = "calls", _call_rules(calls, is_opened)
+    if content is not None:
+        start, rules = "content | calls", [_content_rule(content), *rules]
+    return _text(start, rules, follows_reasoning)
+
+
+def _text(start: str, rules: Sequence[str], follows_reasoning: bool) -> str:
+    if follows_reasoning:
+        start, rules = f"BREAKS ({start})", ["BREAKS: /[\\n ]{0,4}/", *rules]
     # Without "no_forcing" only the encoder's own tokens of what must come would be allowed, and a
     # model that writes the same text in others would be led astray.
-    return "\n".join(
-        (
-            '%llguidance {"no_forcing": true}',
-            "start: BREAKS json" if follows_reasoning else "start: json",
-            *(["BREAKS: /[\\n ]{0,4}/"] if follows_reasoning else []),
-            f"json: %json {json.dumps(json_schema, ensure_ascii=False)}",
-        )
-    )
+    return "\n".join(('%llguidance {"no_forcing": true}', f"start: {start}", *rules))
 
 
-def complaint(text: str) -> str | None:
-    """Why this grammar cannot be followed; None if it can. May take as long as the limits let it,
-    and more for schemas that are made for it.
+def _content_rule(schema: dict[str, Any]) -> str:
+    return f"content: {_json_of(schema)}"
+
+
+def _call_rules(calls: CallList, is_opened: bool) -> list[str]:
+    gap = f"{json.dumps(calls.gap)}? " if calls.gap else ""
+    more = "" if calls.is_single else f" ({gap}call)*"
+    begin = f"({_part(calls.begin)})?" if is_opened else _part(calls.begin)
+    rules = [
+        f"calls: {begin} call{more} {_part(calls.end)}",
+        "call: " + " | ".join(f"call_{at}" for at in range(len(calls.calls))),
+    ]
+    # Arguments that may be the same are one rule, which the follower's automata share.
+    schema_to_rule: dict[str, str] = {}
+    for at, call in enumerate(calls.calls):
+        rule = schema_to_rule.setdefault(_json_of(call.arguments), f"arguments_{at}")
+        before, behind = (" ".join(map(_part, parts)) for parts in (call.before, call.behind))
+        rules.append(f"call_{at}: {before} {rule} {behind}")
+    return rules + [f"{rule}: {schema}" for schema, rule in schema_to_rule.items()]
+
+
+def _part(part: str | re.Pattern[str] | int) -> str:
+    if isinstance(part, int):
+        return f"<[{part}]>"
+    return json.dumps(part) if isinstance(part, str) else f"/{part.pattern}/"
+
+
+def _json_of(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _OPTIONS}, ensure_ascii=False)}"
+
+
+def complaint(text: str, prefix: str = "") -> str | None:
+    """Why this grammar cannot be followed, its marks being MARK_IDS and its text beginning with
+    `prefix`; None if it can. May take as long as the limits let it, and more for schemas that are
+    made for it.
     """
     limits = LLParserLimits(**_LIMITS)
     is_error, said = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
@@ -80,6 +155,12 @@ def complaint(text: str) -> str | None:
         return _in_our_words(said[0])
     matcher = LLMatcher(_byte_tokenizer(), text, log_level=_SILENT, limits=limits)
     if not matcher.is_error():
+        matcher.compute_bitmask()
+    begun = prefix.encode("utf-8", "surrogatepass")
+    if begun and not matcher.is_error():
+        num_read = matcher.try_consume_tokens(list(begun))
+        if num_read < len(begun):
+            return f"prefix is no beginning of such an answer, from byte {num_read} on"
         matcher.compute_bitmask()
     return _in_our_words(matcher.get_error()) if matcher.is_error() else None
 
@@ -117,9 +198,20 @@ class _AsWrapped:
 
 
 def _byte_tokenizer() -> LLTokenizer:
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-    wrapped = TokenizerWrapper(_AsWrapped(tokens, [_END_OF_BYTES], _END_OF_BYTES))
+    special = [_END_OF_BYTES, *MARK_IDS]
+    tokens = [*(bytes([byte]) for byte in range(256)), *(b"<%d>" % mark for mark in special)]
+    wrapped = TokenizerWrapper(_AsWrapped(tokens, special, _END_OF_BYTES))
     return LLTokenizer(wrapped, eos_token=_END_OF_BYTES)
+
+
+class At(Enum):
+    """Where in its reply a text is."""
+
+    REASONING = auto()
+    FREE = auto()
+    """Between stretches: any token may come."""
+    HELD = auto()
+    ENDED = auto()
 
 
 class Follower:
@@ -131,54 +223,75 @@ class Follower:
         """Why it cannot be followed any further; nothing is allowed then."""
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
+        """Of the present stretch."""
         self._unread = list(tokens)
-        self._has_begun, self._has_ended = grammar.begins_after < 0, False
+        self._at = At.REASONING if grammar.begins_after >= 0 else self._begun
+
+    @property
+    def _begun(self) -> At:
+        return At.FREE if self._grammar.opens else At.HELD
 
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens were drawn."""
         self._unread.extend(tokens)
 
-    def _read(self, make: Callable[[Grammar], LLMatcher]) -> LLMatcher:
+    def _next(self, at: At, token: int) -> At:
+        """Where it is behind this token."""
+        grammar = self._grammar
+        if token in grammar.end_ids or at is At.ENDED:
+            return At.ENDED
+        if at is At.REASONING:
+            return self._begun if token == grammar.begins_after else at
+        if at is At.FREE:
+            return At.HELD if token in grammar.opens else at
+        return At.FREE if token == grammar.closes else at
+
+    def _read(self, make: Callable[[Grammar], LLMatcher]) -> None:
         """Take in what was drawn."""
-        if self._matcher is None:
-            self._matcher = make(self._grammar)
         tokens, self._unread = self._unread, []
-        begin, ends = self._grammar.begins_after, self._grammar.end_ids
-        for at, token in enumerate(tokens):
-            if token in ends:
-                self._has_ended = True
-                del tokens[at:]
-                break
-        if not self._has_begun and begin in tokens:
-            self._has_begun = True
-            del tokens[: tokens.index(begin) + 1]
-        if self._has_begun:
-            self._matcher.consume_tokens(tokens)
-        return self._matcher
+        held: list[int] = []
+        """Not consumed yet."""
+        for token in tokens:
+            before, self._at = self._at, self._next(self._at, token)
+            if self._at is At.HELD and before is not At.REASONING:
+                held.append(token)
+            elif before is At.HELD and self._at is At.FREE:
+                self._matcher, held = None, []
+        if self._at is At.HELD:
+            if self._matcher is None:
+                self._matcher = make(self._grammar)
+            if held:
+                self._matcher.consume_tokens(held)
+            if self.error is None and self._matcher.is_error():
+                self.error = _in_our_words(self._matcher.get_error())
 
-    def _bounds(self, drafts: Sequence[int]) -> tuple[int, int]:
-        """Rows from .. to - 1 have a mask; row i comes behind `drafts[:i]`. What is drawn behind an
-        end, before it is known to be one, is for nobody.
+    def _stretches(
+        self, drafts: Sequence[int], make: Callable[[Grammar], LLMatcher]
+    ) -> Iterator[tuple[LLMatcher, int, list[int], int]]:
+        """(matcher, row, drafts, first): the matcher knows what comes behind nothing in row `row`,
+        behind the first of these drafts in the next one, and so on; rows from `first` on are held.
+        Row i comes behind `drafts[:i]`. What is drawn behind an end, before it is known to be one,
+        is for nobody.
         """
-        end = 0 if self._has_ended else len(drafts) + 1
-        for at, token in enumerate(drafts):
-            if token in self._grammar.end_ids:
-                end = min(end, at + 1)
-        if self._has_begun:
-            return 0, end
-        begin = self._grammar.begins_after
-        return (drafts.index(begin) + 1 if begin in drafts else end), end
-
-    def _look(self) -> bool:
-        """Whether it can still be followed."""
-        assert self._matcher is not None
-        if self._matcher.is_error() and self.error is None:
-            self.error = _in_our_words(self._matcher.get_error())
-        return self.error is None
+        at, matcher, row, first, of_it = self._at, self._matcher, 0, 0, list[int]()
+        for index, token in enumerate(drafts):
+            before, at = at, self._next(at, token)
+            if before is At.HELD and at is At.HELD:
+                of_it.append(token)
+            elif before is At.HELD:
+                assert matcher is not None
+                yield matcher, row, of_it, first
+                matcher = None
+            elif at is At.HELD:
+                matcher, first = make(self._grammar), index + 1
+                row, of_it = (index, [token]) if before is At.FREE else (first, [])
+        if at is At.HELD:
+            assert matcher is not None
+            yield matcher, row, of_it, first
 
 
 class TextRows(NamedTuple):
-    """TextRows that a text draws from, one after the other as long as what is drawn is what was
+    """Rows that a text draws from, one after the other as long as what is drawn is what was
     drafted.
     """
 
@@ -221,28 +334,29 @@ class Grammars:
             self._executor = LLExecutor(num_threads=self._num_threads)
         alone: list[tuple[LLMatcher, int]] = []
         with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
-        for rows in all_rows:
-            matcher = rows.follower._read(self._matcher)
-            begin, end = rows.follower._bounds(rows.drafts)
-            if begin >= end:
-                continue
-            first, drafts = rows.first + begin, list(rows.drafts[begin : end - 1])
-            has_mask_R[first : first + len(drafts) + 1] = True
-            if not rows.follower._look():
-                continue
-            if drafts:
-                with_drafts.append((matcher, first, drafts))
-            else:
-                alone.append((matcher, first))
+        held: list[tuple[Follower, LLMatcher, int, int]] = []
+        for follower, first, drafts in all_rows:
+            follower._read(self._matcher)
+            for matcher, row, of_it, begin in follower._stretches(drafts, self._matcher):
+                end = first + row + len(of_it) + 1
+                has_mask_R[first + begin : end] = True
+                if follower.error is not None:
+                    continue
+                held.append((follower, matcher, first + begin, end))
+                if of_it:
+                    with_drafts.append((matcher, first + row, of_it))
+                else:
+                    alone.append((matcher, first + row))
         into = bits_RW.ctypes.data, 4 * self.num_words, len(bits_RW)
         if alone:
             self._executor.unsafe_compute_mask_ptr(alone, *into)
         if with_drafts:
             # A draft that is not allowed is not drawn: the rows behind it stay without any token.
             self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *into)
-        for rows in all_rows:
-            if not rows.follower._look():
-                bits_RW[rows.first : rows.first + len(rows.drafts) + 1] = 0
+        for follower, matcher, begin, end in held:
+            if matcher.is_error():
+                follower.error = _in_our_words(matcher.get_error())
+                bits_RW[begin:end] = 0
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         """One at its beginning, which shares what was found out with the others of its grammar."""
@@ -254,7 +368,10 @@ class Grammars:
         self._matchers[grammar] = matcher
         if len(self._matchers) > _KEPT:
             self._matchers.popitem(last=False)
-        return matcher.deep_copy()
+        own = matcher.deep_copy()
+        if grammar.prefix:
+            own.consume_tokens(list(grammar.prefix))
+        return own
 
     def _tokenizer(self, end_ids: tuple[int, ...]) -> LLTokenizer:
         if end_ids not in self._tokenizers:
