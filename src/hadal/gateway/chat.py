@@ -8,6 +8,7 @@ texts as it likes, and only its own control tokens count.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -43,6 +44,10 @@ class Prompt:
 
     ids: tuple[int, ...]
     thinks: bool = False
+    prefix: str = ""
+    """The beginning of the reply, which is the end of the prompt, and ..."""
+    prefix_ids: tuple[int, ...] = ()
+    """... its tokens."""
     num_public: int = 0
     """Number of first ids that follow from the leading system messages alone, and are to be shared
     with everybody.
@@ -81,10 +86,13 @@ class ChatFormat:
         is_public: bool = False,
         choosing: Choosing = NO_TOOLS,
         prefix: str = "",
+        opens_reply: bool = True,
+        goes_on: bool = False,
     ) -> Prompt:
         """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public`
-        counts what may be shared with everybody. A reply that begins with a call, or with `prefix`,
-        has no reasoning.
+        counts what may be shared with everybody. A reply that begins with `prefix` has no reasoning.
+        `opens_reply`: the template may say whose turn it is; `goes_on`: the prompt ends where the
+        last turn's text does, and the reply goes on from there.
 
         Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
         tokenise.
@@ -109,8 +117,10 @@ class ChatFormat:
             *(value for value in kwargs.values() if isinstance(value, str)),
             json.dumps(given, ensure_ascii=False),
         ]
-        shield = _unused_char(texts)
+        shield, end = _unused_chars(texts)
         messages = [self._message(turn, shield) for turn in turns]
+        if goes_on:
+            messages[-1]["content"] += end
         tools: list[dict[str, Any]] | None = self._shielded_in(given, shield) or None
         if tools is not None and self.tools is not None and not self._lists_tools:
             if messages[0]["role"] != "system":
@@ -124,19 +134,34 @@ class ChatFormat:
         if thinking is not None:
             values["thinking"] = values["enable_thinking"] = thinking
         max_chars = 2 * sum(map(len, texts)) + _CHARS_PER_MESSAGE * (len(turns) + 1)
-        text = self._render(messages, values, max_chars, tools=tools)
-        thinks = text.rstrip().endswith(THINK_OPEN)
-        if thinks and (thinking is False or choosing.is_forced or prefix):
+        text = self._render(
+            messages, values, max_chars, opens_reply=opens_reply and not goes_on, tools=tools
+        )
+        if goes_on:
+            prefix = _answer_of(turns[-1])
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise RequestError(
+                    "continue_final_message: this model's chat template leaves the last message out.",
+                    "continue_final_message",
+                )
+        thinks = not goes_on and text.rstrip().endswith(THINK_OPEN)
+        if thinks and (thinking is False or prefix):
             text += f"\n{THINK_CLOSE}\n\n"
             thinks = False
-        text += self._shielded(prefix, shield)
-        if choosing.is_forced and self.tools is not None:
-            text += self.tools.forced(choosing.name)
+        if not goes_on:
+            text += self._shielded(prefix, shield)
         check_length(
             self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages"
         )
         ids = tuple(self._encode(text, shield))
-        return Prompt(ids, thinks, self._num_public(turns, values, shield, ids) if is_public else 0)
+        return Prompt(
+            ids,
+            thinks,
+            prefix,
+            tuple(self._vocabulary.encode_plain(prefix)),
+            self._num_public(turns, values, shield, ids) if is_public else 0,
+        )
 
     def _message(self, turn: Turn, shield: str) -> dict[str, Any]:
         """A turn as templates expect it."""
@@ -306,12 +331,12 @@ def _answer_of(turn: Turn) -> str:
     return turn.content.rpartition(THINK_CLOSE)[2] if turn.role == "assistant" else turn.content
 
 
-def _unused_char(texts: list[str]) -> str:
-    for char in _SHIELDS:
-        if not any(char in text for text in texts):
-            return char
+def _unused_chars(texts: list[str]) -> tuple[str, str]:
+    unused = (char for char in _SHIELDS if not any(char in text for text in texts))
+    with contextlib.suppress(StopIteration):
+        return next(unused), next(unused)
     raise RequestError(
-        "The messages use every private-use character of Unicode; leave one out.", "messages"
+        "The messages use every private-use character of Unicode; leave two out.", "messages"
     )
 
 

@@ -1,5 +1,5 @@
-"""The format that an answer must have: from a request's response_format to a grammar that ranks
-follow.
+"""The format that an answer must have: from a request's response_format and tools to a grammar that
+ranks follow.
 
 What cannot be followed is said here, before anything is computed. To look at a schema may cost much,
 if it was made for that, so a process of its own does it within limits.
@@ -8,16 +8,21 @@ if it was made for that, so a process of its own does it within limits.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
 from hadal.core.errors import RequestError
 from hadal.gateway.openai import AnswerFormat
+from hadal.gateway.stream import Calls
 from hadal.gateway.template import TemplateProcess
-from hadal.tokens.grammars import grammar_text
+from hadal.gateway.tools import Choosing, Tool
+from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25
 """Processor time for one grammar; a rank takes as long again, and its step waits. Of 608 schemas of
 others the slowest took .05 s.
 """
+_TOGETHER = 16
+"""Tools whose schemas are looked at within that time."""
 _KEPT = 256
 """Grammars that are remembered as good ones."""
 
@@ -27,26 +32,81 @@ class Formats:
 
     def __init__(self) -> None:
         self._process: TemplateProcess | None = None
-        self._good: OrderedDict[str, None] = OrderedDict()
+        self._good: OrderedDict[tuple[str, ...], None] = OrderedDict()
 
-    def text(self, wanted: AnswerFormat, *, follows_reasoning: bool) -> str:
-        """The text of the format's grammar. Raises RequestError for one that cannot be followed;
-        ApiError 503 if that cannot be found out.
+    def text(self, wanted: AnswerFormat, *, follows_reasoning: bool, prefix: str = "") -> str:
+        """The text of the format's grammar. `prefix`: what an answer begins with. Raises
+        RequestError for one that cannot be followed; ApiError 503 if that cannot be found out.
         """
         text = grammar_text(wanted.schema, follows_reasoning=follows_reasoning)
-        if text not in self._good:
+        self._check_content(text, wanted, prefix)
+        return text
+
+    def calls_text(
+        self,
+        calls: Calls,
+        mark_to_id: Mapping[str, int],
+        wanted: AnswerFormat | None = None,
+        *,
+        follows_reasoning: bool = False,
+        is_opened: bool = False,
+        prefix: str = "",
+    ) -> str:
+        """The text of the grammar of a reply that is calls, or that format; or of the stretch of a
+        reply that is calls (`is_opened`). Raises as `text` does; what is wrong with a tool's
+        parameters is said of the tool.
+        """
+        content = None
+        if wanted is not None:
+            content = ANY_JSON_OBJECT if wanted.schema is None else wanted.schema
+            self._check_content(grammar_text(content, follows_reasoning=False), wanted, prefix)
+        choosing, format = calls.choosing, calls.format
+        strict = [tool for tool in choosing.callable if tool.is_strict]
+        for first in range(0, len(strict), _TOGETHER):
+            group = strict[first : first + _TOGETHER]
+            self._check_tools(group, choosing)
+        looked_at, followed = (
+            calls_text(
+                format.call_list(choosing, ids),
+                content=content,
+                follows_reasoning=follows_reasoning,
+                is_opened=is_opened,
+            )
+            for ids in (dict(zip(format.marks, MARK_IDS, strict=False)), mark_to_id)
+        )
+        if (found := self._check((looked_at,))) is not None:
+            raise RequestError(f"tools: these cannot be followed together: {found[1]}.", "tools")
+        return followed
+
+    def _check_tools(self, tools: Sequence[Tool], choosing: Choosing) -> None:
+        texts = tuple(grammar_text(tool.arguments, follows_reasoning=False) for tool in tools)
+        if (found := self._check(texts)) is None:
+            return
+        at, why = found
+        if at < 0:
+            names = ", ".join(repr(tool.name) for tool in tools)
+            raise RequestError(f"Invalid schemas for tools {names}: {why}.", "tools")
+        where = f"tools[{choosing.tools.index(tools[at])}].function.parameters"
+        raise RequestError(f"Invalid schema for tool {tools[at].name!r}: {why}.", where)
+
+    def _check_content(self, text: str, wanted: AnswerFormat, prefix: str) -> None:
+        if (found := self._check((text,), prefix)) is not None:
+            raise RequestError(
+                f"Invalid schema for {wanted.field} {wanted.name!r}: {found[1]}.", wanted.field
+            )
+
+    def _check(self, texts: tuple[str, ...], prefix: str = "") -> tuple[int, str] | None:
+        key = (*texts, prefix)
+        if key not in self._good:
             if self._process is None:
                 self._process = TemplateProcess("", "formats", cpu_s=CPU_S)
-            why = self._process.check(text)
-            if why is not None:
-                raise RequestError(
-                    f"Invalid schema for {wanted.field} {wanted.name!r}: {why}.", wanted.field
-                )
-        self._good[text] = None
-        self._good.move_to_end(text)
+            if (found := self._process.check(texts, prefix)) is not None:
+                return found
+        self._good[key] = None
+        self._good.move_to_end(key)
         if len(self._good) > _KEPT:
             self._good.popitem(last=False)
-        return text
+        return None
 
     def close(self) -> None:
         """End the process."""

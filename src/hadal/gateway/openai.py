@@ -15,7 +15,16 @@ from msgspec import Meta
 
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
-from hadal.gateway.tools import NO_TOOLS, Choosing, read_choice, read_tools
+from hadal.gateway.tools import (
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    NO_TOOLS,
+    Choosing,
+    check_schema,
+    is_deeper,
+    read_choice,
+    read_tools,
+)
 
 # The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
 #
@@ -158,6 +167,10 @@ class ChatRequest(Common, kw_only=True):
     thinking: bool | Thinking | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    add_generation_prompt: bool | None = None
+    """vLLM's: false, and the template does not say whose turn it is."""
+    continue_final_message: bool | None = None
+    """vLLM's: the reply goes on where the last message ends, whoever said it."""
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -181,12 +194,10 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's and SGLang's
-    "add_generation_prompt": (True,),
     "add_special_tokens": (),
     "allowed_token_ids": (),
     "bad_words": (),
     "chat_template": (),
-    "continue_final_message": (),
     "custom_logit_processor": (),
     "documents": (),
     "ebnf": (),
@@ -232,7 +243,12 @@ does null, and where the default is not true also false, "" and what is empty. A
 refused by name. What changes no answer (metadata, store, service_tier) is ignored.
 """
 _CHAT_ONLY = {"add_special_tokens": (), "echo": (), "prefix": ()}
-_COMPLETION_ONLY = {"add_special_tokens": (True,), "tool_choice": ("none", "auto")}
+_COMPLETION_ONLY = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "continue_final_message": (),
+    "tool_choice": ("none", "auto"),
+}
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _MAX_HARMLESS_BYTES = 64
 _CHAT_FIELDS = {**NOT_SERVED, **_CHAT_ONLY}
@@ -318,9 +334,6 @@ MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_OTHER_VALUES = 65_536
 """Most values of a body besides token ids; commas in its texts count as well."""
-MAX_SCHEMA_BYTES = 1 << 16
-MAX_SCHEMA_DEPTH = 64
-"""Objects and lists of a schema within each other; one of properties nests three a level."""
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _LIST = re.compile(rb'"prompt"\s*:\s*\[')
 """The begin of a prompt that is a list. No text holds one: in a string the quotes around the name
@@ -406,6 +419,9 @@ class ChatAsk:
     choosing: Choosing = NO_TOOLS
     prefix: str = ""
     """What the reply begins with and goes on from."""
+    opens_reply: bool = True
+    goes_on: bool = False
+    """It goes on from the last turn."""
 
 
 @dataclass(frozen=True)
@@ -441,10 +457,14 @@ def parse_chat(body: bytes) -> ChatAsk:
     turns, prefix = _turns(request.messages), ""
     if request.messages[-1].prefix:
         turns, prefix = turns[:-1], turns[-1].content
+    goes_on = bool(request.continue_final_message)
+    if goes_on:
+        _check_goes_on(request, turns)
     ask = common_fields(
         request, max_tokens, name, num_logprobs, format=read_format(request.response_format)
     )
-    check_format(ask.format, "response_format", choosing, prefix)
+    if choosing.is_held:
+        _check_end(request, "tools that are strict or have to be called")
     return ChatAsk(
         ask=ask,
         turns=turns,
@@ -452,6 +472,8 @@ def parse_chat(body: bytes) -> ChatAsk:
         template_kwargs=kwargs,
         choosing=choosing,
         prefix=prefix,
+        opens_reply=request.add_generation_prompt is not False,
+        goes_on=goes_on,
     )
 
 
@@ -462,6 +484,24 @@ def check_format(
     if format is not None and (choosing.tools or prefix):
         other = "tools" if choosing.tools else "prefix"
         raise RequestError(f"{field} and {other} exclude each other; leave one out.", field)
+
+
+def _check_goes_on(request: ChatRequest, turns: tuple[Turn, ...]) -> None:
+    name = "continue_final_message"
+    if request.add_generation_prompt:
+        raise RequestError(f"{name} and add_generation_prompt are both true; send one.", name)
+    if request.messages[-1].prefix:
+        raise RequestError(f"{name} and prefix are both true; send one.", name)
+    if turns[-1].calls or turns[-1].call_id:
+        raise RequestError(
+            f"{name}: the last message is to be a text, and no call or result.", name
+        )
+    if request.response_format is not None and turns[-1].role != "assistant":
+        raise RequestError(
+            f"{name} and a response_format: the last message is to be an assistant's, as what it"
+            " says belongs to the answer.",
+            name,
+        )
 
 
 def parse_completion(body: bytes) -> CompletionAsk:
@@ -532,16 +572,7 @@ def common_fields(
     fields. Raises RequestError.
     """
     if format is not None:
-        for name, is_asked in (
-            ("ignore_eos", request.ignore_eos),
-            ("min_tokens", request.min_tokens),
-        ):
-            if is_asked:
-                raise RequestError(
-                    f"{name} and a response_format exclude each other: the format says where the"
-                    " answer ends.",
-                    name,
-                )
+        _check_end(request, "a response_format")
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(
@@ -621,10 +652,19 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
     schema = msgspec.json.decode(raw)
     if not isinstance(schema, dict):
         raise _bad_format(f"The schema of {field} {name!r} is no object, as it has to be.", field)
-    if "x-guidance" in schema:
-        raise _bad_format(f"Invalid schema for {field} {name!r}: 'x-guidance' is ours.", field)
-    check_depth(schema, field)
+    check_schema(schema, f"{field} {name!r}", field)
     return AnswerFormat(name, schema, field)
+
+
+def _check_end(request: Common, of: str) -> None:
+    for name, is_asked in (
+        ("ignore_eos", request.ignore_eos),
+        ("min_tokens", request.min_tokens),
+    ):
+        if is_asked:
+            raise RequestError(
+                f"{name} and {of} exclude each other: the format says where the answer ends.", name
+            )
 
 
 def _bad_format(message: str, field: str = "response_format") -> RequestError:
@@ -633,15 +673,7 @@ def _bad_format(message: str, field: str = "response_format") -> RequestError:
 
 def check_depth(value: Any, field: str) -> None:
     """Raise RequestError for what nests deeper than anything needs to."""
-    level = [value]
-    for _ in range(MAX_SCHEMA_DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    if level:
+    if is_deeper(value, MAX_SCHEMA_DEPTH):
         raise RequestError(f"{field} nests deeper than {MAX_SCHEMA_DEPTH} levels.", field)
 
 

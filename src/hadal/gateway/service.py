@@ -241,6 +241,8 @@ class Service:
             is_public=parsed.ask.cache_salt == PUBLIC,
             choosing=parsed.choosing,
             prefix=parsed.prefix,
+            opens_reply=parsed.opens_reply,
+            goes_on=parsed.goes_on,
         )
 
     def _completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
@@ -320,7 +322,7 @@ class Service:
         choices: list[Choice] = []
         for prompt, prefix in prompts:
             names = b"", ""
-            grammar = self._grammar(ask, prompt)
+            grammar = self._grammar(ask, prompt, calls)
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
                 generation = self._generation(
                     ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, names
@@ -346,21 +348,49 @@ class Service:
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
 
-    def _grammar(self, ask: CommonFields, prompt: Prompt) -> Grammar | None:
+    def _grammar(self, ask: CommonFields, prompt: Prompt, calls: Calls | None) -> Grammar | None:
         """What the answer must be, in the form that ranks follow."""
-        if ask.format is None:
+        is_held = calls is not None and calls.choosing.is_held
+        if ask.format is None and not is_held:
             return None
-        begins_after = -1
-        if prompt.thinks:
-            begins_after = self.model.vocabulary.control_ids.get(THINK_CLOSE, -1)
-        if not self.model.eos_ids or (prompt.thinks and begins_after < 0):
+        control_ids, thinks = self.model.vocabulary.control_ids, prompt.thinks
+        begins_after = control_ids.get(THINK_CLOSE, -1) if thinks else -1
+        if not self.model.eos_ids or (thinks and begins_after < 0):
+            what, param = "tools that are strict or have to be called are", "tools"
+            if ask.format is not None:
+                what, param = f"{ask.format.field} is", ask.format.field
             raise RequestError(
-                f"{ask.format.field} is not supported for this model: it has no token that ends"
+                f"{what} not supported for this model: it has no token that ends"
                 f" {'its reasoning; send thinking false' if self.model.eos_ids else 'a text'}.",
-                ask.format.field,
+                param,
             )
-        text = self._formats.text(ask.format, follows_reasoning=prompt.thinks)
-        return Grammar(text, self.model.eos_ids, begins_after)
+        grammar = Grammar("", self.model.eos_ids, begins_after)
+        if calls is None:
+            assert ask.format is not None
+            text = self._formats.text(ask.format, follows_reasoning=thinks, prefix=prompt.prefix)
+            return replace(grammar, text=text, prefix=prompt.prefix_ids)
+        # Where an answer may be anything, calls are held from their mark on, wherever it comes.
+        is_opened = ask.format is None and not calls.choosing.is_forced
+        format = None if calls.choosing.is_forced else ask.format
+        text = self._formats.calls_text(
+            calls,
+            control_ids,
+            format,
+            follows_reasoning=thinks,
+            is_opened=is_opened,
+            prefix=prompt.prefix if format is not None else "",
+        )
+        if is_opened:
+            begin, call_begin, end = (
+                control_ids[mark]
+                for mark in (
+                    calls.format.calls_begin,
+                    calls.format.call_begin,
+                    calls.format.calls_end,
+                )
+            )
+            return replace(grammar, text=text, opens=(begin, call_begin), closes=end)
+        return replace(grammar, text=text, prefix=prompt.prefix_ids if format is not None else ())
 
     def _generation(
         self,

@@ -254,10 +254,6 @@ class Assembler:
         if calls is not None:
             ids = vocabulary.control_ids
             self._id_to_mark = {ids[mark]: mark for mark in calls.format.marks}
-            if calls.choosing.is_forced:
-                self._reader = CallReader(calls.format)
-                self._reader.begin_within(calls.choosing.name)
-                self._section = Section.CALLS
         self._start = ""
         self._close = Matcher((THINK_CLOSE,) if self._close_id is None else ())
         marks = (*sorted(vocabulary.marks | {THINK_OPEN, THINK_CLOSE}),) if sections else ()

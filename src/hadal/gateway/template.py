@@ -117,14 +117,15 @@ class TemplateProcess:
                 f"The chat template cannot render these messages: {error}.", "messages"
             ) from None
 
-    def check(self, grammar: str) -> str | None:
-        """Why a grammar cannot be followed (tokens/grammars), be it for what it takes to look at
-        it; None if it can. Raises ApiError as `render` does.
+    def check(self, grammars: Sequence[str], prefix: str = "") -> tuple[int, str] | None:
+        """Which of these grammars cannot be followed (tokens/grammars), and why, the first of them;
+        None: all can. -1 for what it takes to look at them. Raises ApiError as `render` does.
         """
         try:
-            return self._answer(["check", grammar]) or None
+            at, _, why = self._answer(["check", grammars, prefix]).partition(":")
         except _RefusedError as error:
-            return str(error)
+            return -1, str(error)
+        return (int(at), why) if why else None
 
     def _answer(self, call: list[Any]) -> str:
         what = "the process that looks at formats" if call[0] == "check" else _OF_TEMPLATE
@@ -269,7 +270,7 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
                 if call[0] == "parse":
                     template, reply = _parsed(call[1]), {"ok": ""}
                 elif call[0] == "check":
-                    reply = {"ok": complaint(call[1]) or ""}
+                    reply = {"ok": _complaint(*call[1:])}
                 else:
                     assert template is not None
                     reply = {"ok": _rendered(template, *call[1:])}
@@ -290,6 +291,12 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             with contextlib.suppress(BrokenPipeError):
                 _send(connection, msgspec.msgpack.encode(reply))
+
+
+def _complaint(grammars: list[str], prefix: str) -> str:
+    """What is wrong with the first one that something is wrong with, behind its place."""
+    whys = ((at, complaint(text, prefix)) for at, text in enumerate(grammars))
+    return next((f"{at}:{why}" for at, why in whys if why), "")
 
 
 def _parsed(text: str) -> jinja2.Template:

@@ -21,17 +21,23 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
 from hadal.core.errors import RequestError
+from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
 
 MAX_TOOLS = 128
+MAX_STRICT_BYTES = 1 << 17
+"""Of the schemas of a request's strict tools."""
 _FENCED = re.compile(r"\s*([^\n`]+?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
 """NAME, a line break, a fence. Some models leave out the first line break or the second."""
+_NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
+""":0 for the first call of a conversation, and so on."""
 _BARE = re.compile(r"\s*([^\n`]+)\n\s*(?=[{\[])")
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -40,16 +46,34 @@ class Tool:
 
     name: str
     fields: dict[str, Any]
+    is_strict: bool = False
+    """Its arguments are held to its parameters."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The schema that they are held to; any object where they are not, and are held at all."""
+        if not self.is_strict:
+            return ANY_JSON_OBJECT
+        return self.fields["function"].get("parameters") or _NO_ARGUMENTS
 
 
 @dataclass(frozen=True)
 class Choosing:
-    """What a reply may call. `is_forced`: it begins with a call, of `name` if that is given."""
+    """What a reply may call. `is_forced`: it is calls, of `name` if that is given."""
 
     tools: tuple[Tool, ...] = ()
     is_forced: bool = False
     name: str = ""
     is_parallel: bool = True
+
+    @property
+    def is_held(self) -> bool:
+        """Calls are held to a grammar."""
+        return self.is_forced or any(tool.is_strict for tool in self.tools)
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        return tuple(tool for tool in self.tools if self.name in ("", tool.name))
 
 
 NO_TOOLS = Choosing()
@@ -84,16 +108,27 @@ class ToolFormat:
     def marks(self) -> tuple[str, ...]:
         return (self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator)
 
-    def forced(self, name: str) -> str:
-        """How a reply begins that is a call, of the tool `name` if that is given."""
-        opening = self.calls_begin + self.call_begin
-        if self.is_fenced:
-            opening += f"function{self.separator}"
-            return f"{opening}{name}\n```json\n" if name else opening
-        if not name:
-            return opening + self.prefix
-        number = ":0" if self.prefix else ""
-        return f"{opening}{self.prefix}{name}{number}{self.separator}"
+    def call_list(self, choosing: Choosing, mark_to_id: Mapping[str, int]) -> CallList:
+        """How a reply calls what may be chosen, with these ids of the marks."""
+        call_begin, call_end = mark_to_id[self.call_begin], mark_to_id[self.call_end]
+        separator = mark_to_id[self.separator]
+        calls = []
+        for tool in choosing.callable:
+            before: tuple[str | re.Pattern[str] | int, ...] = (tool.name, separator)
+            behind: tuple[str | int, ...] = (call_end,)
+            if self.is_fenced:
+                before = ("function", separator, f"{tool.name}\n```json\n")
+                behind = ("\n```", call_end)
+            elif self.prefix:
+                before = (f"{self.prefix}{tool.name}:", _NUMBER, separator)
+            calls.append(CallRule((call_begin, *before), tool.arguments, behind))
+        return CallList(
+            mark_to_id[self.calls_begin],
+            mark_to_id[self.calls_end],
+            "\n" if self.is_fenced else "",
+            tuple(calls),
+            is_single=not choosing.is_parallel,
+        )
 
 
 _DEEPSEEK = ToolFormat(
@@ -175,6 +210,13 @@ def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
             raise RequestError(
                 f"tools: two are called {name!r}; give each a name of its own.", "tools"
             )
+    num_bytes = sum(len(json.dumps(tool.arguments)) for tool in tools if tool.is_strict)
+    if num_bytes > MAX_STRICT_BYTES:
+        raise RequestError(
+            f"tools: the parameters of strict ones have {num_bytes} bytes; at most"
+            f" {MAX_STRICT_BYTES} are allowed.",
+            "tools",
+        )
     return tools
 
 
@@ -199,12 +241,46 @@ def _read_tool(given: Any, where: str) -> Tool:
                 f"{where}.function.{key} is no {'text' if kind is str else 'object'}.",
                 f"{where}.function.{key}",
             )
-    if function.get("strict"):
+    is_strict = function.get("strict")
+    if not isinstance(is_strict, bool | None):
+        raise RequestError(f"{where}.function.strict is no boolean.", f"{where}.function.strict")
+    if is_strict and function.get("parameters"):
+        where_of_schema = f"{where}.function.parameters"
+        check_schema(function["parameters"], where_of_schema, where_of_schema)
+        if function["parameters"].get("type") != "object":
+            raise RequestError(
+                f"{where}.function.parameters: those of a strict tool need 'type': 'object'.",
+                f"{where}.function.parameters",
+            )
+    return Tool(name, {"type": "function", "function": function}, bool(is_strict))
+
+
+MAX_SCHEMA_BYTES = 1 << 16
+MAX_SCHEMA_DEPTH = 64
+"""Objects and lists of a schema within each other; one of properties nests three a level."""
+
+
+def check_schema(schema: dict[str, Any], of: str, param: str) -> None:
+    """Raise RequestError for a schema that is not even looked at. `of`: what it is said to be."""
+    if "x-guidance" in schema:
+        raise RequestError(f"Invalid schema for {of}: 'x-guidance' is ours.", param)
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise RequestError(
-            f"{where}.function.strict is not supported yet; leave it out.",
-            f"{where}.function.strict",
+            f"The schema of {of} nests deeper than {MAX_SCHEMA_DEPTH} levels.", param
         )
-    return Tool(name, {"type": "function", "function": function})
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether objects and lists nest deeper."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 def read_choice(choice: Any, tools: tuple[Tool, ...], is_parallel: bool | None) -> Choosing:
@@ -249,7 +325,7 @@ def _new_id() -> str:
 
 class CallReader:
     """Reads the section of calls of one reply, from behind the mark that begins it. What comes of it
-    is taken by `take`, however the section was cut.
+    is taken by `take`, however the section was cut. No two calls have one id.
     """
 
     def __init__(self, format: ToolFormat, new_id: Callable[[], str] = _new_id) -> None:
@@ -260,6 +336,7 @@ class CallReader:
         self.is_over = False
         """The section's end was read."""
         self._new_id = new_id
+        self._ids: set[str] = set()
         self._at = At.BETWEEN
         self._raw = ""
         """What came of a call whose name is not complete, marks included."""
@@ -267,12 +344,6 @@ class CallReader:
         """Of a head, or of arguments: what may be part of something else."""
         self._deltas: list[CallDelta] = []
         self._shown = ""
-
-    def begin_within(self, name: str) -> None:
-        """The prompt ends within a call, behind its name if one is given (ToolFormat.forced)."""
-        self._at = At.NAME if self.format.is_fenced else At.HEAD
-        if name:
-            self._name(name, 0)
 
     def mark(self, text: str) -> None:
         """A control token."""
@@ -340,8 +411,10 @@ class CallReader:
         """A call counts from here on. `number`: the one in its head."""
         if not name:
             return
-        is_numbered = number is not None and bool(self.format.prefix)
-        own = f"{self.format.prefix}{name}:{number}" if is_numbered else self._new_id()
+        own = f"{self.format.prefix}{name}:{number}"
+        if number is None or own in self._ids:
+            own = self._new_id()
+        self._ids.add(own)
         self._deltas.append(CallDelta(self.num_calls, "", own, name))
         self.num_calls += 1
         self._at, self._raw, self._held = At.ARGUMENTS, "", ""

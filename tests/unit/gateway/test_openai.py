@@ -28,6 +28,11 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+OBJECT = {"type": "object"}
+PREFIX = {"role": "assistant", "content": "It is", "prefix": True}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
+
+
 def chat(**fields: Any) -> Any:
     return parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode())
 
@@ -138,7 +143,11 @@ def completion(**fields: Any) -> Any:
         ({"response_format": schema_format(schema=nested(70))}, "response_format"),
         ({"response_format": schema_format(), "ignore_eos": True}, "ignore_eos"),
         ({"response_format": schema_format(), "min_tokens": 3}, "min_tokens"),
-        ({"response_format": schema_format(), "tools": [tool("f")]}, "response_format"),
+        (
+            {"min_tokens": 3, "tools": [tool("f")], "tool_choice": "required"},
+            "min_tokens",
+        ),
+        ({"ignore_eos": True, "tools": [tool("f", strict=True)]}, "ignore_eos"),
         ({"tools": [{}]}, "tools[0]"),
         ({"tools": [tool("f", parameters=nested(70))]}, "tools[0]"),
         ({"functions": [{}]}, "functions"),
@@ -157,8 +166,44 @@ def completion(**fields: Any) -> Any:
             {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
             "messages[0].content[0].type",
         ),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        (
+            {"continue_final_message": True, "messages": [*MESSAGES, PREFIX]},
+            "continue_final_message",
+        ),
+        (
+            {"continue_final_message": True, "messages": [*MESSAGES, CALLING]},
+            "continue_final_message",
+        ),
+        (
+            {"continue_final_message": True, "response_format": {"type": "json_object"}},
+            "continue_final_message",
+        ),
+        ({"tools": [tool("f", strict=1)]}, "tools[0].function.strict"),
+        (
+            {"tools": [tool("f", strict=True, parameters={"type": "array"})]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [tool("f", strict=True, parameters={"x-guidance": {}})]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [tool("f", strict=True, parameters={"items": nested(70)})]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {
+                "tools": [
+                    tool(f"f{i}", strict=True, parameters={**OBJECT, "title": "a" * 60_000})
+                    for i in range(3)
+                ]
+            },
+            "tools",
+        ),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -201,6 +246,8 @@ def test_chat_mistakes(fields: dict[str, Any], param: str) -> None:
         ({"prompt": {}}, "prompt"),
         ({"suffix": "x"}, "suffix"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"max_tokens": -1}, "max_tokens"),

@@ -250,19 +250,12 @@ def test_logprobs_are_of_what_is_said_and_stops_too(vocabulary: Vocabulary) -> N
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("tool", ["", "weather"])
-def test_a_forced_call_goes_on_from_its_beginning_in_the_prompt(
-    vocabulary: Vocabulary, format: ToolFormat, tool: str
-) -> None:
-    whole = written(format, ("weather", '{"city": 1}'))
-    beginning = format.forced(tool)
-    assert whole.startswith(beginning)
-    ids = vocabulary.encode_controlled(whole.removeprefix(beginning))
-    found = read(vocabulary, format, ids, is_forced=True, name=tool)
-    assert (found.calls, found.content) == ([["weather", '{"city": 1}']], "")
-    assert found.finish == "tool_calls"
-    if format is KIMI:
-        assert found.ids == ["functions.weather:0"]
+def test_two_calls_have_two_ids(vocabulary: Vocabulary, format: ToolFormat) -> None:
+    """Whatever numbers a model gives them."""
+    whole = written(format, ("weather", '{"city": 1}'), ("weather", "{}")).replace(":1", ":0")
+    found = read(vocabulary, format, vocabulary.encode_controlled(whole), is_forced=True)
+    assert len(set(found.ids)) == 2
+    assert [name for name, _ in found.calls] == ["weather"] * 2
 
 
 def test_what_may_be_chosen() -> None:
@@ -353,11 +346,29 @@ def test_a_template_that_lists_tools_gets_them(vocabulary: Vocabulary) -> None:
     assert prompt.ids.count(vocabulary.control_ids["<｜User｜>"]) == 1
 
 
-def test_a_forced_call_ends_the_prompt(vocabulary: Vocabulary, chat: ChatFormat) -> None:
-    text = rendered(
-        *(vocabulary, chat, [Turn("user", "a")]), choosing=Choosing((WEATHER,), True, "weather")
+def test_a_forced_call_leaves_the_prompt_as_it_is(vocabulary: Vocabulary, chat: ChatFormat) -> None:
+    """It is the reply that is held to be a call, behind its reasoning if it has one."""
+    free, forced = (
+        rendered(*(vocabulary, chat, [Turn("user", "a")]), choosing=Choosing((WEATHER,), *way))
+        for way in ((), (True, "weather"))
     )
-    assert text.endswith(f"</think>{V31.calls_begin}{V31.call_begin}weather{V31.separator}")
+    assert forced == free
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_a_reply_goes_on_from_the_last_message(
+    vocabulary: Vocabulary, chat: ChatFormat, role: str
+) -> None:
+    turns = [Turn("user", "a"), Turn(role, " It <｜User｜> is ")]
+    prompt = chat.prompt(turns, max_tokens=9999, goes_on=True)
+    opened = "<｜Assistant｜></think>" if role == "assistant" else "<｜User｜>"
+    assert vocabulary.decode(prompt.ids) == f"{BOS}<｜User｜>a{opened} It <｜User｜> is "
+    assert (prompt.prefix, vocabulary.decode(prompt.prefix_ids)) == (turns[1].content,) * 2
+
+
+def test_a_prompt_may_leave_open_whose_turn_it_is(vocabulary: Vocabulary, chat: ChatFormat) -> None:
+    text = rendered(vocabulary, chat, [Turn("user", "a")], opens_reply=False)
+    assert text == f"{BOS}<｜User｜>a"
 
 
 def test_a_reply_goes_on_from_a_prefix(vocabulary: Vocabulary, chat: ChatFormat) -> None:

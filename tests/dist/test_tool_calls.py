@@ -1,0 +1,346 @@
+"""Calls of tools that are held to their schemas, by a server: right whatever is drawn, and the same with
+drafts, over many ranks, after kills, after preemption and in streams.
+
+The model is hadal-tiny with marks in the place of some words: it draws them at random, and a
+grammar says where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from hadal.gateway.tools import FORMATS, ToolFormat
+from hadal.runtime.resolve import model_folder
+from tests.dist.conftest import StartServer, starting
+from tests.dist.oracle import FULL
+from tests.dist.serving import Server, kill_at_work, metric
+from tests.dist.test_ep_exactness import units
+from tests.fresh import fresh
+from tests.schemas import SCHEMAS, closed
+
+TEMPERATURE = 1.5
+NUM_EACH = 20 if FULL else 3
+MAX_TOKENS = 240
+V31 = FORMATS["deepseek-v3.1"]
+OBJECTS = {
+    name: schema for name, schema in SCHEMAS.items() if (schema or {}).get("type") == "object"
+}
+CONTENT = closed(answer={"enum": ["yes", "no"]}, sure={"type": "boolean"})
+WAYS: list[dict[str, Any]] = [
+    {"tool_choice": "required"},
+    {"tool_choice": "required", "parallel_tool_calls": False},
+    {"tool_choice": {"type": "function", "function": {"name": "f_0"}}},
+    {"tool_choice": "auto"},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": CONTENT}}},
+]
+
+
+def model_with_marks(folder: Path, format: ToolFormat) -> Path:
+    """A folder with hadal-tiny that knows a family's marks."""
+    source = model_folder("")
+    for path in source.iterdir():
+        if path.suffix == ".safetensors":
+            (folder / path.name).symlink_to(path)
+        else:
+            shutil.copy(path, folder / path.name)
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    vocab = fields["model"]["vocab"]
+    plain = [word for word in sorted(vocab, key=lambda word: -int(vocab[word])) if word.isalpha()]
+    for mark, word in zip(format.marks, (w for w in plain if w.isascii()), strict=False):
+        token = vocab.pop(word)
+        other = {**fields["added_tokens"][0], "id": token, "content": mark}
+        fields["added_tokens"].append(other)
+    path.write_text(json.dumps(fields))
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    if format.is_fenced:
+        fields["chat_template"] += "{# ```json #}"
+    path.write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with_marks(tmp_path_factory.mktemp("marks"), V31)
+
+
+def bodies_of(seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    bodies: list[dict[str, Any]] = []
+    for _ in range(NUM_EACH):
+        for way in WAYS:
+            functions: list[dict[str, Any]] = [
+                {
+                    "name": f"f_{number}",
+                    "parameters": OBJECTS[rng.choice(sorted(OBJECTS))],
+                    "strict": rng.random() < 0.7,
+                }
+                for number in range(rng.randrange(1, 4))
+            ]
+            bodies.append(
+                {
+                    "messages": [{"role": "user", "content": rng.choice(["Hi", "2 + 2?"])}],
+                    "tools": [{"type": "function", "function": each} for each in functions],
+                    "thinking": rng.random() < 0.3,
+                    "max_tokens": rng.choice([30, MAX_TOKENS]),
+                    "seed": rng.randrange(1 << 30),
+                    "temperature": TEMPERATURE,
+                    "return_token_ids": True,
+                    **way,
+                    **({"n": 2} if rng.random() < 0.2 else {}),
+                    **({"repetition_penalty": 1.2} if rng.random() < 0.2 else {}),
+                }
+            )
+    return bodies
+
+
+async def ask_all(
+    server: Server,
+    bodies: list[dict[str, Any]],
+    while_running: Callable[[], Awaitable[None]] | None = None,
+) -> list[Any]:
+    """The choices of every chat."""
+    gate, model = asyncio.Semaphore(24), server.model
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+
+        async def one(body: dict[str, Any]) -> Any:
+            async with gate:
+                reply = await client.post("/v1/chat/completions", json={"model": model, **body})
+            assert reply.status_code == 200, reply.text
+            return reply.json()["choices"]
+
+        beside = asyncio.ensure_future(while_running()) if while_running is not None else None
+        answers = await asyncio.gather(*(one(body) for body in bodies))
+        if beside is not None:
+            await beside
+        return list(answers)
+
+
+def num_right(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
+    """How many calls were complete; fails for one that is not right, and for any reply that is not
+    what was asked.
+    """
+    num = 0
+    for body, choices in zip(bodies, answers, strict=True):
+        functions = {each["function"]["name"]: each["function"] for each in body["tools"]}
+        for choice in choices:
+            finish, message = choice["finish_reason"], choice["message"]
+            calls = message.get("tool_calls", [])
+            complete = calls if finish == "tool_calls" else calls[:-1]
+            for call in complete:
+                function = functions[call["function"]["name"]]
+                arguments = json.loads(call["function"]["arguments"])
+                is_strict = function["strict"]
+                jsonschema.validate(arguments, function["parameters"] if is_strict else {})
+                assert isinstance(arguments, dict)
+            num += len(complete)
+            is_forced = body.get("tool_choice", "auto") != "auto"
+            if finish == "stop":
+                assert not is_forced
+                assert not calls
+                if "response_format" in body:
+                    jsonschema.validate(json.loads(message["content"]), CONTENT)
+            if is_forced:
+                assert finish in ("tool_calls", "length")
+                assert finish == "length" or not (message["content"] or "").strip()
+            if isinstance(body.get("tool_choice"), dict):
+                assert {call["function"]["name"] for call in calls} <= {"f_0"}
+            if body.get("parallel_tool_calls") is False:
+                assert len(calls) <= 1
+    return num
+
+
+def what_came(choices: Any) -> Any:
+    """Ids of calls are the gateway's own."""
+    return [
+        (
+            choice["token_ids"],
+            choice["message"]["content"],
+            choice["message"]["reasoning_content"],
+            [call["function"] for call in choice["message"].get("tool_calls", ())],
+            choice["finish_reason"],
+        )
+        for choice in choices
+    ]
+
+
+@pytest.fixture(scope="module")
+def bodies() -> list[dict[str, Any]]:
+    seed = fresh().randrange(2**31)
+    print("requests: seed", seed)
+    return bodies_of(seed)
+
+
+@pytest.fixture(scope="module")
+def marked(folder: Path) -> Iterator[Server]:
+    with starting() as start:
+        yield start(model=str(folder))
+
+
+@pytest.fixture(scope="module")
+def expected(marked: Server, bodies: list[dict[str, Any]]) -> list[Any]:
+    """Of a server of two units of one rank, without drafts."""
+    answers = asyncio.run(ask_all(marked, bodies))
+    assert num_right(bodies, answers) > len(bodies) / 8
+    return answers
+
+
+def assert_same(
+    server: Server,
+    bodies: list[dict[str, Any]],
+    expected: list[Any],
+    while_running: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    answers = asyncio.run(ask_all(server, bodies, while_running))
+    for body, ours, theirs in zip(bodies, answers, expected, strict=True):
+        assert what_came(ours) == what_came(theirs), body
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("drafts", [1, 3] if FULL else [2])
+def test_drafts_change_nothing(
+    start_server: StartServer,
+    folder: Path,
+    bodies: list[dict[str, Any]],
+    expected: list[Any],
+    drafts: int,
+) -> None:
+    server = start_server(model=str(folder), decode={"drafts": drafts})
+    assert_same(server, bodies, expected)
+    assert metric(server, "hadal_drafts_accepted_total") > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_units_that_are_killed(
+    start_server: StartServer,
+    folder: Path,
+    bodies: list[dict[str, Any]],
+    expected: list[Any],
+    victim: str,
+) -> None:
+    server = start_server(model=str(folder), decode={"drafts": 1 if victim == "decode-0" else 0})
+    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim))
+    assert metric(server, "hadal_retries_total") > 0
+
+
+@pytest.mark.timeout(900)
+def test_many_ranks_and_preemption(
+    start_server: StartServer, folder: Path, bodies: list[dict[str, Any]], expected: list[Any]
+) -> None:
+    """Two servers: of ranks that share the experts, and of one that has too little memory."""
+    server = start_server(model=str(folder), prefill=units(2), decode={**units(4), "drafts": 1})
+    assert_same(server, bodies, expected)
+    small = {"kv_memory_mb": 0, "kv_blocks": 24}
+    server = start_server(
+        model=str(folder), decode=small, prefill={"kv_blocks": 60, "kv_memory_mb": 0}
+    )
+    assert_same(server, bodies, expected)
+    assert metric(server, "hadal_preemptions_total") > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_other_families(
+    start_server: StartServer, tmp_path: Path, bodies: list[dict[str, Any]], name: str
+) -> None:
+    server = start_server(model=str(model_with_marks(tmp_path, FORMATS[name])))
+    assert num_right(bodies, asyncio.run(ask_all(server, bodies))) > len(bodies) / 8
+
+
+def streamed(server: Server, body: dict[str, Any]) -> Any:
+    """The calls of a reply as its deltas add up, and its end."""
+    calls: list[dict[str, str]] = []
+    finish = None
+    given = {key: value for key, value in body.items() if key != "return_token_ids"}
+    with httpx.stream(
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        json={"model": server.model, "stream": True, **given},
+        timeout=60,
+    ) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            for delta in choice["delta"].get("tool_calls", ()):
+                if "id" in delta:
+                    calls.append({"name": delta["function"]["name"], "arguments": ""})
+                else:
+                    calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
+            finish = choice["finish_reason"] or finish
+    return calls, finish
+
+
+def test_streams(marked: Server, bodies: list[dict[str, Any]], expected: list[Any]) -> None:
+    num = 0
+    for body, choices in zip(bodies, expected, strict=True):
+        if "n" in body or "tool_calls" not in choices[0]["message"]:
+            continue
+        _, _, _, functions, finish = what_came(choices)[0]
+        calls, ended = streamed(marked, body)
+        assert ([dict(each) for each in calls], ended) == (functions, finish)
+        num += 1
+    assert num > 3
+
+
+def test_a_reply_without_calls_is_the_free_one(marked: Server) -> None:
+    """Strict tools that are not called change no token."""
+    free, held = (
+        {
+            "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+            "tools": [{"type": "function", "function": {"name": "f", "strict": is_strict}}],
+            "temperature": 0,
+            "max_tokens": 300,
+            "return_token_ids": True,
+        }
+        for is_strict in (False, True)
+    )
+    ((ours,), (theirs,)) = asyncio.run(ask_all(marked, [held, free]))
+    assert "tool_calls" not in ours["message"]
+    assert ours == theirs
+
+
+def test_prefixes(marked: Server) -> None:
+    """An answer of a format goes on from what there is of it, in DeepSeek's way and in vLLM's."""
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": '{"answer": "y'},
+    ]
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": CONTENT}}
+    body = {"messages": messages, "temperature": TEMPERATURE, "response_format": wanted}
+    ways: list[dict[str, Any]] = [
+        {"messages": [messages[0], {**messages[1], "prefix": True}]},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ]
+    for way in ways:
+        for seed in range(5):
+            ((choice,),) = asyncio.run(ask_all(marked, [{**body, **way, "seed": seed}]))
+            text = choice["message"]["content"]
+            assert choice["finish_reason"] == "stop"
+            jsonschema.validate(json.loads(messages[1]["content"] + text), CONTENT)
+
+
+def test_what_cannot_be_followed_is_refused_by_name(marked: Server) -> None:
+    function = {"name": "mine", "strict": True, "parameters": closed(a={"not": {"type": "null"}})}
+    body = {
+        "model": marked.model,
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    reply = httpx.post(f"{marked.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == "tools[0].function.parameters"
+    assert "'mine'" in error["message"]
+    assert "'not'" in error["message"]

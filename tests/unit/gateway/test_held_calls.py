@@ -1,0 +1,293 @@
+"""Calls that are held to a grammar: whatever a model draws, they are calls of tools that there are, with
+arguments of their schemas, in each family's own format.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hadal.core.errors import RequestError
+from hadal.core.messages import Token
+from hadal.core.plans import Grammar
+from hadal.gateway.formats import Formats
+from hadal.gateway.openai import AnswerFormat
+from hadal.gateway.stream import Assembler, Calls, Piece
+from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
+from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
+from tests.fresh import FULL
+from tests.schemas import SCHEMAS, closed
+
+from .test_tools import EOS, KIMI, V3, V31, VOCABULARY, read, written
+
+END, CLOSE = VOCABULARY.control_ids[EOS], VOCABULARY.control_ids["</think>"]
+GRAMMARS = Grammars(lambda: VOCABULARY.table, len(VOCABULARY))
+MAX_TOKENS = 600
+ENDING = frozenset([*b'"}]', END, *range(256, len(VOCABULARY))])
+"""A reply that likes these comes to an end."""
+
+
+def tool(name: str, parameters: dict[str, Any] | None, strict: bool | None = True) -> Tool:
+    function = {"name": name, "parameters": parameters, "strict": strict}
+    (read_one,) = read_tools([{"type": "function", "function": function}])
+    return read_one
+
+
+OBJECTS = {
+    name: schema for name, schema in SCHEMAS.items() if (schema or {}).get("type") == "object"
+}
+CITY = tool("city", closed(name={"type": "string"}, size={"type": "integer"}))
+
+
+def held(format: ToolFormat, choosing: Choosing, **more: Any) -> Grammar:
+    """As the service makes it, without looking whether it can be followed."""
+    ids = VOCABULARY.control_ids
+    text = calls_text(format.call_list(choosing, ids), **more)
+    grammar = Grammar(text, (END,), CLOSE if more.get("follows_reasoning") else -1)
+    if not more.get("is_opened"):
+        return grammar
+    opens = ids[format.calls_begin], ids[format.call_begin]
+    return Grammar(text, (END,), opens=opens, closes=ids[format.calls_end])
+
+
+def allowed(follower: Follower, drafts: Sequence[int] = ()) -> list[set[int] | None]:
+    """What each row may draw; None: anything."""
+    bits = np.zeros((1 + len(drafts), GRAMMARS.num_words), np.uint32)
+    has_mask = np.zeros(len(bits), np.bool_)
+    GRAMMARS.allow([TextRows(follower, 0, drafts)], bits, has_mask)
+    is_set = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    return [
+        set(row.nonzero()[0].tolist()) if is_held else None
+        for row, is_held in zip(is_set, has_mask, strict=True)
+    ]
+
+
+def drawn(grammar: Grammar, rng: random.Random, begin: Sequence[int] = ()) -> list[int]:
+    """Tokens drawn at random from what is allowed, `begin` first; END is the last if they ended."""
+    follower, tokens = Follower(grammar, []), list[int]()
+    while len(tokens) < MAX_TOKENS and END not in tokens:
+        (row,) = allowed(follower)
+        assert row is None or row, f"{tokens}: {follower.error}"
+        if len(tokens) < len(begin):
+            token = begin[len(tokens)]
+            assert row is None or token in row
+        else:
+            among = sorted(range(len(VOCABULARY)) if row is None else row)
+            liked = [token for token in among if token in ENDING]
+            token = rng.choice(liked if liked and rng.random() < 0.6 else among)
+        tokens.append(token)
+        follower.advance([token])
+    return tokens
+
+
+def replied(format: ToolFormat, tokens: Sequence[int], choosing: Choosing, thinks: bool) -> Piece:
+    assembler = Assembler(VOCABULARY, sections=True, thinks=thinks, calls=Calls(format, choosing))
+    piece = assembler.push(
+        Token("r", 0, i, token, "stop" if token == END else None) for i, token in enumerate(tokens)
+    )
+    piece.add(assembler.end("length"))
+    return piece
+
+
+def called(piece: Piece) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
+    for delta in piece.calls:
+        if delta.id:
+            calls.append((delta.name, ""))
+        else:
+            calls[-1] = calls[-1][0], calls[-1][1] + delta.arguments
+    return calls
+
+
+def check(piece: Piece, choosing: Choosing, has_ended: bool) -> int:
+    """Every call of the reply that is complete is right; returns how many are."""
+    calls = called(piece)
+    tools = {each.name: each for each in choosing.callable}
+    complete = calls if has_ended else calls[:-1]
+    for name, arguments in complete:
+        jsonschema.validate(json.loads(arguments), tools[name].arguments)
+    assert all(name in tools for name, _ in calls)
+    return len(complete)
+
+
+@st.composite
+def choosings(draw: st.DrawFn) -> Choosing:
+    names = draw(
+        st.lists(
+            st.from_regex(r"[A-Za-z0-9_-]{1,6}", fullmatch=True),
+            min_size=1,
+            max_size=5,
+            unique=True,
+        )
+    )
+    tools = [
+        tool(name, OBJECTS[draw(st.sampled_from(sorted(OBJECTS)))], draw(st.booleans()))
+        for name in names
+    ]
+    name = draw(st.sampled_from(["", *names]))
+    return Choosing(tuple(tools), True, name, draw(st.booleans()))
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@settings(max_examples=700 if FULL else 25)
+@given(choosing=choosings(), seed=st.integers(0, 2**30), thinks=st.booleans())
+def test_forced_calls_are_right_whatever_is_drawn(
+    format: ToolFormat, choosing: Choosing, seed: int, thinks: bool
+) -> None:
+    grammar = held(format, choosing, follows_reasoning=thinks)
+    begin = [*b"hm", CLOSE] if thinks else []
+    tokens = drawn(grammar, random.Random(seed), begin)
+    piece = replied(format, tokens, choosing, thinks)
+    assert (piece.content.strip(), piece.reasoning) == ("", "hm" if thinks else "")
+    num = check(piece, choosing, END in tokens)
+    if END in tokens:
+        assert num == 1 or (choosing.is_parallel and num > 1)
+        assert piece.finish == "tool_calls"
+    else:
+        assert piece.finish == ("tool_calls" if num and not choosing.is_parallel else "length")
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@settings(max_examples=700 if FULL else 25)
+@given(choosing=choosings(), seed=st.integers(0, 2**30), before=st.text(max_size=5))
+def test_chosen_calls_are_right_wherever_they_come(
+    format: ToolFormat, choosing: Choosing, seed: int, before: str
+) -> None:
+    """Also without the mark that begins their list, and in a second list behind the first."""
+    choosing = Choosing(choosing.tools, is_parallel=choosing.is_parallel)
+    ids, rng = VOCABULARY.control_ids, random.Random(seed)
+    begin = [*before.encode("utf-8", "replace"), ids[format.calls_begin]]
+    if rng.random() < 0.5:
+        begin[-1] = ids[format.call_begin]
+    tokens = drawn(held(format, choosing, is_opened=True), rng, begin)
+    check(replied(format, tokens, choosing, False), choosing, END in tokens)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_what_models_write_is_allowed_as_they_write_it(format: ToolFormat) -> None:
+    """So a model that calls anyway draws the same tokens."""
+    choosing = Choosing((CITY, tool("time", None, None)), True)
+    gap = "\n" if format.is_fenced else ""
+    text = written(format, ("city", '{"name": "Oslo", "size": 7}'), ("time", '{"z": [1.5]}'))
+    text = text.replace(
+        format.call_end + format.call_begin, format.call_end + gap + format.call_begin
+    )
+    tokens = [*VOCABULARY.encode_controlled(text), END]
+    for opened in (False, True):
+        follower = Follower(held(format, choosing, is_opened=opened), [])
+        for token in tokens:
+            (row,) = allowed(follower)
+            assert row is None or token in row
+            follower.advance([token])
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_drafts_change_no_mask(format: ToolFormat) -> None:
+    """Rows behind drafts are those of a text that has them: where calls begin and end among them,
+    too.
+    """
+    choosing, rng = Choosing((CITY,)), random.Random(5)
+    text = "hm</think>So" + written(format, ("city", '{"name": "a", "size": 1}')) + ", "
+    tokens = [
+        *VOCABULARY.encode_controlled(text + written(format, ("city", '{"name": "", "size": 0}'))),
+        END,
+    ]
+    opened = held(format, choosing, is_opened=True)
+    grammar = Grammar(opened.text, (END,), CLOSE, opens=opened.opens, closes=opened.closes)
+    for width in (1, 3, 40, 400):
+        follower, at = Follower(grammar, []), 0
+        while at < len(tokens):
+            rows = allowed(follower, tokens[at : at + width])
+            for number, row in enumerate(rows):
+                so_far = tokens[: at + number]
+                assert [row] == allowed(Follower(grammar, so_far))
+            step = rng.randrange(1, width + 1)
+            follower.advance(tokens[at : at + step])
+            at += step
+
+
+def test_a_call_or_content() -> None:
+    """Of both there is one."""
+    content = closed(answer={"enum": ["yes", "no"]})
+    choosing = Choosing((CITY,))
+    grammar = held(V31, choosing, content=content)
+    (row,) = allowed(Follower(grammar, []))
+    assert row == {ord("{"), VOCABULARY.control_ids[V31.calls_begin]}
+    num = [0, 0]
+    for seed in range(40):
+        tokens = drawn(grammar, random.Random(seed))
+        piece = replied(V31, tokens, choosing, False)
+        if END not in tokens:
+            continue
+        num[bool(piece.calls)] += 1
+        assert bool(piece.calls) != bool(piece.content)
+        if piece.content:
+            jsonschema.validate(json.loads(piece.content), content)
+            assert piece.finish == "stop"
+        check(piece, choosing, True)
+    assert min(num) > 3
+
+
+def test_an_answer_goes_on_from_a_prefix() -> None:
+    text = grammar_text(CITY.arguments, follows_reasoning=False)
+    prefix = '{"name": "Os'
+    grammar = Grammar(text, (END,), prefix=tuple(prefix.encode()))
+    tokens = drawn(grammar, random.Random(1), [*b'lo", "size": 1}', END])
+    assert tokens[-1] == END
+    rows = allowed(Follower(grammar, [*b'"']))
+    assert rows[0] is not None
+    assert {ord(char) for char in ", "} <= rows[0] <= {ord(char) for char in ", \t\r\n"}
+
+
+# ---- what is looked at before ----
+
+
+@pytest.fixture(scope="module")
+def formats() -> Iterator[Formats]:
+    made = Formats()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_what_can_be_followed_passes(formats: Formats, format: ToolFormat) -> None:
+    ids = VOCABULARY.control_ids
+    tools = tuple(tool(f"f{at}", schema) for at, schema in enumerate(OBJECTS.values()))
+    for is_opened, is_forced in itertools.product((False, True), repeat=2):
+        choosing = Choosing(tools, is_forced)
+        text = formats.calls_text(Calls(format, choosing), ids, is_opened=is_opened)
+        assert text == held(format, choosing, is_opened=is_opened).text
+
+
+def test_what_cannot_be_followed_is_said_of_the_tool(formats: Formats) -> None:
+    bad = tool("bad", closed(a={"not": {}}))
+    for format in (V3, V31, KIMI):
+        with pytest.raises(RequestError, match="tool 'bad': 'not' is not supported") as caught:
+            formats.calls_text(Calls(format, Choosing((CITY, bad), True)), VOCABULARY.control_ids)
+        assert caught.value.param == "tools[1].function.parameters"
+    named = Choosing((CITY, bad), True, "city")
+    formats.calls_text(Calls(V31, named), VOCABULARY.control_ids)
+
+
+def test_a_prefix_is_looked_at(formats: Formats) -> None:
+    wanted = AnswerFormat("mine", CITY.arguments)
+    formats.text(wanted, follows_reasoning=False, prefix='{"name": "')
+    with pytest.raises(RequestError, match="prefix is no beginning of such an answer, from byte 2"):
+        formats.text(wanted, follows_reasoning=False, prefix='{"size": 1')
+
+
+def test_many_tools_are_looked_at_in_time(formats: Formats) -> None:
+    schema = closed(**{f"key{at}": {"enum": ["a", "b", at]} for at in range(8)})
+    tools = tuple(tool(f"f{at}", {**schema, "title": str(at)}) for at in range(128))
+    formats.calls_text(Calls(KIMI, Choosing(tools, True)), VOCABULARY.control_ids)
+    found = read(VOCABULARY, V31, VOCABULARY.encode_controlled(written(V31, ("f1", "{}"))))
+    assert found.calls == [["f1", "{}"]]
