@@ -27,6 +27,7 @@ from hadal.core.plans import (
     LinkBytes,
     NamedBlocks,
     Sampling,
+    Score,
     Staged,
     StagePlan,
     StepDone,
@@ -155,6 +156,10 @@ class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Of a tenant with a quota: with the first delivery, which has no token if it was let in."""
     error_code: str = ""
     """For programs; empty: the status says it."""
+    scores: tuple[Score, ...] = ()
+    """Of the prompt's tokens from the second on; they come with the first token, where they were
+    asked for.
+    """
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:
@@ -295,6 +300,8 @@ class PrefillDone(Message, frozen=True):
     lease: KvLease | None
     num_cached: int = 0
     """Positions that were not computed: their KV was in the cache."""
+    scores: tuple[Score, ...] = ()
+    """Of the prompt's tokens from the second on, where they were asked for."""
 
 
 class PrefilledEarly(Message, frozen=True):

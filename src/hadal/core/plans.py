@@ -75,6 +75,14 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
     """Of the tokens that it does not allow none is drawn. Log-probabilities do not know it."""
+    num_prompt_logprobs: int = -1
+    """Of the prompt's own tokens, behind the first: as `num_logprobs`. All of the prompt is computed
+    then, and nothing of it is found or kept by name.
+    """
+
+
+NO_FOLLOWING = -1
+"""Behind the chunk's last token there is none of the prompt, or nobody asks how likely it is."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -98,6 +106,12 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    num_scores: int = -1
+    """At least 0: say how likely the prompt's tokens behind each of these are, and so many that are
+    likelier.
+    """
+    following: int = NO_FOLLOWING
+    """The prompt's token behind the last one of the chunk."""
 
 
 class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
@@ -313,6 +327,15 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...]
 
 
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token of a prompt is behind those before it."""
+
+    logprob: float
+    rank: int
+    """1: it is the likeliest."""
+    top: tuple[tuple[int, float], ...]
+
+
 FLIP = "flip"
 """Among the op times of a step: a layer's experts and its table were exchanged before it."""
 DRAFT = "draft"
@@ -417,6 +440,8 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     a counted plan has them. A flip lets its layer's counts begin anew. A leader of many ranks reads
     them itself; the leader of steps inside it does not get them.
     """
+    scores: dict[int, tuple[Score, ...]] = {}
+    """Index of a chunk that asks for them -> scores of the prompt's tokens behind each of its own."""
     link_bytes: LinkBytes = NO_LINK_BYTES
     """What the rank's own tokens sent to its peers and got back, since the last step that answered
     (of several ranks together: the sum).

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,17 +98,7 @@ class ChatFormat:
         tokenise.
         """
         kwargs = template_kwargs or {}
-        for name in sorted(_RESERVED & kwargs.keys()):
-            raise RequestError(
-                f"chat_template_kwargs: {name} is the server's; leave it out.",
-                "chat_template_kwargs",
-            )
-        calls = any(turn.calls or turn.call_id for turn in turns)
-        if (choosing.tools or calls) and self.tools is None:
-            raise RequestError(
-                "This model was not taught to call tools; leave tools, calls and their results out.",
-                "tools",
-            )
+        self._check(turns, kwargs, choosing)
         given = [each.fields for each in choosing.tools]
         texts = [
             *(turn.content for turn in turns),
@@ -162,6 +152,19 @@ class ChatFormat:
             tuple(self._vocabulary.encode_plain(prefix)),
             self._num_public(turns, values, shield, ids) if is_public else 0,
         )
+
+    def _check(self, turns: Sequence[Turn], kwargs: Mapping[str, Any], choosing: Choosing) -> None:
+        for name in sorted(_RESERVED & kwargs.keys()):
+            raise RequestError(
+                f"chat_template_kwargs: {name} is the server's; leave it out.",
+                "chat_template_kwargs",
+            )
+        calls = any(turn.calls or turn.call_id for turn in turns)
+        if (choosing.tools or calls) and self.tools is None:
+            raise RequestError(
+                "This model was not taught to call tools; leave tools, calls and their results out.",
+                "tools",
+            )
 
     def _message(self, turn: Turn, shield: str) -> dict[str, Any]:
         """A turn as templates expect it."""

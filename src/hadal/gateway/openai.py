@@ -7,7 +7,7 @@ prompts are still text.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -182,6 +182,8 @@ class CompletionRequest(Common, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
+    """vLLM's: how likely the prompt's own tokens are; only where the reply is not streamed."""
     best_of: _CountOrNone | None = None
     """0 is what OpenAI's description allows, and means that it was left out."""
 
@@ -216,7 +218,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (),
     "no_stop_trim": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "regex": (),
     "repetition_detection": (),
     "return_hidden_states": (),
@@ -242,7 +243,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 does null, and where the default is not true also false, "" and what is empty. Any other value is
 refused by name. What changes no answer (metadata, store, service_tier) is ignored.
 """
-_CHAT_ONLY = {"add_special_tokens": (), "echo": (), "prefix": ()}
+_CHAT_ONLY = {"add_special_tokens": (), "echo": (), "prefix": (), "prompt_logprobs": ()}
 _COMPLETION_ONLY = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -429,6 +430,12 @@ class CompletionAsk:
     ask: CommonFields
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool
+    has_echoed_logprobs: bool = False
+    """Those of the prompt's tokens stand before those of the reply's."""
+    has_prompt_logprobs: bool = False
+    """vLLM's form of them."""
+    suffix: str | None = None
+    """What follows what is asked for; None: nothing has to."""
 
 
 def parse_chat(body: bytes) -> ChatAsk:
@@ -508,31 +515,43 @@ def parse_completion(body: bytes) -> CompletionAsk:
     """Read a body of /completions. Raises RequestError."""
     check_served(body, is_chat=False)
     request = decode(body, CompletionRequest)
-    if request.suffix:
-        raise RequestError("suffix is not supported; leave it out.", "suffix")
     if request.best_of and request.best_of != (request.n or 1):
         raise RequestError("best_of other than n is not supported; leave it out.", "best_of")
-    if request.echo and request.logprobs is not None:
+    if request.prompt_logprobs is not None and request.stream:
         raise RequestError(
-            "echo with logprobs is not supported: prompts are not scored. Leave one out.", "echo"
+            "prompt_logprobs: a stream does not carry them; ask without stream, or for echo with"
+            " logprobs.",
+            "prompt_logprobs",
         )
+    if request.suffix and request.echo:
+        raise RequestError("echo and suffix exclude each other; leave one out.", "echo")
     if request.cache_salt == PUBLIC:
         raise RequestError(
             f"cache_salt is '{PUBLIC}', which shares a chat's system messages; a plain prompt has"
             " none. Send a chat, or another salt.",
             "cache_salt",
         )
+    prompts = _prompts(request.prompt)
+    if request.suffix and not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("suffix needs a prompt that is text.", "suffix")
     num_logprobs = -1 if request.logprobs is None else request.logprobs
+    num_echoed = num_logprobs if request.echo else -1
+    num_asked = -1 if request.prompt_logprobs is None else request.prompt_logprobs
+    ask = common_fields(
+        request,
+        request.max_tokens,
+        "max_tokens",
+        num_logprobs,
+        format=read_format(request.response_format),
+    )
+    sampling = msgspec.structs.replace(ask.sampling, num_prompt_logprobs=max(num_echoed, num_asked))
     return CompletionAsk(
-        ask=common_fields(
-            request,
-            request.max_tokens,
-            "max_tokens",
-            num_logprobs,
-            format=read_format(request.response_format),
-        ),
-        prompts=_prompts(request.prompt),
+        ask=replace(ask, sampling=sampling),
+        prompts=prompts,
         echo=bool(request.echo),
+        has_echoed_logprobs=num_echoed >= 0,
+        has_prompt_logprobs=num_asked >= 0,
+        suffix=request.suffix or None,
     )
 
 

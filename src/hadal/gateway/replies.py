@@ -8,6 +8,7 @@ a count of chunks does not. Knows the API's JSON, nothing of where tokens come f
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.service import Work
-from hadal.gateway.stream import Piece
+from hadal.gateway.stream import Piece, ScoredPrompt, new_decoder
 from hadal.gateway.tools import CallDelta
 from hadal.gateway.vocabulary import Vocabulary
 
@@ -296,6 +297,10 @@ class CompletionFormatter:
     def chunks(self, index: int, piece: Piece) -> bytes:
         if not piece:
             return b""
+        if piece.prompt is not None:
+            logprobs = _encode(self._prompt_logprobs(index, piece.prompt))
+            data = self._text(index, piece.prompt.text, logprobs, b"null")
+            return data + self.chunks(index, dataclasses.replace(piece, prompt=None))
         logprobs = b"null"
         if piece.content_tokens:
             logprobs = _encode(self._logprobs(index, piece.content_tokens))
@@ -320,19 +325,23 @@ class CompletionFormatter:
         head = self._head
         choices = []
         for outcome in outcomes:
-            piece = outcome.piece
-            self._offset_of[outcome.index] = len(outcome.prefix)
-            choices.append(
-                {
-                    "index": outcome.index,
-                    "text": outcome.prefix + piece.content,
-                    "logprobs": self._logprobs(outcome.index, piece.content_tokens)
-                    if piece.content_tokens
-                    else None,
-                    "finish_reason": piece.finish,
-                }
-                | _token_ids(piece)
-            )
+            piece, prompt, index = outcome.piece, outcome.piece.prompt, outcome.index
+            self._offset_of[index] = len(outcome.prefix)
+            logprobs: dict[str, list[Any]] | None = None
+            if prompt is not None and prompt.is_echoed:
+                logprobs = self._prompt_logprobs(index, prompt)
+            if piece.content_tokens:
+                own = self._logprobs(index, piece.content_tokens)
+                logprobs = {name: [*(logprobs or {}).get(name, ()), *own[name]] for name in own}
+            choice = {
+                "index": index,
+                "text": outcome.prefix + (prompt.text if prompt else "") + piece.content,
+                "logprobs": logprobs,
+                "finish_reason": piece.finish,
+            }
+            if prompt is not None and prompt.is_told:
+                choice["prompt_logprobs"] = self._told(prompt)
+            choices.append(choice | _token_ids(piece))
         return _encode(
             {
                 "id": head.id,
@@ -345,7 +354,51 @@ class CompletionFormatter:
             }
         )
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _prompt_logprobs(self, index: int, prompt: ScoredPrompt) -> dict[str, list[Any]]:
+        """Of its first token nobody knows how likely it is. One that the text does not show, as that
+        which begins every text, is nowhere in it.
+        """
+        texts = [self._text_of(token) for token in prompt.ids]
+        decoder, at, offsets = new_decoder("replace"), 0, []
+        for token in prompt.ids:
+            offsets.append(at)
+            text = decoder.decode(_bytes_of(self._vocabulary, token))
+            at += len(text) if prompt.text.startswith(text, at) else 0
+        self._offset_of[index] = len(prompt.text)
+        tops: list[dict[str, float] | None] = [None]
+        for text, score in zip(texts[1:], prompt.scores, strict=True):
+            best = {self._text_of(other): _finite(logprob) for other, logprob in score.top}
+            tops.append({text: _finite(score.logprob), **best})
+        return {
+            "tokens": texts,
+            "token_logprobs": [None, *(_finite(score.logprob) for score in prompt.scores)],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _told(self, prompt: ScoredPrompt) -> list[Any]:
+        """As vLLM has it: by id, the token's own first."""
+        told: list[Any] = [None]
+        for token, score in zip(prompt.ids[1:], prompt.scores, strict=True):
+            ranked = [(token, score.logprob, score.rank)]
+            ranked += [
+                (other, logprob, rank)
+                for rank, (other, logprob) in enumerate(score.top, 1)
+                if other != token
+            ]
+            told.append(
+                {
+                    str(other): {
+                        "logprob": _finite(logprob),
+                        "rank": rank,
+                        "decoded_token": self._text_of(other),
+                    }
+                    for other, logprob, rank in ranked
+                }
+            )
+        return told
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         texts, offsets, tops = [], [], []
         at = self._offset_of.get(index, 0)
         for token in tokens:
@@ -579,12 +632,15 @@ class Reply:
             return Piece()
         meter = self.meters[index]
         meter.num_cached += deliver.num_cached
+        is_first = bool(deliver.tokens) and meter.first_token_s is None
         if deliver.tokens:
             self.times.last_token_s = meter.last_token_s = self._now()
             if meter.first_token_s is None:
                 meter.first_token_s = meter.last_token_s
                 self.times.first_token_s = self.times.first_token_s or meter.first_token_s
-        piece = assembler.push(deliver.tokens)
+        piece = assembler.push(() if choice.is_prompt_only else deliver.tokens)
+        if choice.scored is not None and is_first:
+            piece.prompt = dataclasses.replace(choice.scored, scores=deliver.scores)
         if piece.finish is None and deliver.final:
             piece.add(assembler.end("length"))
         if piece.finish is not None:

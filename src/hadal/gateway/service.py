@@ -8,6 +8,7 @@ front.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from hadal.gateway.openai import (
     PUBLIC,
     ChatAsk,
     CommonFields,
+    CompletionAsk,
     SamplingDefaults,
     check_ids,
     check_num_ids,
@@ -48,13 +50,17 @@ from hadal.gateway.openai import (
     parse_completion,
     with_defaults,
 )
-from hadal.gateway.stream import Assembler, Calls
+from hadal.gateway.stream import Assembler, Calls, ScoredPrompt
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.table import MAX_ID, read_json
 
 T = TypeVar("T")
 
+FIM_MARKS = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
+"""Before the text before, before the text behind, and at the end (DeepSeek-V3's technical report,
+3.1: prefix, suffix, middle).
+"""
 OFF_LOOP_BYTES = 1024
 """Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many
 bytes.
@@ -140,6 +146,11 @@ class Choice:
     generation: Generation
     assembler: Assembler
     prefix: str = ""
+    """What is shown before it."""
+    scored: ScoredPrompt | None = None
+    """The prompt, where it is shown with how likely its tokens are: that comes first."""
+    is_prompt_only: bool = False
+    """Nothing is generated: the token that is drawn to have the prompt scored is not shown."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,25 @@ class Work:
     ask: CommonFields
     choices: tuple[Choice, ...]
     num_prompt_tokens: int
+
+
+def _scored(work: Work, asked: CompletionAsk) -> Work:
+    """The same with how likely each prompt is."""
+    choices = tuple(
+        dataclasses.replace(
+            choice,
+            prefix="",
+            scored=ScoredPrompt(
+                choice.prefix,
+                choice.generation.prompt,
+                asked.has_echoed_logprobs,
+                asked.has_prompt_logprobs,
+            ),
+            is_prompt_only=asked.ask.max_tokens == 0,
+        )
+        for choice in work.choices
+    )
+    return dataclasses.replace(work, choices=choices)
 
 
 class Service:
@@ -252,7 +282,9 @@ class Service:
         vocabulary = self.model.vocabulary
         prompts: list[tuple[Prompt, str]] = []
         for given in parsed.prompts:
-            if isinstance(given, str):
+            if isinstance(given, str) and parsed.suffix is not None:
+                prompt, text = self._infill(given, parsed.suffix), given
+            elif isinstance(given, str):
                 prompt = raw_prompt(
                     vocabulary, given, self.model.bos_id, max_tokens=self._max_prompt_tokens
                 )
@@ -261,7 +293,27 @@ class Service:
                 self._check_prompt_ids(given)
                 prompt, text = Prompt(given), vocabulary.decode(given) if parsed.echo else ""
             prompts.append((prompt, text if parsed.echo else ""))
-        return self._work(parsed.ask, prompts, request_id, tenant, sections=False)
+        work = self._work(parsed.ask, prompts, request_id, tenant, sections=False)
+        return _scored(work, parsed) if parsed.ask.sampling.num_prompt_logprobs >= 0 else work
+
+    def _infill(self, before: str, behind: str) -> Prompt:
+        """The prompt of a model that was taught to fill in what is missing between two texts, in
+        which nothing is a control token.
+        """
+        vocabulary = self.model.vocabulary
+        ids = [vocabulary.control_ids.get(mark) for mark in FIM_MARKS]
+        if None in ids:
+            raise RequestError(
+                "suffix is not supported for this model: it has no tokens for what is before, behind"
+                " and missing. Leave it out.",
+                "suffix",
+            )
+        num_tokens = vocabulary.fewest_tokens(before) + vocabulary.fewest_tokens(behind)
+        check_length(num_tokens, self._max_prompt_tokens, "prompt")
+        begin, hole, end = (mark for mark in ids if mark is not None)
+        bos = () if self.model.bos_id is None else (self.model.bos_id,)
+        texts = vocabulary.encode_plain(before), vocabulary.encode_plain(behind)
+        return Prompt((*bos, begin, *texts[0], hole, *texts[1], end))
 
     def _check(self, ask: CommonFields, tenant: Tenant) -> None:
         if ask.model != self.model.name or not tenant.may_ask(ask.model):
@@ -417,6 +469,8 @@ class Service:
                 ask.max_name,
                 "context_length_exceeded",
             )
+        if not max_tokens and ask.sampling.num_prompt_logprobs >= 0:
+            max_tokens = 1  # Only who draws a token computes the prompt.
         eos_ids = () if ask.ignore_eos else self.model.eos_ids
         return Generation(
             request_id=request_id,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from hadal.core.messages import Token
+from hadal.core.plans import Score
 from hadal.gateway.chat import THINK_CLOSE, THINK_OPEN
 from hadal.gateway.tools import CallDelta, CallReader, Choosing, ToolFormat
 from hadal.gateway.vocabulary import Vocabulary
@@ -141,7 +142,7 @@ def repeated_period(tokens: Sequence[int]) -> int:
     return 0
 
 
-_new_decoder: Callable[[str], codecs.IncrementalDecoder] = codecs.getincrementaldecoder("utf-8")
+new_decoder: Callable[[str], codecs.IncrementalDecoder] = codecs.getincrementaldecoder("utf-8")
 _LOOK_TOKENS = 64
 """A repetition is looked for after every so many tokens of a text, however they come."""
 
@@ -164,6 +165,18 @@ class Calls:
     choosing: Choosing
 
 
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt with how likely its tokens are. Each form of that is asked for by itself."""
+
+    text: str
+    ids: tuple[int, ...]
+    is_echoed: bool
+    is_told: bool
+    scores: tuple[Score, ...] = ()
+    """Of its tokens from the second on."""
+
+
 @dataclass(slots=True)
 class Piece:
     """What some tokens brought: text to show, and the tokens whose log-probabilities go with it."""
@@ -181,6 +194,8 @@ class Piece:
     """Which of the content came behind calls: behind how many of `calls`, and the text."""
     stop: str | None = None
     """The stop string that ended the reply."""
+    prompt: ScoredPrompt | None = None
+    """It comes first."""
 
     def add(self, other: Piece) -> None:
         """Append what came next."""
@@ -193,6 +208,7 @@ class Piece:
         self.content_tokens += other.content_tokens
         self.token_ids += other.token_ids
         self.calls += other.calls
+        self.prompt = self.prompt or other.prompt
         self.finish = self.finish or other.finish
         self.stop = self.stop or other.stop
 
@@ -207,6 +223,7 @@ class Piece:
             or self.content
             or self.calls
             or self.finish
+            or self.prompt
             or self.reasoning_tokens
             or self.content_tokens
         )
@@ -239,7 +256,7 @@ class Assembler:
         self.finish: str | None = None
         self._bytes = vocabulary.token_bytes
         self._hidden = vocabulary.mark_ids if sections else vocabulary.hidden_ids
-        self._decoder = _new_decoder("replace")
+        self._decoder = new_decoder("replace")
         # A think mark is a token of its own where the vocabulary has one; elsewhere it is spelled
         # out.
         self._open_id = vocabulary.control_ids.get(THINK_OPEN)

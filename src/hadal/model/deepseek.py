@@ -20,7 +20,7 @@ from torch import Tensor
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Interval
 from hadal.core.model_config import ModelConfig
-from hadal.core.plans import Chunk
+from hadal.core.plans import Chunk, Score
 from hadal.kernels import decode_step
 from hadal.kernels.decode_step import DecodeStep
 from hadal.kernels.ops import linear
@@ -33,6 +33,10 @@ from hadal.reference.params import LayerWeights, ModelWeights
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Rows of a decode micro-batch: tokens_B and positions_B (int64), block_table_BM (int32)."""
+
+
+_SCORED_AT_ONCE = 32
+"""Rows whose logits are there at a time: those of a chunk would take hundreds of MiB."""
 
 
 class DeepseekV3:
@@ -97,6 +101,29 @@ class DeepseekV3:
             logits.append(self.head(hidden_TD))
             recorder.end("head", index)
         return logits
+
+    @torch.inference_mode()
+    def scores(self, hidden_TD: Tensor, tokens: Sequence[int], num_top: int) -> tuple[Score, ...]:
+        """How likely each of these tokens is behind hidden states [T, D] (after the last norm), and
+        `num_top` that are likelier; of the model's own distribution.
+        """
+        scores: list[Score] = []
+        for first in range(0, len(tokens), _SCORED_AT_ONCE):
+            part = tokens[first : first + _SCORED_AT_ONCE]
+            logits_TV = self.head(hidden_TD[first : first + len(part)]).float()
+            ids_T1 = torch.tensor(part, device=logits_TV.device)[:, None]
+            chosen_T1 = logits_TV.gather(-1, ids_T1)
+            ranks_T = 1 + (logits_TV > chosen_T1).sum(-1)
+            totals_T1 = logits_TV.double().logsumexp(-1, keepdim=True)
+            best_TK, ids_TK = logits_TV.topk(num_top)
+            tops = zip(ids_TK.tolist(), (best_TK - totals_T1).tolist(), strict=True)
+            scores += [
+                Score(logprob, rank, tuple(zip(ids, logprobs, strict=True)))
+                for logprob, rank, (ids, logprobs) in zip(
+                    (chosen_T1 - totals_T1)[:, 0].tolist(), ranks_T.tolist(), tops, strict=True
+                )
+            ]
+        return tuple(scores)
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk]) -> Tensor:

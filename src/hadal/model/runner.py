@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.plans import (
     FLIP,
     MASK,
+    NO_FOLLOWING,
     NO_LINK_BYTES,
     Chunk,
     DecodePlan,
@@ -29,6 +30,7 @@ from hadal.core.plans import (
     FormPlan,
     Join,
     PrefillPlan,
+    Score,
     StepDone,
     StepPlan,
 )
@@ -283,6 +285,7 @@ class ModelRunner:
             drawn.draws,
             elapsed_s,
             failed=drawn.failed,
+            scores=drawn.scores,
             op_times=recorder.op_times(),
             events=tuple(recorder.events),
             expert_slot_counts=self._expert_slot_counts(plan),
@@ -362,28 +365,28 @@ class ModelRunner:
         slots, ones = np.arange(len(keys)), np.ones(len(keys), np.int64)
         self._prefill_sampler.begin(slots, ones, ones)
         tails = self._tails
+        scores: dict[int, tuple[Score, ...]] = {}
 
-        def write_entries(part: int, batch: PrefillBatch, hidden_TD: Tensor) -> None:
-            assert tails is not None
-            assert self._module is not None
-            before = [tails.before(chunk) for chunk in parts[part]]
-            self._module.write_entries(batch, hidden_TD, before)
-            for chunk, span in zip(parts[part], batch.spans, strict=True):
-                tails.keep(chunk, hidden_TD[span.first + span.num_tokens - 1])
+        def see(part: int, batch: PrefillBatch, hidden_TD: Tensor) -> None:
+            first = part * len(plan.chunks)
+            scores.update({first + i: of for i, of in self._scores(parts[part], batch, hidden_TD)})
+            if tails is not None:
+                self._write_entries_of(parts[part], batch, hidden_TD, tails)
 
+        is_seen = tails is not None or any(chunk.num_scores >= 0 for chunk in chunks)
         logits = self._model.prefill_split(
             parts,
             wanted,
             _schedule(plan),
             recorder,
-            on_hidden=write_entries if tails is not None else None,
+            on_hidden=see if is_seen else None,
         )
         # What this step wrote, before anybody hears that it is done: from then on it is pulled,
         # found and stored.
         written = sorted({block_id for chunk in chunks for block_id in _written_blocks(chunk)})
         if not keys:
             cache.publish(written)
-            return [], _NOTHING
+            return [], replace(_NOTHING, scores=scores)
         masks = self._masks(self._prefill_sampler, slots, ones, ones, recorder)
         recorder.begin("draw")
         drawn = self._prefill_sampler.draw(torch.cat(logits), slots, masks=masks)
@@ -394,7 +397,31 @@ class ModelRunner:
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
         failed = {keys[slot]: reason for slot, reason in drawn.failed.items()}
-        return keys, replace(drawn, failed=failed)
+        return keys, replace(drawn, failed=failed, scores=scores)
+
+    def _scores(
+        self, chunks: Sequence[Chunk], batch: PrefillBatch, hidden_TD: Tensor
+    ) -> Iterator[tuple[int, tuple[Score, ...]]]:
+        """Of the chunks that ask for them, by index."""
+        for index, (chunk, span) in enumerate(zip(chunks, batch.spans, strict=True)):
+            if chunk.num_scores < 0:
+                continue
+            tokens = chunk.tokens[1:]
+            if chunk.following != NO_FOLLOWING:
+                tokens += (chunk.following,)
+            rows_TD = hidden_TD[span.first : span.first + len(tokens)]
+            num_top = min(chunk.num_scores, self._model.config.vocab_size)
+            yield index, self._model.scores(rows_TD, tokens, num_top)
+
+    def _write_entries_of(
+        self, chunks: Sequence[Chunk], batch: PrefillBatch, hidden_TD: Tensor, tails: PromptTails
+    ) -> None:
+        """The MTP module's, of these chunks."""
+        assert self._module is not None
+        before = [tails.before(chunk) for chunk in chunks]
+        self._module.write_entries(batch, hidden_TD, before)
+        for chunk, span in zip(chunks, batch.spans, strict=True):
+            tails.keep(chunk, hidden_TD[span.first + span.num_tokens - 1])
 
     def _write_first_entries(
         self, chunks: Sequence[Chunk], tokens: np.ndarray, tails: PromptTails

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.plans import NO_TOKEN, Draw, Sampling
+from hadal.core.plans import NO_TOKEN, Draw, Sampling, Score
 from hadal.kernels.sampling import sample
 from hadal.model.masks import SlotMasks
 from hadal.reference.sampling import (
@@ -52,6 +52,8 @@ class Drawn:
     """Index of a token -> its log-probabilities, where asked for."""
     failed: dict[int, str] = field(default_factory=dict)
     """slot -> why nothing could be drawn."""
+    scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
+    """Chunk -> how likely the prompt's tokens are, where asked for."""
 
 
 class Sampler:

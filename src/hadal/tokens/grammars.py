@@ -204,7 +204,7 @@ def _byte_tokenizer() -> LLTokenizer:
     return LLTokenizer(wrapped, eos_token=_END_OF_BYTES)
 
 
-class At(Enum):
+class Place(Enum):
     """Where in its reply a text is."""
 
     REASONING = auto()
@@ -225,26 +225,26 @@ class Follower:
         self._matcher: LLMatcher | None = None
         """Of the present stretch."""
         self._unread = list(tokens)
-        self._at = At.REASONING if grammar.begins_after >= 0 else self._begun
+        self._at = Place.REASONING if grammar.begins_after >= 0 else self._begun
 
     @property
-    def _begun(self) -> At:
-        return At.FREE if self._grammar.opens else At.HELD
+    def _begun(self) -> Place:
+        return Place.FREE if self._grammar.opens else Place.HELD
 
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens were drawn."""
         self._unread.extend(tokens)
 
-    def _next(self, at: At, token: int) -> At:
+    def _next(self, at: Place, token: int) -> Place:
         """Where it is behind this token."""
         grammar = self._grammar
-        if token in grammar.end_ids or at is At.ENDED:
-            return At.ENDED
-        if at is At.REASONING:
+        if token in grammar.end_ids or at is Place.ENDED:
+            return Place.ENDED
+        if at is Place.REASONING:
             return self._begun if token == grammar.begins_after else at
-        if at is At.FREE:
-            return At.HELD if token in grammar.opens else at
-        return At.FREE if token == grammar.closes else at
+        if at is Place.FREE:
+            return Place.HELD if token in grammar.opens else at
+        return Place.FREE if token == grammar.closes else at
 
     def _read(self, make: Callable[[Grammar], LLMatcher]) -> None:
         """Take in what was drawn."""
@@ -253,11 +253,11 @@ class Follower:
         """Not consumed yet."""
         for token in tokens:
             before, self._at = self._at, self._next(self._at, token)
-            if self._at is At.HELD and before is not At.REASONING:
+            if self._at is Place.HELD and before is not Place.REASONING:
                 held.append(token)
-            elif before is At.HELD and self._at is At.FREE:
+            elif before is Place.HELD and self._at is Place.FREE:
                 self._matcher, held = None, []
-        if self._at is At.HELD:
+        if self._at is Place.HELD:
             if self._matcher is None:
                 self._matcher = make(self._grammar)
             if held:
@@ -276,16 +276,16 @@ class Follower:
         at, matcher, row, first, of_it = self._at, self._matcher, 0, 0, list[int]()
         for index, token in enumerate(drafts):
             before, at = at, self._next(at, token)
-            if before is At.HELD and at is At.HELD:
+            if before is Place.HELD and at is Place.HELD:
                 of_it.append(token)
-            elif before is At.HELD:
+            elif before is Place.HELD:
                 assert matcher is not None
                 yield matcher, row, of_it, first
                 matcher = None
-            elif at is At.HELD:
+            elif at is Place.HELD:
                 matcher, first = make(self._grammar), index + 1
-                row, of_it = (index, [token]) if before is At.FREE else (first, [])
-        if at is At.HELD:
+                row, of_it = (index, [token]) if before is Place.FREE else (first, [])
+        if at is Place.HELD:
             assert matcher is not None
             yield matcher, row, of_it, first
 

@@ -244,8 +244,10 @@ def test_chat_mistakes(fields: dict[str, Any], param: str) -> None:
         ({"prompt": ["a", ""]}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": {}}, "prompt"),
-        ({"suffix": "x"}, "suffix"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"suffix": "x", "echo": True}, "echo"),
+        ({"suffix": "x", "prompt": [1]}, "suffix"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 6}, "prompt_logprobs"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"use_beam_search": True}, "use_beam_search"),
@@ -254,7 +256,6 @@ def test_chat_mistakes(fields: dict[str, Any], param: str) -> None:
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
     ],
 )
 def test_completion_mistakes(fields: dict[str, Any], param: str) -> None:

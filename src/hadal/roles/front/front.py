@@ -58,7 +58,7 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.plans import NO_TOKEN
+from hadal.core.plans import NO_TOKEN, Score
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
@@ -686,9 +686,11 @@ class Front:
         if done.lease is None:
             record.prefill_unit = None
             self._let_go(record)
-            self._finish(now_s, record, (token,), num_cached)
+            self._finish(now_s, record, (token,), num_cached, done.scores)
             return
-        self._out.append(Deliver(record.request_id, (token,), num_cached=num_cached))
+        self._out.append(
+            Deliver(record.request_id, (token,), num_cached=num_cached, scores=done.scores)
+        )
         self.requests.move(record, Transition.FIRST_TOKEN)
         unit = self.handover.unit_for(record)
         if unit is None:
@@ -736,13 +738,25 @@ class Front:
             self._send(message.unit, Stop(came.unknown))
 
     def _finish(
-        self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0
+        self,
+        now_s: float,
+        record: Record,
+        tokens: tuple[Token, ...],
+        num_cached: int = 0,
+        scores: tuple[Score, ...] = (),
     ) -> None:
         self.requests.move(record, Transition.FINISH)
         self.totals.finished += 1
         self._finished.count(now_s)
         self._out.append(
-            Deliver(record.request_id, tokens, True, num_cached=num_cached, closing=record.closing)
+            Deliver(
+                record.request_id,
+                tokens,
+                True,
+                num_cached=num_cached,
+                closing=record.closing,
+                scores=scores,
+            )
         )
 
     # ---- back: what was lost, given back or given up ----

@@ -741,7 +741,8 @@ class FrontNames:
     ) -> Generation:
         """`generation` with a chain that names the full blocks of its prompt and `output` under a
         fingerprint: that of a prompt that comes now, if none is given. A chain under the same one
-        grows and stays what it is; another is left behind.
+        grows and stays what it is; another is left behind. A prompt that is to be scored has no
+        names: all of it is computed.
 
         A hash for each block that has no name yet, so milliseconds for a very long prompt and next
         to nothing after.
@@ -750,7 +751,8 @@ class FrontNames:
         is_same = generation.fingerprint == fingerprint
         chain = generation.chain if is_same else b""
         num_blocks = (len(generation.prompt) + len(output)) // BLOCK_TOKENS
-        if self._is_on and num_names(chain) < num_blocks:
+        is_named = self._is_on and generation.sampling.num_prompt_logprobs < 0
+        if is_named and num_names(chain) < num_blocks:
             text, root = generation.prompt + tuple(output), self._root_of(fingerprint)
             chain = extend(root, chain, text, generation.salt, generation.num_public)
         elif is_same:

@@ -381,6 +381,8 @@ class PrefillLeader:
                     f" {expected}."
                 )
             self._written(step, {id(step.parts[key].prompt) for key in done.failed})
+            for key, scores in done.scores.items():
+                step.parts[key].prompt.start_to_scores[step.parts[key].start] = scores
             for row, (key, token) in enumerate(zip(done.keys, done.tokens, strict=True)):
                 prompt = step.parts[key].prompt
                 if key in done.failed:
@@ -442,7 +444,8 @@ class PrefillLeader:
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.
         num_cached = prompt.prefix.num_blocks * BLOCK_TOKENS
-        self._out.append(Send("front", PrefillDone(self._unit, token, lease, num_cached)))
+        done = PrefillDone(self._unit, token, lease, num_cached, prompt.scores)
+        self._out.append(Send("front", done))
 
     # ---- what goes to the Runner ----
     def _in_turns(self) -> Iterable[PrefillAttempt]:

@@ -14,12 +14,12 @@ Knows no messages; the leader applies what comes out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS, balance_of
 from hadal.core.messages import BLOCK_TOKENS, Generation, Key
-from hadal.core.plans import Chunk
+from hadal.core.plans import NO_FOLLOWING, Chunk, Score
 from hadal.core.rates import StepRates
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
@@ -78,6 +78,18 @@ class PrefillAttempt:
     """Nobody wants it any more; it only waits for that plan."""
     number: int = 0
     """The prompt's number in the order of arrival here."""
+    start_to_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
+    """Of its tokens behind those of each part, by where that began."""
+
+    @property
+    def num_scores(self) -> int:
+        """As Chunk has it. A retry's prompt was scored already: that came with the first token."""
+        generation = self.generation
+        return -1 if generation.output else generation.sampling.num_prompt_logprobs
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        return tuple(one for _, scores in sorted(self.start_to_scores.items()) for one in scores)
 
     @property
     def key(self) -> Key:
@@ -129,8 +141,19 @@ class PromptChunk:
         prompt, generation = self.prompt, self.prompt.generation
         request_id, tokens = generation.request_id, prompt.tokens[self.start : self.end]
         block_ids = prompt.block_ids[: blocks_for(self.end)]
+        num_scores = prompt.num_scores
         if self.end < len(prompt.tokens):
-            return Chunk(request_id, tokens, self.start, block_ids, None, 0)
+            following = prompt.tokens[self.end] if num_scores >= 0 else NO_FOLLOWING
+            return Chunk(
+                request_id,
+                tokens,
+                self.start,
+                block_ids,
+                None,
+                0,
+                num_scores=num_scores,
+                following=following,
+            )
         return Chunk(
             request_id,
             tokens,
@@ -141,6 +164,7 @@ class PromptChunk:
             *history_of(generation),
             stop_ids=generation.stop_ids,
             min_tokens=generation.min_tokens,
+            num_scores=num_scores,
         )
 
 

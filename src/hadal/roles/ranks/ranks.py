@@ -54,6 +54,7 @@ from hadal.core.plans import (
     KvPulled,
     OpTime,
     PrefillPlan,
+    Score,
     Staged,
     StepDone,
     StepPlan,
@@ -93,6 +94,7 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
     tokens: list[int] = []
     draws: dict[int, Draw] = {}
     failed: dict[int, str] = {}
+    scores: dict[int, tuple[Score, ...]] = {}
     chosen: dict[str, OpTime] = {}
     events: list[TraceEvent] = []
     link_bytes = NO_LINK_BYTES
@@ -102,6 +104,7 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
         keys += [offset + key for key in part.keys]
         tokens += part.tokens
         failed.update({offset + key: reason for key, reason in part.failed.items()})
+        scores.update({offset + key: of_chunk for key, of_chunk in part.scores.items()})
         link_bytes = link_bytes.plus(part.link_bytes)
         for op_time in part.op_times:
             known = chosen.get(op_time.op)
@@ -122,6 +125,7 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
         failed,
         tuple(chosen.values()),
         tuple(events),
+        scores=scores,
         link_bytes=link_bytes,
     )
 
