@@ -16,12 +16,13 @@ import msgspec
 
 from hadal import __version__
 from hadal.gateway.messages import CountRequest, MessagesRequest
-from hadal.gateway.openai import ChatRequest, CompletionRequest
+from hadal.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hadal.gateway.responses import ResponsesRequest
 from hadal.gateway.shapes import (
     ApiErrorReply,
     AuditReply,
     ChatReply,
+    Detokenized,
     Greeting,
     HealthReply,
     ItemList,
@@ -33,6 +34,7 @@ from hadal.gateway.shapes import (
     ResponseReply,
     TextReply,
     TokenCount,
+    Tokenized,
 )
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -85,6 +87,8 @@ MESSAGES = Operation(
 COUNT = Operation(
     "How many tokens a chat has.", TokenCount, CountRequest, GENERATES, MessageErrorReply
 )
+TOKENIZE = Operation("The tokens of a prompt or a chat.", Tokenized, TokenizeRequest, GENERATES)
+DETOKENIZE = Operation("The text of some tokens.", Detokenized, DetokenizeRequest, GENERATES)
 RESPONSES = Operation(
     "A chat's reply as items, which may be kept to go on from.",
     ResponseReply,

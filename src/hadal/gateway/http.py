@@ -43,6 +43,7 @@ from hadal.gateway.description import (
     CHAT,
     COMPLETION,
     COUNT,
+    DETOKENIZE,
     HEALTH,
     MESSAGES,
     METRICS,
@@ -54,6 +55,7 @@ from hadal.gateway.description import (
     RESPONSE_INPUT,
     RESPONSES,
     ROOT,
+    TOKENIZE,
     TRACE,
     Operation,
     document,
@@ -677,6 +679,21 @@ def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
     return list_models, get_model
 
 
+def _answering(
+    gateway: Gateway, answer: Callable[[bytes, Tenant], Awaitable[dict[str, object]]]
+) -> _Endpoint:
+    """An endpoint that answers a body at once, for those who may generate and within their limits."""
+
+    async def endpoint(request: Request) -> Response:
+        tenant = gateway.tenant_of(request)
+        request.scope[SEEN].tenant = tenant.name
+        body = await gateway.body_of(request, tenant)
+        with gateway.permits.take(tenant.name):
+            return _json(await answer(body, tenant))
+
+    return endpoint
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """What answers one method at one path, and at the paths of `also`."""
@@ -812,6 +829,20 @@ def endpoints_of(gateway: Gateway) -> list[Endpoint]:
     model = "/models/{model_id:path}"
     endpoints += [
         Endpoint("POST", f"/v1{counts}", count, COUNT, (counts, f"/anthropic/v1{counts}")),
+        Endpoint(
+            "POST",
+            "/v1/tokenize",
+            _answering(gateway, service.tokenize),
+            TOKENIZE,
+            ("/tokenize",),
+        ),
+        Endpoint(
+            "POST",
+            "/v1/detokenize",
+            _answering(gateway, service.detokenize),
+            DETOKENIZE,
+            ("/detokenize",),
+        ),
         *_responses_pages(gateway),
         Endpoint("GET", "/v1/models", list_models, MODELS, ("/models",)),
         Endpoint("GET", f"/v1{model}", get_model, MODEL, (model,)),

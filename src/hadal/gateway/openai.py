@@ -427,6 +427,8 @@ class ChatAsk:
 
 @dataclass(frozen=True)
 class CompletionAsk:
+    """A body of /completions, checked."""
+
     ask: CommonFields
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool
@@ -511,6 +513,12 @@ def _check_goes_on(request: ChatRequest, turns: tuple[Turn, ...]) -> None:
         )
 
 
+def with_model(body: bytes, name: str) -> bytes:
+    """A body with this model, for one that may leave it out."""
+    fields = decode(body, dict[str, msgspec.Raw])
+    return msgspec.json.encode({**fields, "model": name})
+
+
 def parse_completion(body: bytes) -> CompletionAsk:
     """Read a body of /completions. Raises RequestError."""
     check_served(body, is_chat=False)
@@ -553,6 +561,23 @@ def parse_completion(body: bytes) -> CompletionAsk:
         has_prompt_logprobs=num_asked >= 0,
         suffix=request.suffix or None,
     )
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A body of /tokenize in vLLM's form: a prompt, or a chat with the fields of one."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """A body of /detokenize in vLLM's form."""
+
+    tokens: list[_TokenId]
+    model: str | None = None
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,16 @@ from hadal.gateway.openai import (
     ChatAsk,
     CommonFields,
     CompletionAsk,
+    DetokenizeRequest,
     SamplingDefaults,
+    TokenizeRequest,
     check_ids,
     check_num_ids,
+    decode,
     parse_chat,
     parse_completion,
     with_defaults,
+    with_model,
 )
 from hadal.gateway.stream import Assembler, Calls, ScoredPrompt
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
@@ -231,6 +235,14 @@ class Service:
             return self._completion(body, request_id, tenant)
         return await self.off_loop(tenant, lambda: self._completion(body, request_id, tenant))
 
+    async def tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+        """The tokens that a prompt or a chat has, as vLLM says it. Raises RequestError, ApiError."""
+        return await self.off_loop(tenant, lambda: self._tokenize(body, tenant))
+
+    async def detokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+        """The text that some tokens have. Raises RequestError, ApiError."""
+        return await self.off_loop(tenant, lambda: self._detokenize(body, tenant))
+
     async def off_loop(self, tenant: Tenant, make: Callable[[], T]) -> T:
         """Make something of a request in the thread, one body of a tenant at a time: so tenants
         take turns there.
@@ -275,6 +287,42 @@ class Service:
             goes_on=parsed.goes_on,
         )
 
+    def _tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+        asked = decode(body, TokenizeRequest)
+        name = self.model.name if asked.model is None else asked.model
+        self._check_model(name, tenant)
+        is_chat = bytes(asked.messages) != b"null"
+        if is_chat == (asked.prompt is not None):
+            raise RequestError("Send either prompt or messages.", "prompt")
+        if asked.prompt is None:
+            if asked.add_special_tokens:
+                raise RequestError(
+                    "add_special_tokens: a chat's are the template's; leave it out.",
+                    "add_special_tokens",
+                )
+            ids = self._prompt(parse_chat(with_model(body, name)), self._max_prompt_tokens).ids
+        else:
+            bos_id = None if asked.add_special_tokens is False else self.model.bos_id
+            ids = raw_prompt(
+                self.model.vocabulary, asked.prompt, bos_id, max_tokens=self._max_prompt_tokens
+            ).ids
+        check_length(len(ids), self._max_prompt_tokens, "messages" if is_chat else "prompt")
+        decoded = [self.model.vocabulary.decode((token,)) for token in ids]
+        return {
+            "count": len(ids),
+            "max_model_len": self.model.context_tokens,
+            "tokens": list(ids),
+            "token_strs": decoded if asked.return_token_strs else None,
+        }
+
+    def _detokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+        check_num_ids(body, self._max_prompt_tokens)
+        asked = decode(body, DetokenizeRequest)
+        self._check_model(self.model.name if asked.model is None else asked.model, tenant)
+        if asked.tokens:
+            self._check_prompt_ids(tuple(asked.tokens), "tokens")
+        return {"prompt": self.model.vocabulary.decode(asked.tokens)}
+
     def _completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         check_num_ids(body, self._max_prompt_tokens)
         parsed = parse_completion(body)
@@ -315,16 +363,19 @@ class Service:
         texts = vocabulary.encode_plain(before), vocabulary.encode_plain(behind)
         return Prompt((*bos, begin, *texts[0], hole, *texts[1], end))
 
-    def _check(self, ask: CommonFields, tenant: Tenant) -> None:
-        if ask.model != self.model.name or not tenant.may_ask(ask.model):
+    def _check_model(self, name: str, tenant: Tenant) -> None:
+        if name != self.model.name or not tenant.may_ask(name):
             raise ApiError(
                 404,
-                f"The model {ask.model[:100]!r} does not exist; {self.model.name!r} is served."
+                f"The model {name[:100]!r} does not exist; {self.model.name!r} is served."
                 if tenant.may_ask(self.model.name)
-                else f"The model {ask.model[:100]!r} is not for this API key.",
+                else f"The model {name[:100]!r} is not for this API key.",
                 param="model",
                 code="model_not_found",
             )
+
+    def _check(self, ask: CommonFields, tenant: Tenant) -> None:
+        self._check_model(ask.model, tenant)
         if ask.priority > 0 and PRIORITY not in tenant.rights:
             raise ApiError(
                 403,
@@ -344,11 +395,11 @@ class Service:
             )
         check_ids(ask, self.model.vocab_size)
 
-    def _check_prompt_ids(self, ids: tuple[int, ...]) -> None:
+    def _check_prompt_ids(self, ids: tuple[int, ...], field: str = "prompt") -> None:
         if max(ids) >= self.model.vocab_size:
             size = self.model.vocab_size
             raise RequestError(
-                f"prompt: {max(ids)} is no token id; the vocabulary has {size}.", "prompt"
+                f"{field}: {max(ids)} is no token id; the vocabulary has {size}.", field
             )
 
     def _work(

@@ -276,6 +276,17 @@ class TokenCount(Shape):
     input_tokens: int
 
 
+class Tokenized(Shape):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Shape):
+    prompt: str
+
+
 class MessageErrorFields(Shape):
     type: str
     message: str

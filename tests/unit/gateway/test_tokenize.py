@@ -1,0 +1,116 @@
+"""/tokenize and /detokenize in vLLM's form, and prompts with what follows behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hadal.core.config import CacheConfig, LimitsConfig
+from hadal.core.errors import RequestError
+from hadal.gateway.auth import Tenant, salt_of
+from hadal.gateway.service import FIM_MARKS, ServedModel, Service, Work
+from hadal.roles.front.requests import FrontNames
+
+from .scenes import CHAT, error_of, play
+from .test_tools import VOCABULARY, vocabulary_of
+from .world import World
+
+MESSAGES = CHAT["messages"]
+
+
+def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        async def ask(path: str, **fields: Any) -> Any:
+            reply = await it.client.post(path, json=fields)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        for prefix in ("", "/v1"):
+            plain = {"add_special_tokens": False, "return_token_strs": True}
+            found = await ask(f"{prefix}/tokenize", prompt="2 + 2 é", **plain)
+            assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+            assert found["max_model_len"] == model.context_tokens
+            with_bos = await ask(f"{prefix}/tokenize", prompt="2 + 2 é")
+            assert with_bos["tokens"] == [model.bos_id, *found["tokens"]]
+            text = await ask(f"{prefix}/detokenize", model="small", tokens=found["tokens"])
+            assert text == {"prompt": "2 + 2 é"}
+        chat = await ask("/tokenize", messages=MESSAGES)
+        assert chat["token_strs"] is None
+        whole = (await ask("/v1/chat/completions", **CHAT, max_tokens=1))["usage"]
+        assert chat["count"] == whole["prompt_tokens"]
+        shorter = await ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)
+        num = shorter["count"]
+        assert 0 < num < chat["count"]
+        assert shorter["tokens"] == chat["tokens"][:num]
+        assert await ask("/detokenize", tokens=[]) == {"prompt": ""}
+
+    play(model, scene, then_stop=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param"),
+    [
+        ("tokenize", {}, 400, "prompt"),
+        ("tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
+        ("tokenize", {"prompt": 3}, 400, "prompt"),
+        ("tokenize", {"messages": "a"}, 400, "messages"),
+        ("tokenize", {"messages": MESSAGES, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("detokenize", {}, 400, "tokens"),
+        ("detokenize", {"tokens": [10**6]}, 400, "tokens"),
+        ("detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+    ],
+)
+def test_mistakes(
+    model: ServedModel, path: str, fields: dict[str, Any], status: int, param: str
+) -> None:
+    async def scene(it: World) -> None:
+        error = error_of(await it.client.post(f"/v1/{path}", json=fields), status)
+        assert error["param"] == param
+
+    play(model, scene)
+
+
+def completion(model: ServedModel, **fields: Any) -> Work:
+    service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))
+    body = json.dumps({"model": model.name, **fields}).encode()
+    try:
+        return asyncio.run(service.completion(body, "r", Tenant(salt_of(b"key"))))
+    finally:
+        service.close()
+
+
+def test_a_text_with_a_gap(model: ServedModel) -> None:
+    """What is before and behind is plain text, whatever it spells."""
+    vocabulary = vocabulary_of([*VOCABULARY.control_ids, *FIM_MARKS])
+    taught = replace(model, vocabulary=vocabulary, vocab_size=len(vocabulary), bos_id=None)
+    work = completion(taught, prompt="def <｜fim▁hole｜>", suffix="\n  return x")
+    (choice,) = work.choices
+    begin, hole, end = (vocabulary.control_ids[mark] for mark in FIM_MARKS)
+    before, behind = list("def <｜fim▁hole｜>".encode()), list(b"\n  return x")
+    assert list(choice.generation.prompt) == [begin, *before, hole, *behind, end]
+    for mark in (begin, hole, end):
+        assert choice.generation.prompt.count(mark) == 1
+    with pytest.raises(RequestError, match="it has no tokens for what is before") as caught:
+        completion(model, prompt="a", suffix="b")
+    assert caught.value.param == "suffix"
+    assert completion(model, prompt="a", suffix="").num_prompt_tokens
+
+
+def test_a_prompt_that_is_scored_has_no_names(model: ServedModel) -> None:
+    """So nothing of it is found or left in a cache."""
+    plain, scored = (
+        completion(model, prompt=[5] * 200, max_tokens=0, echo=True, **more)
+        for more in ({}, {"logprobs": 1})
+    )
+    assert plain.choices[0].generation.chain
+    assert plain.choices[0].generation.max_tokens == 0
+    (choice,) = scored.choices
+    assert not choice.generation.chain
+    assert choice.generation.max_tokens == 1
+    assert choice.is_prompt_only
