@@ -48,16 +48,18 @@ class SlotMasks:
         which were fed `fed_R`.
         """
         self._drop()
+        fed, first, num_masks = fed_R.tolist(), 0, 0
         all_rows: list[TextRows] = []
-        of_R = np.full(len(fed_R), -1, np.int64)
-        num_masks, firsts = 0, (num_B.cumsum() - num_B).tolist()
-        for slot, first, num in zip(slots_B.tolist(), firsts, num_B.tolist(), strict=True):
+        is_held_B = np.zeros(len(slots_B), np.bool_)
+        for at, (slot, num) in enumerate(zip(slots_B.tolist(), num_B.tolist(), strict=True)):
             follower = self._followers.get(slot)
-            if follower is None:
-                continue
-            all_rows.append(TextRows(follower, num_masks, fed_R[first + 1 : first + num].tolist()))
-            of_R[first : first + num] = np.arange(num_masks, num_masks + num)
-            num_masks += num
+            if follower is not None:
+                is_held_B[at] = True
+                all_rows.append(TextRows(follower, num_masks, fed[first + 1 : first + num]))
+                num_masks += num
+            first += num
+        is_held_R = is_held_B.repeat(num_B)
+        of_R = np.where(is_held_R, is_held_R.cumsum() - 1, -1)
         if all_rows:
             self._asked = self._thread.submit(self._run, all_rows, num_masks, of_R)
 

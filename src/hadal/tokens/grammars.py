@@ -246,8 +246,20 @@ class Follower:
             return Place.HELD if token in grammar.opens else at
         return Place.FREE if token == grammar.closes else at
 
+    def _read_one(self) -> tuple[LLMatcher, int] | None:
+        """What was drawn, if that is one token more of a stretch: the caller has it consumed."""
+        if len(self._unread) != 1 or self._at is not Place.HELD or self._matcher is None:
+            return None
+        token = self._unread[0]
+        if token in self._grammar.end_ids or token == self._grammar.closes:
+            return None
+        self._unread = []
+        return self._matcher, token
+
     def _read(self, make: Callable[[Grammar], LLMatcher]) -> None:
         """Take in what was drawn."""
+        if not self._unread and self._matcher is not None:
+            return
         tokens, self._unread = self._unread, []
         held: list[int] = []
         """Not consumed yet."""
@@ -262,8 +274,13 @@ class Follower:
                 self._matcher = make(self._grammar)
             if held:
                 self._matcher.consume_tokens(held)
-            if self.error is None and self._matcher.is_error():
-                self.error = _in_our_words(self._matcher.get_error())
+            self._look(self._matcher)
+
+    def _look(self, matcher: LLMatcher) -> bool:
+        """Whether it can still be followed."""
+        if self.error is None and matcher.is_error():
+            self.error = _in_our_words(matcher.get_error())
+        return self.error is None
 
     def _stretches(
         self, drafts: Sequence[int], make: Callable[[Grammar], LLMatcher]
@@ -273,7 +290,13 @@ class Follower:
         Row i comes behind `drafts[:i]`. What is drawn behind an end, before it is known to be one,
         is for nobody.
         """
-        at, matcher, row, first, of_it = self._at, self._matcher, 0, 0, list[int]()
+        if not drafts:  # Most steps, of most deployments.
+            if self._at is Place.HELD:
+                assert self._matcher is not None
+                yield self._matcher, 0, [], 0
+            return
+        at, matcher = self._at, self._matcher
+        row, first, of_it = 0, 0, list[int]()
         for index, token in enumerate(drafts):
             before, at = at, self._next(at, token)
             if before is Place.HELD and at is Place.HELD:
@@ -332,15 +355,23 @@ class Grammars:
         """
         if self._executor is None:
             self._executor = LLExecutor(num_threads=self._num_threads)
+        # One call for all texts, without the interpreter: most have one token more.
+        drawn: list[tuple[LLMatcher, int]] = []
+        for follower, _, _ in all_rows:
+            one = follower._read_one()
+            if one is None:
+                follower._read(self._matcher)
+            else:
+                drawn.append(one)
+        are_right = not drawn or all(self._executor.consume_token_par(drawn))
         alone: list[tuple[LLMatcher, int]] = []
         with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
         held: list[tuple[Follower, LLMatcher, int, int]] = []
         for follower, first, drafts in all_rows:
-            follower._read(self._matcher)
             for matcher, row, of_it, begin in follower._stretches(drafts, self._matcher):
                 end = first + row + len(of_it) + 1
                 has_mask_R[first + begin : end] = True
-                if follower.error is not None:
+                if follower.error is not None or not (are_right or follower._look(matcher)):
                     continue
                 held.append((follower, matcher, first + begin, end))
                 if of_it:
@@ -355,7 +386,7 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *into)
         for follower, matcher, begin, end in held:
             if matcher.is_error():
-                follower.error = _in_our_words(matcher.get_error())
+                follower._look(matcher)
                 bits_RW[begin:end] = 0
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
