@@ -778,6 +778,18 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
     ]
 
 
+def _token_pages(gateway: Gateway) -> list[Endpoint]:
+    """Texts in tokens and back."""
+    service = gateway.service
+    return [
+        Endpoint("POST", f"/v1{path}", _answering(gateway, answer), about, (path,))
+        for path, answer, about in (
+            ("/tokenize", service.tokenize, TOKENIZE),
+            ("/detokenize", service.detokenize, DETOKENIZE),
+        )
+    ]
+
+
 def endpoints_of(gateway: Gateway) -> list[Endpoint]:
     """All that is served: the routes and /openapi.json follow from it."""
     service = gateway.service
@@ -829,20 +841,7 @@ def endpoints_of(gateway: Gateway) -> list[Endpoint]:
     model = "/models/{model_id:path}"
     endpoints += [
         Endpoint("POST", f"/v1{counts}", count, COUNT, (counts, f"/anthropic/v1{counts}")),
-        Endpoint(
-            "POST",
-            "/v1/tokenize",
-            _answering(gateway, service.tokenize),
-            TOKENIZE,
-            ("/tokenize",),
-        ),
-        Endpoint(
-            "POST",
-            "/v1/detokenize",
-            _answering(gateway, service.detokenize),
-            DETOKENIZE,
-            ("/detokenize",),
-        ),
+        *_token_pages(gateway),
         *_responses_pages(gateway),
         Endpoint("GET", "/v1/models", list_models, MODELS, ("/models",)),
         Endpoint("GET", f"/v1{model}", get_model, MODEL, (model,)),

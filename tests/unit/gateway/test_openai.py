@@ -193,7 +193,7 @@ def completion(**fields: Any) -> Any:
         ),
         (
             {"tools": [tool("f", strict=True, parameters={"items": nested(70)})]},
-            "tools[0].function.parameters",
+            "tools[0]",
         ),
         (
             {
