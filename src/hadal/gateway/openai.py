@@ -568,7 +568,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: msgspec.Raw = msgspec.Raw(b"null")
+    messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

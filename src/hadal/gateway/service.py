@@ -291,7 +291,7 @@ class Service:
         asked = decode(body, TokenizeRequest)
         name = self.model.name if asked.model is None else asked.model
         self._check_model(name, tenant)
-        is_chat = bytes(asked.messages) != b"null"
+        is_chat = asked.messages is not None
         if is_chat == (asked.prompt is not None):
             raise RequestError("Send either prompt or messages.", "prompt")
         if asked.prompt is None:
