@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokens",
     },
     "gateway": {"core", "policy", "overlap", "roles", "runtime", "stats", "tokens"},
+    "console": {"core", "overlap", "roles", "runtime", "gateway", "stats"},
     "commands": {
         "core",
         "policy",
@@ -221,6 +222,19 @@ def test_the_lender_alone_knows_ray() -> None:
             if path != lender
             for line, module in imports(parse(path))
             if module.split(".")[0] == "ray" or module == "hadal.runtime.ray_cluster"
+        ]
+    )
+
+
+def test_the_console_alone_knows_nicegui() -> None:
+    """It is a process of its own, so that no other waits for the pages to be imported."""
+    fail_on(
+        [
+            f"{name(path)}:{line}: imports {module}"
+            for path in python_files("src/hadal")
+            if room_of(path) != "console"
+            for line, module in imports(parse(path))
+            if module.split(".")[0] in ("nicegui", "fastapi") or module.startswith("hadal.console")
         ]
     )
 

@@ -27,6 +27,7 @@ from hadal.commands.replay import EPILOG as REPLAY_EPILOG
 from hadal.commands.replay import replay
 from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
+from hadal.core.balance import OFF
 from hadal.core.config import Deployment, read_deployment
 from hadal.core.errors import ConfigError, HadalError
 
@@ -163,6 +164,11 @@ def serve(
         int | None,
         typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64),
     ] = None,
+    console_port: Annotated[
+        int | None,
+        typer.Option(help="Port of the pages, chat and console. [dim]8001[/dim]", min=0, max=65535),
+    ] = None,
+    no_console: Annotated[bool, typer.Option("--no-console", help="No pages.")] = False,
     drafts: Annotated[
         str | None,
         typer.Option(
@@ -211,6 +217,7 @@ def serve(
     tables: _Tables = {
         "cache": {"folder": cache_folder, "disk_mb": cache_mb},
         "gateway": {"processes": gateways},
+        "console": {"mode": OFF if no_console else None, "port": console_port},
         "cluster": {"on": engine or None, "address": address or None},
         "decode": {"drafts": int(drafts) if drafts and drafts.isdecimal() else drafts},
     }

@@ -384,6 +384,7 @@ class Hosts:
         config = folder / "deployment.toml"
         fields = {
             "port": 8000,
+            "console": {"mode": "off"},
             "model": str(model_folder("")),
             "cluster": self.cluster,
             **tables,

@@ -240,7 +240,12 @@ def launch(
     it. `is_plain`: as a user's shell does, not forked from a warm process; so is one that finds its
     code elsewhere.
     """
-    fields: dict[str, Any] = {"port": 0, "model": str(model_folder("")), **overrides}
+    fields: dict[str, Any] = {
+        "port": 0,
+        "model": str(model_folder("")),
+        "console": {"mode": "off"},
+        **overrides,
+    }
     for kind in ("prefill", "decode"):
         fields[kind] = {**SMALL[kind], **overrides.get(kind, {})}
     config = folder / "deployment.toml"

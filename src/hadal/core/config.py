@@ -288,6 +288,15 @@ class GatewayConfig(ConfigTable, frozen=True):
     """Most memory that a gateway process keeps them in; beyond it the oldest go."""
 
 
+class ConsoleConfig(ConfigTable, frozen=True):
+    """The pages for people, in a process of their own: a chat, and the deployment at work."""
+
+    mode: Switch = AUTO
+    """"auto": they are there; "off": they are not."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8001
+    """Of the pages. 0, or if it is in use: a free one."""
+
+
 class LimitsConfig(ConfigTable, frozen=True):
     """What one client may ask for. Beyond a limit the reply is 400, 413 or 429, never a crash."""
 
@@ -398,6 +407,7 @@ class Deployment(ConfigTable, frozen=True):
     prefill: UnitsConfig = UnitsConfig()
     decode: UnitsConfig = UnitsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    console: ConsoleConfig = ConsoleConfig()
     limits: LimitsConfig = LimitsConfig()
     cache: CacheConfig = CacheConfig()
     ledger: LedgerConfig = LedgerConfig()

@@ -845,8 +845,8 @@ class FrontSnapshot(msgspec.Struct, frozen=True):
 
 # ---- gateway -> supervisor, and the others' to the front's ----
 class GatewayHeartbeat(Message, frozen=True):
-    """The gateway's event loop turns, and its port is served. The first one says that it is
-    ready.
+    """The event loop of a gateway, or of the console, turns, and its port is served. The first one
+    says that it is ready.
     """
 
     gateway: str

@@ -292,6 +292,16 @@ class Edge:
             },
         )
 
+    def refusal(self, host: str, origin: str | None) -> str | None:
+        """Why whoever asks by this name, from a page of this origin, is turned away; None: he is
+        not. For an application that answers its own pages alone.
+        """
+        if self._guards and not self._knows(host):
+            return f"{host[:100]!r} is no name of this machine; name it in gateway.allowed_hosts."
+        if origin is not None and not _same(origin, host):
+            return f"Pages of {origin[:100]!r} may not ask this server."
+        return None
+
     def _allows(self, origin: str) -> bool:
         """Whether a browser may show this server's answers to a page of `origin`."""
         if {"*", origin} & {*self._settings.cors_origins}:

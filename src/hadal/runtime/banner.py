@@ -39,6 +39,7 @@ from hadal.runtime.process.child import ProcessPhase, Status
 from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (
+    CONSOLE,
     UnitNodes,
     gateway_names,
     gateway_nodes,
@@ -348,6 +349,8 @@ class Banner:
             ("ledger", self._ledger()),
             ("address", f"{status.url}/v1" + (" (needs an API key)" if self._needs_key else "")),
         ]
+        if status.console_url:
+            rows.append(("pages", f"{status.console_url} (chat), {status.console_url}/console"))
         if not is_near(deployment.host):
             opened = ["/health", *(["/metrics"] if deployment.gateway.open_metrics else [])]
             asks = (
@@ -384,6 +387,8 @@ class Banner:
                 if rank is None:
                     yield name, "rests until the fleet needs it"
                 continue
+            if name == CONSOLE:
+                continue  # It starts when the others are ready; its address is what people need.
             text = f"pid {process.pid}" if process.pid else "when its node is there"
             if process.role in ROLES and rank is None:
                 units = units_of(deployment, process.role)

@@ -29,7 +29,8 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
+from hadal.core.balance import OFF
+from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
@@ -99,6 +100,7 @@ from hadal.runtime.process.process import (
 from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (
+    CONSOLE,
     GATEWAY,
     ProcessPlan,
     gateway_names,
@@ -128,8 +130,12 @@ TAKEOVERS_MAX = 2
 hold.
 """
 _MAX_WAIT_S = 0.5
-HERE = (GATEWAY, LENDER)
+HERE = (GATEWAY, LENDER, CONSOLE)
 """Roles of processes that run beside the supervisor, wherever units do."""
+_CONSOLE_S = 20.0
+"""The pages' process starts when all others are ready, so that it takes no processor from them, or
+after this time.
+"""
 _LOOK_S = 0.1
 """How often it looks at all that there is, though nodes said nothing but that they are there."""
 _WARMING_S = 0.02
@@ -184,10 +190,11 @@ def serve(
     host, port = resolved.deployment.host, resolved.deployment.port
     with (
         open_listener(host, port) as listener,
+        _console_listener(resolved.deployment) as pages,
         _run_folder(options.run_folder) as folder,
         signal_pipe(_SIGNALS) as fd,
     ):
-        supervisor = Supervisor(resolved, options, folder, listener, announce, forks)
+        supervisor = Supervisor(resolved, options, folder, listener, pages, announce, forks)
         try:
             return supervisor.run(fd)
         finally:
@@ -203,9 +210,11 @@ class Supervisor:
         options: Options,
         folder: Path,
         listener: socket.socket,
+        pages: socket.socket | None,
         announce: Announce,
         forks: Forks,
     ) -> None:
+        """`pages`: where the console listens; None: there is none."""
         self._told, left = _run(resolved, options)
         """What processes read at their start."""
         self._has_other_keys = left is not None and left.api_keys != ",".join(options.api_keys)
@@ -216,6 +225,7 @@ class Supervisor:
         self._announce = announce
         self._versions = versions()
         self._url = url_of(listener, resolved.deployment.host)
+        self._pages = pages
         self._started_s = time.monotonic()
         self._was_started = False
         self._was_ready = False
@@ -255,6 +265,8 @@ class Supervisor:
         self._children = {
             plan.name: _child(plan, options, kept_in, first_life) for plan in self._plans.values()
         }
+        if pages is not None:
+            self._children[CONSOLE].start_at_s = self._started_s + _CONSOLE_S
         self._nodes = self._live_nodes(adopts=left is not None)
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
@@ -368,13 +380,15 @@ class Supervisor:
             nodes_wrong=self._nodes.wrong if self._nodes else "",
             versions=self._versions,
             rollout=self._rollout,
+            console_url=url_of(self._pages, self._deployment.host) if self._pages else "",
         )
 
     def _is_ready(self) -> bool:
+        """Whether all that requests need is; the pages are not among it."""
         return all(
             child.phase is ProcessPhase.READY
             for child in self._children.values()
-            if child.is_wanted
+            if child.is_wanted and child.role != CONSOLE
         )
 
     def _can_serve(self) -> bool:
@@ -472,7 +486,8 @@ class Supervisor:
         if any([self._start(now_s, child) for child in due]):
             self._write_status()
         if not self._was_started and all(
-            child.phase is not ProcessPhase.WAITING for child in self._children.values()
+            child.phase is not ProcessPhase.WAITING or child.role == CONSOLE
+            for child in self._children.values()
         ):
             self._was_started = True
             self._announce(self.status())
@@ -498,8 +513,13 @@ class Supervisor:
         if child.role == GATEWAY:
             fds = (self._listener.fileno(),)
             environment[LISTEN_FD] = str(fds[0])
-        if child.role in HERE:  # The lender gives the keys to nodes with gateways.
+        elif child.role == CONSOLE and self._pages is not None:
+            fds = (self._pages.fileno(),)
+            environment[LISTEN_FD] = str(fds[0])
+        if child.role in (GATEWAY, LENDER):  # The lender gives the keys to nodes with gateways.
             environment |= self._keys
+        # The pages share nothing with what is warm: a fork would hold torch's memory for nothing.
+        forks = self._forks if child.role != CONSOLE else None
         child.start(
             now_s,
             lambda arguments, life: start_here(
@@ -507,7 +527,7 @@ class Supervisor:
                 [*arguments, *life_arguments(self._folder, life), *more],
                 environment,
                 fds,
-                self._forks,
+                forks,
             ),
         )
         self._wire.expect(wire_name(child.name), child.life)
@@ -591,6 +611,9 @@ class Supervisor:
         self._has_served = self._has_served or self._can_serve()
         if self._is_ready() and not self._was_ready:
             self._was_ready = True
+            if self._pages is not None:
+                pages = self._children[CONSOLE]
+                pages.start_at_s = min(pages.start_at_s, time.monotonic())
             self._starting.close()
             self._announce(self.status())
         self._write_status()
@@ -686,9 +709,11 @@ class Supervisor:
         return child.is_wanted and ranks_live and child.num_failed_starts < TAKEOVERS_MAX
 
     def _can_spare(self, child: Child) -> bool:
-        """Whether it is a rank of a unit that works, with other ranks that do, or a unit beside
-        others of a fleet.
+        """Whether it is a rank of a unit that works, with other ranks that do, a unit beside others
+        of a fleet, or has the pages.
         """
+        if child.role == CONSOLE:
+            return True
         unit, rank = unit_and_rank(child.name)
         if rank is None and self._fleet is not None and unit in self._fleet.units:
             return self._fleet.has_other(unit)
@@ -718,7 +743,7 @@ class Supervisor:
         leader.
         """
         unit, rank = unit_and_rank(child.name)
-        if child.role in HERE and (child.name == GATEWAY or child.role == LENDER):
+        if child.name == GATEWAY or child.role in (LENDER, CONSOLE):
             return  # The next one's first message says it.
         if rank is not None:
             self._ended_ranks.setdefault((unit, reason), []).append(child.name)
@@ -807,10 +832,11 @@ class Supervisor:
                 self._unit_works(unit)
 
     def _kill_hung_gateways(self) -> None:
-        """Kill gateways whose event loop stands still, or that are stopped. All that they said was
-        heard before.
+        """Kill gateways and a console whose event loop stands still, or that are stopped. All that
+        they said was heard before.
         """
-        gateways = [self._children[name] for name in gateway_names(self._deployment)]
+        names = [*gateway_names(self._deployment), CONSOLE]
+        gateways = [self._children[name] for name in names if name in self._children]
         now_s = time.monotonic()
         working = {child.name: child.pid for child in gateways if child.phase is ProcessPhase.READY}
         for name in self._gateways.frozen(now_s, working):
@@ -933,6 +959,24 @@ def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:
         term=term,
     )
     return taken_over, kept
+
+
+@contextmanager
+def _console_listener(deployment: Deployment) -> Iterator[socket.socket | None]:
+    """Where the pages are served, None without any. A port that is in use never keeps a server from
+    starting: another is taken.
+    """
+    if deployment.console.mode == OFF:
+        yield None
+        return
+    host, port = deployment.host, deployment.console.port
+    try:
+        listener = open_listener(host, port)
+    except ConfigError:
+        listener = open_listener(host, 0)
+        log.warning("port %d is in use; the console is at %s", port, url_of(listener, host))
+    with listener:
+        yield listener
 
 
 def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_life: int) -> Child:

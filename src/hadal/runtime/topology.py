@@ -12,6 +12,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hadal.core.balance import OFF
 from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.messages import FRONT, LENDER
@@ -59,6 +60,9 @@ def url_of(listener: socket.socket, host: str) -> str:
 
 UNIT_MODULE, GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
 _LENDER_MODULE = "hadal.runtime.ray_cluster"
+_CONSOLE_MODULE = "hadal.console.process"
+CONSOLE = "console"
+"""Role and name of the process that has the pages for people."""
 GATEWAY = "gateway"
 """Role of every gateway's process, and the name of the one that holds the front."""
 
@@ -128,8 +132,8 @@ class ProcessPlan:
 
 
 def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
-    """All processes of all units there may be, the gateways, and what has nodes from Ray. Units
-    first: they take longest.
+    """All processes of all units there may be, the gateways, what has nodes from Ray, and the
+    pages'. Units first: they take longest.
     """
     plans = [plan for unit in place_units(deployment) for plan in _unit_plans(deployment, unit)]
     nodes = (*(None for _ in gateways_here(deployment)), *gateway_nodes(deployment))
@@ -137,6 +141,8 @@ def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
         plans.append(ProcessPlan(name, GATEWAY, node, None, 1, GATEWAY_MODULE, ("--name", name)))
     if deployment.cluster.spans_hosts:
         plans.append(ProcessPlan(LENDER, LENDER, None, None, 1, _LENDER_MODULE, ()))
+    if deployment.console.mode != OFF:
+        plans.append(ProcessPlan(CONSOLE, CONSOLE, None, None, 1, _CONSOLE_MODULE, ()))
     return tuple(plans)
 
 

@@ -104,6 +104,8 @@ class Status:
     """Of what it runs on."""
     rollout: RolloutStatus | None = None
     """None: there was none."""
+    console_url: str = ""
+    """Of the pages; empty: there are none."""
 
 
 def wrong_nodes(status: Status) -> list[str]:

@@ -1,0 +1,95 @@
+"""What the pages ask of the gateway, over its HTTP API as any client: answers as they are made, and
+what the key of whoever looks may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+from httpx_sse import EventSource
+
+from hadal.core.errors import HadalError
+
+_CONNECT_S = 5.0
+_SILENCE_S = 120.0
+"""A server that says nothing for so long, not even a keep-alive, is given up."""
+_PAGE_S = 5.0
+
+
+class AskError(HadalError):
+    """The gateway cannot be reached, or refuses; the text is for the user."""
+
+    def __init__(self, message: str, status: int = 0, param: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class Asking:
+    """A client of one gateway. `url`: without /v1."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+        # A proxy in the environment is not for this machine's own gateway.
+        self._client = httpx.AsyncClient(base_url=self.url, timeout=timeout, trust_env=False)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def page(self, path: str, key: str, timeout_s: float = _PAGE_S, **query: str) -> bytes:
+        """The body of GET `path`. Raises AskError."""
+        try:
+            reply = await self._client.get(
+                path, params=query, headers=_headers(key), timeout=timeout_s
+            )
+        except httpx.HTTPError as error:
+            raise AskError(f"The server does not answer ({_named(error)}).") from error
+        if reply.status_code != 200:
+            raise _refusal(reply)
+        return reply.content
+
+    async def model(self, key: str) -> str:
+        """Name of the model that is served. Raises AskError."""
+        found = msgspec.json.decode(await self.page("/v1/models", key))
+        models = found.get("data") or [{}]
+        return str(models[0].get("id", ""))
+
+    async def stream(self, body: dict[str, Any], key: str) -> AsyncIterator[dict[str, Any]]:
+        """Events of an answer; leaving the loop makes the server stop its work. Raises AskError."""
+        try:
+            async with self._client.stream(
+                "POST", "/v1/chat/completions", json=body, headers=_headers(key)
+            ) as reply:
+                if reply.status_code != 200:
+                    await reply.aread()
+                    raise _refusal(reply)
+                async for sent in EventSource(reply).aiter_sse():
+                    if sent.data == "[DONE]":
+                        return
+                    event = msgspec.json.decode(sent.data, type=dict[str, Any])
+                    if "error" in event:
+                        raise AskError(str(event["error"].get("message", event["error"])))
+                    yield event
+        except httpx.HTTPError as error:
+            raise AskError(f"The connection to the server broke ({_named(error)}).") from error
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _named(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _refusal(reply: httpx.Response) -> AskError:
+    try:
+        error = reply.json()["error"]
+        return AskError(str(error["message"]), reply.status_code, str(error.get("param") or ""))
+    except (ValueError, KeyError, TypeError):
+        return AskError(f"The server answered {reply.status_code}.", reply.status_code)

@@ -1,0 +1,493 @@
+"""The chat page: asks the gateway, shows thinking, text and tools as they come, keeps conversations
+in the browser.
+
+One ChatPage is one open page; what it knows is gone with it, but for what the browser keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+import secrets
+import time
+from typing import Any
+
+from nicegui import background_tasks, ui
+
+from hadal.console import tools
+from hadal.console.asking import AskError, Asking
+from hadal.console.conversation import Answer, Call, Conversation, Turn, read_all, to_json
+from hadal.console.shell import Bar, Door, head, store
+
+_PREFIX = "hadal.chat."
+_SHOW_S = 0.06
+"""Time between two looks of a page at an answer that comes in: more often nobody reads."""
+_MAX_ROUNDS = 8
+"""Answers of one turn: a model that calls tools for ever is stopped."""
+_MAX_SHOWN = 20_000
+"""Characters of a tool's arguments or result that are shown."""
+_IDEAS = ("What is 12 + 30?", "Spell the word harbour backwards.", "Sort 31, 4, 15, 9.")
+
+
+class AnswerView:
+    """One answer on the page."""
+
+    def __init__(self) -> None:
+        with ui.element("div").classes("h-answer"):
+            with ui.element("details").classes("h-thinking") as self._thinking:
+                with ui.element("summary"):
+                    self._thought = ui.label("Thinking …")
+                self._thinking_text = ui.element("div").classes("h-thinking-text")
+                with self._thinking_text:
+                    self._thinking_label = ui.label("")
+            self._thinking.set_visibility(False)
+            self._content = ui.markdown("", extras=["fenced-code-blocks", "tables"])
+            self._content.classes("h-md")
+            self._calls = ui.element("div").classes("h-calls")
+            self._error = ui.label("").classes("h-bad")
+            self._error.set_visibility(False)
+            self.foot = ui.element("div").classes("h-foot")
+        self._shown: tuple[str, str] = ("", "")
+        self._shown_calls: list[tuple[str, str, str | None]] = []
+
+    def show(self, answer: Answer, *, is_over: bool) -> None:
+        """Bring the page up to what came."""
+        if answer.thinking:
+            self._thinking.set_visibility(True)
+            self._thinking_label.set_text(answer.thinking.strip())
+            is_thinking = not is_over and not answer.content and not answer.calls
+            self._thought.set_text(
+                "Thinking …" if is_thinking else f"Thought for {answer.thought_s:.1f} s"
+            )
+        if answer.content != self._shown[1]:
+            self._content.set_content(answer.content)
+        self._shown = (answer.thinking, answer.content)
+        calls = [(call.name, call.arguments, call.result) for call in answer.calls]
+        if calls != self._shown_calls:
+            self._shown_calls = calls
+            self._calls.clear()
+            with self._calls:
+                for call in answer.calls:
+                    _show_call(call, is_over=is_over)
+        self._error.set_text(answer.error)
+        self._error.set_visibility(bool(answer.error))
+        if is_over:
+            self._foot(answer)
+
+    def _foot(self, answer: Answer) -> None:
+        self.foot.clear()
+        words = []
+        if answer.tokens_per_s:
+            words.append(f"{answer.tokens_per_s:.0f} tokens/s")
+        if answer.num_prompt:
+            hit = answer.num_hit / answer.num_prompt
+            words.append(f"{hit:.0%} of the prompt from cache" if hit else "nothing from cache")
+        if answer.first_s:
+            words.append(f"first word after {answer.first_s:.2f} s")
+        if answer.finish == "stopped":
+            words.append("stopped")
+        elif answer.finish == "length":
+            words.append("cut at the limit of its length")
+        with self.foot:
+            ui.label(" · ".join(words)).classes("h-stats")
+
+
+def _show_call(call: Call, *, is_over: bool) -> None:
+    """A card: the tool, what it was given, and what it gave or that it runs."""
+    with ui.element("details").classes("h-call"):
+        with ui.element("summary"):
+            if call.result is None and not is_over:
+                ui.spinner(size="14px").classes("h-spin")
+            else:
+                is_done = call.result is not None and not call.is_error
+                ui.icon("done" if is_done else "priority_high").classes(
+                    "h-good-icon" if is_done else "h-bad-icon"
+                )
+            ui.label(call.name or "a tool").classes("h-call-name")
+            ui.label(_arguments_line(call.arguments)).classes("h-call-arguments")
+            if call.result is not None:
+                ui.label(call.result[:80]).classes("h-call-result")
+        ui.html(f"<pre>{html.escape(call.arguments[:_MAX_SHOWN])}</pre>")
+        if call.result is not None:
+            ui.html(f"<pre>{html.escape(call.result[:_MAX_SHOWN])}</pre>")
+
+
+def _arguments_line(text: str) -> str:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text[:80]
+    if not isinstance(found, dict):
+        return text[:80]
+    return ", ".join(f"{name} {value}" for name, value in found.items())[:80]
+
+
+class ChatPage:
+    """One open page."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self._key = ""
+        self._model = ""
+        self._can_call = True
+        """Until the server refuses tools: its model was not taught any."""
+        self._all: list[Conversation] = []
+        self._now = _new()
+        self._task: asyncio.Task[Any] | None = None
+        self._is_running = False
+
+    async def build(self) -> None:
+        """Make the page, and fill it when the browser is there."""
+        head("Hadal")
+        self._bar = Bar("chat")
+        with self._bar.left:
+            menu = ui.element("button").classes("h-icon h-menu").on("click", self._show_list)
+            menu.props('aria-label="Conversations"')
+            with menu:
+                ui.icon("menu")
+        menu.move(self._bar.left, 0)
+        self._body = ui.element("main").classes("h-chat")
+        await ui.context.client.connected(timeout=30.0)
+        await self._bar.remember()
+        door = Door(
+            "This server answers those who have a key. It stays in this browser.", self._knock
+        )
+        with self._body:
+            await door.open(self._body, self._enter)
+
+    async def _knock(self, key: str) -> None:
+        self._model = await self._asking.model(key)
+
+    async def _enter(self, key: str) -> None:
+        self._key = key
+        self._bar.model.set_text(self._model)
+        texts = await ui.run_javascript(f"return hadal.kept({json.dumps(_PREFIX)})", timeout=10.0)
+        self._all = read_all(list(texts or ()))
+        self._layout()
+        self._show()
+
+    # ---- the page ----
+    def _layout(self) -> None:
+        self._side = ui.element("aside").classes("h-side")
+        with self._side:
+            with ui.element("button").classes("h-new").on("click", self.new):
+                ui.icon("add")
+                ui.label("New chat")
+                ui.label("Alt N").classes("h-key")
+            self._list = ui.element("div").classes("h-list")
+        self._veil = ui.element("div").classes("h-veil").on("click", self._hide_list)
+        with ui.element("section").classes("h-main"):
+            self._scroll = ui.element("div").classes("h-scroll").props('id="h-scroll"')
+            with self._scroll:
+                self._turns = ui.element("div").classes("h-turns").props('aria-live="polite"')
+            with ui.element("div").classes("h-composer-wrap"):
+                self._composer()
+        keys = ui.element("div").classes("h-none")
+        keys.on("new", self.new)
+        keys.on("stop", self.stop)
+        ui.run_javascript(f"hadal.keys({keys.id})")
+
+    def _composer(self) -> None:
+        with ui.element("div").classes("h-composer"):
+            self._input = ui.element("textarea").classes("h-input")
+            self._input.props(
+                'rows="1" placeholder="Ask something" aria-label="Message" id="h-input"'
+                ' autocomplete="off"'
+            )
+            self._input.on(
+                "keydown",
+                self._sent,
+                js_handler="(e) => { if (e.key === 'Enter' && !e.shiftKey && !e.isComposing)"
+                " { e.preventDefault(); hadal.send(e.target, emit); } }",
+            )
+            with ui.element("div").classes("h-composer-foot"):
+                with ui.element("button").classes("h-quiet").on("click", self._settings) as button:
+                    ui.icon("tune")
+                    self._settings_label = ui.label("")
+                button.props('aria-label="Settings"')
+                ui.label("Enter sends · Shift Enter a new line · Esc stops").classes("h-hint")
+                self._send = ui.element("button").classes("h-send").props('aria-label="Send"')
+                self._send.on(
+                    "click",
+                    self._sent,
+                    js_handler="() => hadal.send(document.getElementById('h-input'), emit)",
+                )
+                with self._send:
+                    ui.icon("arrow_upward")
+                self._stop = ui.element("button").classes("h-send h-stop").on("click", self.stop)
+                self._stop.props('aria-label="Stop"')
+                with self._stop:
+                    ui.icon("stop")
+        self._settings_button = button
+
+    def _show(self) -> None:
+        """The conversation, and the list of all."""
+        self._list.clear()
+        with self._list:
+            for one in self._all:
+                self._list_row(one)
+            if not self._all:
+                ui.label("Conversations stay in this browser. The server keeps none.").classes(
+                    "h-list-empty"
+                )
+        self._turns.clear()
+        with self._turns:
+            if not self._now.turns:
+                self._empty()
+            for number, turn in enumerate(self._now.turns):
+                self._turn(number, turn)
+        words = []
+        if self._now.temperature is not None:
+            words.append(f"temperature {self._now.temperature:g}")
+        if self._now.system.strip():
+            words.append("system prompt")
+        self._settings_label.set_text(", ".join(words) or "Settings")
+        self._state(is_running=self._is_running)
+        ui.run_javascript("hadal.bottom(true); hadal.focus()")
+
+    def _list_row(self, one: Conversation) -> None:
+        row = ui.element("div").classes("h-row" + (" h-row-now" if one.id == self._now.id else ""))
+        with row:
+            with ui.element("button").classes("h-row-title").on("click", lambda: self._open(one)):
+                ui.label(one.title or "New chat")
+            with (
+                ui.element("button")
+                .classes("h-icon h-row-delete")
+                .props('aria-label="Delete"')
+                .on("click", lambda: self._delete(one))
+            ):
+                ui.icon("close")
+
+    def _empty(self) -> None:
+        with ui.element("div").classes("h-empty"):
+            ui.html("<h1>What would you like to know?</h1>")
+            ui.label(
+                f"{self._model} answers. What you ask goes to this server and nowhere else."
+            ).classes("h-muted")
+            with ui.element("div").classes("h-ideas"):
+                for idea in _IDEAS:
+                    with (
+                        ui.element("button")
+                        .classes("h-idea")
+                        .on("click", lambda idea=idea: self.ask(idea))
+                    ):
+                        ui.label(idea)
+
+    def _turn(self, number: int, turn: Turn) -> AnswerView | None:
+        """Show a turn; returns the view of its last answer."""
+        with ui.element("div").classes("h-asked-row"):
+            with ui.element("div").classes("h-asked"):
+                ui.label(turn.asked).classes("h-asked-text")
+            with (
+                ui.element("button")
+                .classes("h-icon h-edit")
+                .props('aria-label="Edit" title="Edit and ask again"')
+                .on("click", lambda: self._edit(number))
+            ):
+                ui.icon("edit")
+        view = None
+        for answer in turn.answers:
+            view = AnswerView()
+            view.show(answer, is_over=True)
+        if view is not None and number == len(self._now.turns) - 1 and not self._is_running:
+            self._again(view, turn)
+        return view
+
+    def _again(self, view: AnswerView, turn: Turn) -> None:
+        """What can be done with the last answer."""
+        text = "\n\n".join(answer.content for answer in turn.answers if answer.content)
+        with view.foot:
+            for icon, name, act in (
+                ("content_copy", "Copy", lambda: ui.clipboard.write(text)),
+                ("refresh", "Regenerate", self.regenerate),
+            ):
+                button = ui.element("button").classes("h-icon").on("click", act)
+                button.props(f'aria-label="{name}" title="{name}"')
+                with button:
+                    ui.icon(icon)
+
+    def _state(self, *, is_running: bool) -> None:
+        self._is_running = is_running
+        self._send.set_visibility(not is_running)
+        self._stop.set_visibility(is_running)
+
+    def _show_list(self) -> None:
+        ui.run_javascript("document.body.classList.toggle('h-list-open')")
+
+    def _hide_list(self) -> None:
+        ui.run_javascript("document.body.classList.remove('h-list-open')")
+
+    # ---- what people do ----
+    def new(self) -> None:
+        """Begin another conversation, with the settings of this one."""
+        self._leave()
+        before, self._now = self._now, _new()
+        self._now.system, self._now.temperature = before.system, before.temperature
+        self._now.has_tools = before.has_tools
+        self._hide_list()
+        self._show()
+
+    def stop(self) -> None:
+        """Stop the answer that comes in; what came of it stays."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def ask(self, text: str) -> None:
+        """Ask, unless an answer is on its way."""
+        if not text.strip() or self._is_running:
+            return
+        self._now.ask(text)
+        self._begin()
+
+    def regenerate(self) -> None:
+        """Answer the last question anew."""
+        if self._now.turns and not self._is_running:
+            self._now.turns[-1].answers.clear()
+            self._begin()
+
+    def _sent(self, event: Any) -> None:
+        self.ask(str(event.args))
+
+    def _open(self, one: Conversation) -> None:
+        self._leave()
+        self._now = one
+        self._hide_list()
+        self._show()
+
+    def _delete(self, one: Conversation) -> None:
+        self._all.remove(one)
+        store(_PREFIX + one.id, "")
+        if one is self._now:
+            self._leave()
+            self._now = _new()
+        self._show()
+
+    def _edit(self, number: int) -> None:
+        """Take a question back into the field, and forget what followed it."""
+        if self._is_running:
+            return
+        text = self._now.turns[number].asked
+        del self._now.turns[number:]
+        if not self._now.turns:
+            self._now.title = ""
+        self._keep()
+        self._show()
+        ui.run_javascript(f"hadal.fill({json.dumps(text)})")
+
+    def _settings(self) -> None:
+        now = self._now
+        with ui.dialog() as dialog, ui.card().classes("h-card"):
+            ui.html("<h2>This conversation</h2>")
+            system = ui.textarea("System prompt", value=now.system).props("outlined autogrow")
+            system.classes("h-field")
+            own = ui.switch("The model's own temperature", value=now.temperature is None)
+            slider = ui.slider(min=0, max=2, step=0.05, value=now.temperature or 0.6)
+            slider.props("label").bind_enabled_from(own, "value", backward=lambda value: not value)
+            has_tools = ui.switch("Tools: arithmetic, countries, units", value=now.has_tools)
+            if not self._can_call:
+                has_tools.disable()
+                ui.label("This model was not taught to call tools.").classes("h-muted")
+
+            def done() -> None:
+                now.system = str(system.value or "")
+                now.temperature = None if own.value else float(slider.value)
+                now.has_tools = bool(has_tools.value)
+                if now.turns:
+                    self._keep()
+                dialog.close()
+                self._show()
+
+            ui.button("Done", on_click=done).props("unelevated no-caps").classes("h-primary")
+        dialog.open()
+
+    # ---- asking ----
+    def _leave(self) -> None:
+        self.stop()
+        self._task = None
+        self._is_running = False
+
+    def _keep(self) -> None:
+        self._now.changed_ms = int(time.time() * 1000)
+        if self._now not in self._all:
+            self._all.insert(0, self._now)
+        store(_PREFIX + self._now.id, to_json(self._now))
+
+    def _begin(self) -> None:
+        self._is_running = True
+        self._keep()
+        self._show()
+        self._task = background_tasks.create(self._run(self._now))
+
+    async def _run(self, conversation: Conversation) -> None:
+        """Answer the last question, carrying out what the model calls in between."""
+        turn = conversation.turns[-1]
+        try:
+            for _ in range(_MAX_ROUNDS):
+                answer = await self._answer(conversation, turn)
+                if not answer.wants_results:
+                    break
+        finally:
+            if self._now is conversation:
+                self._is_running = False
+                self._task = None
+                with self._body:
+                    self._keep()
+                    self._show()
+
+    async def _answer(self, conversation: Conversation, turn: Turn) -> Answer:
+        with self._turns:
+            view = AnswerView()
+        offered = tools.DEFINITIONS if self._can_call else []
+        body = conversation.body(self._model, offered)
+        answer = Answer()
+        turn.answers.append(answer)
+        try:
+            await self._stream(body, answer, view)
+            if answer.wants_results:
+                await self._carry_out(answer, view)
+        except AskError as error:
+            if "tools" in body and error.status == 400 and error.param.startswith("tool"):
+                self._can_call = False  # The model was not taught any: ask again without.
+                turn.answers.remove(answer)
+                self._turns.remove(self._turns.default_slot.children[-1])
+                return await self._answer(conversation, turn)
+            answer.error = str(error)
+        except asyncio.CancelledError:
+            answer.finish = "stopped"
+            raise
+        finally:
+            view.show(answer, is_over=True)
+        return answer
+
+    async def _stream(self, body: dict[str, Any], answer: Answer, view: AnswerView) -> None:
+        start_s = shown_s = time.monotonic()
+        async for event in self._asking.stream(body, self._key):
+            now_s = time.monotonic()
+            answer.take(event, now_s - start_s)
+            if now_s - shown_s >= _SHOW_S:
+                shown_s = now_s
+                view.show(answer, is_over=False)
+
+    async def _carry_out(self, answer: Answer, view: AnswerView) -> None:
+        """Run each call; its card shows it at work, then what it gave."""
+        for call in answer.calls:
+            view.show(answer, is_over=False)
+            await asyncio.sleep(0)  # The page shows that it runs.
+            try:
+                call.result = tools.run(call.name, call.arguments)
+            except tools.ToolError as error:
+                call.result, call.is_error = str(error), True
+        view.show(answer, is_over=False)
+
+
+def _new() -> Conversation:
+    return Conversation(secrets.token_hex(8))
+
+
+def add_chat(asking: Asking) -> None:
+    """Serve the chat at `/`."""
+
+    @ui.page("/")
+    async def chat() -> None:
+        await ChatPage(asking).build()

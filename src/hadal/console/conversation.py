@@ -1,0 +1,187 @@
+"""Conversations as a browser keeps them, and answers as they come in. Values alone: no page, no
+socket.
+
+    turn      what was asked, and one answer or, where tools were called, several
+    answer    thinking, text, calls with their results, what it cost
+
+A conversation is JSON in the browser's own storage; the server keeps none of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_TITLE_CHARS = 48
+
+
+class Call(msgspec.Struct):
+    """A tool that the model asks for."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """JSON, as far as it has come."""
+    result: str | None = None
+    """What the tool said; None: it was not run, or not yet."""
+    is_error: bool = False
+
+
+class Answer(msgspec.Struct):
+    """One answer of the model as far as it came."""
+
+    thinking: str = ""
+    content: str = ""
+    calls: list[Call] = []
+    finish: str = ""
+    """Why it ended, as the API says it; "stopped": by the user; empty: it runs, or failed."""
+    error: str = ""
+    num_prompt: int = 0
+    num_hit: int = 0
+    """Tokens of the prompt whose computation was found in a cache."""
+    num_tokens: int = 0
+    first_s: float = 0.0
+    """From asking to the first token."""
+    thought_s: float = 0.0
+    took_s: float = 0.0
+    """From the first token to the last."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """After the first one; 0 where there is nothing to divide."""
+        return (
+            (self.num_tokens - 1) / self.took_s if self.num_tokens > 1 and self.took_s > 0 else 0.0
+        )
+
+    def take(self, event: dict[str, Any], elapsed_s: float) -> bool:
+        """Take in an event of the stream, so long after asking. Returns whether any text came."""
+        if usage := event.get("usage"):
+            self.num_prompt = usage.get("prompt_tokens", 0)
+            self.num_tokens = usage.get("completion_tokens", 0)
+            self.num_hit = usage.get("prompt_cache_hit_tokens", 0)
+        has_text = False
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta") or {}
+            thinking, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+            calls = delta.get("tool_calls") or ()
+            if thinking or content or calls:
+                has_text = True
+                self.first_s = self.first_s or elapsed_s
+                self.took_s = elapsed_s - self.first_s
+            self.thinking += thinking
+            if thinking:
+                self.thought_s = self.took_s
+            self.content += content
+            for part in calls:
+                self._take_call(part)
+            self.finish = choice.get("finish_reason") or self.finish
+        return has_text
+
+    def _take_call(self, part: dict[str, Any]) -> None:
+        index = part.get("index", 0)
+        while len(self.calls) <= index:
+            self.calls.append(Call())
+        call, function = self.calls[index], part.get("function") or {}
+        call.id = part.get("id") or call.id
+        call.name += function.get("name") or ""
+        call.arguments += function.get("arguments") or ""
+
+    @property
+    def wants_results(self) -> bool:
+        """Whether the model waits for what its calls give."""
+        return self.finish == "tool_calls" and bool(self.calls)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What the next request says of it. Nothing of one that did not come to anything."""
+        done = [call for call in self.calls if call.result is not None]
+        if not self.content and not done:
+            return []
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if done:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in done
+            ]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": call.result} for call in done
+        ]
+        return [message, *results]
+
+
+class Turn(msgspec.Struct):
+    """What was asked, and what came of it."""
+
+    asked: str
+    answers: list[Answer] = []
+
+
+class Conversation(msgspec.Struct):
+    """One of several that a browser keeps."""
+
+    id: str
+    title: str = ""
+    system: str = ""
+    temperature: float | None = None
+    """None: the model's own."""
+    has_tools: bool = True
+    turns: list[Turn] = []
+    changed_ms: int = 0
+    """When it was last changed, unix time."""
+
+    def ask(self, text: str) -> Turn:
+        """Begin a turn."""
+        self.turns.append(Turn(text))
+        if not self.title:
+            words = " ".join(text.split())
+            is_long = len(words) > MAX_TITLE_CHARS
+            self.title = words[: MAX_TITLE_CHARS - 1] + "…" if is_long else words
+        return self.turns[-1]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """As a request sends them."""
+        sent: list[dict[str, Any]] = []
+        if self.system.strip():
+            sent.append({"role": "system", "content": self.system})
+        for turn in self.turns:
+            answers = [message for answer in turn.answers for message in answer.messages()]
+            if answers or turn is self.turns[-1]:  # What was never answered is not asked again.
+                sent += [{"role": "user", "content": turn.asked}, *answers]
+        return sent
+
+    def body(self, model: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """A request for the next answer. `tools`: those that the model can call."""
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": self.messages(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if tools and self.has_tools:
+            body["tools"] = tools
+        return body
+
+
+_decode = msgspec.json.Decoder(Conversation).decode
+
+
+def to_json(conversation: Conversation) -> str:
+    """As the browser keeps it."""
+    return msgspec.json.encode(conversation).decode()
+
+
+def read_all(texts: list[str]) -> list[Conversation]:
+    """Those that the browser kept, the latest first; what is none of ours is passed over."""
+    found = []
+    for text in texts:
+        try:
+            found.append(_decode(text))
+        except msgspec.MsgspecError:
+            continue
+    return sorted(found, key=lambda one: -one.changed_ms)

@@ -1,0 +1,169 @@
+"""`python -m hadal.console.process --folder RUN`: the process that has the pages. Loads no torch, and
+no other process loads NiceGUI.
+
+    browser <-- pages, one WebSocket each --> this process --> the gateway's HTTP API
+                                                           --> the run folder, the ledger: read only
+
+The gateway knows nothing of it. Whatever happens here, requests go on; the supervisor starts it
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+
+import uvicorn
+from fastapi import FastAPI
+from nicegui import ui
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hadal.console.asking import Asking
+from hadal.console.chat import add_chat
+from hadal.console.shell import STATIC, add_assets
+from hadal.core.config import GATEWAY_HEARTBEAT_S, GatewayConfig
+from hadal.core.errors import ConfigError
+from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
+from hadal.gateway.edge import Edge
+from hadal.runtime.process.child import read_status
+from hadal.runtime.process.process import (
+    EXIT_CONFIG,
+    LISTEN_FD,
+    add_life_arguments,
+    enter_child,
+)
+from hadal.runtime.topology import CONSOLE
+from hadal.runtime.wire import open_wire
+
+log = logging.getLogger("hadal.console")
+
+_NICE = 5
+"""Requests come before pages where there are too few cores for both."""
+_SHUTDOWN_S = 1
+_STARTED_S = 0.05
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval';"
+    " style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:;"
+    " connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+"""A browser that is shown these pages asks no other host for anything, whatever a model writes."""
+
+
+class Guard:
+    """The outermost layer: who may ask from where, as the gateway's edge has it, for WebSockets as
+    well; and what a browser may fetch.
+    """
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app = app
+        self._edge = edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._edge.refusal(headers.get("host", ""), headers.get("origin"))
+        if refusal is not None:
+            if scope["type"] == "http":
+                await PlainTextResponse(refusal, 403)(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                more = [
+                    (b"content-security-policy", _POLICY.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"referrer-policy", b"no-referrer"),
+                ]
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            await send(message)
+
+        await self._app(scope, receive, send_marked)
+
+
+def make_app(asking: Asking, settings: GatewayConfig, host: str, *, has_keys: bool) -> ASGIApp:
+    """The pages as an ASGI application."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    add_assets()
+    add_chat(asking)
+    ui.run_with(
+        app,
+        title="Hadal",
+        favicon=STATIC / "icon.svg",
+        dark=None,
+        reconnect_timeout=20.0,
+        show_welcome_message=False,
+    )
+    return Guard(app, Edge(app, settings, host, has_keys=has_keys, now=time.monotonic))
+
+
+def server_of(app: ASGIApp) -> uvicorn.Server:
+    """How uvicorn serves the pages."""
+    for name in ("uvicorn", "nicegui", "socketio", "engineio", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            ws="websockets-sansio",
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+    )
+
+
+def main() -> int:
+    """Serve the pages until told to end; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_life_arguments(parser)
+    arguments = parser.parse_args()
+    run = enter_child(CONSOLE, arguments.folder)
+    os.nice(_NICE)
+    try:
+        wire = open_wire(run, CONSOLE, arguments.folder, arguments.life)
+        status = read_status(arguments.folder)
+        if status is None:
+            raise ConfigError(f"{arguments.folder}: no supervisor says anything there.")
+    except ConfigError as error:
+        log.critical("%s", error)
+        return EXIT_CONFIG
+    deployment = run.deployment
+    asking = Asking(status.url)
+    app = make_app(asking, deployment.gateway, deployment.host, has_keys=False)
+    server = server_of(app)
+
+    async def beat() -> None:
+        while not server.started:
+            await asyncio.sleep(_STARTED_S)
+        while True:
+            wire.send(SUPERVISOR, GatewayHeartbeat(CONSOLE, os.getpid()))
+            await asyncio.sleep(GATEWAY_HEARTBEAT_S)
+
+    async def serve() -> None:
+        beating = asyncio.create_task(beat())
+        await server.serve([socket.socket(fileno=int(os.environ[LISTEN_FD]))])
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await asking.close()
+
+    try:
+        asyncio.run(serve())
+        return 0
+    finally:
+        wire.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
