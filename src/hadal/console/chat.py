@@ -17,8 +17,15 @@ from nicegui import background_tasks, ui
 
 from hadal.console import tools
 from hadal.console.asking import AskError, Asking
-from hadal.console.conversation import Answer, Call, Conversation, Turn, read_all, to_json
-from hadal.console.shell import Bar, Door, head, store
+from hadal.console.conversation import (
+    ChatAnswer,
+    ChatTurn,
+    Conversation,
+    ToolRun,
+    read_all,
+    to_json,
+)
+from hadal.console.shell import Door, TopBar, head, store
 
 _PREFIX = "hadal.chat."
 _SHOW_S = 0.06
@@ -51,7 +58,7 @@ class AnswerView:
         self._shown: tuple[str, str] = ("", "")
         self._shown_calls: list[tuple[str, str, str | None]] = []
 
-    def show(self, answer: Answer, *, is_over: bool) -> None:
+    def show(self, answer: ChatAnswer, *, is_over: bool) -> None:
         """Bring the page up to what came."""
         if answer.thinking:
             self._thinking.set_visibility(True)
@@ -75,7 +82,7 @@ class AnswerView:
         if is_over:
             self._foot(answer)
 
-    def _foot(self, answer: Answer) -> None:
+    def _foot(self, answer: ChatAnswer) -> None:
         self.foot.clear()
         words = []
         if answer.tokens_per_s:
@@ -93,7 +100,7 @@ class AnswerView:
             ui.label(" · ".join(words)).classes("h-stats")
 
 
-def _show_call(call: Call, *, is_over: bool) -> None:
+def _show_call(call: ToolRun, *, is_over: bool) -> None:
     """A card: the tool, what it was given, and what it gave or that it runs."""
     with ui.element("details").classes("h-call"):
         with ui.element("summary"):
@@ -140,7 +147,7 @@ class ChatPage:
     async def build(self) -> None:
         """Make the page, and fill it when the browser is there."""
         head("Hadal")
-        self._bar = Bar("chat")
+        self._bar = TopBar("chat")
         with self._bar.left:
             menu = ui.element("button").classes("h-icon h-menu").on("click", self._show_list)
             menu.props('aria-label="Conversations"')
@@ -274,7 +281,7 @@ class ChatPage:
                     ):
                         ui.label(idea)
 
-    def _turn(self, number: int, turn: Turn) -> AnswerView | None:
+    def _turn(self, number: int, turn: ChatTurn) -> AnswerView | None:
         """Show a turn; returns the view of its last answer."""
         with ui.element("div").classes("h-asked-row"):
             with ui.element("div").classes("h-asked"):
@@ -294,7 +301,7 @@ class ChatPage:
             self._again(view, turn)
         return view
 
-    def _again(self, view: AnswerView, turn: Turn) -> None:
+    def _again(self, view: AnswerView, turn: ChatTurn) -> None:
         """What can be done with the last answer."""
         text = "\n\n".join(answer.content for answer in turn.answers if answer.content)
         with view.foot:
@@ -341,7 +348,7 @@ class ChatPage:
         self._begin()
 
     def regenerate(self) -> None:
-        """Answer the last question anew."""
+        """ChatAnswer the last question anew."""
         if self._now.turns and not self._is_running:
             self._now.turns[-1].answers.clear()
             self._begin()
@@ -420,7 +427,7 @@ class ChatPage:
         self._task = background_tasks.create(self._run(self._now))
 
     async def _run(self, conversation: Conversation) -> None:
-        """Answer the last question, carrying out what the model calls in between."""
+        """ChatAnswer the last question, carrying out what the model calls in between."""
         turn = conversation.turns[-1]
         try:
             for _ in range(_MAX_ROUNDS):
@@ -435,12 +442,12 @@ class ChatPage:
                     self._keep()
                     self._show()
 
-    async def _answer(self, conversation: Conversation, turn: Turn) -> Answer:
+    async def _answer(self, conversation: Conversation, turn: ChatTurn) -> ChatAnswer:
         with self._turns:
             view = AnswerView()
         offered = tools.DEFINITIONS if self._can_call else []
         body = conversation.body(self._model, offered)
-        answer = Answer()
+        answer = ChatAnswer()
         turn.answers.append(answer)
         try:
             await self._stream(body, answer, view)
@@ -460,7 +467,7 @@ class ChatPage:
             view.show(answer, is_over=True)
         return answer
 
-    async def _stream(self, body: dict[str, Any], answer: Answer, view: AnswerView) -> None:
+    async def _stream(self, body: dict[str, Any], answer: ChatAnswer, view: AnswerView) -> None:
         start_s = shown_s = time.monotonic()
         async for event in self._asking.stream(body, self._key):
             now_s = time.monotonic()
@@ -469,7 +476,7 @@ class ChatPage:
                 shown_s = now_s
                 view.show(answer, is_over=False)
 
-    async def _carry_out(self, answer: Answer, view: AnswerView) -> None:
+    async def _carry_out(self, answer: ChatAnswer, view: AnswerView) -> None:
         """Run each call; its card shows it at work, then what it gave."""
         for call in answer.calls:
             view.show(answer, is_over=False)

@@ -16,7 +16,7 @@ import msgspec
 MAX_TITLE_CHARS = 48
 
 
-class Call(msgspec.Struct):
+class ToolRun(msgspec.Struct):
     """A tool that the model asks for."""
 
     id: str = ""
@@ -28,12 +28,12 @@ class Call(msgspec.Struct):
     is_error: bool = False
 
 
-class Answer(msgspec.Struct):
+class ChatAnswer(msgspec.Struct):
     """One answer of the model as far as it came."""
 
     thinking: str = ""
     content: str = ""
-    calls: list[Call] = []
+    calls: list[ToolRun] = []
     finish: str = ""
     """Why it ended, as the API says it; "stopped": by the user; empty: it runs, or failed."""
     error: str = ""
@@ -81,7 +81,7 @@ class Answer(msgspec.Struct):
     def _take_call(self, part: dict[str, Any]) -> None:
         index = part.get("index", 0)
         while len(self.calls) <= index:
-            self.calls.append(Call())
+            self.calls.append(ToolRun())
         call, function = self.calls[index], part.get("function") or {}
         call.id = part.get("id") or call.id
         call.name += function.get("name") or ""
@@ -113,11 +113,11 @@ class Answer(msgspec.Struct):
         return [message, *results]
 
 
-class Turn(msgspec.Struct):
+class ChatTurn(msgspec.Struct):
     """What was asked, and what came of it."""
 
     asked: str
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
 
 
 class Conversation(msgspec.Struct):
@@ -129,13 +129,13 @@ class Conversation(msgspec.Struct):
     temperature: float | None = None
     """None: the model's own."""
     has_tools: bool = True
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     changed_ms: int = 0
     """When it was last changed, unix time."""
 
-    def ask(self, text: str) -> Turn:
+    def ask(self, text: str) -> ChatTurn:
         """Begin a turn."""
-        self.turns.append(Turn(text))
+        self.turns.append(ChatTurn(text))
         if not self.title:
             words = " ".join(text.split())
             is_long = len(words) > MAX_TITLE_CHARS

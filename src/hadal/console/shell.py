@@ -52,7 +52,7 @@ def head(title: str) -> None:
     ui.add_head_html(f'<script src="{_asset("console.js")}"></script>')
 
 
-class Bar:
+class TopBar:
     """The bar at the top: the name, what is served, links, dark mode."""
 
     def __init__(self, here: str) -> None:

@@ -568,6 +568,21 @@ class Audit(Message, frozen=True):
     problems: tuple[str, ...]
 
 
+class ExpertsRequest(Message, frozen=True):
+    """The front asks a unit of many ranks where its experts lie and what they bear."""
+
+    reply_id: int
+
+
+class ExpertsAnswer(Message, frozen=True):
+    """The answer."""
+
+    unit: str
+    reply_id: int
+    body: bytes
+    """A UnitExperts (core/overview) as JSON: whoever hands it on need not read it."""
+
+
 class TraceRequest(Message, frozen=True):
     """Ask a leader to trace its next `num_steps` steps and answer with Trace."""
 
@@ -1150,5 +1165,7 @@ AnyMessage = (
     | NodesKept
     | NodeNews
     | Printed
+    | ExpertsRequest
+    | ExpertsAnswer
 )
 """Every message there is: what a process expects to read."""

@@ -110,6 +110,12 @@ METRICS = Operation(
     "Metrics for Prometheus.", media_type="text/plain", errors=(500, 503), needs_key=False
 )
 AUDIT = Operation("What every unit has in use.", AuditReply, other_statuses=(500,), errors=(503,))
+STATUS = Operation(
+    "What the console shows of the deployment.",
+    dict[str, Any],
+    errors=(503,),
+    query={"experts": "units of many ranks, with commas between, whose experts are wanted"},
+)
 TRACE = Operation(
     "What a unit's next steps do, and when.",
     dict[str, Any],

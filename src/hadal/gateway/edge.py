@@ -177,7 +177,7 @@ _EXPOSED = b"X-Request-Id, Retry-After" + b"".join(
 METHODS = "GET, POST, DELETE, OPTIONS"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
-_POLLED = ("/health", "/metrics")
+_POLLED = ("/health", "/metrics", "/status")
 """Asked for every few seconds by machines: a line for those only if something is wrong, or in the
 debug log.
 """

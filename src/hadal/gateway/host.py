@@ -24,6 +24,8 @@ from hadal.core.messages import (
     Charged,
     Delivered,
     Drain,
+    ExpertsAnswer,
+    ExpertsRequest,
     FrontHeartbeat,
     FrontSnapshot,
     GatewayHeartbeat,
@@ -270,6 +272,7 @@ class Host(Doors):
         self._task: asyncio.Task[None] | None = None
         self._audits = Questions[Audit]()
         self._traces = Questions[Trace]()
+        self._experts = Questions[ExpertsAnswer]()
         self.process_to_refused: dict[str, dict[str, int]] = {}
         """Connections that processes refused since they started, by what was asked for."""
 
@@ -409,6 +412,15 @@ class Host(Doors):
 
         return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 
+    async def experts(self, units: Iterable[str], timeout_s: float) -> dict[str, bytes]:
+        """Where the experts of units of many ranks lie, as JSON; of those that answer in time."""
+
+        def send(unit: str, reply_id: int) -> None:
+            self._wire.send(unit, ExpertsRequest(reply_id))
+
+        answers = await self._experts.ask(units, send, timeout_s)
+        return {unit: answer.body for unit, answer in answers.items()}
+
     def heartbeat(self, pid: int) -> None:
         """Tell the supervisor and the other gateways that this process works."""
         units = tuple(self._front.units.by_name)
@@ -544,6 +556,8 @@ class Host(Doors):
                 self._audits.take(unit, reply_id, message)
             case Trace(unit, reply_id):
                 self._traces.take(unit, reply_id, message)
+            case ExpertsAnswer(unit, reply_id):
+                self._experts.take(unit, reply_id, message)
             case Refused(process, kind_to_num):
                 self.process_to_refused[process] = kind_to_num
             case Query() | QueryReply():

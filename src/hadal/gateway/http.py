@@ -55,6 +55,7 @@ from hadal.gateway.description import (
     RESPONSE_INPUT,
     RESPONSES,
     ROOT,
+    STATUS,
     TOKENIZE,
     TRACE,
     Operation,
@@ -331,6 +332,8 @@ _CLOCK_S = 1.0
 COUNTS = "/counts"
 """What a gateway without the front has counted, for the metrics of the one that has it."""
 COUNTS_TIMEOUT_S = 1.0
+_EXPERTS_MAX = 4
+"""Units whose experts may be asked for at once."""
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 FINGERPRINT = f"hadal-{__version__}"
@@ -649,8 +652,51 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
             await answer_trace(host, gateway.snapshot().unit_to_report, query)
         )
 
-    pages: dict[str, Page] = {"/metrics": metrics, "/audit": audit, "/trace": trace}
+    async def status(query: Mapping[str, str]) -> tuple[int, bytes]:
+        units = [unit for unit in query.get("experts", "").split(",") if unit][:_EXPERTS_MAX]
+        return 200, await _overview(gateway, host, units)
+
+    pages: dict[str, Page] = {
+        "/metrics": metrics,
+        "/audit": audit,
+        "/trace": trace,
+        "/status": status,
+    }
     return pages if gateway.keys_page is None else {**pages, KEYS_PATH: gateway.keys_page}
+
+
+async def _overview(gateway: Gateway, host: Host, units: Sequence[str]) -> bytes:
+    """An Overview (core/overview) as JSON. `units`: whose experts are wanted; what units say of
+    them is handed on unread.
+    """
+    snapshot, deployment = gateway.snapshot(), gateway.deployment
+    roles = snapshot.role_to_units.items()
+    wide = {unit for role, up in roles if units_of(deployment, role).ranks > 1 for unit in up}
+    asked = [unit for unit in units if unit in wide]
+    others, experts = await asyncio.gather(
+        host.ask_others(COUNTS, COUNTS_TIMEOUT_S), host.experts(asked, COUNTS_TIMEOUT_S)
+    )
+    _, health = health_of(
+        deployment,
+        snapshot,
+        host.gateways,
+        has_begun=gateway.has_begun(),
+        is_draining=host.draining,
+        wrong=gateway.wrong_nodes(),
+    )
+    return msgspec.json.encode(
+        {
+            "unix_s": gateway.unix_time(),
+            "model": gateway.service.model.name,
+            "status": health["status"],
+            "missing": health["missing"],
+            "units_wanted": health["units_wanted"],
+            "ranks_wanted": {role: units_of(deployment, role).ranks for role in ROLES},
+            "snapshot": snapshot,
+            "latency": gateway.metrics.latency(others),
+            "experts": {unit: msgspec.Raw(body) for unit, body in experts.items()},
+        }
+    )
 
 
 def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
@@ -850,6 +896,7 @@ def endpoints_of(gateway: Gateway) -> list[Endpoint]:
         Endpoint("GET", "/metrics", metrics, replace(METRICS, needs_key=needs_key)),
         Endpoint("GET", "/audit", operate, AUDIT),
         Endpoint("GET", "/trace", operate, TRACE),
+        Endpoint("GET", "/status", operate, STATUS),
         Endpoint("GET", "/v1", root, ROOT, ("/v1/", "/")),
     ]
     return endpoints

@@ -18,6 +18,7 @@ from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.config import ROLES
 from hadal.core.messages import FrontSnapshot, UnitReport
+from hadal.core.overview import Buckets
 from hadal.core.plans import LinkBytes
 from hadal.gateway.replies import Usage
 from hadal.policy.admission import OVERLOADED
@@ -204,6 +205,16 @@ class Metrics:
         registry.register(self._front)
         return generate_latest(registry)
 
+    def latency(self, others: Mapping[str, bytes] = {}) -> dict[str, Buckets]:
+        """Times to the first token and per token, of all gateways. `others`: as `text` has them."""
+        return {
+            name: _buckets(f"{metric}_bucket", self._own(others))
+            for name, metric in (
+                ("first_token", "hadal_time_to_first_token_seconds"),
+                ("per_token", "hadal_time_per_output_token_seconds"),
+            )
+        }
+
     def _own(self, others: Mapping[str, bytes]) -> list[Metric]:
         metrics = {metric.name: metric for metric in self._registry.collect()}
         if self._gateway:
@@ -220,6 +231,18 @@ class Metrics:
                 for name, labels, value in family.samples:
                     metric.add_sample(name, {**labels, "gateway": gateway}, value)
         return list(metrics.values())
+
+
+def _buckets(name: str, metrics: Iterable[Metric]) -> Buckets:
+    """A histogram's cumulative counts, summed over gateways."""
+    bound_to_count: dict[float, float] = {}
+    for metric in metrics:
+        for sample in metric.samples:
+            if sample.name == name:
+                bound = float(sample.labels["le"])
+                bound_to_count[bound] = bound_to_count.get(bound, 0.0) + sample.value
+    bounds = sorted(bound_to_count)
+    return Buckets(tuple(bounds[:-1]), tuple(bound_to_count[bound] for bound in bounds))
 
 
 class _Family(msgspec.Struct, frozen=True, array_like=True):

@@ -25,6 +25,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import ConfigError, InvariantError
 from hadal.core.messages import (
@@ -37,6 +39,7 @@ from hadal.core.messages import (
     UnitsFound,
     UnitUp,
 )
+from hadal.core.overview import FleetChange, FleetSeen, RoleSeen
 from hadal.core.seams import (
     Event,
     FleetEffect,
@@ -48,7 +51,7 @@ from hadal.core.seams import (
     WakeAt,
     WithdrawNodes,
 )
-from hadal.policy.demand import DAY_S, FLAT, DayShape, learned_shape
+from hadal.policy.demand import DAY_S, FLAT, DayShape, forecast, learned_shape
 from hadal.policy.scaling import (
     Decision,
     RoleRules,
@@ -66,6 +69,10 @@ from hadal.policy.scaling import (
 # of the day: seconds from some midnight on.
 
 
+_NUM_CHANGES = 64
+"""Decisions that are remembered to be shown."""
+_NUM_AHEAD = 25
+"""Points of a forecast that is shown."""
 NUM_SAMPLES = 15
 """Samples of the window that level and trend are taken from."""
 NUM_BINS = 24
@@ -316,6 +323,7 @@ class Fleet:
         self.table = UnitTable({PREFILL: rules.prefill.num_max, DECODE: rules.decode.num_max})
         self.meter = DemandMeter(rules.period_s, shape)
         self.decision: Decision | None = None
+        self.num_reviews = 0
         self.wanted = rules.floor
         self._tokens_per_s = {PREFILL: prefill_tokens_per_s, DECODE: decode_tokens_per_s}
         self._drain_timeout_s = drain_timeout_s
@@ -327,6 +335,8 @@ class Fleet:
         """(time, need of prefill, need of decode) of the last `hold_s`."""
         self._num_offered = 0
         self._num_drains = 0
+        self._changes: deque[FleetChange] = deque(maxlen=_NUM_CHANGES)
+        """Decisions that changed what is wanted."""
         self._num_failed: dict[str, int] = dict.fromkeys(ROLES, 0)
         """Starts that failed, in a row."""
         self._not_before_s: dict[str, float] = dict.fromkeys(ROLES, -math.inf)
@@ -448,6 +458,10 @@ class Fleet:
         )
         self.decision = decision = decide(view, self.rules)
         self._held.append((now_s, decision.need_prefill, decision.need_decode))
+        self.num_reviews += 1
+        if decision.units != self.wanted:
+            change = decision.units.prefill, decision.units.decode, str(decision.why)
+            self._changes.append(FleetChange(now_s + self._day_s, *change))
         self._levels, self.wanted = decision.levels, decision.units
 
     def _view(self, role: str, need_held: float) -> RoleView:
@@ -647,6 +661,36 @@ class Fleet:
             if not self._rules(role).num_min <= num_wanted <= self._rules(role).num_max:
                 problems.append(f"{num_wanted} {role} units are wanted, out of bounds")
         return problems
+
+    def seen(self, now_s: float) -> FleetSeen:
+        """For people: demand and forecast, what is wanted and what is there, and why."""
+        day_s = now_s + self._day_s
+        horizon_s = self.rules.start_s + max(self.rules.period_s, self.rules.hold_s)
+        ahead_s = np.linspace(0.0, horizon_s, _NUM_AHEAD)
+        roles = {}
+        for role in ROLES:
+            view, capacity = self._view(role, 0.0), self._capacity(role)
+            expected = forecast(view.times_s, view.rates, view.shape, day_s, ahead_s)
+            roles[role] = RoleSeen(
+                self._num_wanted(role),
+                {
+                    str(state): sum(1 for _ in self.table.of_role(role, state))
+                    for state in UnitState
+                },
+                view.times_s,
+                tuple(round(rate, 2) for rate in view.rates),
+                tuple(ahead_s.tolist()),
+                tuple(np.round(expected, 2).tolist()),
+                capacity * self._rules(role).use if math.isfinite(capacity) else 0.0,
+            )
+        return FleetSeen(
+            day_s,
+            self.num_nodes,
+            self.rules.num_nodes_max,
+            str(self.decision.why) if self.decision is not None else "",
+            roles,
+            tuple(self._changes),
+        )
 
     def counts(self) -> dict[UnitState, Units]:
         """Units by state, for logs and reports."""

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from hadal.core.messages import AnyMessage, DrainUnit, KeepUnit, Rollout, UnitDown, UnitsFound
+from hadal.core.overview import FleetSeen
 from hadal.core.seams import (
     Event,
     FleetEffect,
@@ -124,6 +125,15 @@ class FleetExecutor:
         if now_s >= self._wake_s:
             self._wake_s = math.inf
             self.tell(now_s, Tick())
+
+    @property
+    def num_reviews(self) -> int:
+        """Decisions that the role has made."""
+        return self._role.num_reviews
+
+    def seen(self, now_s: float) -> FleetSeen:
+        """The fleet as people are shown it."""
+        return self._role.seen(now_s)
 
     def has_other(self, unit: str) -> bool:
         """Whether another unit of its role works, so that it can be done without for a while."""

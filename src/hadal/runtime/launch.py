@@ -22,6 +22,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, is_same, kept_run
 from hadal.runtime.process.child import (
     Child,
+    ProcessEnd,
     ProcessPhase,
     RolloutStatus,
     Sight,
@@ -66,6 +68,7 @@ from hadal.runtime.process.child import (
     Status,
     Watch,
     look_at,
+    write_fleet,
     write_status,
 )
 from hadal.runtime.process.forks import (
@@ -136,6 +139,8 @@ _CONSOLE_S = 20.0
 """The pages' process starts when all others are ready, so that it takes no processor from them, or
 after this time.
 """
+_NUM_ENDS = 50
+"""Ends of processes that are remembered to be shown."""
 _LOOK_S = 0.1
 """How often it looks at all that there is, though nodes said nothing but that they are there."""
 _WARMING_S = 0.02
@@ -271,6 +276,9 @@ class Supervisor:
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
         self._fleet: FleetExecutor | None = None
+        self._num_reviews = 0
+        """Decisions of the fleet that were written down."""
+        self._ends: deque[ProcessEnd] = deque(maxlen=_NUM_ENDS)
         self._rollout: RolloutStatus | None = None
         self._last_rollout = Rollout()
         """The last."""
@@ -328,6 +336,7 @@ class Supervisor:
             if self._exit_code is None:
                 if self._fleet is not None:
                     self._fleet.tick(time.monotonic())
+                    self._write_fleet(self._fleet)
                 self._look_at_rollout()
                 self._start_due()
                 self._end_drain_if_due()
@@ -381,6 +390,7 @@ class Supervisor:
             versions=self._versions,
             rollout=self._rollout,
             console_url=url_of(self._pages, self._deployment.host) if self._pages else "",
+            ends=tuple(self._ends),
         )
 
     def _is_ready(self) -> bool:
@@ -643,6 +653,7 @@ class Supervisor:
             if code is None:
                 continue
             child.last_end = reason = lost or _how(code)
+            self._ends.append(ProcessEnd(time.time(), child.name, reason, not child.is_wanted))
             if (
                 child.name == GATEWAY
                 and self._drain_until_s is not None
@@ -921,6 +932,12 @@ class Supervisor:
             waits.append(self._drain_until_s)
         most_s = _MAX_WAIT_S if self._nodes is None else _LOOK_S
         return min(most_s, max(0.0, min(waits) - time.monotonic())) if waits else most_s
+
+    def _write_fleet(self, fleet: FleetExecutor) -> None:
+        """Once for each decision."""
+        if fleet.num_reviews != self._num_reviews:
+            self._num_reviews = fleet.num_reviews
+            write_fleet(self._folder, fleet.seen(time.monotonic()))
 
     def _write_status(self) -> None:
         write_status(self._folder, self.status())

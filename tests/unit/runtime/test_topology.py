@@ -8,6 +8,7 @@ import pytest
 
 from hadal.core.config import (
     ClusterConfig,
+    ConsoleConfig,
     Deployment,
     FleetConfig,
     GatewayConfig,
@@ -50,12 +51,15 @@ def test_units_of_one_rank_are_one_process_and_larger_ones_have_a_leader() -> No
         ("decode-1.0", "decode", 3),
         ("decode-1.1", "decode", 3),
         ("gateway", "gateway", 1),
+        ("console", "console", 1),
     ]
     leader, rank = plans[1:3]
     assert leader.ready_after == ("decode-0.0", "decode-0.1")
     assert rank.arguments == ("--unit", "decode-0", "--role", "decode", "--rank", "0")
-    assert {(plan.node, plan.device) for plan in plans[:-1]} == {(0, None)}
-    assert plans[-1].node is None, "beside the supervisor"
+    assert {(plan.node, plan.device) for plan in plans[:-2]} == {(0, None)}
+    assert [plan.node for plan in plans[-2:]] == [None, None], "beside the supervisor"
+    silent = msgspec.structs.replace(deployment, console=ConsoleConfig("off"))
+    assert launch_plan(silent) == plans[:-1]
 
 
 def test_a_fleet_s_plan_names_every_process_once_and_fills_whole_nodes() -> None:
@@ -65,11 +69,11 @@ def test_a_fleet_s_plan_names_every_process_once_and_fills_whole_nodes() -> None
         decode=msgspec.structs.replace(V3.decode, units=9),
     )
     plans = launch_plan(fleet)
-    assert len({plan.name for plan in plans}) == len(plans) == 29 * 33 + 9 * 145 + 1
+    assert len({plan.name for plan in plans}) == len(plans) == 29 * 33 + 9 * 145 + 2
     gpus = [(plan.node, plan.device) for plan in plans if plan.device is not None]
     assert sorted(gpus) == [(node, device) for node in range(278) for device in range(8)]
     nodes_of = {unit.name: unit.nodes for unit in place_units(fleet)}
-    for plan in plans[:-1]:
+    for plan in plans[:-2]:
         assert plan.node in nodes_of[unit_and_rank(plan.name)[0]]
         assert (plan.device is None) == bool(plan.ready_after)
 
@@ -87,8 +91,9 @@ def test_the_published_peak_of_278_nodes_is_one_group_a_unit() -> None:
     assert Counter(len(unit.nodes) for unit in units) == {4: 29, 18: 9}
     assert [node for unit in units for node in unit.nodes] == list(range(278)), "none twice"
 
-    *plans, gateway, lender = launch_plan(fleet)
-    assert [(plan.name, plan.node) for plan in (gateway, lender)] == [
+    *plans, gateway, lender, console = launch_plan(fleet)
+    assert [(plan.name, plan.node) for plan in (console, gateway, lender)] == [
+        ("console", None),
         ("gateway", None),
         ("ray", None),
     ]

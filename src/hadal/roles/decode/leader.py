@@ -34,6 +34,7 @@ from hadal.core.messages import (
     AuditRequest,
     Cancel,
     Decode,
+    ExpertsRequest,
     FrontUp,
     Key,
     KvLease,
@@ -617,6 +618,8 @@ class DecodeLeader:
                 self._out.append(Send("front", answer))
             case TraceRequest():
                 self._out += self._tracer.ask(event)
+            case ExpertsRequest():
+                pass  # A unit of one rank has all experts there; of many, roles/ranks answers.
             case Tick():
                 pass  # What is due by now is seen to below, as after any event.
             case _:

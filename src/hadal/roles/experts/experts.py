@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.errors import InvariantError
 from hadal.core.messages import Trace, UnitReport
+from hadal.core.overview import LayerMove, UnitExperts
 from hadal.core.placement import EMPTY, Placement, parts_of
 from hadal.core.plans import FLIP, LayerFlip, Source, Staged, StagePlan, StepDone, StepPlan
 from hadal.policy.experts.balance import Cluster, balance, rank_loads
@@ -300,6 +301,8 @@ then.
 """
 _FEW = 0.25
 """Share of the budget of moves that is tried when the whole would help and does not pay."""
+_NUM_MOVES = 8
+"""Layers that moved last, as they are shown."""
 _NUM_NOTES = 256
 """The owner takes them out after every event; a stream of failures that nobody takes out has an
 end.
@@ -341,6 +344,8 @@ class ExpertBalancer:
         self.num_abandoned = 0
         """Installations that came to nothing."""
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
+        self._moves: deque[tuple[Installation, Placement, Placement]] = deque(maxlen=_NUM_MOVES)
+        """What was installed, and its layer's placement before and after."""
         self.window = CountsWindow(
             placement.num_layers,
             placement.num_experts,
@@ -452,7 +457,9 @@ class ExpertBalancer:
         ]
         self._pause_s = _toward(self._pause_s, max(pauses_s, default=self._pause_s))
         self.installing = None
+        before = self.placement.of_layer(install.layer)
         self._adopt(self._issued)
+        self._moves.append((install, before, self.placement.of_layer(install.layer)))
         self.num_layers_flipped += 1
         self.num_replicas_moved += install.num_moved
         self.notes.append(
@@ -683,6 +690,34 @@ class ExpertBalancer:
             num_layers_flipped=self.num_layers_flipped,
         )
 
+    def described(self) -> UnitExperts:
+        """For people: where everything lies, what it bore lately, and what moved last."""
+        loads_LE, loads_LR = self.window.summed(), self._rank_loads()
+        first = self.num_layers_flipped - len(self._moves)
+        return UnitExperts(
+            _relative(loads_LR),
+            _relative(loads_LE),
+            tuple(
+                tuple(
+                    np.bincount(held[held != EMPTY], minlength=self.placement.num_experts).tolist()
+                )
+                for held in self.placement.slot_to_expert_LRS
+            ),
+            tuple(
+                LayerMove(
+                    first + index,
+                    install.step_id,
+                    install.layer,
+                    install.num_moved,
+                    _rows(before.slot_to_expert_LRS[0]),
+                    _rows(after.slot_to_expert_LRS[0]),
+                    _evenness(before, loads_LE[install.layer]),
+                    _evenness(after, loads_LE[install.layer]),
+                )
+                for index, (install, before, after) in enumerate(self._moves)
+            ),
+        )
+
     def traced(self, trace: Trace) -> Trace:
         """The trace with the balancedness of its steps; each counts from the counted step before
         it.
@@ -723,6 +758,24 @@ class ExpertBalancer:
                 f"experts: ranks that are no members stage layer {install.layer}: {sorted(install.waiting)}"
             )
         return problems
+
+
+def _rows(slot_to_expert_RS: NDArray[np.int16]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in slot_to_expert_RS.tolist())
+
+
+def _relative(loads: Floats) -> tuple[tuple[float, ...], ...]:
+    """Each layer's loads by their mean; zeros where nothing was counted."""
+    means = loads.mean(axis=1, keepdims=True)
+    shares = loads / np.where(means > 0, means, 1.0)
+    return tuple(tuple(row) for row in np.round(shares, 3).tolist())
+
+
+def _evenness(layer: Placement, loads_E: Floats) -> float:
+    """Mean over maximum of the ranks' load in a layer; 1 where there is none."""
+    loads_R = rank_loads(layer, loads_E[None], fractions(layer))[0]
+    most = float(loads_R.max(initial=0.0))
+    return round(float(loads_R.mean()) / most, 4) if most > 0 else 1.0
 
 
 def _toward(known_s: float, measured_s: float) -> float:

@@ -26,6 +26,7 @@ from hadal.core.messages import (
     BLOCK_TOKENS,
     Audit,
     AuditRequest,
+    ExpertsRequest,
     FrontUp,
     Generation,
     Key,
@@ -238,6 +239,8 @@ class PrefillLeader:
                 self._out.append(Send("front", self._answer(reply_id)))
             case TraceRequest():
                 self._out += self._tracer.ask(event)
+            case ExpertsRequest():
+                pass  # A unit of one rank has all experts there; of many, roles/ranks answers.
             case Tick():
                 pass  # What is due by now is seen to below, as after any event.
             case _:

@@ -26,7 +26,10 @@ import msgspec
 from hadal.core.config import DECODE, PREFILL, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
+    FRONT,
     Audit,
+    ExpertsAnswer,
+    ExpertsRequest,
     PoolEffect,
     RankAnswered,
     RankDo,
@@ -249,6 +252,9 @@ class RankedLeader:
                 self._rank_answered(now_s, event)
             case RankStaged():
                 self._rank_staged(now_s, event)
+            case ExpertsRequest(reply_id):
+                body = msgspec.json.encode(self.experts.described())
+                self._out.append(Send(FRONT, ExpertsAnswer(self._unit, reply_id, body)))
             case Tick():
                 self._tick(now_s)
             case (

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.messages import Sighting
+from hadal.core.overview import FleetSeen
 from hadal.progress import PERIOD_S, Bar
 from hadal.roles.nodes import NodePhase
 from hadal.roles.suspects import Absence, Suspects
@@ -43,6 +44,8 @@ from hadal.runtime.process.private import append_private
 
 
 STATUS_FILE = "status.json"
+FLEET_FILE = "fleet.json"
+"""Beside it, where there is a fleet: what it decides, and what for."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,17 @@ class ProcessStatus:
     """How it ended last; empty if it never did."""
     host: str = ""
     """Where it was started last; empty: on the supervisor's own host."""
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """One end of a process, and why."""
+
+    unix_s: float
+    name: str
+    reason: str
+    is_asked: bool
+    """It was told to end: nothing is wrong."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,8 @@ class Status:
     """None: there was none."""
     console_url: str = ""
     """Of the pages; empty: there are none."""
+    ends: tuple[ProcessEnd, ...] = ()
+    """The last ends of processes, the latest last."""
 
 
 def wrong_nodes(status: Status) -> list[str]:
@@ -123,6 +139,21 @@ def write_status(folder: Path, status: Status) -> None:
     path = folder / f"{STATUS_FILE}.new"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
     path.rename(folder / STATUS_FILE)
+
+
+def write_fleet(folder: Path, seen: FleetSeen) -> None:
+    """The same for what the fleet decides."""
+    path = folder / f"{FLEET_FILE}.new"
+    path.write_bytes(msgspec.json.encode(seen))
+    path.rename(folder / FLEET_FILE)
+
+
+def read_fleet(folder: Path) -> FleetSeen | None:
+    """Return what the fleet was last, None if there is none."""
+    try:
+        return msgspec.json.decode((folder / FLEET_FILE).read_bytes(), type=FleetSeen)
+    except FileNotFoundError:
+        return None
 
 
 def read_status(folder: Path) -> Status | None:

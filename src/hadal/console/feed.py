@@ -1,0 +1,251 @@
+"""Where the console's figures come from: one feed for all pages that are open, and nothing is asked
+while none is.
+
+    /status, /trace      the gateway, with the key of one of those who look, in turn
+    status.json, logs    the run folder, for what the supervisor knows
+    the ledger           read only, in a thread
+
+A key that is refused meanwhile loses its pages. Money is read every few seconds: it changes with
+whole requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from hadal.console.asking import AskError, Asking
+from hadal.console.series import Series
+from hadal.core.errors import HadalError
+from hadal.core.messages import SUPERVISOR
+from hadal.core.overview import Overview
+from hadal.gateway.frames import Frame, LogLine
+from hadal.gateway.trace import TraceReply
+from hadal.runtime.ledger.store import Store
+from hadal.runtime.process.child import Status, read_fleet, read_status
+from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
+from hadal.stats.report import BY, report
+
+log = logging.getLogger("hadal.console")
+
+PERIOD_S = 2.0
+"""Time between two frames."""
+_SLOW_PERIODS = 3
+"""Frames between two looks at the ledger and the logs."""
+_TRACE_WAIT_S = 1.0
+_MONEY_S = 86_400
+_NUM_LINES = 60
+_LEVELS = ("WARNING", "ERROR", "CRITICAL")
+_TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
+
+
+class Source(Protocol):
+    """What a feed reads."""
+
+    needs_key: bool
+
+    async def check(self, key: str) -> None:
+        """Raises AskError for a key that may not see the console."""
+
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> Frame:
+        """The next frame, with the experts and a step of these units. Raises AskError 401 or 403."""
+
+
+class LiveSource:
+    """A server that runs here. `folder`: of its run; `ledger_url`: empty for none."""
+
+    needs_key = True
+
+    def __init__(self, asking: Asking, folder: Path, ledger_url: str) -> None:
+        self._asking = asking
+        self._folder = folder
+        self._ledger_url = ledger_url
+        self._readers: dict[str, KeptReader] = {}
+        self._lines: deque[LogLine] = deque(maxlen=_NUM_LINES)
+        self._money: dict[str, Any] = {}
+        self._turn = itertools.count()
+
+    async def check(self, key: str) -> None:
+        """As Source has it: the console shows what all tenants do, so it is for operators."""
+        await self._asking.page("/status", key)
+
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> Frame:
+        """As Source has it."""
+        overview, problem = None, ""
+        try:
+            body = await self._asking.page("/status", key, experts=",".join(sorted(experts)))
+            overview = msgspec.json.decode(body, type=Overview)
+        except AskError as error:
+            if error.status in (401, 403):
+                raise
+            problem = str(error)
+        except msgspec.MsgspecError as error:
+            problem = f"The server answered something else than its status ({error})."
+        traces = await asyncio.gather(*(self._trace(key, unit) for unit in sorted(traced)))
+        is_slow_turn = next(self._turn) % _SLOW_PERIODS == 0
+        status = await asyncio.to_thread(self._look, is_slow_turn)
+        return Frame(
+            time.time(),
+            overview,
+            status,
+            read_fleet(self._folder),
+            self._money,
+            tuple(self._lines),
+            {reply.unit: reply for reply in traces if reply is not None},
+            problem,
+        )
+
+    async def _trace(self, key: str, unit: str) -> TraceReply | None:
+        """A step of the unit; None if it had none to do, or others trace it."""
+        wait_s = f"{_TRACE_WAIT_S:g}"
+        try:
+            body = await self._asking.page("/trace", key, unit=unit, steps="1", wait_s=wait_s)
+            return msgspec.json.decode(body, type=TraceReply)
+        except (AskError, msgspec.MsgspecError):
+            return None
+
+    def _look(self, is_slow_turn: bool) -> Status | None:
+        status = read_status(self._folder)
+        if is_slow_turn and status is not None:
+            self._read_logs(status)
+            self._read_money()
+        return status
+
+    def _read_logs(self, status: Status) -> None:
+        found = []
+        for name in (*status.processes, SUPERVISOR):
+            if name not in self._readers:
+                self._readers[name] = KeptReader(self._folder / LOGS_FOLDER, name)
+            for line in self._readers[name].read():
+                parsed = parse_line(line.decode("utf-8", "replace"))
+                if parsed is not None:
+                    found.append(parsed)
+        self._lines.extend(sorted(found, key=lambda line: line.time))
+
+    def _read_money(self) -> None:
+        if not self._ledger_url:
+            return
+        store = Store(self._ledger_url)
+        now_us = int(time.time() * 1e6)
+        try:
+            self._money = {by: _report(store, now_us, by) for by in BY}
+        except (HadalError, OSError, sqlite3.Error) as error:
+            self._money = {"problem": str(error)}
+        finally:
+            store.close()
+
+
+def _report(store: Store, now_us: int, by: str) -> dict[str, Any]:
+    from_us = now_us - _MONEY_S * 1_000_000
+    window = store.read(from_us, now_us + 1, by=by)
+    return report(
+        window.tally, window.nodes, from_us, now_us + 1, by=by, details=window.details
+    ).as_json()
+
+
+def parse_line(text: str) -> LogLine | None:
+    """A warning or an error as a process writes it, in either form; None for anything else."""
+    if text.startswith("{"):
+        try:
+            said = msgspec.json.decode(text)
+        except msgspec.MsgspecError:
+            return None
+        level = str(said.get("level", "")).upper()
+        if level not in _LEVELS:
+            return None
+        what = str(said.get("message", "")), str(said.get("process", ""))
+        return LogLine(str(said.get("time", "")), what[1], level, what[0])
+    match = _TEXT.match(text)
+    return LogLine(match[1], match[2], match[3], match[4].strip()) if match else None
+
+
+class RecordedSource:
+    """Frames that were written by a simulation, one after the other, again from the beginning."""
+
+    needs_key = False
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self._frames = itertools.cycle(frames)
+
+    async def check(self, key: str) -> None:
+        """Whoever can reach the page may see what never happened."""
+
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> Frame:
+        """The next one, as if it were now."""
+        return next(self._frames)
+
+
+class Watcher:
+    """One open page."""
+
+    def __init__(self, key: str, show: Callable[[Frame], None], leave: Callable[[str], None]):
+        """`show` is called with each frame; `leave` with a reason if its key is not let in."""
+        self.key = key
+        self.show = show
+        self.leave = leave
+        self.experts: set[str] = set()
+        """Units whose experts it shows."""
+        self.traced: set[str] = set()
+
+
+class Feed:
+    """Polls while anybody watches, and keeps the last minutes as series."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.series = Series()
+        self.last: Frame | None = None
+        self._watchers: list[Watcher] = []
+        self._task: asyncio.Task[None] | None = None
+        self._num_polls = 0
+
+    def watch(self, watcher: Watcher) -> None:
+        """Show it every frame from now on, until `forget`."""
+        self._watchers.append(watcher)
+        if self.last is not None:
+            watcher.show(self.last)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def forget(self, watcher: Watcher) -> None:
+        """It is closed."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    async def _run(self) -> None:
+        while self._watchers:
+            start_s = time.monotonic()
+            await self._poll()
+            await asyncio.sleep(max(0.1, PERIOD_S - (time.monotonic() - start_s)))
+
+    async def _poll(self) -> None:
+        keys = sorted({watcher.key for watcher in self._watchers})
+        key = keys[self._num_polls % len(keys)]
+        self._num_polls += 1
+        experts = {unit for watcher in self._watchers for unit in watcher.experts}
+        traced = {unit for watcher in self._watchers for unit in watcher.traced}
+        try:
+            frame = await self.source.frame(key, experts, traced)
+        except AskError as error:
+            for watcher in [one for one in self._watchers if one.key == key]:
+                self.forget(watcher)
+                watcher.leave(str(error))
+            return
+        self.last = frame
+        self.series.add(frame)
+        for watcher in [*self._watchers]:
+            try:
+                watcher.show(frame)
+            except Exception:
+                log.exception("a page cannot show what came")
+                self.forget(watcher)
