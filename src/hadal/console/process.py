@@ -22,16 +22,19 @@ import uvicorn
 from fastapi import FastAPI
 from nicegui import ui
 from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hadal.console.asking import Asking
 from hadal.console.chat import add_chat
+from hadal.console.feed import Feed, LiveSource
+from hadal.console.page import add_console
 from hadal.console.shell import STATIC, add_assets
 from hadal.core.config import GATEWAY_HEARTBEAT_S, GatewayConfig
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
 from hadal.gateway.edge import Edge
+from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.process.child import read_status
 from hadal.runtime.process.process import (
     EXIT_CONFIG,
@@ -91,11 +94,19 @@ class Guard:
         await self._app(scope, receive, send_marked)
 
 
-def make_app(asking: Asking, settings: GatewayConfig, host: str, *, has_keys: bool) -> ASGIApp:
-    """The pages as an ASGI application."""
+def make_app(
+    asking: Asking | None, feed: Feed, settings: GatewayConfig, host: str, *, has_keys: bool
+) -> ASGIApp:
+    """The pages as an ASGI application. `asking`: None where there is nobody to chat with; then the
+    console is at both addresses.
+    """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     add_assets()
-    add_chat(asking)
+    add_console(feed)
+    if asking is not None:
+        add_chat(asking)
+    else:
+        app.add_api_route("/", lambda: RedirectResponse("/console"))
     ui.run_with(
         app,
         title="Hadal",
@@ -141,7 +152,9 @@ def main() -> int:
         return EXIT_CONFIG
     deployment = run.deployment
     asking = Asking(status.url)
-    app = make_app(asking, deployment.gateway, deployment.host, has_keys=False)
+    ledger = deployment.ledger.url
+    feed = Feed(LiveSource(asking, arguments.folder, ledger_url(ledger) if ledger else ""))
+    app = make_app(asking, feed, deployment.gateway, deployment.host, has_keys=False)
     server = server_of(app)
 
     async def beat() -> None:

@@ -1,0 +1,173 @@
+"""Tables, maps of ranks and timelines as HTML and SVG. Values in, text out; what comes from elsewhere
+is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from hadal.core.plans import TraceEvent
+from hadal.overlap.trace import COMPUTE, LINK, WAIT
+
+NOTHING = "–"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Three figures, thousands shortened: 12.3 k."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            scale = 1e3 if letter == "k" else limit
+            return (
+                f"{value / scale:.3g} {letter}{unit}" if unit else f"{value / scale:.3g} {letter}"
+            )
+    text = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+    return f"{text} {unit}" if unit else text
+
+
+def milliseconds(value: float | None) -> str:
+    """A duration of some milliseconds or seconds."""
+    if value is None:
+        return NOTHING
+    return f"{value / 1e3:.3g} s" if value >= 1000 else f"{value:.3g} ms"
+
+
+def dollars(value: float | None) -> str:
+    """Money; more decimals where there is little of it."""
+    if value is None:
+        return NOTHING
+    sign, size = ("−" if value < 0 else ""), abs(value)
+    if size >= 1000:
+        return f"{sign}${size:,.0f}"
+    return f"{sign}${size:.2f}" if size >= 1 or not size else f"{sign}${size:.4g}"
+
+
+def percent(value: float | None) -> str:
+    """Of a share out of 100."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
+
+
+def facts(items: Iterable[tuple[str, str, str]]) -> str:
+    """A row of large numbers: (what, how much, more)."""
+    cells = "".join(
+        f'<div class="h-fact"><div class="h-fact-name">{escape(name)}</div>'
+        f'<div class="h-fact-value">{escape(value)}</div>'
+        f'<div class="h-fact-more">{escape(more)}</div></div>'
+        for name, value, more in items
+    )
+    return f'<div class="h-facts">{cells}</div>'
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1) -> str:
+    """The first `num_text` columns are words, the others numbers, which stand under each other."""
+    kinds = ["h-words" if index < num_text else "h-number" for index in range(len(heads))]
+    head = "".join(
+        f'<th class="{kind}">{escape(name)}</th>' for kind, name in zip(kinds, heads, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="h-table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def empty(title: str, text: str) -> str:
+    """What to do where there is nothing to show."""
+    return f'<div class="h-nothing"><b>{escape(title)}</b><span>{escape(text)}</span></div>'
+
+
+def unit_map(
+    name: str, note: str, state: str, rank_states: Sequence[str], ranks_per_node: int
+) -> str:
+    """A unit: its name, and a square for each rank, those of a node together. States: "up", "down",
+    "starting", "rests".
+    """
+    squares = "".join(
+        f'<i class="h-{state_of}" title="rank {rank}: {_STATE_WORDS[state_of]}"></i>'
+        + ("<b></b>" if (rank + 1) % ranks_per_node == 0 and rank + 1 < len(rank_states) else "")
+        for rank, state_of in enumerate(rank_states)
+    )
+    return (
+        f'<div class="h-unit"><div class="h-unit-head"><i class="h-dot h-{state}"></i>'
+        f'<span class="h-unit-name">{escape(name)}</span>'
+        f'<span class="h-unit-note">{escape(note)}</span></div>'
+        f'<div class="h-ranks">{squares}</div></div>'
+    )
+
+
+_STATE_WORDS = {
+    "up": "works",
+    "down": "is gone",
+    "starting": "starts",
+    "rests": "rests until it is needed",
+}
+_LANES = ((COMPUTE, "computes"), (LINK, "sends"), (WAIT, "waits"))
+_LANE_HEIGHT = 30
+
+
+def timeline(events: Sequence[TraceEvent], rank: int, begin_s: float, end_s: float) -> str:
+    """One rank's lanes between two times, as SVG of the width there is. The colour is the
+    micro-batch, waiting has its own.
+    """
+    span_s = max(end_s - begin_s, 1e-9)
+    parts = []
+    for index, (lane, word) in enumerate(_LANES):
+        top = index * _LANE_HEIGHT
+        rows = "".join(
+            _stretch(event, top, begin_s, span_s)
+            for event in events
+            if event.rank == rank
+            and event.lane == lane
+            and event.end_s > begin_s
+            and event.start_s < end_s
+        )
+        parts.append(
+            f'<div class="h-lane"><span>{word}</span><svg viewBox="0 {top} 1000 {_LANE_HEIGHT}"'
+            f' preserveAspectRatio="none">{rows}</svg></div>'
+        )
+    return (
+        f'<div class="h-timeline">{"".join(parts)}<div class="h-scale"><span>0</span>'
+        f"<span>{milliseconds(span_s * 1e3)}</span></div></div>"
+    )
+
+
+def _stretch(event: TraceEvent, top: int, begin_s: float, span_s: float) -> str:
+    left = 1000 * max(0.0, event.start_s - begin_s) / span_s
+    width = 1000 * (event.end_s - max(event.start_s, begin_s)) / span_s
+    kind = "wait" if event.lane == WAIT else f"mb{event.micro_batch % 2}"
+    took = milliseconds((event.end_s - event.start_s) * 1e3)
+    words = f"{event.op}, layer {event.layer}, half {event.micro_batch + 1}, {took}"
+    return (
+        f'<rect class="h-{kind}" x="{left:.2f}" y="{top + 3}" width="{max(width, 0.3):.2f}"'
+        f' height="{_LANE_HEIGHT - 6}"><title>{escape(words)}</title></rect>'
+    )
+
+
+def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], most: int) -> str:
+    """Which experts came to and left each rank; ranks where nothing changed are left out."""
+    rows = []
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        came = sorted(set(new) - set(old) - {-1})
+        left = sorted(set(old) - set(new) - {-1})
+        if came or left:
+            words = [", ".join(map(str, some)) or NOTHING for some in (left, came)]
+            rows.append((f"rank {rank}", *words))
+    if not rows:
+        return empty(
+            "No expert moved", "Only the tokens of copies that were there were shared out anew."
+        )
+    return table(("", "left", "came"), rows[:most], num_text=3)
+
+
+def spread(name_to_number: Mapping[str, int]) -> str:
+    """What there is of each, in words: 2 up, 1 starts."""
+    return ", ".join(f"{count} {name}" for name, count in name_to_number.items() if count)

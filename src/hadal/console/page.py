@@ -1,0 +1,815 @@
+"""The console page: what the feed brings, in six views of which one is open. Only that one is brought
+up to date.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any, Protocol
+
+from nicegui import ui
+
+from hadal.console import charts, figures
+from hadal.console.charts import AMBER, GREEN, GREY, TEAL, Options
+from hadal.console.feed import Feed, Watcher
+from hadal.console.series import Series
+from hadal.console.shell import Door, TopBar, head
+from hadal.core.config import ROLES
+from hadal.core.overview import LayerMove, Overview
+from hadal.gateway.frames import Frame
+from hadal.overlap.trace import covered_share, duration_s, shares
+from hadal.runtime.process.child import ProcessPhase, Status, wrong_nodes
+from hadal.runtime.topology import CONSOLE, unit_and_rank
+
+_NODE_RANKS = 8
+"""Ranks that stand together in a map of many."""
+_MANY_UNITS = 8
+_STATE_WORDS = {
+    "queued": "wait",
+    "prefilling": "prompts computed",
+    "transferring": "handed over",
+    "decoding": "being answered",
+    "retrying": "tried again",
+}
+_OBJECTIVES = {
+    "attention": "attention",
+    "tokens": "tokens",
+    "time": "time",
+    "kv": "KV cache",
+    "requests": "requests",
+    "experts": "experts",
+    "experts_worst": "experts, worst layer",
+}
+
+
+class Panel(Protocol):
+    """One view of the console."""
+
+    def show(self, frame: Frame, series: Series) -> None: ...
+
+
+class Chart:
+    """A titled chart."""
+
+    def __init__(self, title: str, note: str = "", classes: str = "") -> None:
+        with ui.element("section").classes(f"h-panel {classes}"):
+            ui.html(f"<h2>{title}</h2>")
+            if note:
+                ui.label(note).classes("h-note")
+            self._chart = ui.echart({}).classes("h-chart")
+
+    def show(self, options: Options) -> None:
+        """Draw this from now on."""
+        self._chart.options.clear()
+        self._chart.options.update(options)
+        self._chart.update()
+
+
+class OverviewPanel:
+    """What is up, how much is asked, how long it takes."""
+
+    def __init__(self) -> None:
+        self._facts = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Deployment</h2>")
+            self._map = ui.html("", sanitize=False)
+        with ui.element("div").classes("h-grid"):
+            self._rates = Chart(
+                "Tokens per second", "Prompts as they are taken in, answers as they are made."
+            )
+            self._states = Chart("Requests", "Where they are; what waits is not begun.")
+            self._first = Chart(
+                "Time to the first token", "Of the last minute: half, 95 and 99 of 100 take less."
+            )
+            self._per = Chart("Time per token", "Between one token and the next of an answer.")
+            self._cache = Chart(
+                "Prompts, by where they were found", "What a cache has need not be computed again."
+            )
+            self._balance = Chart("Balance", "1: all ranks of a unit have the same to do.")
+
+    def show(self, frame: Frame, series: Series) -> None:
+        """Bring it up to date."""
+        overview = frame.overview
+        if overview is None:
+            return
+        self._facts.set_content(_facts(overview, series, frame))
+        self._map.set_content(deployment_map(overview, frame.status))
+        times = list(series.times_s)
+        rates = series.of("rate ")
+        self._rates.show(
+            charts.lines(times, {"prompts": rates.get("in", []), "answers": rates.get("out", [])})
+        )
+        states = series.of("state ")
+        named = {
+            word: states[state]
+            for state, word in _STATE_WORDS.items()
+            if any(states.get(state, ()))
+        }
+        self._states.show(
+            charts.lines(times, named or {"none now": [0.0] * len(times)}, stacked=True)
+        )
+        for chart, name in ((self._first, "first_token "), (self._per, "per_token ")):
+            of_name = series.of(name)
+            quantiles = {
+                word: of_name.get(key, [])
+                for word, key in (("half", "p50"), ("95 %", "p95"), ("99 %", "p99"))
+            }
+            chart.show(charts.lines(times, quantiles, unit="ms"))
+        found = series.of("cache ")
+        tiers = {name: found.get(name, []) for name in ("memory", "disk", "computed")}
+        self._cache.show(
+            charts.lines(times, tiers, stacked=True, unit="tokens/s", colors=(TEAL, GREEN, GREY))
+        )
+        balance = {
+            f"{role}: {_OBJECTIVES.get(objective, objective)}": values
+            for role in ROLES
+            for objective, values in series.of(f"balance {role} ").items()
+        }
+        self._balance.show(charts.lines(times, balance, most=1.0))
+
+
+def _facts(overview: Overview, series: Series, frame: Frame) -> str:
+    snapshot = overview.snapshot
+    states, totals = snapshot.state_to_count, snapshot.totals
+    num_units = sum(len(units) for units in snapshot.role_to_units.values())
+    num_wanted = sum(overview.units_wanted.values())
+    num_ranks = sum(num for units in snapshot.role_to_units.values() for num in units.values())
+    running = sum(states.get(state, 0) for state in ("prefilling", "transferring", "decoding"))
+    blocks = [report for report in snapshot.unit_to_report.values() if report.num_blocks]
+    used = sum(report.num_blocks_used for report in blocks)
+    all_blocks = sum(report.num_blocks for report in blocks)
+    answered = totals.tokens_hit + totals.tokens_miss
+    total = frame.money.get("hour", {})
+    return figures.facts(
+        (
+            (
+                "Server",
+                overview.status.capitalize(),
+                f"{max(num_units, num_wanted)} units, {num_ranks:,} ranks"
+                if not overview.missing
+                else f"missing: {', '.join(overview.missing[:3])}",
+            ),
+            (
+                "Answers",
+                f"{figures.number(series.last('rate out'))}",
+                "tokens/s" if series.last("rate out") is not None else "measured in a moment",
+            ),
+            (
+                "Requests",
+                figures.number(running),
+                f"{figures.number(states.get('queued', 0))} wait",
+            ),
+            (
+                "First token",
+                figures.milliseconds(series.last("first_token p95")),
+                "95 of 100 come sooner",
+            ),
+            (
+                "KV memory",
+                figures.percent(100 * used / all_blocks if all_blocks else None),
+                f"{figures.number(all_blocks)} blocks of 64 tokens",
+            ),
+            (
+                "From cache",
+                figures.percent(100 * totals.tokens_hit / answered if answered else None),
+                "of all prompts' tokens",
+            ),
+            (
+                "Margin, 24 h",
+                figures.percent(total.get("margin_percent")),
+                f"{figures.dollars(total.get('income_usd'))} earned",
+            ),
+        )
+    )
+
+
+def deployment_map(overview: Overview, status: Status | None) -> str:
+    """Every unit with its ranks, and the processes beside them."""
+    processes = status.processes if status is not None else {}
+    snapshot = overview.snapshot
+    names = sorted(
+        {unit_and_rank(name)[0] for name, process in processes.items() if process.role in ROLES}
+        | {unit for units in snapshot.role_to_units.values() for unit in units},
+        key=lambda unit: (ROLES.index(unit.split("-")[0]), int(unit.rsplit("-", 1)[-1])),
+    )
+    parts = []
+    for role in ROLES:
+        units = [name for name in names if name.startswith(f"{role}-")]
+        boxes = "".join(_unit_box(unit, role, overview, processes) for unit in units)
+        parts.append(
+            f'<div class="h-role"><h3>{role.capitalize()}</h3><div class="h-units">{boxes}</div></div>'
+        )
+    others = [
+        figures.unit_map(name, _life(process), _phase(process.phase), (), _NODE_RANKS)
+        for name, process in processes.items()
+        if process.role not in ROLES
+    ]
+    parts.insert(
+        0,
+        f'<div class="h-role"><h3>Front</h3><div class="h-units">{"".join(others)}</div></div>'
+        if others
+        else "",
+    )
+    return "".join(parts)
+
+
+def _unit_box(unit: str, role: str, overview: Overview, processes: dict[str, Any]) -> str:
+    snapshot = overview.snapshot
+    report = snapshot.unit_to_report.get(unit)
+    is_up = unit in snapshot.role_to_units.get(role, {})
+    leader = processes.get(unit)
+    num_ranks = overview.ranks_wanted.get(role, 1)
+    absent = set(report.absent) if report is not None else set()
+    states = []
+    for rank in range(num_ranks):
+        process = processes.get(f"{unit}.{rank}") if num_ranks > 1 else leader
+        phase = _phase(process.phase) if process is not None else "up" if is_up else "rests"
+        states.append("down" if phase == "up" and (rank in absent or not is_up) else phase)
+    if report is None:
+        note = "rests" if leader is not None and leader.phase == ProcessPhase.RESTING else "not up"
+    else:
+        share = report.num_blocks_used / report.num_blocks if report.num_blocks else 0.0
+        note = f"{report.num_requests:,} requests · {share:.0%} KV"
+        if report.step_ms and report.idle_s < 10:
+            note += f" · {figures.milliseconds(report.step_ms)} a step"
+    again = sum(
+        max(0, process.num_starts - 1)
+        for name, process in processes.items()
+        if (name == unit or name.startswith(f"{unit}.")) and process.num_starts > 1
+    )
+    if again:
+        note += f" · started again {again} ×"
+    state = "up" if is_up and not absent else "rests" if set(states) == {"rests"} else "starting"
+    return figures.unit_map(unit, note, state, states, _NODE_RANKS)
+
+
+def _life(process: Any) -> str:
+    words = [f"pid {process.pid}"] if process.pid else []
+    if process.num_starts > 1:
+        words.append(f"started again {process.num_starts - 1} ×")
+    return " · ".join(words)
+
+
+def _phase(phase: str) -> str:
+    return {
+        ProcessPhase.READY: "up",
+        ProcessPhase.STARTING: "starting",
+        ProcessPhase.WAITING: "down",
+        ProcessPhase.RESTING: "rests",
+    }.get(ProcessPhase(phase), "down")
+
+
+class Picker:
+    """Buttons of which one is chosen."""
+
+    def __init__(self, choose: Callable[[str], None]) -> None:
+        self._choose = choose
+        self._box = ui.element("div").classes("h-picker").props('role="tablist"')
+        self._names: list[str] = []
+        self.chosen = ""
+
+    def offer(self, names: Sequence[str], labels: Sequence[str] = ()) -> None:
+        """What can be chosen now; the first is, if what was is not among them."""
+        if list(names) == self._names:
+            return
+        self._names = list(names)
+        if self.chosen not in names:
+            self.chosen = names[0] if names else ""
+        self._labels = dict(zip(names, labels or names, strict=True))
+        self._draw()
+
+    def _draw(self) -> None:
+        self._box.clear()
+        with self._box:
+            for name in self._names:
+                button = ui.element("button").on("click", lambda name=name: self._pick(name))
+                if name == self.chosen:
+                    button.classes("h-picked")
+                with button:
+                    ui.label(self._labels[name])
+
+    def _pick(self, name: str) -> None:
+        self.chosen = name
+        self._draw()
+        self._choose(name)
+
+
+class ExpertsPanel:
+    """Where a unit's experts lie, what they bear, and what was moved."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        with ui.element("div").classes("h-row-of"):
+            self._units = Picker(self._watch)
+        self._nothing = ui.html("", sanitize=False)
+        self._body = ui.element("div").classes("h-stack")
+        with self._body:
+            self._ranks = Chart(
+                "Load of each rank, layer by layer",
+                "Tokens that the rank's experts got lately. A column that is warm from top to bottom holds the others up.",
+                "h-tall",
+            )
+            self._experts = Chart(
+                "Load of each expert",
+                "Before it is shared out: the busiest have copies on several ranks.",
+                "h-tall",
+            )
+            with ui.element("section").classes("h-panel"):
+                ui.html("<h2>Moves</h2>")
+                ui.label(
+                    "A layer is placed anew where that saves more time than it takes."
+                    " Balance is what both placements would make of the tokens of now."
+                ).classes("h-note")
+                self._moves = Picker(lambda name: self._show_move())
+                self._move = ui.html("", sanitize=False)
+        self._last: dict[str, LayerMove] = {}
+
+    def _watch(self, unit: str) -> None:
+        self._watcher.experts = {unit} if unit else set()
+
+    def show(self, frame: Frame, series: Series) -> None:
+        """Bring it up to date."""
+        overview = frame.overview
+        if overview is None:
+            return
+        wide = [
+            unit
+            for role, units in overview.snapshot.role_to_units.items()
+            if overview.ranks_wanted.get(role, 1) > 1
+            for unit in sorted(units, key=lambda unit: int(unit.rsplit("-", 1)[-1]))
+        ]
+        wide.sort(key=lambda unit: unit.split("-")[0])
+        self._units.offer(wide)
+        self._watch(self._units.chosen)
+        self._body.set_visibility(bool(wide))
+        if not wide:
+            self._nothing.set_content(
+                figures.empty(
+                    "Each unit is one rank here",
+                    "It holds all experts, so there is nothing to place. With ranks = 4 in the"
+                    " deployment's [decode] table they are spread, and this page shows how.",
+                )
+            )
+            return
+        found = overview.experts.get(self._units.chosen)
+        self._nothing.set_content("" if found else figures.empty("A moment", "The unit is asked."))
+        if found is None:
+            return
+        self._ranks.show(charts.heat(found.rank_loads, "layer", "rank"))
+        self._experts.show(charts.heat(found.expert_loads, "layer", "expert", most=4.0))
+        self._last = {str(move.number): move for move in reversed(found.moves)}
+        self._moves.offer(
+            list(self._last),
+            [f"layer {move.layer}, step {move.step_id:,}" for move in self._last.values()],
+        )
+        self._show_move()
+
+    def _show_move(self) -> None:
+        move = self._last.get(self._moves.chosen)
+        if move is None:
+            self._move.set_content(
+                figures.empty(
+                    "Nothing has been moved yet",
+                    "Moves come when enough tokens were counted and some ranks had more than others.",
+                )
+            )
+            return
+        self._move.set_content(
+            figures.facts(
+                (
+                    ("Balance before", f"{move.balance_before:.3f}", "as the experts lay"),
+                    ("after", f"{move.balance_after:.3f}", "as they lie now"),
+                    ("Copies moved", str(move.num_moved), f"in layer {move.layer}"),
+                )
+            )
+            + figures.placement(move.before, move.after, 24)
+        )
+
+
+class StepsPanel:
+    """What a unit does in a step: both halves of its tokens, and what was hidden."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        with ui.element("div").classes("h-row-of"):
+            self._units = Picker(self._watch)
+            self._ranks = Picker(lambda rank: self._draw())
+        self._facts = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>One step</h2>")
+            ui.label(
+                "Two halves of a step's tokens take turns: while one is on its way to its experts,"
+                " the other is computed. What is left of waiting is not hidden."
+            ).classes("h-note")
+            ui.html(
+                '<div class="h-legend"><i class="h-k0"></i>first half<i class="h-k1"></i>second half'
+                '<i class="h-kw"></i>waits</div>'
+            )
+            self._whole = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>One layer of it</h2>")
+            self._layer = ui.html("", sanitize=False)
+        self._trace: Any = None
+
+    def _watch(self, unit: str) -> None:
+        self._watcher.traced = {unit} if unit else set()
+        self._trace = None
+
+    def show(self, frame: Frame, series: Series) -> None:
+        """Bring it up to date."""
+        if frame.overview is None:
+            return
+        units = sorted(
+            unit for some in frame.overview.snapshot.role_to_units.values() for unit in some
+        )
+        self._units.offer(units)
+        self._watcher.traced = {self._units.chosen} if self._units.chosen else set()
+        self._trace = frame.traces.get(self._units.chosen) or self._trace
+        self._draw()
+
+    def _draw(self) -> None:
+        steps = self._trace.steps if self._trace is not None else ()
+        if not steps or not steps[-1].events:
+            self._facts.set_content("")
+            self._layer.set_content("")
+            self._whole.set_content(
+                figures.empty(
+                    "No step yet",
+                    "A unit without work takes no steps. Ask the model something, and the next one is shown here.",
+                )
+            )
+            return
+        step = steps[-1]
+        found = {str(share.rank): share for share in shares(step.events)}
+        self._ranks.offer(list(found)[:16], [f"rank {rank}" for rank in list(found)[:16]])
+        rank = int(self._ranks.chosen)
+        covered = covered_share(step.events)
+        exposed_s = sum(share.exposed_s for share in found.values()) / len(found)
+        self._facts.set_content(
+            figures.facts(
+                (
+                    ("Step", f"{step.step_id:,}", step.schedule),
+                    (
+                        "Took",
+                        figures.milliseconds(duration_s(step.events) * 1e3),
+                        "first to last op",
+                    ),
+                    ("Tokens", f"{step.num_tokens:,}", f"in {step.num_micro_batches} part(s)"),
+                    (
+                        "Hidden",
+                        figures.percent(100 * covered if covered is not None else None),
+                        "of the time on the way" if covered is not None else "nothing travelled",
+                    ),
+                    ("Waited", figures.milliseconds(exposed_s * 1e3), "mean of the ranks"),
+                )
+            )
+        )
+        mine = [event for event in step.events if event.rank == rank]
+        begin_s = min(event.start_s for event in mine)
+        self._whole.set_content(
+            figures.timeline(mine, rank, begin_s, max(event.end_s for event in mine))
+        )
+        layers = sorted({event.layer for event in mine if event.lane == "link"}) or sorted(
+            {event.layer for event in mine}
+        )
+        of_layer = [event for event in mine if event.layer == layers[len(layers) // 2]]
+        self._layer.set_content(
+            figures.timeline(
+                mine,
+                rank,
+                min(event.start_s for event in of_layer),
+                max(event.end_s for event in of_layer),
+            )
+        )
+
+
+class FleetPanel:
+    """Demand and forecast, how many units there are, and why."""
+
+    def __init__(self) -> None:
+        self._facts = ui.html("", sanitize=False)
+        self._body = ui.element("div").classes("h-grid")
+        with self._body:
+            self._charts = {
+                role: Chart(f"Demand for {role}", "What was asked, and what is expected.")
+                for role in ROLES
+            }
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Decisions</h2>")
+            self._changes = ui.html("", sanitize=False)
+
+    def show(self, frame: Frame, series: Series) -> None:
+        """Bring it up to date."""
+        fleet = frame.fleet
+        self._body.set_visibility(fleet is not None)
+        if fleet is None:
+            self._facts.set_content("")
+            self._changes.set_content(
+                figures.empty(
+                    "The number of units is fixed",
+                    'With mode = "auto" in the [fleet] table, units come when more is asked for'
+                    " than they can take, and go when they are not needed. Each decision is told here.",
+                )
+            )
+            return
+        items = [("Nodes", f"{fleet.num_nodes:,}", f"of {fleet.num_nodes_max:,}")]
+        for role, seen in fleet.roles.items():
+            items.append(
+                (f"{role.capitalize()} units", f"{seen.num_wanted}", figures.spread(seen.states))
+            )
+            self._charts[role].show(
+                charts.demand(
+                    seen.times_s,
+                    seen.rates,
+                    fleet.now_s,
+                    seen.ahead_s,
+                    seen.forecast,
+                    seen.unit_rate * seen.num_wanted,
+                )
+            )
+        self._facts.set_content(figures.facts(items))
+        rows = [
+            (charts.clock(change.at_s), str(change.prefill), str(change.decode), change.why)
+            for change in reversed(fleet.changes)
+        ]
+        now = f'<p class="h-note">Last: {escape(fleet.why or "none yet")}</p>'
+        self._changes.set_content(
+            now + figures.table(("time", "prefill", "decode", "why"), rows[:40], num_text=4)
+            if rows
+            else now
+            + figures.empty("Nothing has changed", "As many units are there as at the beginning.")
+        )
+
+
+class MoneyPanel:
+    """The ledger: what was asked, found, made, paid and earned."""
+
+    def __init__(self) -> None:
+        self._facts = ui.html("", sanitize=False)
+        with ui.element("div").classes("h-grid") as self._grid:
+            self._hours = Chart("Income and cost", "Of each hour, in dollars.")
+            self._tokens = Chart("Tokens", "Of each hour.")
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Models</h2>")
+            self._models = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Tenants</h2>")
+            ui.label(
+                "A node works for several tenants at once, so its cost is nobody's alone."
+            ).classes("h-note")
+            self._tenants = ui.html("", sanitize=False)
+
+    def show(self, frame: Frame, series: Series) -> None:
+        """Bring it up to date."""
+        money = frame.money
+        total = money.get("hour")
+        self._grid.set_visibility(bool(total))
+        if not total:
+            why = str(money.get("problem") or "")
+            self._facts.set_content(
+                figures.empty(
+                    "No ledger",
+                    why
+                    or "Give the [ledger] table a url, and every answer's tokens, cost and income are written there.",
+                )
+            )
+            return
+        self._facts.set_content(
+            figures.facts(
+                (
+                    (
+                        "Income, 24 h",
+                        figures.dollars(total["income_usd"]),
+                        f"{total['requests']:,} requests",
+                    ),
+                    (
+                        "Cost",
+                        figures.dollars(total["cost_usd"]),
+                        f"{total['nodes_mean']:.3g} nodes on average",
+                    ),
+                    (
+                        "Margin",
+                        figures.percent(total["margin_percent"]),
+                        "income over cost, less one",
+                    ),
+                    (
+                        "Tokens in",
+                        figures.number(total["tokens_in"]),
+                        f"{figures.percent(total['hit_percent'])} from cache",
+                    ),
+                    (
+                        "Tokens out",
+                        figures.number(total["tokens_out"]),
+                        f"{figures.number(total['tokens_per_s_user'])} tokens/s per user",
+                    ),
+                )
+            )
+        )
+        hours = [hour for hour in total["hours"] if hour["requests"] or hour["cost_usd"]]
+        labels = [hour["hour"][11:16] for hour in hours]
+        self._hours.show(
+            charts.bars(
+                labels,
+                {
+                    "income": [h["income_usd"] for h in hours],
+                    "cost": [h["cost_usd"] for h in hours],
+                },
+                (TEAL, AMBER),
+                "$",
+            )
+        )
+        self._tokens.show(
+            charts.bars(
+                labels,
+                {
+                    "in, from cache": [h["tokens_hit"] for h in hours],
+                    "in, computed": [h["tokens_miss"] for h in hours],
+                    "out": [h["tokens_out"] for h in hours],
+                },
+                (GREEN, GREY, TEAL),
+                "",
+            )
+        )
+        for element, by in ((self._models, "model"), (self._tenants, "tenant")):
+            element.set_content(_money_table(money[by][f"{by}s"], by))
+
+
+def _money_table(lines: list[dict[str, Any]], by: str) -> str:
+    has_cost = by == "model"
+    heads = [by, "requests", "tokens in", "from cache", "tokens out", "income"]
+    heads += ["cost", "margin"] if has_cost else ["refused"]
+    rows = []
+    for line in sorted(lines, key=lambda line: -line["income_usd"]):
+        cells = [
+            str(line[by]),
+            f"{line['requests']:,}",
+            figures.number(line["tokens_in"]),
+            figures.percent(line["hit_percent"]),
+            figures.number(line["tokens_out"]),
+            figures.dollars(line["income_usd"]),
+        ]
+        cells += (
+            [figures.dollars(line["cost_usd"]), figures.percent(line["margin_percent"])]
+            if has_cost
+            else [f"{line['requests_refused']:,}"]
+        )
+        rows.append(cells)
+    return (
+        figures.table(heads, rows[:50])
+        if rows
+        else figures.empty("Nobody asked yet", "Requests of the last 24 hours stand here.")
+    )
+
+
+class ProblemsPanel:
+    """What ended and was started again, and the last warnings and errors."""
+
+    def __init__(self) -> None:
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Now</h2>")
+            self._now = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Ended, and why</h2>")
+            self._ends = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Warnings and errors</h2>")
+            self._lines = ui.html("", sanitize=False)
+
+    def show(self, frame: Frame, series: Series) -> None:
+        """Bring it up to date."""
+        status = frame.status
+        said = [frame.problem] if frame.problem else []
+        if frame.overview is not None:
+            said += [f"{name} is missing." for name in frame.overview.missing]
+        if status is not None:
+            said += wrong_nodes(status)
+            said += [
+                f"{name} is {process.phase}"
+                + (f": {process.last_end}." if process.last_end else ".")
+                for name, process in status.processes.items()
+                if process.phase not in (ProcessPhase.READY, ProcessPhase.RESTING)
+                and name != CONSOLE
+            ]
+        self._now.set_content(
+            figures.table(("",), [(text,) for text in dict.fromkeys(said[:40])])
+            if said
+            else figures.empty("All is well", "Every process that is wanted works.")
+        )
+        ends = [
+            (charts.clock(end.unix_s), end.name, end.reason, "asked to" if end.is_asked else "")
+            for end in reversed(status.ends if status is not None else ())
+        ]
+        self._ends.set_content(
+            figures.table(("time", "process", "how", ""), ends, num_text=4)
+            if ends
+            else figures.empty(
+                "Nothing has ended", "A process that dies is started again, and told of here."
+            )
+        )
+        lines = [
+            (line.time[11:19], line.process, line.level.lower(), line.text)
+            for line in reversed(frame.lines)
+        ]
+        self._lines.set_content(
+            figures.table(("time", "process", "", "what"), lines, num_text=4)
+            if lines
+            else figures.empty(
+                "None", "What processes warn of is gathered here; hadal logs has all they say."
+            )
+        )
+
+
+class ConsolePage:
+    """One open console."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._panel: Panel | None = None
+        self._name = ""
+
+    async def build(self) -> None:
+        """Make the page, and fill it when the browser is there."""
+        head("Hadal console")
+        self._bar = TopBar("console")
+        self._body = ui.element("main").classes("h-console")
+        client = ui.context.client
+        await client.connected(timeout=30.0)
+        await self._bar.remember()
+        door = Door(
+            "The console shows what all tenants do together, so it opens with a key that has the"
+            " right to operate.",
+            self._feed.source.check,
+        )
+        with self._body:
+            await door.open(self._body, self._enter)
+
+    async def _enter(self, key: str) -> None:
+        self._watcher = Watcher(key, self._show, self._leave)
+        with ui.element("div").classes("h-tabs").props('role="tablist"'):
+            self._tabs = {}
+            for name in _PANELS:
+                button = ui.element("button").on("click", lambda name=name: self._open(name))
+                button.props('role="tab"')
+                with button:
+                    ui.label(name)
+                self._tabs[name] = button
+            self._said = ui.label("").classes("h-updated")
+        self._problem = ui.label("").classes("h-problem")
+        self._problem.set_visibility(False)
+        self._content = ui.element("div").classes("h-content")
+        self._open("Overview")
+        client = ui.context.client
+        client.on_delete(lambda: self._feed.forget(self._watcher))
+        self._feed.watch(self._watcher)
+
+    def _open(self, name: str) -> None:
+        for other, tab in self._tabs.items():
+            tab.classes(add="h-tab-here") if other == name else tab.classes(remove="h-tab-here")
+        self._content.clear()
+        self._watcher.experts, self._watcher.traced = set(), set()
+        with self._content:
+            self._panel = _PANELS[name](self._watcher)
+        if self._feed.last is not None:
+            self._show(self._feed.last)
+
+    def _show(self, frame: Frame) -> None:
+        with self._body:
+            if frame.overview is not None:
+                self._bar.model.set_text(frame.place or frame.overview.model)
+            self._problem.set_text(frame.problem)
+            self._problem.set_visibility(bool(frame.problem))
+            shown_s = frame.overview.unix_s if frame.place and frame.overview else frame.unix_s
+            self._said.set_text(
+                charts.clock(shown_s) if frame.place else f"as of {charts.clock(time.time())}"
+            )
+            if self._panel is not None:
+                self._panel.show(frame, self._feed.series)
+            # What the tests time: everything of this frame was sent before it.
+            ui.run_javascript("window.hadalFrames = (window.hadalFrames || 0) + 1")
+
+    def _leave(self, reason: str) -> None:
+        with self._body:
+            self._content.clear()
+            self._panel = None
+            self._problem.set_text(reason)
+            self._problem.set_visibility(True)
+
+
+_PANELS: dict[str, Callable[[Watcher], Panel]] = {
+    "Overview": lambda watcher: OverviewPanel(),
+    "Experts": ExpertsPanel,
+    "Steps": StepsPanel,
+    "Fleet": lambda watcher: FleetPanel(),
+    "Money": lambda watcher: MoneyPanel(),
+    "Problems": lambda watcher: ProblemsPanel(),
+}
+
+
+def add_console(feed: Feed) -> None:
+    """Serve the console at `/console`."""
+
+    @ui.page("/console")
+    async def console() -> None:
+        await ConsolePage(feed).build()
