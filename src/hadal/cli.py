@@ -704,6 +704,12 @@ def simulate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print result.json instead of tables.")
     ] = False,
+    frames: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write seconds of the peak, 278 nodes, for `hadal console --frames`, and leave."
+        ),
+    ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all that can be set, as TOML, and leave.")
     ] = False,
@@ -729,6 +735,13 @@ def simulate(
         if print_config:
             typer.echo(study_toml(study), nl=False)
             return
+        if frames is not None:
+            from hadal.commands.frames import PEAK_UNIX_S, world_frames
+            from hadal.gateway.frames import write_frames
+
+            write_frames(frames, world_frames(study, PEAK_UNIX_S))
+            typer.echo(f"Written: {frames}. Look at it with: hadal console --frames {frames}")
+            return
         run(
             SimulateOptions(
                 study, out, "" if no_windows else hours or "0-23", not no_what_ifs, jobs, as_json
@@ -740,6 +753,46 @@ def simulate(
 
 
 app.command(epilog=REPLAY_EPILOG)(replay)
+
+
+@app.command(
+    epilog=examples(
+        ("hadal console", "the pages of a server that runs here without any: --no-console"),
+        (
+            "hadal simulate --frames peak.gz; hadal console --frames peak.gz",
+            "278 simulated nodes at the published peak",
+        ),
+        after="`hadal serve` starts the pages by itself.",
+    )
+)
+def console(
+    frames: Annotated[
+        Path | None, typer.Option(help="What `hadal simulate --frames` wrote, instead of a server.")
+    ] = None,
+    run_folder: Annotated[
+        Path | None, typer.Option(help="Folder of a server. [dim]the one that runs here[/dim]")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server elsewhere: the pages know of it what it says itself."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8001,
+) -> None:
+    """Serve the pages: a chat with a running server, and its console."""
+    try:
+        from hadal.commands.status import find
+        from hadal.console.process import serve_alone
+
+        is_here = frames is None and url is None
+        folder = find(run_folder).folder if is_here else None
+        elsewhere = server_url(url) if url is not None else ""
+        serve_alone(
+            folder, frames, elsewhere, host, port, lambda pages: typer.echo(f"{pages}/console")
+        )
+    except ConfigError as error:
+        typer.echo(f"hadal console: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
 
 
 @app.command(

@@ -4,10 +4,13 @@ Values in, values out.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
+
+import numpy as np
 
 TEAL, AMBER, VIOLET, GREEN, RED, GREY = (
     "#2a91ad",
@@ -31,9 +34,10 @@ def _base() -> Options:
     return {
         "animation": False,
         "textStyle": {"fontFamily": _FONT, "fontSize": 12, "color": _TEXT},
-        "grid": {"left": 52, "right": 14, "top": 30, "bottom": 26},
+        "grid": {"left": 46, "right": 14, "top": 34, "bottom": 26},
         "legend": {
-            "top": 0,
+            "type": "scroll",
+            "top": 3,
             "left": 0,
             "icon": "roundRect",
             "itemWidth": 10,
@@ -70,7 +74,6 @@ def lines(
     name_to_values: Mapping[str, Values],
     *,
     stacked: bool = False,
-    unit: str = "",
     most: float | None = None,
     colors: Sequence[str] = PALETTE,
 ) -> Options:
@@ -79,8 +82,7 @@ def lines(
     chart = _base()
     shown = [round(1000 * time_s) for time_s in times_s][::-1][::every][::-1]
     chart["xAxis"] = _axis("time", splitLine={"show": False}, splitNumber=4)
-    chart["yAxis"] = _axis("value", min=0, splitNumber=3, name=unit, nameGap=8)
-    chart["yAxis"]["nameTextStyle"] = {"color": _TEXT, "fontSize": 12, "align": "right"}
+    chart["yAxis"] = _axis("value", min=0, splitNumber=3)
     if most is not None:
         chart["yAxis"]["max"] = most
     chart["series"] = [
@@ -108,57 +110,22 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def heat(
-    rows: Sequence[Sequence[float]], row_name: str, column_name: str, most: float = 2.0
-) -> Options:
-    """A map of loads by their layer's mean: pale below it, strong above."""
-    chart = _base()
-    chart["grid"] = {"left": 46, "right": 10, "top": 8, "bottom": 56}
-    chart["legend"]["show"] = False
-    num_columns = len(rows[0]) if rows else 0
-    middle = {"splitLine": {"show": False}, "nameLocation": "middle"}
-    chart["xAxis"] = _axis("category", data=list(range(num_columns)), name=column_name, nameGap=26)
-    chart["yAxis"] = _axis("category", data=list(range(len(rows))), name=row_name, nameGap=32)
-    for axis in (chart["xAxis"], chart["yAxis"]):
-        axis |= middle
-    chart["yAxis"]["inverse"] = True
-    chart["tooltip"] |= {"trigger": "item"}
-    chart["visualMap"] = {
-        "min": 0,
-        "max": most,
-        "calculable": False,
-        "orient": "horizontal",
-        "left": "right",
-        "bottom": 0,
-        "itemWidth": 8,
-        "itemHeight": 110,
-        "text": [f"{most:g} times the mean", "nothing"],
-        "textStyle": {"color": _TEXT, "fontSize": 12},
-        "inRange": {"color": ["#1d3b47", "#2a7f99", "#8fc3bd", "#f0d9a0", "#dd9a4e", "#c64f3c"]},
-    }
-    chart["series"] = [
-        {
-            "type": "heatmap",
-            "data": [
-                [column, row, value]
-                for row, values in enumerate(rows)
-                for column, value in enumerate(values)
-            ],
-            "progressive": 0,
-            "emphasis": {"disabled": True},
-        }
-    ]
-    return chart
+def heat(rows: Sequence[Sequence[float]], most: float) -> tuple[int, str]:
+    """A map of loads as its canvas is drawn from: how many columns, and a byte a cell, 255 for
+    `most`, in base64.
+    """
+    cells = np.asarray(rows, np.float64)
+    levels = np.clip(np.round(255.0 / most * cells), 0, 255).astype(np.uint8)
+    return (cells.shape[1] if cells.ndim == 2 else 0), base64.b64encode(levels.tobytes()).decode()
 
 
 def bars(
-    labels: Sequence[str], name_to_values: Mapping[str, Values], colors: Sequence[str], unit: str
+    labels: Sequence[str], name_to_values: Mapping[str, Values], colors: Sequence[str]
 ) -> Options:
     """Groups of bars, with a label each."""
     chart = _base()
     chart["xAxis"] = _axis("category", data=list(labels), splitLine={"show": False})
-    chart["yAxis"] = _axis("value", splitNumber=3, name=unit)
-    chart["yAxis"]["nameTextStyle"] = {"color": _TEXT, "fontSize": 12, "align": "right"}
+    chart["yAxis"] = _axis("value", splitNumber=3)
     chart["series"] = [
         {
             "type": "bar",
@@ -182,7 +149,7 @@ def demand(
     capacity: float,
 ) -> Options:
     """What was asked of a role, what is expected, and what its units can be asked for."""
-    chart = lines(times_s, {"asked for": rates}, unit="tokens/s")
+    chart = lines(times_s, {"asked for": rates})
     ahead = [
         [round(1000 * (now_s + more_s)), _rounded(rate)]
         for more_s, rate in zip(ahead_s, forecast, strict=True)

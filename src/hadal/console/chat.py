@@ -147,6 +147,8 @@ class ChatPage:
     async def build(self) -> None:
         """Make the page, and fill it when the browser is there."""
         head("Hadal")
+        self._client = ui.context.client
+        # Not the client of the moment: what was clicked may be gone by the time it acts.
         self._bar = TopBar("chat")
         with self._bar.left:
             menu = ui.element("button").classes("h-icon h-menu").on("click", self._show_list)
@@ -155,7 +157,7 @@ class ChatPage:
                 ui.icon("menu")
         menu.move(self._bar.left, 0)
         self._body = ui.element("main").classes("h-chat")
-        await ui.context.client.connected(timeout=30.0)
+        await self._client.connected(timeout=30.0)
         await self._bar.remember()
         door = Door(
             "This server answers those who have a key. It stays in this browser.", self._knock
@@ -193,7 +195,7 @@ class ChatPage:
         keys = ui.element("div").classes("h-none")
         keys.on("new", self.new)
         keys.on("stop", self.stop)
-        ui.run_javascript(f"hadal.keys({keys.id})")
+        self._client.run_javascript(f"hadal.keys({keys.id})")
 
     def _composer(self) -> None:
         with ui.element("div").classes("h-composer"):
@@ -251,7 +253,7 @@ class ChatPage:
             words.append("system prompt")
         self._settings_label.set_text(", ".join(words) or "Settings")
         self._state(is_running=self._is_running)
-        ui.run_javascript("hadal.bottom(true); hadal.focus()")
+        self._client.run_javascript("hadal.bottom(true); hadal.focus()")
 
     def _list_row(self, one: Conversation) -> None:
         row = ui.element("div").classes("h-row" + (" h-row-now" if one.id == self._now.id else ""))
@@ -306,7 +308,7 @@ class ChatPage:
         text = "\n\n".join(answer.content for answer in turn.answers if answer.content)
         with view.foot:
             for icon, name, act in (
-                ("content_copy", "Copy", lambda: ui.clipboard.write(text)),
+                ("content_copy", "Copy", lambda: self._copy(text)),
                 ("refresh", "Regenerate", self.regenerate),
             ):
                 button = ui.element("button").classes("h-icon").on("click", act)
@@ -319,11 +321,14 @@ class ChatPage:
         self._send.set_visibility(not is_running)
         self._stop.set_visibility(is_running)
 
+    def _copy(self, text: str) -> None:
+        self._client.run_javascript(f"navigator.clipboard.writeText({json.dumps(text)})")
+
     def _show_list(self) -> None:
-        ui.run_javascript("document.body.classList.toggle('h-list-open')")
+        self._client.run_javascript("document.body.classList.toggle('h-list-open')")
 
     def _hide_list(self) -> None:
-        ui.run_javascript("document.body.classList.remove('h-list-open')")
+        self._client.run_javascript("document.body.classList.remove('h-list-open')")
 
     # ---- what people do ----
     def new(self) -> None:
@@ -364,7 +369,7 @@ class ChatPage:
 
     def _delete(self, one: Conversation) -> None:
         self._all.remove(one)
-        store(_PREFIX + one.id, "")
+        store(self._client, _PREFIX + one.id, "")
         if one is self._now:
             self._leave()
             self._now = _new()
@@ -380,7 +385,7 @@ class ChatPage:
             self._now.title = ""
         self._keep()
         self._show()
-        ui.run_javascript(f"hadal.fill({json.dumps(text)})")
+        self._client.run_javascript(f"hadal.fill({json.dumps(text)})")
 
     def _settings(self) -> None:
         now = self._now
@@ -418,7 +423,7 @@ class ChatPage:
         self._now.changed_ms = int(time.time() * 1000)
         if self._now not in self._all:
             self._all.insert(0, self._now)
-        store(_PREFIX + self._now.id, to_json(self._now))
+        store(self._client, _PREFIX + self._now.id, to_json(self._now))
 
     def _begin(self) -> None:
         self._is_running = True

@@ -52,8 +52,6 @@ _TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
 class Source(Protocol):
     """What a feed reads."""
 
-    needs_key: bool
-
     async def check(self, key: str) -> None:
         """Raises AskError for a key that may not see the console."""
 
@@ -62,11 +60,9 @@ class Source(Protocol):
 
 
 class LiveSource:
-    """A server that runs here. `folder`: of its run; `ledger_url`: empty for none."""
+    """A server. `folder`: of its run, None if it is elsewhere; `ledger_url`: empty for none."""
 
-    needs_key = True
-
-    def __init__(self, asking: Asking, folder: Path, ledger_url: str) -> None:
+    def __init__(self, asking: Asking, folder: Path | None, ledger_url: str) -> None:
         self._asking = asking
         self._folder = folder
         self._ledger_url = ledger_url
@@ -98,7 +94,7 @@ class LiveSource:
             time.time(),
             overview,
             status,
-            read_fleet(self._folder),
+            read_fleet(self._folder) if self._folder is not None else None,
             self._money,
             tuple(self._lines),
             {reply.unit: reply for reply in traces if reply is not None},
@@ -115,17 +111,19 @@ class LiveSource:
             return None
 
     def _look(self, is_slow_turn: bool) -> Status | None:
+        if self._folder is None:
+            return None
         status = read_status(self._folder)
         if is_slow_turn and status is not None:
-            self._read_logs(status)
+            self._read_logs(self._folder, status)
             self._read_money()
         return status
 
-    def _read_logs(self, status: Status) -> None:
+    def _read_logs(self, folder: Path, status: Status) -> None:
         found = []
         for name in (*status.processes, SUPERVISOR):
             if name not in self._readers:
-                self._readers[name] = KeptReader(self._folder / LOGS_FOLDER, name)
+                self._readers[name] = KeptReader(folder / LOGS_FOLDER, name)
             for line in self._readers[name].read():
                 parsed = parse_line(line.decode("utf-8", "replace"))
                 if parsed is not None:
@@ -171,8 +169,6 @@ def parse_line(text: str) -> LogLine | None:
 
 class RecordedSource:
     """Frames that were written by a simulation, one after the other, again from the beginning."""
-
-    needs_key = False
 
     def __init__(self, frames: list[Frame]) -> None:
         self._frames = itertools.cycle(frames)

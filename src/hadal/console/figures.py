@@ -42,7 +42,7 @@ def dollars(value: float | None) -> str:
     sign, size = ("−" if value < 0 else ""), abs(value)
     if size >= 1000:
         return f"{sign}${size:,.0f}"
-    return f"{sign}${size:.2f}" if size >= 1 or not size else f"{sign}${size:.4g}"
+    return f"{sign}${size:.2f}" if size >= 1 or not size else f"{sign}${size:.2g}"
 
 
 def percent(value: float | None) -> str:
@@ -85,23 +85,25 @@ def empty(title: str, text: str) -> str:
     return f'<div class="h-nothing"><b>{escape(title)}</b><span>{escape(text)}</span></div>'
 
 
-def unit_map(
-    name: str, note: str, state: str, rank_states: Sequence[str], ranks_per_node: int
-) -> str:
-    """A unit: its name, and a square for each rank, those of a node together. States: "up", "down",
-    "starting", "rests".
+def unit_head(name: str, note: str, state: str) -> str:
+    """A unit's or a process's name, and what is to say of it. `state`: "up", "down", "starting",
+    "rests".
     """
-    squares = "".join(
-        f'<i class="h-{state_of}" title="rank {rank}: {_STATE_WORDS[state_of]}"></i>'
-        + ("<b></b>" if (rank + 1) % ranks_per_node == 0 and rank + 1 < len(rank_states) else "")
-        for rank, state_of in enumerate(rank_states)
-    )
     return (
-        f'<div class="h-unit"><div class="h-unit-head"><i class="h-dot h-{state}"></i>'
+        f'<div class="h-unit-head"><i class="h-dot h-{state}"></i>'
         f'<span class="h-unit-name">{escape(name)}</span>'
         f'<span class="h-unit-note">{escape(note)}</span></div>'
-        f'<div class="h-ranks">{squares}</div></div>'
     )
+
+
+def rank_map(states: Sequence[str], ranks_per_node: int) -> str:
+    """A square for each rank of a unit, those of a node together."""
+    squares = "".join(
+        f'<i class="h-{state}" title="rank {rank}: {_STATE_WORDS[state]}"></i>'
+        + ("<b></b>" if (rank + 1) % ranks_per_node == 0 and rank + 1 < len(states) else "")
+        for rank, state in enumerate(states)
+    )
+    return f'<div class="h-ranks">{squares}</div>'
 
 
 _STATE_WORDS = {

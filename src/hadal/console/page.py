@@ -20,7 +20,7 @@ from hadal.core.config import ROLES
 from hadal.core.overview import LayerMove, Overview
 from hadal.gateway.frames import Frame
 from hadal.overlap.trace import covered_share, duration_s, shares
-from hadal.runtime.process.child import ProcessPhase, Status, wrong_nodes
+from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, wrong_nodes
 from hadal.runtime.topology import CONSOLE, unit_and_rank
 
 _NODE_RANKS = 8
@@ -67,6 +67,73 @@ class Chart:
         self._chart.update()
 
 
+class HeatMap:
+    """A map of loads by layer, drawn by the page's script: ECharts would take seconds for as many
+    cells as a fleet has.
+    """
+
+    def __init__(self, title: str, note: str, column: str, most: float) -> None:
+        self._most = most
+        with ui.element("section").classes("h-panel"):
+            ui.html(f"<h2>{title}</h2>")
+            ui.label(note).classes("h-note")
+            self._canvas = ui.element("canvas").classes("h-heat")
+            self._canvas.props(f'data-column="{column}" data-most="{most:g}"')
+            ui.html(
+                f'<div class="h-heat-foot"><span>a row is a layer, a column {column}</span>'
+                f'<span>nothing<i class="h-ramp"></i>{most:g} times the mean</span></div>'
+            )
+        self._client = ui.context.client
+        self._drawn = ""
+
+    def show(self, rows: Sequence[Sequence[float]]) -> None:
+        """Draw this from now on."""
+        num_columns, cells = charts.heat(rows, self._most)
+        if cells != self._drawn:
+            self._drawn = cells
+            self._client.run_javascript(f'hadal.heat({self._canvas.id}, {num_columns}, "{cells}")')
+
+
+class DeploymentMap:
+    """Every unit with its ranks, and the processes beside them. Only what changed is sent."""
+
+    def __init__(self) -> None:
+        self._box = ui.element("div")
+        self._names: list[tuple[str, list[str]]] = []
+        self._parts: dict[str, tuple[ui.html, ui.html]] = {}
+
+    def show(self, overview: Overview, status: Status | None) -> None:
+        """Bring it up to date."""
+        roles = _units_by_role(overview, status)
+        if roles != self._names:
+            self._names = roles
+            self._build()
+        processes = status.processes if status is not None else {}
+        for role, names in roles:
+            for name in names:
+                shown = (
+                    _unit_figure(name, role, overview, processes)
+                    if role in ROLES
+                    else _process_figure(name, processes[name])
+                )
+                for part, text in zip(self._parts[name], shown, strict=True):
+                    if part.content != text:
+                        part.set_content(text)
+
+    def _build(self) -> None:
+        self._box.clear()
+        self._parts.clear()
+        with self._box:
+            for role, names in self._names:
+                with ui.element("div").classes("h-role"):
+                    ui.html(f"<h3>{role.capitalize()}</h3>")
+                    with ui.element("div").classes("h-units"):
+                        for name in names:
+                            with ui.element("div").classes("h-unit"):
+                                parts = ui.html("", sanitize=False), ui.html("", sanitize=False)
+                                self._parts[name] = parts
+
+
 class OverviewPanel:
     """What is up, how much is asked, how long it takes."""
 
@@ -74,20 +141,18 @@ class OverviewPanel:
         self._facts = ui.html("", sanitize=False)
         with ui.element("section").classes("h-panel"):
             ui.html("<h2>Deployment</h2>")
-            self._map = ui.html("", sanitize=False)
-        with ui.element("div").classes("h-grid"):
-            self._rates = Chart(
-                "Tokens per second", "Prompts as they are taken in, answers as they are made."
-            )
-            self._states = Chart("Requests", "Where they are; what waits is not begun.")
-            self._first = Chart(
-                "Time to the first token", "Of the last minute: half, 95 and 99 of 100 take less."
-            )
-            self._per = Chart("Time per token", "Between one token and the next of an answer.")
-            self._cache = Chart(
-                "Prompts, by where they were found", "What a cache has need not be computed again."
-            )
-            self._balance = Chart("Balance", "1: all ranks of a unit have the same to do.")
+            self._map = DeploymentMap()
+        with ui.element("div").classes("h-grid h-grid-four"):
+            self._rates = Chart("Tokens per second", "Prompts taken in, answers made.")
+            self._states = Chart("Requests", "Where they are now.")
+            self._first = Chart("First token, ms", "Half, 95 and 99 of 100 take less.")
+            self._per = Chart("Each token, ms", "Between one and the next of an answer.")
+            self._cache = Chart("Prompt tokens per second", "By where they were found.")
+            self._kv = Chart("KV memory in use, %", "What requests and caches hold.")
+            self._balance = {
+                role: Chart(f"Balance of {role}", "1: all ranks have the same to do.")
+                for role in ROLES
+            }
 
     def show(self, frame: Frame, series: Series) -> None:
         """Bring it up to date."""
@@ -95,7 +160,7 @@ class OverviewPanel:
         if overview is None:
             return
         self._facts.set_content(_facts(overview, series, frame))
-        self._map.set_content(deployment_map(overview, frame.status))
+        self._map.show(overview, frame.status)
         times = list(series.times_s)
         rates = series.of("rate ")
         self._rates.show(
@@ -116,18 +181,17 @@ class OverviewPanel:
                 word: of_name.get(key, [])
                 for word, key in (("half", "p50"), ("95 %", "p95"), ("99 %", "p99"))
             }
-            chart.show(charts.lines(times, quantiles, unit="ms"))
+            chart.show(charts.lines(times, quantiles))
         found = series.of("cache ")
         tiers = {name: found.get(name, []) for name in ("memory", "disk", "computed")}
-        self._cache.show(
-            charts.lines(times, tiers, stacked=True, unit="tokens/s", colors=(TEAL, GREEN, GREY))
-        )
-        balance = {
-            f"{role}: {_OBJECTIVES.get(objective, objective)}": values
-            for role in ROLES
-            for objective, values in series.of(f"balance {role} ").items()
-        }
-        self._balance.show(charts.lines(times, balance, most=1.0))
+        self._cache.show(charts.lines(times, tiers, stacked=True, colors=(TEAL, GREEN, GREY)))
+        self._kv.show(charts.lines(times, series.of("kv ")))
+        for role, chart in self._balance.items():
+            balance = {
+                _OBJECTIVES.get(objective, objective): values
+                for objective, values in series.of(f"balance {role} ").items()
+            }
+            chart.show(charts.lines(times, balance, most=1.0))
 
 
 def _facts(overview: Overview, series: Series, frame: Frame) -> str:
@@ -185,37 +249,26 @@ def _facts(overview: Overview, series: Series, frame: Frame) -> str:
     )
 
 
-def deployment_map(overview: Overview, status: Status | None) -> str:
-    """Every unit with its ranks, and the processes beside them."""
+def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str, list[str]]]:
+    """What there is to show: processes beside units, then the units of each role by number."""
     processes = status.processes if status is not None else {}
-    snapshot = overview.snapshot
-    names = sorted(
-        {unit_and_rank(name)[0] for name, process in processes.items() if process.role in ROLES}
-        | {unit for units in snapshot.role_to_units.values() for unit in units},
-        key=lambda unit: (ROLES.index(unit.split("-")[0]), int(unit.rsplit("-", 1)[-1])),
-    )
-    parts = []
+    units = {
+        unit_and_rank(name)[0] for name, process in processes.items() if process.role in ROLES
+    } | {unit for some in overview.snapshot.role_to_units.values() for unit in some}
+    found = [("front", [name for name, process in processes.items() if process.role not in ROLES])]
     for role in ROLES:
-        units = [name for name in names if name.startswith(f"{role}-")]
-        boxes = "".join(_unit_box(unit, role, overview, processes) for unit in units)
-        parts.append(
-            f'<div class="h-role"><h3>{role.capitalize()}</h3><div class="h-units">{boxes}</div></div>'
-        )
-    others = [
-        figures.unit_map(name, _life(process), _phase(process.phase), (), _NODE_RANKS)
-        for name, process in processes.items()
-        if process.role not in ROLES
-    ]
-    parts.insert(
-        0,
-        f'<div class="h-role"><h3>Front</h3><div class="h-units">{"".join(others)}</div></div>'
-        if others
-        else "",
-    )
-    return "".join(parts)
+        of_role = [unit for unit in units if unit.startswith(f"{role}-")]
+        found.append((role, sorted(of_role, key=lambda unit: int(unit.rsplit("-", 1)[-1]))))
+    return [(role, names) for role, names in found if names]
 
 
-def _unit_box(unit: str, role: str, overview: Overview, processes: dict[str, Any]) -> str:
+def _process_figure(name: str, process: ProcessStatus) -> tuple[str, str]:
+    return figures.unit_head(name, _life(process), _phase(process.phase)), ""
+
+
+def _unit_figure(
+    unit: str, role: str, overview: Overview, processes: dict[str, ProcessStatus]
+) -> tuple[str, str]:
     snapshot = overview.snapshot
     report = snapshot.unit_to_report.get(unit)
     is_up = unit in snapshot.role_to_units.get(role, {})
@@ -242,10 +295,10 @@ def _unit_box(unit: str, role: str, overview: Overview, processes: dict[str, Any
     if again:
         note += f" · started again {again} ×"
     state = "up" if is_up and not absent else "rests" if set(states) == {"rests"} else "starting"
-    return figures.unit_map(unit, note, state, states, _NODE_RANKS)
+    return figures.unit_head(unit, note, state), figures.rank_map(states, _NODE_RANKS)
 
 
-def _life(process: Any) -> str:
+def _life(process: ProcessStatus) -> str:
     words = [f"pid {process.pid}"] if process.pid else []
     if process.num_starts > 1:
         words.append(f"started again {process.num_starts - 1} ×")
@@ -306,15 +359,17 @@ class ExpertsPanel:
         self._nothing = ui.html("", sanitize=False)
         self._body = ui.element("div").classes("h-stack")
         with self._body:
-            self._ranks = Chart(
+            self._ranks = HeatMap(
                 "Load of each rank, layer by layer",
-                "Tokens that the rank's experts got lately. A column that is warm from top to bottom holds the others up.",
-                "h-tall",
+                "Tokens that its experts got lately. Where a row is uneven, ranks wait for the warmest.",
+                "a rank",
+                2.0,
             )
-            self._experts = Chart(
+            self._experts = HeatMap(
                 "Load of each expert",
                 "Before it is shared out: the busiest have copies on several ranks.",
-                "h-tall",
+                "an expert",
+                4.0,
             )
             with ui.element("section").classes("h-panel"):
                 ui.html("<h2>Moves</h2>")
@@ -357,8 +412,8 @@ class ExpertsPanel:
         self._nothing.set_content("" if found else figures.empty("A moment", "The unit is asked."))
         if found is None:
             return
-        self._ranks.show(charts.heat(found.rank_loads, "layer", "rank"))
-        self._experts.show(charts.heat(found.expert_loads, "layer", "expert", most=4.0))
+        self._ranks.show(found.rank_loads)
+        self._experts.show(found.expert_loads)
         self._last = {str(move.number): move for move in reversed(found.moves)}
         self._moves.offer(
             list(self._last),
@@ -617,7 +672,6 @@ class MoneyPanel:
                     "cost": [h["cost_usd"] for h in hours],
                 },
                 (TEAL, AMBER),
-                "$",
             )
         )
         self._tokens.show(
@@ -629,7 +683,6 @@ class MoneyPanel:
                     "out": [h["tokens_out"] for h in hours],
                 },
                 (GREEN, GREY, TEAL),
-                "",
             )
         )
         for element, by in ((self._models, "model"), (self._tenants, "tenant")):

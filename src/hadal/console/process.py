@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,13 +30,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hadal.console.asking import Asking
 from hadal.console.chat import add_chat
-from hadal.console.feed import Feed, LiveSource
+from hadal.console.feed import Feed, LiveSource, RecordedSource
 from hadal.console.page import add_console
 from hadal.console.shell import STATIC, add_assets
 from hadal.core.config import GATEWAY_HEARTBEAT_S, GatewayConfig
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
 from hadal.gateway.edge import Edge
+from hadal.gateway.frames import read_frames
 from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.process.child import read_status
 from hadal.runtime.process.process import (
@@ -41,8 +45,9 @@ from hadal.runtime.process.process import (
     LISTEN_FD,
     add_life_arguments,
     enter_child,
+    read_run,
 )
-from hadal.runtime.topology import CONSOLE
+from hadal.runtime.topology import CONSOLE, open_listener, url_of
 from hadal.runtime.wire import open_wire
 
 log = logging.getLogger("hadal.console")
@@ -135,6 +140,45 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
     )
 
 
+async def _serve(server: uvicorn.Server, listening: socket.socket, asking: Asking | None) -> None:
+    await server.serve([listening])
+    if asking is not None:
+        await asking.close()
+
+
+def serve_alone(
+    folder: Path | None,
+    frames: Path | None,
+    url: str,
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve the pages of the run in `folder`, of a server at `url`, or play `frames`, until
+    interrupted. `announce`: is told the address. Raises ConfigError.
+    """
+    asking = None
+    settings = GatewayConfig()
+    source: RecordedSource | LiveSource
+    if frames is not None:
+        source = RecordedSource(read_frames(frames))
+    elif folder is None:
+        asking = Asking(url)
+        source = LiveSource(asking, None, "")
+    else:
+        deployment, status = read_run(folder).deployment, read_status(folder)
+        if status is None:
+            raise ConfigError(f"{folder}: no supervisor says anything there.")
+        settings, ledger = deployment.gateway, deployment.ledger.url
+        asking = Asking(status.url)
+        source = LiveSource(asking, folder, ledger_url(ledger) if ledger else "")
+    server = server_of(make_app(asking, Feed(source), settings, host, has_keys=False))
+    with open_listener(host, port) as listening:
+        announce(url_of(listening, host))
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve(server, listening, asking))
+
+
 def main() -> int:
     """Serve the pages until told to end; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -166,10 +210,9 @@ def main() -> int:
 
     async def serve() -> None:
         beating = asyncio.create_task(beat())
-        await server.serve([socket.socket(fileno=int(os.environ[LISTEN_FD]))])
+        await _serve(server, socket.socket(fileno=int(os.environ[LISTEN_FD])), asking)
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-        await asking.close()
 
     try:
         asyncio.run(serve())

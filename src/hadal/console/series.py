@@ -43,7 +43,7 @@ class Series:
             self._latencies.clear()
             self._totals = None
         found = {**self._states(overview), **self._rates(overview), **self._cache(overview)}
-        found |= self._percentiles(overview) | _balance(overview)
+        found |= self._percentiles(overview) | _balance(overview) | _kv(overview)
         self.times_s.append(overview.unix_s)
         for name in found.keys() | self.values.keys():
             points = self.values.setdefault(
@@ -119,6 +119,16 @@ def _balance(overview: Overview) -> dict[str, float]:
         for objective, value in shown(report.balance).items():
             sums.setdefault(f"balance {unit.split('-')[0]} {objective}", []).append(value)
     return {name: sum(values) / len(values) for name, values in sums.items()}
+
+
+def _kv(overview: Overview) -> dict[str, float]:
+    """Percent of each role's blocks that are in use."""
+    sums: dict[str, list[int]] = {}
+    for unit, report in overview.snapshot.unit_to_report.items():
+        of_role = sums.setdefault(f"kv {unit.split('-')[0]}", [0, 0])
+        of_role[0] += report.num_blocks_used
+        of_role[1] += report.num_blocks
+    return {name: 100 * used / total for name, (used, total) in sums.items() if total}
 
 
 def percentile(before: Buckets | None, after: Buckets, quantile: float) -> float | None:

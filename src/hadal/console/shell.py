@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from nicegui import app, ui
+from nicegui import Client, app, ui
 
 from hadal.console.asking import AskError
 
@@ -40,9 +40,9 @@ async def stored(name: str) -> str:
     return str(found or "")
 
 
-def store(name: str, text: str) -> None:
+def store(client: Client, name: str, text: str) -> None:
     """Have the browser keep it, or forget it if it is empty."""
-    ui.run_javascript(f"hadal.store({json.dumps(name)}, {json.dumps(text)})")
+    client.run_javascript(f"hadal.store({json.dumps(name)}, {json.dumps(text)})")
 
 
 def head(title: str) -> None:
@@ -87,7 +87,7 @@ class TopBar:
             "return document.body.classList.contains('body--dark')", timeout=_JS_S
         )
         self.dark.set_value(not is_dark)
-        store(_DARK, "0" if is_dark else "1")
+        store(ui.context.client, _DARK, "0" if is_dark else "1")
 
 
 class Door:
@@ -138,7 +138,7 @@ class Door:
                     said.set_text(str(refusal))
                     return
                 if is_refused:
-                    store(_KEY, key)
+                    store(ui.context.client, _KEY, key)
                 into.clear()
                 with into:
                     await then(key)

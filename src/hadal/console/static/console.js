@@ -35,6 +35,25 @@ window.hadal = {
     const box = document.getElementById("h-scroll");
     if (box && (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120)) box.scrollTop = box.scrollHeight;
   },
+  heat(id, columns, cells) {
+    // A pixel a cell; the browser makes them large.
+    const canvas = document.getElementById("c" + id);
+    if (!canvas || !columns) return;
+    const levels = Uint8Array.from(atob(cells), (char) => char.charCodeAt(0));
+    canvas.width = columns;
+    canvas.height = levels.length / columns;
+    const image = new ImageData(canvas.width, canvas.height);
+    levels.forEach((level, at) => image.data.set(hadal.ramp[level], 4 * at));
+    canvas.getContext("2d").putImageData(image, 0, 0);
+    canvas.style.height = Math.min(340, Math.max(150, 6 * canvas.height)) + "px";
+    canvas.onmousemove = (event) => {
+      const box = canvas.getBoundingClientRect();
+      const column = Math.min(columns - 1, Math.floor((columns * (event.clientX - box.left)) / box.width));
+      const row = Math.min(canvas.height - 1, Math.floor((canvas.height * (event.clientY - box.top)) / box.height));
+      const load = ((levels[row * columns + column] * canvas.dataset.most) / 255).toFixed(2);
+      canvas.title = `layer ${row}, ${canvas.dataset.column.split(" ")[1]} ${column}: ${load} times the mean`;
+    };
+  },
   keys(id) {
     const tell = (name) => document.getElementById("c" + id).dispatchEvent(new CustomEvent(name));
     document.onkeydown = (event) => {
@@ -55,3 +74,11 @@ window.hadal = {
     }).observe(box.firstElementChild);
   },
 };
+hadal.ramp = (() => {
+  const stops = [[29, 59, 71], [42, 127, 153], [143, 195, 189], [240, 217, 160], [221, 154, 78], [198, 79, 60]];
+  return Array.from({ length: 256 }, (_, level) => {
+    const at = (level / 255) * (stops.length - 1);
+    const low = Math.min(stops.length - 2, Math.floor(at));
+    return [0, 1, 2].map((i) => stops[low][i] + (at - low) * (stops[low + 1][i] - stops[low][i])).concat(255);
+  });
+})();

@@ -1,0 +1,58 @@
+"""A browser that looks at the console's pages, and notes what no page may do: ask another host, or
+complain.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+WAIT_MS = 30_000
+WIDE, NARROW = (1400, 900), (390, 844)
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """Debian's Chromium, without a screen. The test is skipped where there is none."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("there is no chromium here: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def looking(browser: Browser, url: str, path: str = "/", **context: Any) -> Iterator[Page]:
+    """A page with a storage of its own. At the end nothing may have been wrong."""
+    width, height = context.pop("size", WIDE)
+    wrong: list[str] = []
+    with browser.new_context(viewport={"width": width, "height": height}, **context) as opened:
+        page = opened.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("request", lambda request: _note(wrong, request.url, url))
+        page.on("websocket", lambda socket: _note(wrong, socket.url, url))
+        page.on(
+            "console",
+            lambda said: (
+                wrong.append(f"{said.type}: {said.text}")
+                if said.type in ("error", "warning")
+                else None
+            ),
+        )
+        page.goto(url + path)
+        yield page
+    assert wrong == []
+
+
+def _note(wrong: list[str], asked: str, url: str) -> None:
+    host = url.split("//", 1)[1]
+    if not asked.startswith((f"http://{host}/", f"ws://{host}/", "data:", "blob:")):
+        wrong.append(f"asks for {asked}")

@@ -1,0 +1,370 @@
+"""The pages in a real browser, served by the console's process of a live server: a chat, and the
+console while a rank dies, experts move, the fleet changes and money comes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from hadal.console import tools
+from hadal.core.messages import Generation
+from hadal.gateway.chat import ChatFormat
+from hadal.gateway.openai import SamplingDefaults
+from hadal.gateway.service import ServedModel
+from hadal.gateway.vocabulary import Vocabulary
+from tests.dist.browser import NARROW, browsing, looking
+from tests.dist.conftest import Server, StartServer, starting
+from tests.dist.serving import RANKED, wait_until
+from tests.unit.gateway.fake_units import Script
+from tests.unit.gateway.serving import serving
+from tests.unit.gateway.test_tools import BOS, EOS, V31, V31_TEMPLATE, vocabulary_of
+
+PAGES = {"mode": "auto", "port": 0}
+WAIT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    ledger = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
+    fleet = {
+        "mode": "auto",
+        "decode_max": 2,
+        "period_s": 1.0,
+        "start_s": 5.0,
+        "decode_tokens_per_s": 30.0,
+    }
+    with starting() as start:
+        server = start(
+            **RANKED, console=PAGES, fleet=fleet, environment={"HADAL_LEDGER": str(ledger)}
+        )
+        pages_of(server)
+        yield server
+
+
+def pages_of(server: Server) -> str:
+    """Address of the pages, once they are served."""
+    url = server.status().console_url
+    wait_until(lambda: server.status().processes["console"].phase == "ready", 60, "pages are there")
+    return url
+
+
+def ask(page: Page, text: str) -> None:
+    page.fill("#h-input", text)
+    page.press("#h-input", "Enter")
+
+
+def done(page: Page, number: int = 1) -> None:
+    """Wait until so many answers have their figures."""
+    expect(page.locator(".h-stats")).to_have_count(number, timeout=WAIT_MS)
+    expect(page.locator(".h-stats").last).to_contain_text("tokens/s", timeout=WAIT_MS)
+    expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
+
+
+def test_a_chat_thinks_answers_and_is_kept_by_the_browser(server: Server, browser: Browser) -> None:
+    with looking(browser, pages_of(server)) as page:
+        ask(page, "What is 12 + 30?")
+        done(page)
+        expect(page.locator(".h-md").last).to_contain_text("42")
+        thinking = page.locator(".h-thinking")
+        assert thinking.get_attribute("open") is None, "folded"
+        thinking.locator("summary").click()
+        expect(page.locator(".h-thinking-text")).to_be_visible()
+        ask(page, "What is 2 + 2?")
+        done(page, 2)
+        page.click("[aria-label=Regenerate]")
+        done(page, 2)
+        page.hover(".h-asked-row >> nth=0")
+        page.locator("[aria-label=Edit]").first.click()
+        assert page.input_value("#h-input") == "What is 12 + 30?"
+        page.press("#h-input", "Shift+Enter")
+        assert page.input_value("#h-input").count("\n") == 1, "a new line, and nothing is sent"
+        ask(page, "What is 13 + 30?")
+        done(page)
+        expect(page.locator(".h-md").last).to_contain_text("43")
+        page.keyboard.press("Alt+KeyN")
+        expect(page.locator(".h-empty")).to_be_visible()
+        page.reload()
+        page.click(".h-row-title")
+        expect(page.locator(".h-asked-text")).to_have_text("What is 13 + 30?")
+
+
+def test_esc_stops_an_answer_and_what_came_stays(server: Server, browser: Browser) -> None:
+    with looking(browser, pages_of(server)) as page:
+        server.kill("decode-0", 19)  # SIGSTOP: the answer does not end by itself.
+        try:
+            ask(page, "Count from 1 to 90.")
+            expect(page.locator(".h-stop")).to_be_visible()
+            page.keyboard.press("Escape")
+            expect(page.locator(".h-stats").last).to_contain_text("stopped")
+        finally:
+            server.kill("decode-0", 18)
+        expect(page.locator(".h-send").first).to_be_visible()
+        page.click("[aria-label=Regenerate]")
+        done(page)
+
+
+def test_what_a_model_writes_runs_nothing_and_fetches_nothing(
+    server: Server, browser: Browser
+) -> None:
+    """A conversation out of the storage, as if a model had written it."""
+    bad = (
+        '<img src="http://198.51.100.7/x.png" onerror="document.title=1"> <script>alert(1)</script>'
+    )
+    kept = {
+        "id": "0" * 16,
+        "title": "bad",
+        "turns": [{"asked": bad, "answers": [{"content": f"{bad} **bold** ![x](data:,x)"}]}],
+    }
+    policy = httpx.get(pages_of(server)).headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "connect-src 'self'" in policy
+    with browser.new_context() as opened:
+        page = opened.new_page()
+        failed: list[str] = []
+        page.on(
+            "response", lambda reply: failed.append(reply.url) if "198.51" in reply.url else None
+        )
+        page.goto(pages_of(server))
+        page.evaluate(f"localStorage.setItem('hadal.chat.0', {json.dumps(json.dumps(kept))})")
+        page.reload()
+        page.click(".h-row-title")
+        expect(page.locator(".h-md strong")).to_have_text("bold")
+        expect(page.locator(".h-asked-text")).to_have_text(bad)
+        assert page.locator(".h-md script").count() == 0
+        assert failed == []
+        assert page.title() == "Hadal"
+
+
+def calling(vocabulary: Vocabulary) -> Script:
+    """What a model writes that calls two tools, one of them badly, then says what came of it."""
+    args = '{"a": 4321, "op": "*", "b": 1234}'
+    calls = "".join(
+        f"{V31.call_begin}{name}{V31.separator}{text}{V31.call_end}"
+        for name, text in (
+            ("calculate", args),
+            ("convert", '{"value": 3, "from": "km", "to": "kg"}'),
+        )
+    )
+    first = vocabulary.encode_controlled(f"Too large.{V31.calls_begin}{calls}{V31.calls_end}")
+    end = vocabulary.control_ids[EOS]
+
+    def script(generation: Generation, index: int) -> int:
+        asked = vocabulary.decode(generation.prompt)
+        ids = first
+        if "<out>" in asked:
+            ids = vocabulary.encode_controlled("It is **" + asked.split("<out>")[1][:7] + "**.")
+        return ids[index] if index < len(ids) else end
+
+    return script
+
+
+def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
+    """The gateway is the real one, its units write a script: the model that ships was not taught to
+    call yet.
+    """
+    vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "</think>", *V31.marks])
+    chat = ChatFormat(vocabulary, V31_TEMPLATE, BOS, EOS, "here")
+    end = vocabulary.control_ids[EOS]
+    model = ServedModel("caller", vocabulary, chat, 8192, 600, (end,), None, SamplingDefaults())
+    with (
+        closing(chat),
+        serving(model, calling(vocabulary), step_s=0.002) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        ask(page, "What is 4321 * 1234?")
+        done(page, 2)
+        cards = page.locator(".h-call")
+        expect(cards).to_have_count(2)
+        expect(cards.first).to_contain_text("calculate")
+        expect(cards.first).to_contain_text("5332114")
+        expect(cards.last).to_contain_text("km measures length and kg measures mass.")
+        expect(page.locator(".h-md strong")).to_have_text("5332114")
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator[str]:
+    """The pages alone in a process of their own, as `hadal console` serves them."""
+    command = [sys.executable, "-m", "hadal.cli", "console", "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip().removesuffix("/console")
+        finally:
+            process.terminate()
+
+
+def test_the_model_that_ships_is_asked_without_tools(server: Server, browser: Browser) -> None:
+    with looking(browser, pages_of(server)) as page:
+        ask(page, "What is 2 + 2?")
+        done(page)
+        page.click(".h-quiet")
+        if httpx.post(
+            f"{server.url}/v1/chat/completions",
+            json={"model": "hadal-tiny", "messages": [{"role": "user", "content": "a"}]}
+            | {"tools": tools.DEFINITIONS, "max_tokens": 1},
+            timeout=30,
+        ).is_error:
+            expect(page.get_by_text("was not taught to call tools")).to_be_visible()
+
+
+# ---- the console ----
+
+
+def tab(page: Page, name: str) -> None:
+    page.click(f".h-tabs button:has-text('{name}')")
+
+
+def keep_busy(server: Server, seconds: float) -> threading.Thread:
+    def work() -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            body = {"model": "hadal-tiny", "max_tokens": 100}
+            body["messages"] = [{"role": "user", "content": "Count from 1 to 60."}]
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+
+    def many() -> None:
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    busy = threading.Thread(target=many)
+    busy.start()
+    return busy
+
+
+def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
+    server: Server, browser: Browser
+) -> None:
+    with looking(browser, pages_of(server), "/console") as page:
+        expect(page.locator(".h-fact-value").first).to_have_text("Ready", timeout=WAIT_MS)
+        unit = page.locator(".h-unit", has_text="decode-0")
+        expect(unit.locator("i[title*=works]")).to_have_count(4)
+        busy = keep_busy(server, 25.0)
+        old_pid = server.kill("decode-0.1")
+        expect(unit.locator("i[title='rank 1: works']")).to_have_count(0, timeout=WAIT_MS)
+        server.wait_restarted("decode-0.1", old_pid)
+        expect(unit.locator("i[title='rank 1: works']")).to_have_count(1, timeout=WAIT_MS)
+        expect(unit).to_contain_text("started again 1 ×")
+        tab(page, "Problems")
+        row = page.locator("tr", has_text="decode-0.1").filter(has_text="killed by SIGKILL").first
+        expect(row).to_be_visible(timeout=WAIT_MS)
+        tab(page, "Fleet")
+        expect(page.locator("td", has_text=re.compile("^grow: decode needs")).first).to_be_visible(
+            timeout=WAIT_MS
+        )
+        expect(page.locator(".h-chart canvas")).to_have_count(2)
+        tab(page, "Steps")
+        expect(page.locator("rect.h-mb0").first).to_be_attached(timeout=WAIT_MS)
+        expect(page.locator(".h-fact", has_text="Hidden")).to_be_visible()
+        tab(page, "Experts")
+        page.locator(".h-picker button", has_text="decode-0").click()
+        expect(page.locator("canvas.h-heat")).to_have_count(2, timeout=WAIT_MS)
+        expect(page.locator("button", has_text=re.compile(r"layer \d, step"))).not_to_have_count(
+            0, timeout=WAIT_MS
+        )
+        expect(page.locator(".h-fact", has_text="Balance before")).to_be_visible()
+        busy.join()
+        tab(page, "Money")
+        expect(page.locator("td", has_text="hadal-tiny").first).to_be_visible(timeout=WAIT_MS)
+        expect(page.locator("td", has_text="everyone")).to_be_visible()
+        assert page.locator(".h-fact-value").first.inner_text().startswith("$0.0")
+
+
+def test_keys_guard_chat_and_console(start_server: StartServer, browser: Browser) -> None:
+    keys = {"HADAL_API_KEYS": "asks-only, runs-all operator"}
+    server = start_server(console=PAGES, environment=keys)
+    url = pages_of(server)
+    with looking(browser, url) as page:
+        expect(page.locator(".h-door")).to_be_visible()
+        assert page.locator("#h-input").count() == 0
+        page.fill(".h-door input", "wrong")
+        page.click(".h-door .h-primary")
+        expect(page.locator(".h-bad")).to_contain_text("not known")
+        page.fill(".h-door input", "asks-only")
+        page.click(".h-door .h-primary")
+        expect(page.locator("#h-input")).to_be_visible()
+        page.goto(f"{url}/console")
+        expect(page.locator(".h-bad")).to_contain_text("no right to operate")
+        assert page.locator(".h-unit").count() == 0, "nothing is shown before"
+        page.fill(".h-door input", "runs-all")
+        page.press(".h-door input", "Enter")
+        expect(page.locator(".h-unit", has_text="decode-0")).to_be_visible(timeout=WAIT_MS)
+    assert httpx.get(f"{server.url}/status").status_code == 401
+    refused = httpx.get(url, headers={"Host": "evil.example"})
+    assert refused.status_code == 403
+    log = server.log()
+    assert "asks-only" not in log
+    assert "runs-all" not in log
+
+
+def test_278_nodes_are_shown_within_200_ms(browser: Browser, tmp_path: Path) -> None:
+    frames = tmp_path / "peak.gz"
+    command = [sys.executable, "-m", "hadal.cli", "simulate", "--frames", str(frames)]
+    subprocess.run(command, check=True, timeout=250, stdout=subprocess.DEVNULL)
+    with child("--frames", str(frames)) as pages, looking(browser, pages, "/console") as page:
+        expect(page.locator(".h-model")).to_have_text("simulated, 278 nodes", timeout=WAIT_MS)
+        assert page.locator(".h-ranks i").count() == 278 * 8
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+        for name in ("Overview", "Experts", "Fleet", "Money"):
+            tab(page, name)
+            page.wait_for_timeout(2500)  # It is made anew once; what follows are refreshes.
+            each_ms = refresh_ms(page, session, 4)
+            print(f"{name}: {each_ms:.0f} ms of the browser's main thread a refresh")
+            assert each_ms <= 200, name
+
+
+def refresh_ms(page: Page, session: Any, num: int) -> float:
+    """What a refresh takes of the page's one thread, mean of `num`."""
+
+    def now() -> tuple[float, int]:
+        found = session.send("Performance.getMetrics")["metrics"]
+        task_s = next(one["value"] for one in found if one["name"] == "TaskDuration")
+        return task_s, int(page.evaluate("window.hadalFrames"))
+
+    task_s, first = now()
+    wait_until(lambda: page.evaluate("window.hadalFrames") >= first + num, 60, "frames come")
+    page.wait_for_timeout(300)
+    after_s, last = now()
+    return 1e3 * (after_s - task_s) / (last - first)
+
+
+def test_pages_fit_a_phone(server: Server, browser: Browser) -> None:
+    for path in ("/", "/console"):
+        with looking(browser, pages_of(server), path, size=NARROW, color_scheme="dark") as page:
+            expect(page.locator("#h-input, .h-unit").first).to_be_visible(timeout=WAIT_MS)
+            page.wait_for_timeout(500)
+            assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+            dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert dark == "rgb(14, 20, 24)"
+
+
+def test_the_console_is_started_again_and_requests_do_not_notice(server: Server) -> None:
+    pages_of(server)
+    old_pid = server.kill("console")
+    server.wait_restarted("console", old_pid)
+    assert httpx.get(pages_of(server)).status_code == 200
