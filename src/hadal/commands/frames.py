@@ -22,7 +22,7 @@ from hadal.core.messages import Demand, UnitDown, UnitUp
 from hadal.core.overview import Buckets, FleetSeen, Overview, UnitExperts
 from hadal.core.placement import spread
 from hadal.core.seams import StartUnit, StopUnit, Tick
-from hadal.gateway.frames import Frame
+from hadal.gateway.frames import ConsoleFrame
 from hadal.policy.demand import DAY_S
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.fleet import Fleet
@@ -51,7 +51,7 @@ PEAK_UNIX_S = 1_740_636_000.0
 _DEMAND_S = 60.0
 
 
-def world_frames(study: Study, unix_s: float) -> Iterator[Frame]:
+def world_frames(study: Study, unix_s: float) -> Iterator[ConsoleFrame]:
     """The frames, as if the first were at `unix_s`."""
     config = study.deployment(NUM_PREFILL, NUM_DECODE)
     placed = {role: ranks.imbalance for role, ranks in expert_ranks(study).items()}
@@ -82,7 +82,9 @@ def world_frames(study: Study, unix_s: float) -> Iterator[Frame]:
         )
         money = _money(study, config, world, unix_s, now_s)
         status = _status(plans, unix_s, now_s)
-        yield Frame(unix_s + now_s, overview, status, fleet, money, place="simulated, 278 nodes")
+        yield ConsoleFrame(
+            unix_s + now_s, overview, status, fleet, money, place="simulated, 278 nodes"
+        )
 
 
 def _requests(rng: np.random.Generator) -> Requests:

@@ -29,7 +29,7 @@ from hadal.console.series import Series
 from hadal.core.errors import HadalError
 from hadal.core.messages import SUPERVISOR
 from hadal.core.overview import Overview
-from hadal.gateway.frames import Frame, LogLine
+from hadal.gateway.frames import ConsoleFrame, LogLine
 from hadal.gateway.trace import TraceReply
 from hadal.runtime.ledger.store import Store
 from hadal.runtime.process.child import Status, read_fleet, read_status
@@ -49,13 +49,13 @@ _LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """What a feed reads."""
 
     async def check(self, key: str) -> None:
         """Raises AskError for a key that may not see the console."""
 
-    async def frame(self, key: str, experts: set[str], traced: set[str]) -> Frame:
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
         """The next frame, with the experts and a step of these units. Raises AskError 401 or 403."""
 
 
@@ -72,11 +72,11 @@ class LiveSource:
         self._turn = itertools.count()
 
     async def check(self, key: str) -> None:
-        """As Source has it: the console shows what all tenants do, so it is for operators."""
+        """As FrameSource has it: the console shows what all tenants do, so it is for operators."""
         await self._asking.page("/status", key)
 
-    async def frame(self, key: str, experts: set[str], traced: set[str]) -> Frame:
-        """As Source has it."""
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
+        """As FrameSource has it."""
         overview, problem = None, ""
         try:
             body = await self._asking.page("/status", key, experts=",".join(sorted(experts)))
@@ -90,7 +90,7 @@ class LiveSource:
         traces = await asyncio.gather(*(self._trace(key, unit) for unit in sorted(traced)))
         is_slow_turn = next(self._turn) % _SLOW_PERIODS == 0
         status = await asyncio.to_thread(self._look, is_slow_turn)
-        return Frame(
+        return ConsoleFrame(
             time.time(),
             overview,
             status,
@@ -170,13 +170,13 @@ def parse_line(text: str) -> LogLine | None:
 class RecordedSource:
     """Frames that were written by a simulation, one after the other, again from the beginning."""
 
-    def __init__(self, frames: list[Frame]) -> None:
+    def __init__(self, frames: list[ConsoleFrame]) -> None:
         self._frames = itertools.cycle(frames)
 
     async def check(self, key: str) -> None:
         """Whoever can reach the page may see what never happened."""
 
-    async def frame(self, key: str, experts: set[str], traced: set[str]) -> Frame:
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
         """The next one, as if it were now."""
         return next(self._frames)
 
@@ -184,7 +184,9 @@ class RecordedSource:
 class Watcher:
     """One open page."""
 
-    def __init__(self, key: str, show: Callable[[Frame], None], leave: Callable[[str], None]):
+    def __init__(
+        self, key: str, show: Callable[[ConsoleFrame], None], leave: Callable[[str], None]
+    ):
         """`show` is called with each frame; `leave` with a reason if its key is not let in."""
         self.key = key
         self.show = show
@@ -197,10 +199,10 @@ class Watcher:
 class Feed:
     """Polls while anybody watches, and keeps the last minutes as series."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FrameSource) -> None:
         self.source = source
         self.series = Series()
-        self.last: Frame | None = None
+        self.last: ConsoleFrame | None = None
         self._watchers: list[Watcher] = []
         self._task: asyncio.Task[None] | None = None
         self._num_polls = 0

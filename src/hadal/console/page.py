@@ -18,7 +18,7 @@ from hadal.console.series import Series
 from hadal.console.shell import Door, TopBar, head
 from hadal.core.config import ROLES
 from hadal.core.overview import LayerMove, Overview
-from hadal.gateway.frames import Frame
+from hadal.gateway.frames import ConsoleFrame
 from hadal.overlap.trace import covered_share, duration_s, shares
 from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, wrong_nodes
 from hadal.runtime.topology import CONSOLE, unit_and_rank
@@ -47,7 +47,7 @@ _OBJECTIVES = {
 class Panel(Protocol):
     """One view of the console."""
 
-    def show(self, frame: Frame, series: Series) -> None: ...
+    def show(self, frame: ConsoleFrame, series: Series) -> None: ...
 
 
 class Chart:
@@ -154,7 +154,7 @@ class OverviewPanel:
                 for role in ROLES
             }
 
-    def show(self, frame: Frame, series: Series) -> None:
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         overview = frame.overview
         if overview is None:
@@ -194,7 +194,7 @@ class OverviewPanel:
             chart.show(charts.lines(times, balance, most=1.0))
 
 
-def _facts(overview: Overview, series: Series, frame: Frame) -> str:
+def _facts(overview: Overview, series: Series, frame: ConsoleFrame) -> str:
     snapshot = overview.snapshot
     states, totals = snapshot.state_to_count, snapshot.totals
     num_units = sum(len(units) for units in snapshot.role_to_units.values())
@@ -384,7 +384,7 @@ class ExpertsPanel:
     def _watch(self, unit: str) -> None:
         self._watcher.experts = {unit} if unit else set()
 
-    def show(self, frame: Frame, series: Series) -> None:
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         overview = frame.overview
         if overview is None:
@@ -472,7 +472,7 @@ class StepsPanel:
         self._watcher.traced = {unit} if unit else set()
         self._trace = None
 
-    def show(self, frame: Frame, series: Series) -> None:
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         if frame.overview is None:
             return
@@ -555,7 +555,7 @@ class FleetPanel:
             ui.html("<h2>Decisions</h2>")
             self._changes = ui.html("", sanitize=False)
 
-    def show(self, frame: Frame, series: Series) -> None:
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         fleet = frame.fleet
         self._body.set_visibility(fleet is not None)
@@ -616,7 +616,7 @@ class MoneyPanel:
             ).classes("h-note")
             self._tenants = ui.html("", sanitize=False)
 
-    def show(self, frame: Frame, series: Series) -> None:
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         money = frame.money
         total = money.get("hour")
@@ -730,7 +730,7 @@ class ProblemsPanel:
             ui.html("<h2>Warnings and errors</h2>")
             self._lines = ui.html("", sanitize=False)
 
-    def show(self, frame: Frame, series: Series) -> None:
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         status = frame.status
         said = [frame.problem] if frame.problem else []
@@ -827,7 +827,7 @@ class ConsolePage:
         if self._feed.last is not None:
             self._show(self._feed.last)
 
-    def _show(self, frame: Frame) -> None:
+    def _show(self, frame: ConsoleFrame) -> None:
         with self._body:
             if frame.overview is not None:
                 self._bar.model.set_text(frame.place or frame.overview.model)

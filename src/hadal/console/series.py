@@ -11,7 +11,7 @@ from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.messages import Totals
 from hadal.core.overview import Buckets, Overview
-from hadal.gateway.frames import Frame
+from hadal.gateway.frames import ConsoleFrame
 
 NUM_POINTS = 450
 """Points of a series: a quarter of an hour at one every two seconds."""
@@ -30,7 +30,7 @@ class Series:
         self._latencies: deque[Mapping[str, Buckets]] = deque(maxlen=_WINDOW)
         self._hits: dict[str, int] = {}
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: ConsoleFrame) -> None:
         """Take in the next frame. Frames that begin again from an earlier time begin anew."""
         overview = frame.overview
         if overview is None:

@@ -1,7 +1,7 @@
 """What the console shows at one instant, and files of such instants: of a live server, or of a
 simulated one that is played back.
 
-A file is JSON, a Frame a line, packed with gzip. Knows no page.
+A file is JSON, a ConsoleFrame a line, packed with gzip. Knows no page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LogLine(msgspec.Struct, frozen=True):
     text: str
 
 
-class Frame(msgspec.Struct, frozen=True):
+class ConsoleFrame(msgspec.Struct, frozen=True):
     """All that is known at one instant. None and empty: not known."""
 
     unix_s: float
@@ -48,16 +48,16 @@ class Frame(msgspec.Struct, frozen=True):
     """Of what is simulated: what it is."""
 
 
-def write_frames(path: Path, frames: Iterable[Frame]) -> None:
+def write_frames(path: Path, frames: Iterable[ConsoleFrame]) -> None:
     """Write a file of them."""
     with gzip.open(path, "wb", compresslevel=6) as file:
         for frame in frames:
             file.write(msgspec.json.encode(frame) + b"\n")
 
 
-def read_frames(path: Path) -> list[Frame]:
+def read_frames(path: Path) -> list[ConsoleFrame]:
     """Read such a file. Raises ConfigError."""
-    decode = msgspec.json.Decoder(Frame).decode
+    decode = msgspec.json.Decoder(ConsoleFrame).decode
     try:
         with gzip.open(path, "rb") as file:
             text = file.read(_MAX_BYTES)
