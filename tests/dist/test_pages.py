@@ -95,7 +95,7 @@ def test_a_chat_thinks_answers_and_is_kept_by_the_browser(server: Server, browse
         done(page, 2)
         page.hover(".h-asked-row >> nth=0")
         page.locator("[aria-label=Edit]").first.click()
-        assert page.input_value("#h-input") == "What is 12 + 30?"
+        expect(page.locator("#h-input")).to_have_value("What is 12 + 30?")
         page.press("#h-input", "Shift+Enter")
         assert page.input_value("#h-input").count("\n") == 1, "a new line, and nothing is sent"
         ask(page, "What is 13 + 30?")
