@@ -773,9 +773,12 @@ def console(
         Path | None, typer.Option(help="Folder of a server. [dim]the one that runs here[/dim]")
     ] = None,
     url: Annotated[
-        str | None,
-        typer.Option(help="A server elsewhere: the pages know of it what it says itself."),
-    ] = None,
+        str,
+        typer.Option(
+            help="A server elsewhere: the pages know of it what it says itself. [dim]none[/dim]",
+            callback=lambda parameter, given: server_url(parameter, given) if given else "",
+        ),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8001,
 ) -> None:
@@ -784,12 +787,9 @@ def console(
         from hadal.commands.status import find
         from hadal.console.process import serve_alone
 
-        is_here = frames is None and url is None
+        is_here = frames is None and not url
         folder = find(run_folder).folder if is_here else None
-        elsewhere = server_url(url) if url is not None else ""
-        serve_alone(
-            folder, frames, elsewhere, host, port, lambda pages: typer.echo(f"{pages}/console")
-        )
+        serve_alone(folder, frames, url, host, port, lambda pages: typer.echo(f"{pages}/console"))
     except ConfigError as error:
         typer.echo(f"hadal console: {error}", err=True)
         sys.exit(EXIT_CONFIG)
