@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a frame is one line, however long.
 """Lists and the letters of a word: sorting, the largest and the smallest, reversing, counting,
 spelling, naming the n-th.
 
@@ -5,116 +6,173 @@ Sorting is written as picking one item at a time with the rest copied, so each l
 line above it; letters always begin with the word spelled.
 """
 
-import random
+from evals.wordings import Source, asked, lines
+from evals.words import ALL_LOWER, NAMES, Turn, join_list, random_letters
 
-from evals.words import ALL_LOWER, NAMES, Turn, join_list, random_letters, vary
+_UP_ENDS = (
+    "[from smallest to largest|in ascending order|from low to high|from small to big"
+    "|smallest first|lowest first|from lowest to highest|in increasing order"
+    "|from the smallest to the biggest|in rising order|from least to greatest]"
+)
+_DOWN_ENDS = (
+    "[from largest to smallest|in descending order|from high to low|from big to small"
+    "|largest first|highest first|from highest to lowest|in decreasing order"
+    "|from the biggest to the smallest|in falling order|from greatest to least|biggest first]"
+)
+_AZ_ENDS = (
+    "[alphabetically|in alphabetical order|from A to Z|by the alphabet|in the order of the alphabet"
+    "|from a to z|in ABC order]"
+)
+_ZA_ENDS = "[in reverse alphabetical order|from Z to A|backwards by the alphabet|from z to a]"
 
-_UP = (
-    "Sort these numbers: {x}",
-    "Sort {x}",
-    "Sort from smallest to largest: {x}",
-    "Put these in ascending order: {x}",
-    "Order these numbers from low to high: {x}",
-    "Arrange {x} from smallest to largest.",
-    "sort: {x}",
-    "Sort the numbers {x} in ascending order.",
-    "Please sort {x} from small to big.",
-    "Can you sort {x}?",
-    "Put {x} in order.",
-    "Sort this list of numbers: {x}",
-    "Rank {x} from lowest to highest.",
-    "Sort {x} ascending",
-    "sort {x} smallest first",
-    "{x} - sort these.",
-    "Sort the list {x}",
-    "Sort this: {x}",
-    "Order {x}",
-    "{x} in order please",
-)
-_DOWN = (
-    "Sort from largest to smallest: {x}",
-    "Put these in descending order: {x}",
-    "Sort {x} in descending order.",
-    "Order these numbers from high to low: {x}",
-    "Arrange {x} from largest to smallest.",
-    "Sort {x} from big to small.",
-    "Sort the numbers {x} backwards, largest first.",
-    "Rank {x} from highest to lowest.",
-    "sort descending: {x}",
-    "sort {x} largest first",
-    "Sort {x} descending",
-    "Put {x} in order, biggest first.",
-    "Sort this list backwards: {x}",
-)
-_WORDS_UP = (
-    "Sort these words: {x}",
-    "Sort alphabetically: {x}",
-    "Put these words in alphabetical order: {x}",
-    "Sort {x}",
-    "Order the words {x} from A to Z.",
-    "Alphabetize {x}",
-    "Sort these words alphabetically: {x}",
-    "sort: {x}",
-    "Arrange these words in alphabetical order: {x}",
-    "Can you sort the words {x}?",
-    "Put {x} in order.",
-    "Sort this: {x}",
-    "Sort the list {x}",
-    "{x} - sort these words.",
-    "Order {x} alphabetically",
-    "Sort {x} from A to Z",
-)
-_WORDS_DOWN = (
-    "Sort these words in reverse alphabetical order: {x}",
-    "Sort from Z to A: {x}",
-    "Order the words {x} from Z to A.",
-    "Sort {x} from Z to A.",
-    "Put {x} in reverse alphabetical order.",
-)
-_MAX = (
-    "Which number is the largest: {x}?",
-    "What is the maximum of {x}?",
-    "Find the biggest number: {x}",
-    "Which is bigger: {x}?",
-    "What is the largest of {x}?",
-    "max of {x}",
-)
-_MIN = (
-    "Which number is the smallest: {x}?",
-    "What is the minimum of {x}?",
-    "Find the smallest number: {x}",
-    "Which is smaller: {x}?",
-    "What is the smallest of {x}?",
-    "min of {x}",
-)
-_REVERSE_LIST = (
-    "Reverse this list: {x}",
-    "Reverse the list {x}",
-    "Put this list in reverse order: {x}",
-    "Write {x} backwards.",
-    "Reverse the order of these: {x}",
-    "List these in the opposite order: {x}",
-    "Turn this list around: {x}",
-)
-_REVERSE_SENTENCE = (
-    "Reverse the order of the words: {x}",
-    "Write these words in reverse order: {x}",
-    "Reverse the words: {x}",
-    "Say these words in the opposite order: {x}",
-    "Reverse the word order of: {x}",
-)
+
+def _ordering(ends: str, what: str) -> tuple[str, ...]:
+    """Orders to sort; the same verbs whatever the items and the direction."""
+    return lines(f"""
+        [sort|order|arrange|rank] {{x}} {ends}
+        [sort|order|arrange|rank|line up|organise|list] [these|these {what}|the {what}|the following {what}|my {what}|the list] {ends}: {{x}}
+        put {{x}} {ends}
+        put [these|these {what}|the {what}|the following|my {what}|this list] {ends}: {{x}}
+        [write|give me|show me|list|print|return|say|name|read out|tell me] {{x}} {ends}
+        [sort|arrange|order] the {what} {{x}} {ends}
+        [bring|get|place|set|lay out] [these {what}|the {what}|them|everything] {ends}: {{x}}
+        [take|look at|here are|here is a list] {{x}} and [sort|order|arrange] [it|them] {ends}
+        [rearrange|reorder|sort out|tidy up] {{x}} {ends}
+        go through {{x}} {ends}
+        make a list {ends} [of|from|out of|with] {{x}}
+    """)
+
+
+def _bare(ends: str, what: str) -> tuple[str, ...]:
+    return lines(f"""
+        {{x}} {ends}
+        {{x}} - [sort|sort these|order|sort them] {ends}
+        {{x}}: {ends} please
+        {ends}: {{x}}
+        sort {ends}: {{x}}
+        [I have|We have|Given|Here are|These are|Here is my list:|List:] {{x}}. [Sort|Order|Arrange|Put] them {ends}.
+        [I have|We have|Given|Here are|There are] the {what} {{x}}. [What is the order|How do they go|What order do they have] {ends}?
+        [How|In what order] do {{x}} go {ends}?
+        [Which|What] [order|sequence] do {{x}} have {ends}?
+        [My {what}|The {what}] are {{x}}. [Please sort|Sort|Order] them {ends}.
+        {{x}}. [Now|Please|Next] {ends}.
+        What [is|would be] {{x}} {ends}?
+        What does {{x}} look like {ends}?
+    """)
+
+
+_PLAIN_SORT = lines("""
+    sort {x}
+    sort: {x}
+    sort this: {x}
+    order {x}
+    put {x} in order
+    sort the list {x}
+    [sort|order|arrange] [these|them|the following|this list|my list|it for me]: {x}
+    {x} [in order|sorted|in the right order][, please| please|]
+    {x} - sort these
+    bring {x} into [order|the right order]
+    [Could you|Can you|Please] sort [this|these|it|them][:|?] {x}
+""")
+_MAX = lines("""
+    [What|Which] [is|number is] the [largest|biggest|greatest|highest|maximum]: {x}?
+    [What|Which] [number |one |]is the [largest|biggest|greatest|highest] [of|among|in|out of] {x}?
+    Which [number |one |]is [bigger|larger|greater|higher]: {x}?
+    [Of|Among|Out of|From] {x}, [which|what] [one |number |]is the [largest|biggest|greatest|highest]?
+    Which of {x} is [the largest|the biggest|the greatest|the highest]?
+    [Here are|I have|Given|Look at] {x}. [Which|What] is the [largest|biggest|greatest|highest][ one|]?
+    [Who|Which] wins if the [highest|biggest|largest] number wins: {x}?
+    {x}: which is [biggest|largest|greatest|the highest]?
+""")
+_MAX_NOUNS = lines("""
+    the [maximum|largest|biggest|greatest|highest|max] of {x}
+    the [largest|biggest|greatest|highest] [number|value|one|figure] [of|in|among|from|out of] {x}
+    the [largest|biggest|greatest|highest] [number|value|one]: {x}
+    max of {x}
+    the top [number|value] in {x}
+""")
+_MAX_ORDERS = lines("""
+    [find|pick|choose|name|show me|give me|tell me|pick out] the [largest|biggest|greatest|highest] [number|one|of these|value]: {x}
+    [find|pick|choose|name] the [largest|biggest|greatest|highest] [of|in|from|among] {x}
+""")
+_MIN = lines("""
+    [What|Which] [is|number is] the [smallest|lowest|least|minimum]: {x}?
+    [What|Which] [number |one |]is the [smallest|lowest|least] [of|among|in|out of] {x}?
+    Which [number |one |]is [smaller|lower|less]: {x}?
+    [Of|Among|Out of|From] {x}, [which|what] [one |number |]is the [smallest|lowest]?
+    Which of {x} is [the smallest|the lowest|the least]?
+    [Here are|I have|Given|Look at] {x}. [Which|What] is the [smallest|lowest][ one|]?
+    [Who|Which] wins if the [lowest|smallest] number wins: {x}?
+    {x}: which is [smallest|lowest|the least]?
+""")
+_MIN_NOUNS = lines("""
+    the [minimum|smallest|lowest|least|min] of {x}
+    the [smallest|lowest|least] [number|value|one|figure] [of|in|among|from|out of] {x}
+    the [smallest|lowest] [number|value|one]: {x}
+    min of {x}
+    the bottom [number|value] in {x}
+""")
+_MIN_ORDERS = lines("""
+    [find|pick|choose|name|show me|give me|tell me|pick out] the [smallest|lowest|least] [number|one|of these|value]: {x}
+    [find|pick|choose|name] the [smallest|lowest] [of|in|from|among] {x}
+""")
+_REVERSE_LIST = lines("""
+    reverse this list: {x}
+    reverse the list {x}
+    reverse {x}
+    put [this list|these|the items] in reverse order: {x}
+    [write|say|list|give me|read|show me|print|name] {x} [backwards|in reverse|in reverse order|from back to front|from last to first|from the end|from right to left]
+    reverse the order of [these|this|the following|the items|the list]: {x}
+    [list|say|write|name|give me] [these|them|the items|the following] in the opposite order: {x}
+    turn [this list|the list|these|the order] [around|round]: {x}
+    [flip|turn round|swap|invert] [this list|the list|the order|the sequence|the items][:| of] {x}
+    [flip|invert|turn around|turn round] {x}
+    [start|begin] [with|at|from] the last [item|one] and [list|go through|read] {x}
+    [start|begin] [with|at|from] the [end|back] of {x}
+    put the last [item|one|element] first and so on: {x}
+    [list|name|say|give me] {x} [the other way round|the other way around|the wrong way round]
+    read this list from [right to left|the end|back to front|bottom to top]: {x}
+""")
+_REVERSE_LIST_NOUNS = lines("""
+    {x} [backwards|in reverse|reversed|in reverse order|from last to first|back to front]
+    the [reverse|reversed list|opposite order|reversed order] of {x}
+    the list {x} [backwards|reversed|in reverse]
+    the order {x} turned [around|round]
+    {x} [starting|beginning] [from|at|with] the [end|last one|last item]
+""")
+_REVERSE_LIST_QUESTIONS = lines("""
+    What is {x} [backwards|in reverse order|in reverse|from last to first]?
+    How does the list {x} [look|go|read] [backwards|in reverse|from the end]?
+    The list is {x}. What is it [backwards|in reverse|from the end|reversed]?
+    [I have|Here are|Given|Look at] {x}. [What is the opposite order|What is the reverse|Reverse them|Turn them round][?|]
+""")
+_REVERSE_SENTENCE = lines("""
+    reverse the order of the words: {x}
+    reverse the [words|word order|sentence]: {x}
+    [write|say|list|give me|put] [these|the|the following] words in [reverse|the opposite|backward] order: {x}
+    reverse the word order of: {x}
+    [say|write|read] [this|the sentence|this sentence] [word by word from the end|with its words backwards|with the words in reverse]: {x}
+    put the last word first and so on: {x}
+    turn the [words|word order] [around|round]: {x}
+""")
 
 
 def reason_sort(items: list[str], ordered: list[str]) -> str:
-    """Pick the next item, copy the rest; words first show their first letters."""
+    """Pick the next item, copy the rest; words first show their letters' places in the alphabet."""
     lines = []
     if not items[0].isdigit():
-        lines.append(", ".join(f"{word} {word[:2].lower()}" for word in items))
+        same = len({word[0].lower() for word in items}) < len(items)
+        places = [" ".join(_place(c) for c in word[: 3 if same else 1].lower()) for word in items]
+        lines.append(", ".join(f"{w} {p}" for w, p in zip(items, places, strict=True)))
     rest = list(items)
     for item in ordered[:-1]:
         rest.remove(item)
         lines.append(f"{item} | {' '.join(rest)}")
     return "\n".join([*lines, ordered[-1]])
+
+
+def _place(letter: str) -> str:
+    return f"{letter}{ord(letter) - 96}" if "a" <= letter <= "z" else letter
 
 
 def reason_reverse(items: list[str]) -> str:
@@ -123,151 +181,301 @@ def reason_reverse(items: list[str]) -> str:
     return " ".join(numbered) + "\n" + " ".join(reversed(numbered))
 
 
-def _numbers(rng: random.Random) -> list[str]:
-    top = rng.choice((9, 99, 99, 99, 999))
-    size = rng.choice((2, 3) if top == 999 else (2, 3, 3, 4))
-    picked = [rng.randint(0, top) for _ in range(size)]
-    if rng.random() < 0.9:
-        picked = rng.sample(range(top + 1), size)
+def _numbers(source: Source) -> list[str]:
+    top = source.choice((9, 20, 99, 99, 99, 999))
+    size = source.choice((2, 3, 3) if top == 999 else (2, 3, 3, 3, 4, 4, 5))
+    picked = [source.randint(0, top) for _ in range(size)]
+    if source.chance(0.93):
+        picked = source.sample(range(top + 1), size)
     return [str(value) for value in picked]
 
 
-def sort(rng: random.Random) -> Turn:
+def sort(source: Source) -> Turn:
     """Return a list to sort, or to find the largest or the smallest of."""
-    words_asked = rng.random() < 0.4
-    down = rng.random() < (0.1 if words_asked else 0.35)
+    words_asked = source.chance(0.4)
+    down = source.chance(0.15 if words_asked else 0.38)
+    plain = not down and source.chance(0.3)
     if words_asked:
-        words = rng.sample(ALL_LOWER if rng.random() < 0.85 else NAMES, rng.choice((2, 2, 3)))
+        words = _words(source)
         ordered = sorted(words, key=str.lower, reverse=down)
-        template = rng.choice(_WORDS_DOWN if down else _WORDS_UP)
-        return _sorted_turn(rng, template, words, ordered, down)
-    items = _numbers(rng)
+        what = source.choice(("words", "words", "names", "items"))
+        ends = _ZA_ENDS if down else _AZ_ENDS
+        orders = (*_ordering(ends, what), "alphabetize {x}", "alphabetise {x}")
+        return _sorted_turn(
+            source,
+            _PLAIN_SORT if plain else (),
+            orders[: None if not down else -2],
+            _bare(ends, what),
+            words,
+            ordered,
+            down,
+        )
+    items = _numbers(source)
     ordered = sorted(items, key=int, reverse=down)
-    if rng.random() < 0.15:
+    if source.chance(0.2):
         best, seen = items[0], [items[0]]
         for item in items[1:]:
             best = max(best, item, key=int) if down else min(best, item, key=int)
             seen.append(best)
-        question = vary(rng, rng.choice(_MAX if down else _MIN).format(x=join_list(rng, items)))
+        said = asked(
+            source,
+            questions=_MAX if down else _MIN,
+            nouns=_MAX_NOUNS if down else _MIN_NOUNS,
+            orders=_MAX_ORDERS if down else _MIN_ORDERS,
+        )
+        question = said.format(x=join_list(source, items, "or" if "bigger" in said else "and"))
         return Turn(question, ", ".join(seen), best, f"best{down} {items}", "number", (best,))
-    return _sorted_turn(rng, rng.choice(_DOWN if down else _UP), items, ordered, down)
+    ends = _DOWN_ENDS if down else _UP_ENDS
+    what = source.choice(("numbers", "numbers", "values", "figures", "scores"))
+    return _sorted_turn(
+        source,
+        _PLAIN_SORT if plain else (),
+        _ordering(ends, what),
+        _bare(ends, what),
+        items,
+        ordered,
+        down,
+    )
+
+
+def _words(source: Source) -> list[str]:
+    size = source.choice((2, 2, 3, 3, 3, 4))
+    style = source.random()
+    if style < 0.75:
+        return source.sample(ALL_LOWER, size)
+    if style < 0.9:
+        return source.sample(NAMES, size)
+    words: dict[str, None] = {}
+    while len(words) < size:
+        words[random_letters(source, 3, 7)] = None
+    return list(words)
 
 
 def _sorted_turn(
-    rng: random.Random, template: str, items: list[str], ordered: list[str], down: bool
+    source: Source,
+    plain: tuple[str, ...],
+    orders: tuple[str, ...],
+    bare: tuple[str, ...],
+    items: list[str],
+    ordered: list[str],
+    down: bool,
 ) -> Turn:
-    question = vary(rng, template.format(x=join_list(rng, items)))
+    said = asked(source, orders=plain) if plain else asked(source, orders=orders, questions=bare)
+    question = said.format(x=join_list(source, items))
     reasoning, key = reason_sort(items, ordered), f"sort{down} {items}"
     return Turn(question, reasoning, ", ".join(ordered), key, "list", tuple(ordered))
 
 
-def reverse_list(rng: random.Random) -> Turn:
+def reverse_list(source: Source) -> Turn:
     """Return a list or a row of words to turn round."""
-    size = rng.randint(2, 5)
-    style = rng.random()
+    size = source.randint(2, 5)
+    style = source.random()
     if style < 0.35:
-        items = [str(rng.randint(0, 99)) for _ in range(size)]
+        items = [str(source.randint(0, 99)) for _ in range(size)]
     elif style < 0.8:
-        items = rng.sample(ALL_LOWER, size)
+        items = source.sample(ALL_LOWER, size)
     elif style < 0.9:
-        items = rng.sample("abcdefghijklmnopqrstuvwxyz", size)
+        items = source.sample("abcdefghijklmnopqrstuvwxyz", size)
     else:
-        items = [random_letters(rng, 2, 5) for _ in range(rng.randint(2, 4))]
+        items = [random_letters(source, 2, 5) for _ in range(source.randint(2, 4))]
     backwards = items[::-1]
-    if style >= 0.35 and rng.random() < 0.35:
-        question, answer = (
-            rng.choice(_REVERSE_SENTENCE).format(x=" ".join(items)),
-            " ".join(backwards),
-        )
+    if style >= 0.35 and source.chance(0.25):
+        question = asked(source, orders=_REVERSE_SENTENCE).format(x=" ".join(items))
+        answer = " ".join(backwards)
     else:
-        question, answer = (
-            rng.choice(_REVERSE_LIST).format(x=join_list(rng, items)),
-            ", ".join(backwards),
+        said = asked(
+            source,
+            orders=_REVERSE_LIST,
+            nouns=_REVERSE_LIST_NOUNS,
+            questions=_REVERSE_LIST_QUESTIONS,
         )
+        question, answer = said.format(x=join_list(source, items)), ", ".join(backwards)
     reasoning = reason_reverse(items)
-    return Turn(
-        vary(rng, question), reasoning, answer, f"reverse {items}", "list", tuple(backwards)
-    )
+    return Turn(question, reasoning, answer, f"reverse {items}", "list", tuple(backwards))
 
 
 # Letters of a word.
 
-_REVERSE = (
-    "Reverse the word {w}.",
-    "Reverse {w}",
-    "Write {w} backwards.",
-    "Spell {w} backwards.",
-    "What is {w} backwards?",
-    "Reverse the letters of {w}.",
-    "reverse: {w}",
-    "What is {w} reversed?",
-    "Turn the word {w} around.",
-    "Can you reverse the word {w}?",
-    "Reverse the string {w}",
-    "Say {w} in reverse.",
-    "{w} backwards",
-    "{w} reversed?",
-    "How do you write {w} in reverse?",
-)
-_COUNT = (
-    "How many {c} in {w}?",
-    "How many {c}s are in {w}?",
-    "How many times does {c} appear in {w}?",
-    "Count the {c}s in {w}.",
-    "Count the letter {c} in {w}.",
-    "How many letters {c} are in {w}?",
-    "How many times is the letter {c} in {w}?",
-    "How often does the letter {c} occur in {w}?",
-    "How many {c}'s are there in the word {w}?",
-    "count {c} in {w}",
-    "How many {c}'s in {w}?",
-    "Tell me how many {c}'s there are in {w}.",
-    "In {w}, how many times is there a {c}?",
-)
-_LENGTH = (
-    "How many letters are in {w}?",
-    "How long is the word {w}?",
-    "Count the letters in {w}.",
-    "How many letters does {w} have?",
-    "What is the length of {w}?",
-)
-_SPELL = (
-    "Spell {w}.",
-    "How do you spell {w}?",
-    "Spell the word {w}.",
-    "Can you spell {w}?",
-    "Spell out {w}.",
-)
-_VOWELS = (
-    "How many vowels are in {w}?",
-    "Count the vowels in {w}.",
-    "How many vowels does the word {w} have?",
-)
-_NTH = (
-    "What is the {n} letter of {w}?",
-    "What is the {n} letter in {w}?",
-    "Give me the {n} letter of the word {w}.",
-    "Which letter is the {n} in {w}?",
-)
+_REVERSE = lines("""
+    reverse [the word |the letters of |the string |the letters in |the text |]{w}
+    reverse: {w}
+    [write|spell|say|type|print|read|show me|give me|put|write out|type out] [the word |]{w} [backwards|in reverse|from back to front|from the end|from right to left|backward|the other way round|the wrong way round|from end to start|from last to first letter]
+    turn [the word |the letters of |]{w} [around|round|backwards]
+    [flip|mirror|invert|flip round|turn back to front] [the word |the letters of |the string |]{w}
+    [write|spell|type|give me|print|show me] the letters of {w} [backwards|in reverse|in reverse order|in the opposite order|from the last to the first|from right to left|back to front]
+    [start|begin] [with|at|from] the [last letter|end] of {w} and [spell|write|go] [it |]back
+    [make|form] a [new word|word|string] [by reading|from] {w} [backwards|in reverse|from the end]
+    [hold|put] {w} [in front of|up to] a mirror and read it
+    [run|go] through {w} from [the end to the start|the last letter to the first]
+    change {w} so that [it reads backwards|the last letter comes first]
+    put the letters of {w} in [reverse|the opposite|backward] order
+    swap the letters of {w} end for end
+""")
+_REVERSE_NOUNS = lines("""
+    {w} [backwards|reversed|in reverse|spelled backwards|back to front|from right to left|mirrored|in mirror writing]
+    the [reverse|mirror image|reversed form|backward spelling|backwards form] of {w}
+    the word {w} [backwards|reversed|in reverse|spelled from the end|with its letters turned round]
+    the letters of {w} [backwards|in reverse order|from last to first]
+    what {w} is [backwards|in reverse|reversed]
+""")
+_REVERSE_QUESTIONS = lines("""
+    What is {w} [backwards|reversed|in reverse|spelled backwards|from right to left]?
+    How do you [write|spell|say|type] {w} [in reverse|backwards|from the end|the other way round]?
+    How does {w} [read|look|sound] [backwards|in reverse|from right to left|from the end|in a mirror]?
+    What do [you get|I get] if [you|I] [reverse|flip|turn round|mirror] {w}?
+    What [word|text|string] [comes out|results|do I get] if {w} is [reversed|flipped|turned round|read backwards]?
+    If [you|I|we] [read|write|spell] {w} [backwards|from the end|from right to left], what [is it|do you get|comes out|does it say]?
+    [Take|Look at|Here is|My word is] the word {w}. [What is it backwards|Reverse it|How is it in reverse|Turn it round][?|]
+""")
+_COUNT = lines("""
+    How many {c} in {w}?
+    How many {c}s are [in|there in|contained in|inside] [the word |]{w}?
+    How many times does [the letter |]{c} [appear|occur|come up|show up|turn up] in [the word |]{w}?
+    How many letters {c} are [there |]in {w}?
+    How many times is [the letter |there a |]{c} in [the word |]{w}?
+    How often [does|do I see|is] [the letter |]{c} [occur |appear |]in [the word |]{w}?
+    How many {c}'s are [there |]in [the word |]{w}?
+    How many {c}'s [in|does it take to write|are needed for] {w}?
+    In [the word |]{w}, how [many times|often] is there [a|the letter] {c}?
+    How many {c} does [the word |]{w} [have|contain|hold]?
+    [Look at|Take|Here is|Consider|My word is] [the word |]{w}. How many {c}['s|] [does it have|are in it|do you see|can you find|are there]?
+    {w}: how many {c}?
+    {w} - how [many|often] {c}?
+    How many of the letters in {w} are {c}?
+    How many of the letter {c} [are|do you find|can be found] in {w}?
+    If I [spell|write] {w}, how many {c}['s|] do I [need|write|use]?
+    Does {w} have one {c} or more? How many?
+""")
+_COUNT_NOUNS = lines("""
+    the number of {c}['s|s|] in [the word |]{w}
+    the number of times {c} [is|appears|occurs|comes up] in {w}
+    how many {c}'s [there are|you find|I can find|one finds] in [the word |]{w}
+    how often [the letter |]{c} [occurs|appears|is|comes] in [the word |]{w}
+    the count of [the letter |]{c} in {w}
+    the amount of {c}['s|] in {w}
+    how many times [the letter |]{c} [occurs|is used|appears] in {w}
+""")
+_COUNT_ORDERS = lines("""
+    count the {c}s in {w}
+    count the {c}'s in {w}
+    count the letter {c} in {w}
+    count {c} in {w}
+    count [all|every|each] {c} in [the word |]{w}
+    count how [many times|often] {c} [is|appears|comes up|occurs] in {w}
+    check how many {c}['s|s|] [are in|there are in] {w}
+    [go|look] through {w} and count [the letter |every |each ]{c}
+    spell {w} and count the {c}'s
+""")
+_LENGTH = lines("""
+    How many letters [are in|are there in|has|make up|does it take to write] [the word |]{w}?
+    How many [letters|characters] does [the word |]{w} have?
+    How long is [the word |]{w}?
+    What is the length of [the word |]{w}?
+    [Look at|Take|Here is|My word is] {w}. How many letters [does it have|are in it|is that]?
+    Of how many [letters|characters] is {w} made?
+    {w} has how many [letters|characters]?
+    How many [letters|characters] do I [type|need|write] for {w}?
+    How many letters long is {w}?
+""")
+_LENGTH_NOUNS = lines("""
+    the [length|number of letters|letter count|size|number of characters] of [the word |]{w}
+    the number of [letters|characters] in [the word |]{w}
+    how [long|many letters] [the word |]{w} [is|has]
+    how many letters {w} has
+    how long [the word |]{w} is
+""")
+_LENGTH_ORDERS = lines("""
+    count the [letters|characters] [in|of] [the word |]{w}
+    count all letters of {w}
+    measure the length of [the word |]{w} in letters
+    count how many letters {w} has
+""")
+_SPELL = lines("""
+    spell {w}
+    spell the word {w}
+    spell out [the word |]{w}
+    spell {w} letter by letter
+    [write|say|give me|list|name] {w} letter by letter
+    [list|name|say|give me] [all |]the letters of [the word |]{w} one by one
+    [split|break|cut|take apart] [the word |]{w} into [letters|its letters|single letters]
+    separate the letters of {w} with dashes
+    put a dash between the letters of {w}
+""")
+_SPELL_QUESTIONS = lines("""
+    How do you spell [the word |]{w}?
+    How is {w} [spelled|spelt|written, letter by letter]?
+    What are the letters of [the word |]{w}?
+    What is the spelling of {w}?
+""")
+_VOWELS = lines("""
+    How many vowels [are|are there] in [the word |]{w}?
+    How many vowels does [the word |]{w} [have|contain]?
+    How many of the letters [of|in] {w} are vowels?
+    {w}: how many vowels?
+    How many vowels [has|are needed for] {w}?
+    [Look at|Take|Here is] {w}. How many vowels [does it have|are in it]?
+""")
+_VOWELS_NOUNS = lines("""
+    the number of vowels in [the word |]{w}
+    how many vowels {w} has
+    the vowel count of {w}
+    how many vowels there are in {w}
+""")
+_VOWELS_ORDERS = lines("""
+    count the vowels [in|of] [the word |]{w}
+    count how many vowels {w} has
+    find all vowels in {w} and count them
+""")
+_NTH = lines("""
+    What is the {n} letter [of|in] [the word |]{w}?
+    Which letter is the {n} [one |]in [the word |]{w}?
+    Which is the {n} letter [of|in] [the word |]{w}?
+    Which letter [stands|comes|is] {n} in [the word |]{w}?
+    In [the word |]{w}, [what|which letter] is {n}?
+    What [letter|character] [does {w} have|is] in {n} place[ in {w}|]?
+    [Look at|Take|Here is] {w}. What is the {n} letter?
+    {w}: what is the {n} letter?
+""")
+_NTH_NOUNS = lines("""
+    the {n} letter [of|in] [the word |]{w}
+    the {n} character [of|in] {w}
+    the letter that comes {n} in {w}
+    {w}'s {n} letter
+""")
+_FIRST_LETTER = lines("""
+    What does [the word |]{w} [start|begin] with?
+    Which letter does [the word |]{w} [start|begin] with?
+    With [which|what] letter does {w} [start|begin]?
+    What letter is at the [start|beginning|front] of {w}?
+    What is the [starting|opening|initial|beginning] letter of {w}?
+""")
+_LAST_LETTER = lines("""
+    What does [the word |]{w} [end|finish] [with|in]?
+    Which letter does [the word |]{w} end [with|in|on]?
+    With [which|what] letter does {w} [end|finish|stop]?
+    What letter is at the [end|back] of {w}?
+    What is the [ending|final|closing] letter of {w}?
+""")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "last")
+_SHORT_ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "last")
 
 
-def a_word(rng: random.Random, high: int = 9) -> str:
+def a_word(source: Source, high: int = 9) -> str:
     """Return a word to spell: mostly a plain one, often made-up letters."""
-    kind = rng.random()
+    kind = source.random()
     if kind < 0.55:
-        return rng.choice(ALL_LOWER)
+        return source.choice(ALL_LOWER)
     if kind > 0.96:
-        word = rng.choice((*ALL_LOWER, random_letters(rng, 2, high)))
-        return word.upper() if rng.random() < 0.5 else word.capitalize()
-    return rng.choice(NAMES).lower() if kind < 0.62 else random_letters(rng, 2, high)
+        word = source.choice((*ALL_LOWER, random_letters(source, 2, high)))
+        return word.upper() if source.chance(0.5) else word.capitalize()
+    return source.choice(NAMES).lower() if kind < 0.62 else random_letters(source, 2, high)
 
 
-def _quote(rng: random.Random, word: str) -> str:
-    style = rng.random()
-    if style < 0.7:
+def _quote(source: Source, word: str) -> str:
+    style = source.random()
+    if style < 0.66:
         return word
-    return f'"{word}"' if style < 0.88 else f"'{word}'"
+    return f'"{word}"' if style < 0.84 else f"'{word}'"
 
 
 def reason_count(word: str, wanted: str) -> str:
@@ -286,48 +494,58 @@ def reason_reverse_word(word: str) -> str:
     return f"{' '.join(word)}\n{' '.join(word[::-1])}"
 
 
-def reverse(rng: random.Random) -> Turn:
+def reverse(source: Source) -> Turn:
     """Return a word or a list to turn round."""
-    if rng.random() < 0.4:
-        return reverse_list(rng)
-    word = a_word(rng)
-    question = vary(rng, rng.choice(_REVERSE).format(w=_quote(rng, word)))
+    if source.chance(0.4):
+        return reverse_list(source)
+    word = a_word(source)
+    said = asked(source, orders=_REVERSE, nouns=_REVERSE_NOUNS, questions=_REVERSE_QUESTIONS)
+    question = said.format(w=_quote(source, word))
     back = word[::-1]
     return Turn(question, reason_reverse_word(word), back, f"reverse {word}", "word", (back,))
 
 
-def letters(rng: random.Random) -> Turn:
+def letters(source: Source) -> Turn:
     """Return a question about the letters of a word; most ask how often one letter is in it."""
-    word = a_word(rng, 10)
-    shown = _quote(rng, word)
-    kind = rng.choices(("count", "length", "spell", "vowels", "nth"), (60, 14, 8, 8, 10))[0]
+    word = a_word(source, 10)
+    shown = _quote(source, word)
+    kind = source.choices(("count", "length", "spell", "vowels", "nth"), (50, 14, 9, 9, 16))[0]
     if kind == "count":
-        return count_turn(rng, word, shown)
+        return count_turn(source, word, shown)
+    n = ""
     if kind == "length":
         answer, reasoning = str(len(word)), reason_count(word, word)
-        question = rng.choice(_LENGTH).format(w=shown)
+        said = asked(source, questions=_LENGTH, nouns=_LENGTH_NOUNS, orders=_LENGTH_ORDERS)
     elif kind == "spell":
         answer, reasoning = "-".join(word), " ".join(word)
-        question = rng.choice(_SPELL).format(w=shown)
+        said = asked(source, questions=_SPELL_QUESTIONS, orders=_SPELL)
     elif kind == "vowels":
         reasoning = reason_count(word, "aeiouAEIOU")
         answer = str(sum(letter in "aeiouAEIOU" for letter in word))
-        question = rng.choice(_VOWELS).format(w=shown)
+        said = asked(source, questions=_VOWELS, nouns=_VOWELS_NOUNS, orders=_VOWELS_ORDERS)
     else:
-        place = rng.choice([i for i in range(7) if i < len(word) or i == 6])
+        place = source.choice([i for i in range(7) if i < len(word) or i == 6])
         reasoning, answer = reason_count(word, word), word[-1] if place == 6 else word[place]
-        question = rng.choice(_NTH).format(w=shown, n=_ORDINALS[place])
+        n = (_SHORT_ORDINALS if source.chance(0.2) else _ORDINALS)[place]
+        if place in (0, 6) and source.chance(0.5):
+            said = asked(source, questions=_LAST_LETTER if place else _FIRST_LETTER)
+        else:
+            said = asked(source, questions=_NTH, nouns=_NTH_NOUNS)
         kind = f"nth{place}"
-    return Turn(vary(rng, question), reasoning, answer, f"{kind} {word}", "letters", (word,))
+    question = said.format(w=shown, n=n)
+    return Turn(question, reasoning, answer, f"{kind} {word}", "letters", (word,))
 
 
-def count_turn(rng: random.Random, word: str, shown: str) -> Turn:
+def count_turn(source: Source, word: str, shown: str) -> Turn:
     """Return `how many c in word`; one in seven asks for a letter that need not be there."""
     word = word.lower()  # "How many r in Rare?" would have two answers.
     shown = shown.lower()
-    letter = rng.choice(word) if rng.random() < 0.85 else rng.choice("abcdefghijklmnopqrstuvwxyz")
-    mark = f'"{letter}"' if rng.random() < 0.12 else letter
-    question = vary(rng, rng.choice(_COUNT).format(c=mark, w=shown))
+    letter = (
+        source.choice(word) if source.chance(0.85) else source.choice("abcdefghijklmnopqrstuvwxyz")
+    )
+    mark = source.choice((f'"{letter}"', f"'{letter}'")) if source.chance(0.12) else letter
+    said = asked(source, questions=_COUNT, nouns=_COUNT_NOUNS, orders=_COUNT_ORDERS)
+    question = said.format(c=mark, w=shown)
     reasoning = f"{letter}: {reason_count(word, letter)}"
     return Turn(
         question, reasoning, str(word.count(letter)), f"count {letter} {word}", "count", (word,)

@@ -1,509 +1,919 @@
-"""Questions about a short text (who, where, what, how many), and small talk: greetings, who the
-model is, saying something after the user, and what it cannot do.
+# ruff: noqa: E501 - a frame is one line, however long.
+"""Questions about a short text: who, where, what, when, how many.
 
 A text is a few facts about different people, places and things, so every question has one answer;
 or the text does not say. The reasoning copies it up to the sentence that answers.
 """
 
-import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from evals.numbers import say
+from evals.wordings import Source, asked, lines
 from evals.words import (
-    ALL_LOWER,
     ANIMALS,
+    CITIES,
     COLOURS,
     COUNTED,
+    FOODS,
+    JOBS,
     NAMES,
     PLACES,
     THINGS,
+    WEEKDAYS,
     Turn,
     random_letters,
 )
 
 NOT_SAID = "The text does not say."
-_UNSAID_NAME = (
-    "Where is {n}?",
-    "What does {n} have?",
-    "How old is {n}?",
-    "What does {n} like?",
-    "Where did {n} go?",
-)
-_UNSAID_THING = ("Where is the {t}?", "Who has the {t}?", "Who bought the {t}?")
-_FRAMES = (
-    "{t} {q}",
-    "{t}\n{q}",
-    "{t}\n\n{q}",
-    "{t}\n\nQuestion: {q}",
-    "Text: {t}\nQuestion: {q}",
-    "Read this: {t} {q}",
-    "Read the text and answer. {t} {q}",
-    "{q}\n{t}",
-    "{q} Text: {t}",
-    "Here is a text: {t}\n{q}",
-    "Story: {t}\n{q}",
-)
+_LAYOUTS = lines("""
+    {t} {q}
+    {t}\\n{q}
+    {t}\\n\\n{q}
+    {t}\\n\\nQuestion: {q}
+    [Text|Passage|Story|Paragraph|Context|Note|Facts]: {t}\\n[Question|Q|My question]: {q}
+    [Text|Passage|Story|Paragraph|Context|Note|Facts]: {t}\\n{q}
+    [Text|Passage|Context]: {t} [Question|Q]: {q}
+    [Read|Consider|Look at|Take] [this|the following|this text|this story|the text below|this short text]: {t} {q}
+    [Read|Consider] [this|the following|the text|it] and [answer|answer my question|tell me]. {t} {q}
+    {q}\\n{t}
+    {q} [Text|Passage|Here is the text|The text|Use this|Context|Story]: {t}
+    [Here is|This is|Here's] [a text|a story|a note|a passage|a short text|what I know|what happened]: {t}\\n{q}
+    [Question|Q]: {q}\\n[Text|Passage|Context]: {t}
+    "{t}" {q}
+    "{t}"\\n{q}
+    [Given|Knowing|We know|I know] [that|this|the following]: {t} {q}
+    [Answer from|Use|Using] [the text|this text|the story|this]: {t}\\n{q}
+    {t} [So|Now|And now|Tell me|Now tell me|My question|Question]: {q}
+    [According to|Based on|From] [this text|this|the story|the following]: {t}\\n{q}
+    [Answer the question|Answer with the text|Answer this]. {q} {t}
+    [I read|I heard|They say|My friend wrote|The paper says]: {t} {q}
+""")
+_NO_FACTS = lines("""
+    It was a [sunny|cold|rainy|quiet|busy|warm|nice|long] [day|morning|evening|week].
+    The weather was [good|bad|fine|cold|warm].
+    [Everybody|Everyone|Nobody] was [happy|tired|hungry|late].
+    It [rained|snowed] all [day|night|morning].
+    [Then|Soon|Later] it [got dark|was late|was time to go].
+    [They|All of them] had a [good|great|hard] time.
+    This is [a short story|what happened|all we know].
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """What asks for one answer: whole questions, and noun phrases."""
+
+    answer: str
+    questions: tuple[str, ...]
+    nouns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A sentence and the questions it answers."""
+    """A sentence, and what it answers. `slots` fill the questions' braces; `subject` is a person
+    the next sentence may call he or she.
+    """
 
     sentence: str
-    asks: tuple[tuple[str, str], ...]
+    slots: dict[str, str]
+    asks: tuple[Asks, ...]
+    subject: str = ""
+    read: str = ""
+    """What a number in words is in digits."""
+    who: str = ""
+    """Whom he or she is."""
 
 
-class _Pool:
+class Pool:
     """Draws names and words for one text, never the same one twice."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, source: Source) -> None:
+        self.source = source
         self.used: set[str] = set()
 
-    def draw(self, words: tuple[str, ...] | list[str]) -> str:
+    def draw(self, words: Sequence[str]) -> str:
         while True:
-            word = self.rng.choice(words)
-            if words is NAMES and self.rng.random() < 0.06:
-                word = random_letters(self.rng, 3, 6).capitalize()
+            word = self.source.choice(words)
+            if self.source.chance(0.06):
+                word = random_letters(self.source, 3, 7)
+                word = word.capitalize() if words in (NAMES, CITIES) else word
             if word not in self.used:
                 self.used.add(word)
                 return word
+
+    def number(self, low: int, high: int) -> str:
+        while True:
+            value = str(self.source.randint(low, high))
+            if value not in self.used:
+                self.used.add(value)
+                return value
+
+
+_VERBS = [
+    verb.split("/")
+    for verb in [
+        "bought/buy/bought",
+        "found/find/found",
+        "lost/lose/lost",
+        "saw/see/seen",
+        "painted/paint/painted",
+        "broke/break/broken",
+        "sold/sell/sold",
+        "cleaned/clean/cleaned",
+        "carried/carry/carried",
+        "hid/hide/hidden",
+        "took/take/taken",
+        "brought/bring/brought",
+        "made/make/made",
+        "opened/open/opened",
+        "dropped/drop/dropped",
+        "washed/wash/washed",
+        "fixed/fix/fixed",
+        "borrowed/borrow/borrowed",
+        "kept/keep/kept",
+        "drew/draw/drawn",
+        "stole/steal/stolen",
+        "wanted/want/wanted",
+        "needed/need/needed",
+        "used/use/used",
+        "picked/pick/picked",
+        "moved/move/moved",
+        "left/leave/left",
+        "forgot/forget/forgotten",
+        "threw/throw/thrown",
+        "built/build/built",
+        "packed/pack/packed",
+        "got/get/got",
+        "ordered/order/ordered",
+        "caught/catch/caught",
+        "counted/count/counted",
+        "wore/wear/worn",
+        "repaired/repair/repaired",
+        "sent/send/sent",
+        "showed/show/shown",
+        "held/hold/held",
+    ]
+]
+_GOES = "[went|walked|ran|drove|travelled|came|hurried|moved|cycled|returned]"
+_STAYS = "[slept|waited|sat|stood|played|worked|sang|rested|danced|ate lunch|studied|stayed]"
+_WHO = (
+    "Who {v} {o}?",
+    "Who was it that {v} {o}?",
+    "[Tell me who|Say who|Who exactly|Do you know who] {v} {o}?",
+    "Which person {v} {o}?",
+    "By whom was {o} {pp}?",
+)
+_WHO_NOUNS = ("the [name of the |]person who {v} {o}", "who {v} {o}", "the one who {v} {o}")
+_WHAT = (
+    "What did {n} {b}?",
+    "What was it that {n} {v}?",
+    "[What thing|Which thing] did {n} {b}?",
+    "What was {pp} by {n}?",
+    "{n} {v} what?",
+)
+_WHAT_NOUNS = ("what {n} {v}", "the thing [that |]{n} {v}")
+_WHERE = (
+    "Where did {n} {b} {o}?",
+    "Where was {o} {pp}[ by {n}|]?",
+    "In [what|which] place did {n} {b} {o}?",
+    "Where was it that {n} {v} {o}?",
+    "In which place was {o} {pp}?",
+)
+_WHERE_NOUNS = ("the place where {n} {v} {o}", "where {n} {v} {o}")
+_WHEN = (
+    "When did {n} {b} {o}?",
+    "When was {o} {pp}[ by {n}|]?",
+    "[On which day|On what day|At what time] did {n} {b} {o}?",
+)
+_WHEN_NOUNS = ("when {n} {v} {o}", "the [day|time] when {n} {v} {o}")
+_MANY = (
+    "How many {t} did {n} {b}?",
+    "How many {t} were {pp}[ by {n}|]?",
+    "How many {t} were there?",
+    "What number of {t} did {n} {b}?",
+)
+_MANY_NOUNS = ("the number of {t} [that |]{n} {v}", "how many {t} {n} {v}")
+_COLOUR = (
+    "What colour [is|was] the {t}?",
+    "What color [is|was] the {t}[ of {n}|]?",
+    "Which colour [has|had] the {t}?",
+    "What is the colour of the {t}?",
+    "In which colour is the {t}?",
+)
+_COLOUR_NOUNS = ("the colour of the {t}", "what colour the {t} is")
 
 
 def _a(word: str) -> str:
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
-def _where(pool: _Pool) -> Fact:
+def _act(pool: Pool) -> Fact:
+    """Somebody did something to a thing, somewhere, some day."""
+    source = pool.source
+    n, (v, b, pp) = pool.draw(NAMES), source.choice(_VERBS)
+    if source.chance(0.08):
+        root = random_letters(source, 3, 6)
+        v, b, pp = f"{root}ed", root, f"{root}ed"
+    slots, read = {"n": n, "v": v, "b": b, "pp": pp}, ""
+    many = source.chance(0.3)
+    if many:
+        k, t = pool.number(2, 40), pool.draw(COUNTED)
+        word, read = _in_words(source, k)
+        said = obj = f"{word} {t}"
+        slots |= {"o": f"the {t}", "t": t}
+        asks = [Asks(k, _MANY, _MANY_NOUNS), Asks(obj, _WHAT, _WHAT_NOUNS)]
+    else:
+        t, colour = pool.draw(THINGS), source.choice(COLOURS) if source.chance(0.35) else ""
+        full = f"{colour} {t}".strip()
+        obj = said = _a(full) if source.chance(0.5) else f"the {full}"
+        slots |= {"o": f"the {t}", "t": t}
+        asks = [Asks(obj, _WHAT, _WHAT_NOUNS)]
+        if colour:
+            asks.append(Asks(colour, _COLOUR, _COLOUR_NOUNS))
+    asks.append(Asks(n, _WHO, _WHO_NOUNS))
+    if source.chance(0.4):
+        prep, p = source.choice(("in", "at", "near", "behind", "in")), pool.draw(PLACES)
+        said += f" {prep} the {p}"
+        asks.append(
+            Asks(f"the {p}" if prep in ("in", "at") else f"{prep} the {p}", _WHERE, _WHERE_NOUNS)
+        )
+    early = ""
+    if source.chance(0.25):
+        day = source.choice(WEEKDAYS)
+        when, answer = source.choice(
+            (
+                (f"on {day}", day),
+                ("yesterday", "yesterday"),
+                ("in the morning", "in the morning"),
+                (f"last {day}", f"last {day}"),
+                ("in the evening", "in the evening"),
+                (f"on {day}", day),
+                ("at noon", "at noon"),
+                ("today", "today"),
+            )
+        )
+        asks.append(Asks(answer, _WHEN, _WHEN_NOUNS))
+        if source.chance(0.4):
+            early = when[0].upper() + when[1:] + ("," if source.chance(0.6) else "") + " "
+        else:
+            said += f" {when}"
+    if not early and said == obj and not many and source.chance(0.2):
+        return Fact(f"{obj[0].upper()}{obj[1:]} was {pp} by {n}.", slots, tuple(asks), n)
+    return Fact(f"{early}{n} {v} {said}.", slots, tuple(asks), n, read)
+
+
+def _in_words(source: Source, value: str) -> tuple[str, str]:
+    """A number as the text has it, and what says its digits."""
+    if not source.chance(0.25):
+        return value, ""
+    word = say(source, int(value))
+    return word, f" {word} = {value}."
+
+
+def _told(pool: Pool, sentence: str, slots: dict[str, str], *asks: Asks, subject: str = "") -> Fact:
+    return Fact(pool.source.frame(lines(sentence)).format(**slots), slots, asks, subject)
+
+
+def _go(pool: Pool) -> Fact:
     n, p = pool.draw(NAMES), pool.draw(PLACES)
-    verb = pool.rng.choice(("is in", "went to", "is at", "works in"))
-    sentence = f"{n} {verb} the {p}."
-    if "works" in sentence:
-        return Fact(
-            sentence, ((f"Where does {n} work?", f"the {p}"), (f"Who works in the {p}?", n))
-        )
-    who = (f"Who went to the {p}?", n) if "went" in sentence else (f"Who is in the {p}?", n)
-    where = (
-        (f"Where did {n} go?", f"the {p}") if "went" in sentence else (f"Where is {n}?", f"the {p}")
-    )
-    return Fact(sentence, (who, where))
-
-
-def _has(pool: _Pool) -> Fact:
-    n, t, c = pool.draw(NAMES), pool.draw(THINGS), pool.rng.choice(COLOURS)
-    verb, ask = pool.rng.choice((("has", "have"), ("bought", "buy"), ("found", "find")))
-    aux = "does" if verb == "has" else "did"
-    return Fact(
-        f"{n} {verb} {_a(c)} {t}.",
-        (
-            (f"What {aux} {n} {ask}?", f"{_a(c)} {t}"),
-            (f"Who {verb} the {t}?", n),
-            (f"Who {verb} {_a(t)}?", n),
-            (f"What colour is the {t}?", c),
-            (f"What color is {n}'s {t}?", c),
+    slots = {"n": n, "p": p}
+    return _told(
+        pool,
+        f"""{{n}} {_GOES} to the {{p}}.
+        {{n}} {_GOES} to the {{p}} [by bus|by train|with friends|after lunch|at night|this morning].
+        [Yesterday|Today|Later|On Sunday|Then], {{n}} {_GOES} to the {{p}}.""",
+        slots,
+        Asks(
+            f"the {p}",
+            (
+                "Where did {n} go?",
+                "To [which|what] place did {n} go?",
+                "Where was {n} going?",
+                "Where has {n} gone?",
+            ),
+            ("the place {n} went to", "where {n} went"),
         ),
-    )
-
-
-def _count(pool: _Pool) -> Fact:
-    n, t, k = pool.draw(NAMES), pool.draw(COUNTED), pool.rng.randint(2, 30)
-    return Fact(
-        f"{n} has {k} {t}.",
-        (
-            (f"How many {t} does {n} have?", str(k)),
-            (f"Who has {k} {t}?", n),
-            (f"Who has the {t}?", n),
-            (f"How many {t} are there?", str(k)),
+        Asks(
+            n,
+            (
+                "Who [went|came|travelled] to the {p}?",
+                "Who has gone to the {p}?",
+                "Who visited the {p}?",
+            ),
+            ("the person who went to the {p}",),
         ),
+        subject=n,
     )
 
 
-def _gave(pool: _Pool) -> Fact:
+def _at(pool: Pool) -> Fact:
+    n, p = pool.draw(NAMES), pool.draw(PLACES)
+    prep = pool.source.choice(("in", "at", "in", "near", "behind", "outside"))
+    where = f"the {p}" if prep in ("in", "at") else f"{prep} the {p}"
+    slots = {"n": n, "p": p, "r": prep}
+    return _told(
+        pool,
+        f"""{{n}} [is|was] {{r}} the {{p}}.
+        {{n}} {_STAYS} {{r}} the {{p}}.
+        {{n}} [likes to sit|is waiting|is hiding|works|is sleeping|has a room] {{r}} the {{p}}.""",
+        slots,
+        Asks(
+            where,
+            (
+                "Where [is|was] {n}?",
+                "Where can [I|we|you] find {n}?",
+                "In [which|what] place is {n}?",
+            ),
+            ("the place where {n} is", "where {n} is"),
+        ),
+        Asks(
+            n,
+            ("Who [is|was] {r} the {p}?", "Who is it that is {r} the {p}?"),
+            ("the person {r} the {p}",),
+        ),
+        subject=n,
+    )
+
+
+def _has(pool: Pool) -> Fact:
+    n, t, c = pool.draw(NAMES), pool.draw(THINGS), pool.source.choice(COLOURS)
+    slots = {"n": n, "t": t, "x": _a(f"{c} {t}"), "at": _a(t), "v": "had", "c": c}
+    return _told(
+        pool,
+        """{n} [has|owns|has got|holds|carries] {x}.
+        {n}'s {t} is {c}.
+        The {t} [of {n}|that belongs to {n}|{n} owns] is {c}.""",
+        slots,
+        Asks(
+            n,
+            (
+                "Who [has|owns] the {t}?",
+                "Who owns {at}?",
+                "Whose {t} is [it|{c}]?",
+                "To whom does the {t} belong?",
+            ),
+            ("the owner of the {t}",),
+        ),
+        Asks(c, (*_COLOUR, "What color is {n}'s {t}?"), _COLOUR_NOUNS),
+        subject=n,
+    )
+
+
+def _count(pool: Pool) -> Fact:
+    n, t, k = pool.draw(NAMES), pool.draw(COUNTED), pool.number(2, 60)
+    word, read = _in_words(pool.source, k)
+    slots = {"n": n, "t": t, "k": word}
+    fact = _told(
+        pool,
+        """{n} [has|owns|has got|keeps] {k} {t}.
+        {n} has a [box|bag|drawer] with {k} {t}.
+        [There are|We see] {k} {t} in {n}'s [bag|room|house|car].""",
+        slots,
+        Asks(
+            k,
+            (
+                "How many {t} does {n} have?",
+                "How many {t} [are there|belong to {n}]?",
+                "How many {t} has {n} got?",
+            ),
+            ("the number of {t} {n} has", "the number of {t}"),
+        ),
+        Asks(n, ("Who has [{k} |the ]{t}?", "Who owns {k} {t}?"), ("the person with {k} {t}",)),
+        subject=n,
+    )
+    return replace(fact, read=read)
+
+
+def _gave(pool: Pool) -> Fact:
     n, m, t = pool.draw(NAMES), pool.draw(NAMES), pool.draw(THINGS)
-    return Fact(
-        f"{n} gave the {t} to {m}.",
-        (
-            (f"Who gave the {t} to {m}?", n),
-            (f"What did {n} give to {m}?", f"the {t}"),
-            (f"Who got the {t}?", m),
-            (f"Who did {n} give the {t} to?", m),
-            (f"Who gave {m} the {t}?", n),
-            (f"Who has the {t} now?", m),
+    slots = {"n": n, "m": m, "t": t}
+    return _told(
+        pool,
+        """{n} [gave|handed|sent|lent|passed|sold|offered|showed] the {t} to {m}.
+        {n} [gave|handed|sent|lent|brought] {m} the {t}.
+        {m} [got|received|borrowed|bought] the {t} from {n}.""",
+        slots,
+        Asks(
+            n,
+            (
+                "Who gave the {t} to {m}?",
+                "Who gave {m} the {t}?",
+                "From whom did {m} get the {t}?",
+                "Who did {m} get the {t} from?",
+            ),
+            ("the person who gave {m} the {t}",),
+        ),
+        Asks(
+            f"the {t}",
+            (
+                "What did {n} give to {m}?",
+                "What did {m} get[ from {n}|]?",
+                "What did {n} give away?",
+            ),
+            ("the thing {m} got from {n}",),
+        ),
+        Asks(
+            m,
+            (
+                "Who [got|received] the {t}?",
+                "Who did {n} give the {t} to?",
+                "To whom did {n} give the {t}?",
+                "Who has the {t} now?",
+            ),
+            ("the person who got the {t}",),
         ),
     )
 
 
-def _age(pool: _Pool) -> Fact:
-    n, k = pool.draw(NAMES), pool.rng.randint(2, 90)
-    while str(k) in pool.used:
-        k = pool.rng.randint(2, 90)
-    pool.used.add(str(k))
-    return Fact(
-        f"{n} is {k} years old.", ((f"How old is {n}?", str(k)), (f"Who is {k} years old?", n))
+def _age(pool: Pool) -> Fact:
+    n, k = pool.draw(NAMES), pool.number(2, 90)
+    return _told(
+        pool,
+        """{n} is {k} years old.
+        {n} is {k}.
+        {n} [turned|became] {k} [last week|in May|yesterday].
+        {n}, who is {k} [years old|years of age], [is here|likes music|lives nearby].""",
+        {"n": n, "k": k},
+        Asks(
+            k,
+            (
+                "How old is {n}?",
+                "What age is {n}?",
+                "What is the age of {n}?",
+                "How many years old is {n}?",
+            ),
+            ("the age of {n}", "{n}'s age", "how old {n} is"),
+        ),
+        Asks(
+            n,
+            ("Who is {k}[ years old|]?", "Which person is {k} years old?"),
+            ("the person who is {k}",),
+        ),
+        subject=n,
     )
 
 
-def _pet(pool: _Pool) -> Fact:
+def _pet(pool: Pool) -> Fact:
     n, a, m = pool.draw(NAMES), pool.draw(ANIMALS), pool.draw(NAMES)
-    return Fact(
-        f"{n} has {_a(a)} named {m}.",
-        (
-            (f"What is the name of the {a}?", m),
-            (f"Who has {_a(a)}?", n),
-            (f"What animal does {n} have?", _a(a)),
-            (f"What is {n}'s {a} called?", m),
-            (f"Who is {m}'s owner?", n),
+    return _told(
+        pool,
+        """{n} [has|owns|keeps] {x} [named|called] {m}.
+        {n}'s {a} is [named|called] {m}.
+        {m} is the {a} of {n}.
+        {n} has {x}, and it is called {m}.""",
+        {"n": n, "a": a, "m": m, "x": _a(a)},
+        Asks(
+            m,
+            (
+                "What is the name of the {a}?",
+                "What is {n}'s {a} called?",
+                "What is the {a} called?",
+                "How is the {a} called?",
+            ),
+            ("the name of [the|{n}'s] {a}", "the {a}'s name"),
         ),
+        Asks(
+            n,
+            ("Who [has|owns] {x}?", "Who is {m}'s owner?", "Whose {a} is {m}?"),
+            ("the owner of {m}", "the owner of the {a}"),
+        ),
+        Asks(
+            _a(a),
+            ("What [animal|pet] does {n} have?", "[Which|What kind of] animal is {m}?"),
+            ("the [pet|animal] of {n}",),
+        ),
+        subject=n,
     )
 
 
-def _thing_at(pool: _Pool) -> Fact:
+def _thing_at(pool: Pool) -> Fact:
     t, p = pool.draw(THINGS), pool.draw(PLACES)
-    return Fact(
-        f"The {t} is in the {p}.",
-        ((f"Where is the {t}?", f"the {p}"), (f"What is in the {p}?", f"the {t}")),
+    prep = pool.source.choice(("in", "in", "at", "behind", "near", "under", "on"))
+    if prep in ("under", "on"):
+        p = pool.source.choice(("table", "bed", "chair", "desk", "roof", "floor", "shelf"))
+        if p in pool.used:
+            p = pool.draw(PLACES)
+        pool.used.add(p)
+    where = f"the {p}" if prep in ("in", "at") else f"{prep} the {p}"
+    return _told(
+        pool,
+        """The {t} [is|was|lies|stands|is lying|is kept|can be found] {r} the {p}.
+        There is {x} {r} the {p}.
+        [Somebody|Someone|They|We] [put|left|hid] the {t} {r} the {p}.""",
+        {"t": t, "p": p, "r": prep, "x": _a(t)},
+        Asks(
+            where,
+            (
+                "Where is the {t}?",
+                "Where [can I find|do I find|should I look for] the {t}?",
+                "Where was the {t}?",
+            ),
+            ("the place of the {t}", "where the {t} is"),
+        ),
+        Asks(
+            f"the {t}",
+            (
+                "What is {r} the {p}?",
+                "What [can be found|lies|is there] {r} the {p}?",
+                "Which thing is {r} the {p}?",
+            ),
+            ("the thing {r} the {p}",),
+        ),
     )
 
 
-def _likes(pool: _Pool) -> Fact:
-    n, a = pool.draw(NAMES), pool.draw(ANIMALS)
-    plural = a + ("es" if a in ("fox", "octopus") else "s")
-    if a in ("sheep", "wolf", "mouse", "goose", "donkey", "monkey", "turkey"):
-        plural = a
-    asks = ((f"What does {n} like?", f"the {plural}"), (f"Who likes the {plural}?", n))
-    return Fact(f"{n} likes the {plural}.", asks)
-
-
-_MAKERS = (_where, _where, _has, _has, _count, _gave, _age, _pet, _thing_at, _likes)
-
-
-def _unsaid(pool: _Pool) -> tuple[str, str]:
-    """A question about someone or something the text does not name, and the name."""
-    if pool.rng.random() < 0.6:
-        name = pool.draw(NAMES)
-        return pool.rng.choice(_UNSAID_NAME).format(n=name), name
-    thing = pool.draw(THINGS)
-    return pool.rng.choice(_UNSAID_THING).format(t=thing), f"The {thing}"
-
-
-def ask(pool: _Pool, facts: list[Fact]) -> tuple[str, str, str]:
-    """Return (question, reasoning, answer) about a text."""
-    if pool.rng.random() < 0.08:
-        question, name = _unsaid(pool)
-        lines = [f"{fact.sentence} no" for fact in facts]
-        return question, "\n".join([*lines, f"{name} is not in the text."]), NOT_SAID
-    index = pool.rng.randrange(len(facts))
-    question, answer = pool.rng.choice(facts[index].asks)
-    lines = [f"{fact.sentence} no" for fact in facts[:index]]
-    return question, "\n".join([*lines, f"{facts[index].sentence} yes"]), answer
-
-
-def make_text(rng: random.Random, num_facts: int) -> tuple[_Pool, list[Fact], str]:
-    """Return a text of so many facts."""
-    pool = _Pool(rng)
-    facts = [rng.choice(_MAKERS)(pool) for _ in range(num_facts)]
-    return pool, facts, " ".join(fact.sentence for fact in facts)
-
-
-def frame(rng: random.Random, text: str, question: str) -> str:
-    """Put a text and a question into one message."""
-    if rng.random() < 0.1:
-        question = question[0].lower() + question[1:]
-    if rng.random() < 0.1:
-        question = question[:-1]
-    return rng.choice(_FRAMES).format(t=text, q=question)
-
-
-def reading(rng: random.Random) -> Turn:
-    """Return a text with a question about it."""
-    pool, facts, text = make_text(rng, rng.choice((1, 2, 2, 3, 3, 4)))
-    question, reasoning, answer = ask(pool, facts)
-    return Turn(frame(rng, text, question), reasoning, answer, text, "reading", (text,))
-
-
-# Small talk.
-
-HELLO = "Hello! How can I help you?"
-WHO = "I am Hadal-tiny, a very small language model."
-CAN = (
-    "I can do small sums, sort and reverse things, count letters, work with dates, "
-    "and answer questions about a short text."
-)
-CANNOT = "Sorry, I am too small to know that. " + CAN
-FINE = "I am fine, thank you! How can I help you?"
-WELCOME = "You are welcome!"
-BYE = "Goodbye!"
-
-# (what the user says, what kind of message it is, the answer)
-_SAID = (
-    (
-        (
-            "hello",
-            "hi",
-            "hey",
-            "hello there",
-            "hi there",
-            "hey there",
-            "good morning",
-            "good evening",
-            "good afternoon",
-            "greetings",
-            "hello hadal",
-            "hi hadal",
-            "yo",
-            "hello, how can you help me",
-            "hey hadal",
-            "hello friend",
-            "hi friend",
-            "good day",
-            "hello again",
-            "hi again",
-            "howdy",
-            "hallo",
+def _likes(pool: Pool) -> Fact:
+    n, f = pool.draw(NAMES), pool.draw(FOODS)
+    return _told(
+        pool,
+        """{n} [likes|loves|eats|wants|prefers|orders|always has] {f}.
+        {n} [ate|had|cooked|ordered] {f} [for lunch|for dinner|for breakfast|last night].
+        {n}'s favourite [food|dish|meal] is {f}.""",
+        {"n": n, "f": f},
+        Asks(
+            f,
+            (
+                "What does {n} [like|eat|want]?",
+                "What did {n} [have|eat]?",
+                "What is {n}'s favourite food?",
+                "Which food does {n} like?",
+            ),
+            ("the food {n} likes", "the food of {n}"),
         ),
-        "a greeting",
-        HELLO,
-    ),
-    (
-        (
-            "who are you",
-            "what are you",
-            "what is your name",
-            "what's your name",
-            "tell me about yourself",
-            "are you a robot",
-            "are you an ai",
-            "which model are you",
-            "what model is this",
-            "who am i talking to",
-            "introduce yourself",
-            "what is this",
-            "are you human",
-            "who is this",
-            "do you have a name",
-            "your name please",
-            "are you chatgpt",
-            "are you deepseek",
-            "what kind of model are you",
-            "say who you are",
-            "who r u",
+        Asks(
+            n,
+            ("Who [likes|loves|wants|eats] {f}?", "Who [ate|had] {f}?", "Who is the one with {f}?"),
+            ("the person who likes {f}",),
         ),
-        "about me",
-        WHO,
-    ),
-    (
-        (
-            "what can you do",
-            "help",
-            "how can you help me",
-            "what do you know",
-            "what are you good at",
-            "what can i ask you",
-            "what should i ask",
-            "can you help me",
-            "i need help",
-            "give me an example of what you can do",
-            "what else can you do",
-            "list your skills",
-            "what are your skills",
-            "what tasks can you do",
-            "help me",
-            "how do i use you",
-        ),
-        "what I can do",
-        CAN,
-    ),
-    (
-        (
-            "how are you",
-            "how are you doing",
-            "how are you today",
-            "how is it going",
-            "how's it going",
-            "are you ok",
-            "what's up",
-            "how do you do",
-            "how do you feel",
-            "are you well",
-            "you ok",
-            "how are things",
-        ),
-        "a greeting",
-        FINE,
-    ),
-    (
-        (
-            "thanks",
-            "thank you",
-            "thank you very much",
-            "thanks a lot",
-            "great, thanks",
-            "cheers",
-            "thank you so much",
-            "good job",
-            "well done",
-            "nice",
-            "perfect",
-            "great",
-            "that is right",
-            "correct",
-            "thx",
-            "many thanks",
-            "good",
-            "very good",
-            "ok thanks",
-            "ok, thank you",
-            "awesome",
-            "wonderful",
-        ),
-        "thanks",
-        WELCOME,
-    ),
-    (
-        (
-            "bye",
-            "goodbye",
-            "see you",
-            "see you later",
-            "good night",
-            "bye bye",
-            "farewell",
-            "that is all",
-            "i have to go",
-            "see you tomorrow",
-            "talk to you later",
-            "that was all",
-            "goodbye for now",
-            "ok bye",
-        ),
-        "goodbye",
-        BYE,
-    ),
-)
-_UNKNOWN = (
-    "What is the capital of {x}?",
-    "Write a poem about {w}.",
-    "Tell me a joke.",
-    "Tell me a joke about {w}.",
-    "What is the weather today?",
-    "Who is the president?",
-    "Explain {w}.",
-    "What is a {w}?",
-    "What is {w}?",
-    "Tell me a story.",
-    "Tell me a story about a {w}.",
-    "Write a song about {w}.",
-    "How does a {w} work?",
-    "Why is the sky blue?",
-    "Who invented {w}?",
-    "What do you think about {w}?",
-    "Translate {w} to French.",
-    "How do I cook {w}?",
-    "What is the meaning of life?",
-    "Who wrote {w}?",
-    "Give me a recipe for {w}.",
-    "Write some code.",
-    "Write a program that prints {w}.",
-    "What is love?",
-    "What time is it?",
-    "Where can I buy a {w}?",
-    "Describe a {w}.",
-    "How big is a {w}?",
-    "What does {w} mean?",
-    "Do you like {w}?",
-    "What is your favourite {w}?",
-    "How far is the moon?",
-    "Who was {x}?",
-    "Who is {x}?",
-    "Write an essay about {w}.",
-    "What is the best {w}?",
-    "Can you play {w}?",
-    "Is {w} better than {v}?",
-    "Summarize {w}.",
-    "Draw a {w}.",
-    "Who won the game?",
-    "What is quantum physics?",
-    "How tall is {x}?",
-    "When was {x} born?",
-    "Give me advice about {w}.",
-    "Explain how to {w}.",
-)
-_MY_NAME = (
-    "My name is {n}.",
-    "I am {n}.",
-    "Hi, I'm {n}!",
-    "Hello, my name is {n}.",
-    "Call me {n}.",
-    "I'm {n}",
-    "my name is {n}",
-    "Hello! I am {n}.",
-    "hi, I am {n}",
-)
-_REPEAT = (
-    "Repeat after me: {x}",
-    "Say {x}",
-    "Repeat: {x}",
-    "Please say: {x}",
-    "Copy this: {x}",
-    "Write {x}",
-    "Repeat this: {x}",
-    "Echo {x}",
-)
+        subject=n,
+    )
 
 
-def _styled(rng: random.Random, text: str) -> str:
-    style = rng.random()
-    if style < 0.55:
-        text = text[0].upper() + text[1:]
-    elif style < 0.6:
-        text = text.title() if len(text) < 12 else text
-    return text + rng.choice(("", "", "!", ".", "?", "...", " :)", "!!"))
+def _job(pool: Pool) -> Fact:
+    n, j = pool.draw(NAMES), pool.draw(JOBS)
+    return _told(
+        pool,
+        """{n} is {x}.
+        {n} works as {x}.
+        {n} [became|was|wants to be] {x}[ for ten years| last year|].
+        The {j} is [called|named] {n}.""",
+        {"n": n, "j": j, "x": _a(j)},
+        Asks(
+            _a(j),
+            (
+                "What is {n}'s [job|work|profession]?",
+                "What does {n} do[ for work| for a living|]?",
+                "What is {n} by profession?",
+                "As what does {n} work?",
+            ),
+            ("{n}'s [job|profession]", "the [job|profession|work] of {n}"),
+        ),
+        Asks(
+            n,
+            ("Who is the {j}?", "Who works as {x}?", "What is the {j} called?"),
+            ("the name of the {j}",),
+        ),
+        subject=n,
+    )
 
 
-def talk(rng: random.Random) -> Turn:
-    """Return a line of small talk. Answers are few, so the wording is what is held out."""
-    kind = rng.random()
-    if kind < 0.5:
-        said, about, answer = rng.choice(_SAID)
-        question = _styled(rng, rng.choice(said))
-        return Turn(
-            question,
-            f"This is {about}." if about != "about me" else "This is about me.",
-            answer,
-            question.lower(),
-            "talk",
+def _city(pool: Pool) -> Fact:
+    n, c = pool.draw(NAMES), pool.draw(CITIES)
+    return _told(
+        pool,
+        """{n} [lives|was born|works|grew up|studies|has a house] in {c}.
+        {n} [comes from|is from|moved to|flew to|travelled to|visited] {c}.""",
+        {"n": n, "c": c},
+        Asks(
+            c,
+            (
+                "Where [does {n} live|is {n} from|does {n} come from|was {n}]?",
+                "[In which|Which] city [is it for {n}|does {n} know]?",
+                "Which city is {n} [in|from]?",
+            ),
+            ("the city of {n}", "{n}'s city"),
+        ),
+        Asks(
+            n,
+            (
+                "Who [lives in|is from|comes from|went to|is in] {c}?",
+                "Which person is [in|from] {c}?",
+            ),
+            ("the person [in|from] {c}",),
+        ),
+        subject=n,
+    )
+
+
+def _relative(pool: Pool) -> Fact:
+    n, m = pool.draw(NAMES), pool.draw(NAMES)
+    r = pool.source.choice(
+        [
+            "brother",
+            "sister",
+            "friend",
+            "teacher",
+            "boss",
+            "neighbour",
+            "aunt",
+            "uncle",
+            "cousin",
+            "doctor",
+            "son",
+            "daughter",
+        ]
+    )
+    return _told(
+        pool,
+        """{n} is {m}'s {r}.
+        {n} is the {r} of {m}.
+        {m}'s {r} is [called |named |]{n}.
+        {m} has {x} [called|named] {n}.""",
+        {"n": n, "m": m, "r": r, "x": _a(r)},
+        Asks(
+            n,
+            (
+                "Who is {m}'s {r}?",
+                "Who is the {r} of {m}?",
+                "What is {m}'s {r} called?",
+                "What is the name of {m}'s {r}?",
+            ),
+            ("the {r} of {m}", "the name of {m}'s {r}"),
+        ),
+        Asks(m, ("Whose {r} is {n}?", "Who has {x} called {n}?")),
+    )
+
+
+def _price(pool: Pool) -> Fact:
+    t, k = pool.draw(THINGS), pool.number(2, 99)
+    return _told(
+        pool,
+        """The {t} [costs|cost] {k} [dollars|euros|pounds|coins].
+        The price of the {t} is {k} [dollars|euros|pounds].
+        [You pay|We paid|They want] {k} [dollars|euros|pounds] for the {t}.""",
+        {"t": t, "k": k},
+        Asks(
+            k,
+            (
+                "How much [does the {t} cost|is the {t}|did the {t} cost]?",
+                "What does the {t} cost?",
+                "What is the price of the {t}?",
+            ),
+            ("the price of the {t}", "the cost of the {t}"),
+        ),
+        Asks(f"the {t}", ("What costs {k}?", "What has a price of {k}?", "Which thing costs {k}?")),
+    )
+
+
+def _event(pool: Pool) -> Fact:
+    e = pool.draw(
+        [
+            "party",
+            "game",
+            "meeting",
+            "concert",
+            "race",
+            "show",
+            "lesson",
+            "wedding",
+            "fair",
+            "film",
+            "exam",
+            "dinner",
+            "trip",
+        ]
+    )
+    d, k = pool.source.choice(WEEKDAYS), pool.number(1, 12)
+    at_hour = pool.source.chance(0.4)
+    slots = {"e": e, "d": d, "k": k}
+    if at_hour:
+        return _told(
+            pool,
+            """The {e} [starts|begins|is|opens] at {k} o'clock.
+            The {e} [starts|begins|is] at {k}.""",
+            slots,
+            Asks(
+                k,
+                (
+                    "[When|At what time|At which hour] does the {e} [start|begin]?",
+                    "What time is the {e}?",
+                ),
+                ("the hour of the {e}",),
+            ),
+            Asks(f"the {e}", ("What [starts|begins|is] at {k}?",)),
         )
-    if kind < 0.7:
-        place = rng.choice(NAMES) if rng.random() < 0.4 else random_letters(rng, 4, 8).capitalize()
-        w, v = rng.choice(ALL_LOWER), rng.choice((*ANIMALS, *PLACES))
-        question = rng.choice(_UNKNOWN).format(x=place, w=w, v=v)
-        if rng.random() < 0.3:
-            question = (question[0].lower() + question[1:]).rstrip(".?")
-        return Turn(question, "I do not know this.", CANNOT, question.lower(), "talk")
-    if kind < 0.8:
-        return name_turn(rng)
-    return _repeat(rng)
-
-
-def name_turn(rng: random.Random) -> Turn:
-    """The user says their name."""
-    name = rng.choice(NAMES) if rng.random() < 0.75 else random_letters(rng, 3, 7).capitalize()
-    template = rng.choice(_MY_NAME)
-    answer = f"Hello, {name}! How can I help you?"
-    return Turn(
-        template.format(n=name),
-        f"The name is {name}.",
-        answer,
-        f"{template} {name}",
-        "name",
-        (name,),
+    return _told(
+        pool,
+        """The {e} is on {d}.
+        The {e} [starts|begins|was|takes place|will be|happens] on {d}.
+        [We have|There is|They planned] the {e} on {d}.""",
+        slots,
+        Asks(
+            d,
+            (
+                "When is the {e}?",
+                "[On which day|On what day|When] [is|was|does] the {e}[ happen|]?",
+                "What day is the {e}?",
+            ),
+            ("the day of the {e}",),
+        ),
     )
 
 
-def _repeat(rng: random.Random) -> Turn:
-    pool = (ALL_LOWER, NAMES, COUNTED, THINGS)
-    words = [rng.choice(rng.choice(pool)) for _ in range(rng.randint(1, 6))]
-    for i in range(len(words)):
-        if rng.random() < 0.25:
-            words[i] = random_letters(rng, 2, 6) if rng.random() < 0.7 else str(rng.randint(0, 999))
-    text = " ".join(words)
-    return Turn(rng.choice(_REPEAT).format(x=text), "Repeat the words.", text, text, "talk")
+def _compared(pool: Pool) -> Fact:
+    n, m = pool.draw(NAMES), pool.draw(NAMES)
+    more, less = pool.source.choice(
+        (
+            ("taller", "shorter"),
+            ("older", "younger"),
+            ("faster", "slower"),
+            ("stronger", "weaker"),
+            ("bigger", "smaller"),
+            ("richer", "poorer"),
+        )
+    )
+    if pool.source.chance(0.4):
+        more, less = less, more
+    return _told(
+        pool,
+        """{n} is {g} than {m}.
+        {n} is [much|a little|a bit] {g} than {m}.""",
+        {"n": n, "m": m, "g": more, "l": less},
+        Asks(
+            n,
+            ("Who is {g}?", "Who is {g}, {n} or {m}?", "Which of them is {g}?"),
+            ("the {g} [one|person]",),
+        ),
+        Asks(
+            m,
+            ("Who is {l}?", "Who is {l}, {n} or {m}?", "Which of them is {l}?"),
+            ("the {l} [one|person]",),
+        ),
+    )
+
+
+_MAKERS = (
+    *(_act,) * 7,
+    _go,
+    _go,
+    _at,
+    _at,
+    _has,
+    _count,
+    _gave,
+    _gave,
+    _age,
+    _pet,
+    _thing_at,
+    _thing_at,
+    _likes,
+    _job,
+    _city,
+    _relative,
+    _price,
+    _event,
+    _compared,
+)
+_SHE = set(
+    [
+        "Anna",
+        "Clara",
+        "Emma",
+        "Grace",
+        "Ida",
+        "Kate",
+        "Maria",
+        "Olga",
+        "Rosa",
+        "Vera",
+        "Zoe",
+        "Bella",
+        "Dora",
+        "Fiona",
+        "Hana",
+        "Julia",
+        "Lucy",
+        "Nina",
+        "Petra",
+        "Ruth",
+        "Tina",
+        "Wanda",
+        "Alice",
+        "Mary",
+        "Lisa",
+        "Sara",
+        "Eva",
+        "Priya",
+        "Mia",
+    ]
+)
+
+
+def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
+    """Return a text of so many facts."""
+    pool = Pool(source)
+    facts: list[Fact] = []
+    while len(facts) < num_facts:
+        fact = source.choice(_MAKERS)(pool)
+        if facts and facts[-1].subject in NAMES and fact.subject and source.chance(0.16):
+            fact = _same_person(fact, facts[-1].subject, source) or fact
+        facts.append(fact)
+    if source.chance(0.12):
+        place = source.randint(0, len(facts))
+        facts.insert(place, Fact(source.frame(_NO_FACTS), {}, ()))
+    if num_facts > 1 and source.chance(0.22):
+        facts = _joined(source, facts, source.randrange(len(facts) - 1))
+    return pool, facts, " ".join(_sentences(facts))
+
+
+def _sentences(facts: Sequence[Fact]) -> list[str]:
+    """What facts say, one sentence that says two of them once."""
+    return list(dict.fromkeys(fact.sentence for fact in facts))
+
+
+def _joined(source: Source, facts: list[Fact], first: int) -> list[Fact]:
+    """The facts with two neighbours in one sentence."""
+    one, two = facts[first], facts[first + 1]
+    word = two.sentence.split(" ", 1)[0]
+    rest = two.sentence
+    if word.rstrip(",") in (
+        "The",
+        "There",
+        "He",
+        "She",
+        "A",
+        "An",
+        "It",
+        "They",
+        "We",
+        "Somebody",
+        "Yesterday",
+        "In",
+        "At",
+        "On",
+        "Then",
+    ):
+        rest = rest[0].lower() + rest[1:]
+    glue = source.choice((", and ", " and ", ", but ", " while ", "; ", ", "))
+    sentence = f"{one.sentence[:-1]}{glue}{rest}"
+    both = [replace(fact, sentence=sentence) for fact in (one, two)]
+    return [*facts[:first], *both, *facts[first + 2 :]]
+
+
+def _same_person(fact: Fact, name: str, source: Source) -> Fact | None:
+    """The fact as one of the person before, who is called he or she."""
+    if not fact.sentence.startswith(f"{fact.subject} "):
+        return None
+    who = "She" if name in _SHE else "He"
+    rest = fact.sentence[len(fact.subject) :]
+    asks = tuple(
+        Asks(name if ask.answer == fact.subject else ask.answer, ask.questions, ask.nouns)
+        for ask in fact.asks
+    )
+    start = f"Then {who.lower()}" if source.chance(0.15) else who
+    slots = {**fact.slots, "n": name}
+    return Fact(f"{start}{rest}", slots, asks, name, fact.read, f" {who} is {name}.")
+
+
+def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
+    """Return (question, reasoning, answer) about a text."""
+    source = pool.source
+    if source.chance(0.07):
+        fact = source.choice(_MAKERS[:-1])(pool)
+        while fact.asks[0].answer in ("", NOT_SAID):
+            fact = source.choice(_MAKERS)(pool)
+        question = _worded(source, fact, source.choice(fact.asks))
+        lines_ = [f"{each} no" for each in _sentences(facts)]
+        return question, "\n".join([*lines_, "That is not in the text."]), NOT_SAID
+    index = source.choice([i for i, fact in enumerate(facts) if fact.asks])
+    fact = facts[index]
+    wanted = source.choice(fact.asks)
+    before = [each for each in _sentences(facts[:index]) if each != fact.sentence]
+    lines_ = [f"{each} no" for each in before]
+    found = fact.sentence + fact.who
+    if wanted.answer.isdigit():
+        found += fact.read
+    return _worded(source, fact, wanted), "\n".join([*lines_, f"{found} yes"]), wanted.answer
+
+
+def _worded(source: Source, fact: Fact, wanted: Asks) -> str:
+    said = asked(
+        source, questions=wanted.questions, nouns=wanted.nouns if source.chance(0.4) else ()
+    )
+    return said.format(**fact.slots)
+
+
+def in_layout(source: Source, text: str, question: str) -> str:
+    """Put a text and a question into one message."""
+    layout = source.frame(_LAYOUTS).replace("\\n", "\n")
+    if source.chance(0.05):
+        text = text.lower()
+    return layout.format(t=text, q=question)
+
+
+def reading(source: Source) -> Turn:
+    """Return a text with a question about it."""
+    pool, facts, text = make_text(source, source.choice((1, 2, 2, 3, 3, 3, 4, 5)))
+    question, reasoning, answer = ask(pool, facts)
+    return Turn(in_layout(source, text, question), reasoning, answer, text, "reading", (text,))

@@ -1,5 +1,4 @@
-"""What the tasks are made of: words, and a question with its written-out reasoning and its answer,
-in the small variations that users make.
+"""What the tasks are made of: words, and a question with its written-out reasoning and its answer.
 
 Every word of these lists becomes one token of the model that ships, so its spelling is learned; any
 other word is read letter by letter. Knows nothing of any particular task.
@@ -7,6 +6,7 @@ other word is read letter by letter. Knows nothing of any particular task.
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 
 def _words(text: str) -> list[str]:
@@ -28,13 +28,13 @@ PLACES = _words(
 
 THINGS = _words(
     "ball book key lamp coin cup hat bag box pen ring clock phone map knife spoon plate chair"
-    " mirror attempt_id letter candle kite drum camera basket bottle brush pillow shirt rope stone"
+    " mirror ticket letter candle kite drum camera basket bottle brush pillow shirt rope stone"
     " flute violin umbrella ladder"
 )
 
 COUNTED = _words(
     "apples pears plums lemons eggs nuts coins books pens cards stamps shells marbles stickers"
-    " cookies candles flowers balloons buttons attempt_ids oranges carrots potatoes peaches cherries"
+    " cookies candles flowers balloons buttons tickets oranges carrots potatoes peaches cherries"
     " pencils"
 )
 
@@ -44,6 +44,21 @@ ANIMALS = _words(
     "cat dog horse cow goat sheep mouse rabbit fox bear wolf lion tiger monkey duck goose eagle owl"
     " frog snake whale shark camel zebra donkey turtle parrot pigeon hamster elephant giraffe"
     " penguin dolphin octopus"
+)
+
+CITIES = _words(
+    "Paris London Rome Berlin Madrid Oslo Vienna Prague Lisbon Dublin Athens Warsaw Cairo Tokyo"
+    " Delhi Lima Toronto Boston Chicago Sydney Bern Milan Geneva Moscow Seoul Hanoi Nairobi Havana"
+)
+
+JOBS = _words(
+    "teacher doctor nurse farmer baker driver pilot sailor soldier cook painter writer singer"
+    " lawyer waiter clerk judge tailor plumber engineer carpenter gardener butcher dentist reporter"
+)
+
+FOODS = _words(
+    "bread butter cheese honey soup cake pizza salad rice fish pasta tea coffee milk juice"
+    " chocolate jam toast yoghurt sausages pancakes"
 )
 
 PLAIN = _words(
@@ -79,20 +94,6 @@ MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 
-_OPENERS = (
-    "Please ",
-    "please ",
-    "Hey, ",
-    "Hi! ",
-    "Can you help? ",
-    "OK, ",
-    "Now ",
-    "Quick question: ",
-    "So, ",
-)
-_CLOSERS = (" Please.", " Thanks.", " please", " Thank you!", " Can you do that?")
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A user's question and what the model should think and answer.
@@ -108,31 +109,32 @@ class Turn:
     key: str
     kind: str = ""
     subject: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """What the model should call instead of answering."""
+    before: tuple[dict[str, Any], ...] = ()
+    """Calls and their results between the question and what is due now."""
+    forced: str = ""
+    """"any", or a tool's name: the reply has to begin with a call (`tool_choice`)."""
+    schema: dict[str, Any] | None = None
+    """What the answer, a JSON object, must follow (`response_format`)."""
 
 
-def vary(rng: random.Random, text: str) -> str:
-    """Return the question as another person might type it: case, ending, a polite word."""
-    if rng.random() < 0.12:
-        text = rng.choice(_OPENERS) + _lower_first(text)
-    elif rng.random() < 0.2:
-        text = _lower_first(text)
-    if rng.random() < 0.12 and text[-1] in ".?":
-        text = text[:-1]
-    elif rng.random() < 0.06 and text[-1] in ".?":
-        text += rng.choice(_CLOSERS)
-    return text
-
-
-def join_list(rng: random.Random, items: list[str]) -> str:
+def join_list(rng: random.Random, items: list[str], word: str = "and") -> str:
     """Write a list the way users do: commas, commas and `and`, or bare spaces."""
     style = rng.random()
-    if style < 0.7:
+    if style < 0.5:
         return ", ".join(items)
-    if style < 0.8:
+    if style < 0.6:
         return " ".join(items)
+    if style < 0.86:
+        comma = "," if len(items) > 2 and rng.random() < 0.3 else ""
+        return ", ".join(items[:-1]) + f"{comma} {word} {items[-1]}"
     if style < 0.9:
-        return ", ".join(items[:-1]) + " and " + items[-1]
-    return ",".join(items) if style < 0.95 else "[" + ", ".join(items) + "]"
+        return ",".join(items)
+    if style < 0.94:
+        return "[" + ", ".join(items) + "]"
+    return (" - ", "; ", " / ", "\n")[rng.randrange(4)].join(items)
 
 
 def random_letters(rng: random.Random, low: int, high: int) -> str:
@@ -146,11 +148,3 @@ def random_letters(rng: random.Random, low: int, high: int) -> str:
         else rng.sample("abcdefghijklmnopqrstuvwxyz", 4)
     )
     return "".join(rng.choice(pool) for _ in range(size))
-
-
-def _lower_first(text: str) -> str:
-    # "I" and names stay as they are; only an ordinary first word loses its capital.
-    first = text.split(" ", 1)[0]
-    if first.isalpha() and first[1:].islower() and len(first) > 2:
-        return text[0].lower() + text[1:]
-    return text

@@ -1,5 +1,10 @@
 """`python -m train`."""
 
+import os
+
+# Threads that spin for one another stand still on a busy machine: a step took ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from train.train import main
 
 main()

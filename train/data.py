@@ -1,35 +1,82 @@
 """Examples as tokens: the chat template rendered, split into prompt and reply, laid end to end.
 
 The prompt and the reply are encoded apart, exactly as a server encodes a prompt and a model answers
-it.
+it. Batch `index` of a seed is always the same, so a run that is resumed goes on where it was.
 """
 
+import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import jinja2
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from evals.tasks import TASKS, Example, sample_split
-from train.tokenizer import BOS, CHAT_TEMPLATE, EOS, THINK_END
+from evals.tasks import Example, sample_split
+from evals.words import (
+    ALL_LOWER,
+    CITIES,
+    COUNTED,
+    FOODS,
+    JOBS,
+    MONTHS,
+    NAMES,
+    WEEKDAYS,
+)
+from train.tokenizer import (
+    BOS,
+    CALL,
+    CALL_END,
+    CALLS,
+    CALLS_END,
+    CHAT_TEMPLATE,
+    EOS,
+    SEPARATOR,
+    THINK_END,
+)
 
-_TEMPLATE = jinja2.Template(CHAT_TEMPLATE)
+_ENVIRONMENT = jinja2.Environment()
+_ENVIRONMENT.filters["tojson"] = json.dumps
+_TEMPLATE = _ENVIRONMENT.from_string(CHAT_TEMPLATE)
 PAD_ID = 2
 # Harder tasks get more examples, and so do those whose replies are short.
 WEIGHTS = {
-    "arithmetic": 5,
-    "sort": 7,
-    "reverse": 4,
-    "letters": 3,
-    "dates": 3.5,
-    "reading": 8,
-    "talk": 2,
-    "followup": 5,
+    "arithmetic": 9,
+    "sort": 8,
+    "reverse": 6,
+    "letters": 6,
+    "dates": 7,
+    "reading": 13,
+    "talk": 4,
+    "followup": 7,
+    "decline": 7,
+    "tools": 16,
+    "schema": 11,
 }
+LONG_SHARE = 0.1
+"""Of the batches: they begin with a prompt of up to nearly all their tokens."""
+DIRECT_SHARE = 0.04
+"""Of the examples of `_DIRECT`: without reasoning, as for who switches it off."""
+_DIRECT = {"talk", "decline", "reading", "schema", "tools"}
+SPELLED_SHARE = 0.12
+"""Of the examples: some words of the request are read letter by letter, as unknown words are."""
+_CONTENT = frozenset(
+    (
+        *ALL_LOWER,
+        *CITIES,
+        *COUNTED,
+        *FOODS,
+        *JOBS,
+        *MONTHS,
+        *NAMES,
+        *WEEKDAYS,
+        *map(str.lower, NAMES),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -55,22 +102,78 @@ class Batch:
     examples: tuple[Example, ...]
 
 
-def render_prompt(example: Example) -> str:
-    """Return the prompt up to and with `<think>` and the line break after it."""
-    return _TEMPLATE.render(
-        messages=example.messages, bos_token=BOS, eos_token=EOS, add_generation_prompt=True
+def render_prompt(example: Example, direct: bool = False) -> str:
+    """Return the prompt up to and with `<think>` and the line break after it; with the end of the
+    reasoning where there is none, and with the beginning of a call that is asked for.
+    """
+    text = _TEMPLATE.render(
+        messages=example.messages,
+        tools=list(example.tools) or None,
+        answer_schema=example.schema,
+        bos_token=BOS,
+        eos_token=EOS,
+        add_generation_prompt=True,
     )
+    if direct or example.forced:
+        text += f"\n{THINK_END}\n\n"
+    return text + _opening(example)
 
 
-def render_reply(example: Example) -> str:
+def _opening(example: Example) -> str:
+    """What the server writes of a call that the request asks for."""
+    if not example.forced:
+        return ""
+    name = "" if example.forced == "any" else f"{example.forced}{SEPARATOR}"
+    return f"{CALLS}{CALL}{name}"
+
+
+def render_calls(example: Example) -> str:
+    """Return the calls as DeepSeek-V3.1 writes them."""
+    calls = (
+        f"{CALL}{name}{SEPARATOR}{json.dumps(arguments, ensure_ascii=False)}{CALL_END}"
+        for name, arguments in example.calls
+    )
+    return f"{CALLS}{''.join(calls)}{CALLS_END}"
+
+
+def render_reply(example: Example, direct: bool = False) -> str:
     """Return what the model should write after the prompt."""
-    return f"{example.reasoning}\n{THINK_END}\n\n{example.answer}{EOS}"
+    answer = render_calls(example) if example.calls else example.answer
+    if example.forced:
+        return answer.removeprefix(_opening(example)) + EOS
+    return ("" if direct else f"{example.reasoning}\n{THINK_END}\n\n") + answer + EOS
 
 
-def encode(tokenizer: Tokenizer, example: Example) -> tuple[list[int], list[int]]:
+def encode(
+    tokenizer: Tokenizer, example: Example, direct: bool = False
+) -> tuple[list[int], list[int]]:
     """Return (prompt ids, reply ids)."""
-    prompt = tokenizer.encode(render_prompt(example), add_special_tokens=False).ids
-    return prompt, tokenizer.encode(render_reply(example), add_special_tokens=False).ids
+    prompt = tokenizer.encode(render_prompt(example, direct), add_special_tokens=False).ids
+    return prompt, tokenizer.encode(render_reply(example, direct), add_special_tokens=False).ids
+
+
+@cache
+def _letters(tokenizer: Tokenizer) -> dict[int, list[int]]:
+    """The ids of the letters of every word that is none of the tasks' contents."""
+    found = {}
+    for piece, token in tokenizer.get_vocab().items():
+        word = piece.removeprefix("Ġ")
+        if len(word) > 2 and word.isalpha() and word.isascii() and word not in _CONTENT:
+            first = piece[: len(piece) - len(word) + 1]
+            found[token] = [tokenizer.token_to_id(each) for each in (first, *word[1:])]
+    return found
+
+
+def _some_spelled(rng: random.Random, tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
+    """The prompt with some known words letter by letter: this teaches what letters mean that make
+    up a word, and so what words might mean that are not in the vocabulary.
+    """
+    letters, share = _letters(tokenizer), rng.choice((0.1, 0.3, 0.6))
+    return [
+        each
+        for token in prompt
+        for each in (letters[token] if token in letters and rng.random() < share else (token,))
+    ]
 
 
 def _ahead(values: list[int], distance: int, fill: int) -> list[int]:
@@ -106,23 +209,44 @@ def pack(
     )
 
 
-def batches(
-    tokenizer: Tokenizer, seed: int, num_tokens: int, want_held_out: bool = False
-) -> Iterator[Batch]:
-    """Yield batches of exactly `num_tokens` tokens for ever, all tasks mixed, from one side of the
+def batch(
+    tokenizer: Tokenizer, seed: int, index: int, num_tokens: int, want_held_out: bool = False
+) -> Batch:
+    """Return batch `index` of exactly `num_tokens` tokens, all tasks mixed, from one side of the
     split.
 
     One size for all, because the products in bf16 are compiled anew for every shape.
     """
-    rng = random.Random(seed)
-    weights = [WEIGHTS[task] for task in TASKS]
-    encoded, examples, size = [], [], 0
-    while True:
-        example = sample_split(rng, rng.choices(TASKS, weights)[0], want_held_out)
-        prompt, reply = encode(tokenizer, example)
-        if size + len(prompt) + len(reply) > num_tokens:
-            yield pack(encoded, examples, num_tokens)
-            encoded, examples, size = [], [], 0
+    rng = random.Random(f"{seed} {index} {want_held_out}")
+    tasks = list(WEIGHTS)
+    encoded: list[tuple[list[int], list[int]]] = []
+    examples: list[Example] = []
+    left, misses, is_long = num_tokens, 0, rng.random() < LONG_SHARE
+    while misses < 6:
+        task = rng.choices(tasks, list(WEIGHTS.values()))[0]
+        if is_long:
+            task = "long"
+        example = sample_split(rng, task, want_held_out)
+        may_be_direct = task in _DIRECT and not example.forced and not want_held_out
+        direct = may_be_direct and rng.random() < DIRECT_SHARE
+        prompt, reply = encode(tokenizer, example, direct)
+        if rng.random() < SPELLED_SHARE and not want_held_out:
+            prompt = _some_spelled(rng, tokenizer, prompt)
+        if len(prompt) + len(reply) > left:
+            misses += not is_long
+            continue
+        is_long = False
         encoded.append((prompt, reply))
         examples.append(example)
-        size += len(prompt) + len(reply)
+        left -= len(prompt) + len(reply)
+    return pack(encoded, examples, num_tokens)
+
+
+def batches(
+    tokenizer: Tokenizer, seed: int, num_tokens: int, want_held_out: bool = False, first: int = 0
+) -> Iterator[Batch]:
+    """Yield the batches of a seed from `first` on, for ever."""
+    index = first
+    while True:
+        yield batch(tokenizer, seed, index, num_tokens, want_held_out)
+        index += 1

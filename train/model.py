@@ -25,9 +25,9 @@ from train.experts import (
 class Config:
     """The shape of hadal-tiny; the names are those of config.json."""
 
-    vocab_size: int = 1536
+    vocab_size: int = 2560
     hidden_size: int = 192
-    num_hidden_layers: int = 4
+    num_hidden_layers: int = 5
     first_k_dense_replace: int = 1
     intermediate_size: int = 640
     moe_intermediate_size: int = 32

@@ -1,5 +1,4 @@
-"""Muon for the hidden matrices, AdamW for the rest, both scaled by one schedule over wall-clock
-time.
+"""Muon for the hidden matrices, AdamW for the rest, both scaled by one schedule over the steps.
 
 Muon: Jordan et al. 2024 (momentum, orthogonalised by five Newton-Schulz steps); the factor 0.2
 sqrt(larger side), which gives its updates AdamW's size, is Moonlight's (arXiv 2502.16982). Experts
@@ -27,7 +26,8 @@ def orthogonalise(g: Tensor) -> Tensor:
     near 1.
     """
     wide = g.shape[-2] <= g.shape[-1]
-    x = (g if wide else g.mT).to(torch.bfloat16)
+    # Not in bf16, for which many CPUs have no instructions: there it took more than half of a step.
+    x = (g if wide else g.mT).float()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         a = x @ x.mT

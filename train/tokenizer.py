@@ -7,32 +7,102 @@ read letter by letter, so spelling, reversing and counting work on any word; any
 sequence of known bytes.
 """
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from evals.tasks import TASKS, sample
-from evals.words import ALL_LOWER, COUNTED, MONTHS, NAMES, WEEKDAYS
+from evals.tasks import ALL_TASKS, sample
+from evals.words import (
+    ALL_LOWER,
+    CITIES,
+    COUNTED,
+    FOODS,
+    JOBS,
+    MONTHS,
+    NAMES,
+    WEEKDAYS,
+)
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT, THINK, THINK_END = "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"
-SPECIALS = (BOS, EOS, PAD, USER, ASSISTANT, THINK, THINK_END)
-VOCAB_SIZE = 1536
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+OUTPUT, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
+CONTROLS = (BOS, EOS, PAD, USER, ASSISTANT)
+"""Left out where a text is shown."""
+MARKS = (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, SEPARATOR, OUTPUT, OUTPUT_END)
+"""Kept, for those who read reasoning and calls out of the text, as in DeepSeek's tokenizers."""
+VOCAB_SIZE = 2560
 
 # Words and single digits keep the space before them; punctuation and line breaks stand alone.
 _PATTERN = r" ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]|\s"
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{"
-    " message['content'] }}{% endif %}{% endfor %}{% for message in messages %}{% if"
-    " message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}{% elif message['role'] =="
-    " 'assistant' %}{% set content = message['content'] or '' %}{% if '</think>' in content %}{%"
-    " set content = content.split('</think>')[-1].lstrip() %}{% endif %}{{ '<｜Assistant｜>' +"
-    " content + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
-    " '<｜Assistant｜><think>\\n' }}{% endif %}"
-)
+# Chats without tools and formats are rendered as by R1's template. Tools are listed in few words,
+# because every one of them costs a small model's attention; calls are written as by DeepSeek-V3.1.
+_TEMPLATE = """
+{%- macro kind(field) -%}
+{%- if field.enum -%}{{ field.enum | join(' | ') }}
+{%- elif field.type is string -%}{{ field.type }}
+{%- if field.type == 'array' -%}{{ ' of ' }}{{ field['items'].type }}{%- endif -%}
+{%- elif field.type -%}{{ field.type | join(' | ') }}
+{%- elif field.anyOf -%}{{ field.anyOf | map(attribute='type') | join(' | ') }}
+{%- else -%}any{%- endif -%}
+{%- endmacro -%}
+{%- macro fields(schema) -%}
+{%- if schema.properties is mapping -%}
+{%- for name in schema.properties -%}
+{%- set field = schema.properties[name] -%}
+{{ '\\n- ' }}{{ name }} ({{ kind(field) }})
+{%- if field.description -%}{{ ': ' }}{{ field.description }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{{ bos_token }}
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{ message['content'] }}{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}
+{{ '\\n\\n## Tools' }}
+{%- for tool in tools -%}
+{%- set function = tool.function -%}
+{{ '\\n' }}{{ function.name }}
+{%- if function.description -%}{{ ': ' }}{{ function.description }}{%- endif -%}
+{{ fields(function.parameters or {}) }}
+{%- endfor -%}
+{%- endif -%}
+{%- if answer_schema is defined and answer_schema is not none -%}
+{{ '\\n\\n## JSON' }}{{ fields(answer_schema) }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{{ '<｜User｜>' }}{{ message['content'] }}
+{%- elif message['role'] == 'assistant' -%}
+{%- set content = message['content'] or '' -%}
+{%- if '</think>' in content -%}
+{%- set content = content.split('</think>')[-1].lstrip() -%}
+{%- endif -%}
+{{ '<｜Assistant｜>' }}{{ content }}
+{%- if message['tool_calls'] -%}
+{{ '<｜tool▁calls▁begin｜>' }}
+{%- for call in message['tool_calls'] -%}
+{{ '<｜tool▁call▁begin｜>' }}{{ call.function.name }}{{ '<｜tool▁sep｜>' }}
+{%- if call.function.arguments is string -%}{{ call.function.arguments }}
+{%- else -%}{{ call.function.arguments | tojson }}{%- endif -%}
+{{ '<｜tool▁call▁end｜>' }}
+{%- endfor -%}
+{{ '<｜tool▁calls▁end｜>' }}
+{%- endif -%}
+{{ eos_token }}
+{%- elif message['role'] == 'tool' -%}
+{{ '<｜tool▁output▁begin｜>' }}{{ message['content'] }}{{ '<｜tool▁output▁end｜>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}
+"""
+# One line, so that no renderer's rules about line breaks matter.
+CHAT_TEMPLATE = _TEMPLATE.replace("\n", "")
 
 
 def _splitter() -> pre_tokenizers.PreTokenizer:
@@ -45,18 +115,20 @@ def _splitter() -> pre_tokenizers.PreTokenizer:
 
 
 def _frequent_words(num_words: int, num_examples: int) -> list[str]:
-    """Return the commonest pre-tokens of generated text, the task words first of all."""
+    """Return the pre-tokens that most examples have, the words of the tasks first of all."""
     rng, counts, splitter = random.Random(7), Counter(), _splitter()
+    tasks = [task for task in ALL_TASKS if task != "long"]
     for index in range(num_examples):
-        example = sample(rng, TASKS[index % len(TASKS)])
-        text = " \n".join(
-            [m["content"] for m in example.messages] + [example.reasoning, example.answer]
-        )
-        counts.update(piece for piece, _ in splitter.pre_tokenize_str(text))
-    words = [*ALL_LOWER, *COUNTED, *NAMES, *MONTHS, *WEEKDAYS]
+        task = tasks[index % len(tasks)]
+        example = sample(rng, task, trained_only=True)
+        texts = [message["content"] for message in example.messages]
+        texts += [json.dumps(each) for each in (example.tools, example.calls, example.schema)]
+        text = " \n".join([*texts, example.reasoning, example.answer])
+        counts.update({piece for piece, _ in splitter.pre_tokenize_str(text)})
+    words = [*ALL_LOWER, *COUNTED, *NAMES, *MONTHS, *WEEKDAYS, *CITIES, *JOBS, *FOODS]
     taught = {"Ġ" + word for word in words} | set(words)
     for piece in taught:
-        counts[piece] += 2  # A tie goes to the words of the tasks.
+        counts[piece] += num_examples  # Every one of them is spelled, counted and sorted.
     pieces = [piece for piece, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     is_word = lambda piece: (  # noqa: E731
         len(piece.removeprefix("Ġ")) > 1 or (piece[0] == "Ġ" and not piece[-1].isalnum())
@@ -68,17 +140,14 @@ def build(num_examples: int = 60_000) -> Tokenizer:
     """Return the tokenizer, the same for the same task code."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", c) for c in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"]
-    vocab = [*SPECIALS, *alphabet, *("Ġ" + c for _, c in merges)]
+    vocab = [*CONTROLS, *MARKS, *alphabet, *("Ġ" + c for _, c in merges)]
     vocab += [word for word in _frequent_words(VOCAB_SIZE, num_examples) if word not in set(vocab)]
     ids = {piece: index for index, piece in enumerate(vocab[:VOCAB_SIZE])}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = _splitter()
     tokenizer.decoder = decoders.ByteLevel()
-    # The thinking marks must survive decoding with skip_special_tokens, as in R1's tokenizer.
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in SPECIALS[:5]]
-    )
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in SPECIALS[5:]])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROLS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
     return tokenizer
 
 

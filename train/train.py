@@ -1,7 +1,9 @@
-"""Train hadal-tiny from nothing, for a given number of minutes, and export it into the run's folder
-at the end.
+"""Train hadal-tiny from nothing, for a given number of steps, and export it into the run's folder at
+the end.
 
-`python -m train --minutes 90 --run <folder>`. Resumes from the folder's checkpoint if there is one.
+`python -m train --run <folder>` resumes from the folder's checkpoint if there is one: weights,
+optimisers and the next batch. Everything follows from the seed and the step, so a run that was
+killed gives what an undisturbed one would, but for the order in which threads add numbers.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hadal.progress import Bar
 from train.data import Batch, batches
 from train.export import export
 from train.model import Config, Model, MoE
@@ -28,6 +31,11 @@ MTP_WEIGHT = 0.2
 MTP_SECOND_WEIGHT = 0.1 * MTP_WEIGHT
 # Share of the run after which the MTP layer is trained again: it learns fast on a good model.
 MTP_FROM = 0.72
+FEW_TARGETS = 1024
+"""A batch with fewer counts for less: one long prompt has a single short reply."""
+CHECK_STEPS = 500
+NUM_STEPS = 15_000
+"""Under five hours on two cores with AVX2 (README.md)."""
 
 
 class Losses(NamedTuple):
@@ -50,7 +58,7 @@ def losses(model: Model, batch: Batch, with_mtp: bool = True, with_second: bool 
     h = model.hidden(batch.tokens, batch.positions, batch.bounds)
     rows = _rows(batch.targets)
     logits = model.lm_head(h[rows])
-    loss = F.cross_entropy(logits, batch.targets[rows])
+    loss = _mean(logits, batch.targets[rows])
     mtp_loss = second_loss = torch.zeros(())
     if with_mtp:
         # Late, the MTP layer follows the model and does not pull at it.
@@ -64,7 +72,7 @@ def _mtp_losses(model: Model, batch: Batch, h: Tensor, with_second: bool) -> tup
     text = (h, batch.next_tokens, batch.positions, batch.bounds)
     states = model.mtp_hidden(*text)
     rows = _rows(batch.mtp_targets)
-    first = F.cross_entropy(model.lm_head(states[rows]), batch.mtp_targets[rows])
+    first = _mean(model.lm_head(states[rows]), batch.mtp_targets[rows])
     if not with_second:
         return first, torch.zeros(())
     rows = _rows(batch.second_targets).sort()[0]
@@ -73,7 +81,13 @@ def _mtp_losses(model: Model, batch: Batch, h: Tensor, with_second: bool) -> tup
     # serving has its own first draft, the same wherever the second draft is looked at. The experts'
     # load counts both applications, as it does there.
     again = model.mtp_second_hidden(*text, states, rows, batch.second_tokens[rows])
-    return first, F.cross_entropy(model.lm_head(again), batch.second_targets[rows])
+    return first, _mean(model.lm_head(again), batch.second_targets[rows])
+
+
+def _mean(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss over the targets; 0 where there are none."""
+    num = int((targets >= 0).sum())
+    return F.cross_entropy(logits, targets, reduction="sum") / max(num, 1)
 
 
 def _rows(targets: Tensor) -> Tensor:
@@ -118,64 +132,84 @@ def balance(model: Model, gamma: float) -> list[float]:
 
 
 class Run:
-    """A training run in a folder: model, optimisers, how long it has trained, and its log."""
+    """A training run in a folder: model, optimisers, how far it is, and its log."""
 
-    def __init__(self, folder: Path, minutes: float, lr: float, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.folder, self.seconds = folder, minutes * 60
+    def __init__(
+        self, folder: Path, settings: dict[str, float], config: Config | None = None
+    ) -> None:
+        """`settings`: steps, lr, batch_tokens and seed, the same ones whenever the run goes on.
+
+        Raises ValueError if the folder's checkpoint is one of other settings.
+        """
+        torch.manual_seed(int(settings["seed"]))
+        self.folder, self.settings = folder, settings
+        self.num_steps, self.batch_tokens = int(settings["steps"]), int(settings["batch_tokens"])
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = load_or_build(folder / "tokenizer.json")
-        self.model = Model(Config(vocab_size=self.tokenizer.get_vocab_size()))
-        self.optimizers = make_optimizers(self.model, lr)
+        self.model = Model(config or Config(vocab_size=self.tokenizer.get_vocab_size()))
+        self.optimizers = make_optimizers(self.model, settings["lr"])
         self.step, self.num_tokens, self.elapsed = 0, 0, 0.0
         self.stopping = False
-        path = folder / "checkpoint.pt"
-        if path.exists():
-            state = torch.load(path, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(kept)
-            self.step, self.num_tokens, self.elapsed = (
-                state["step"],
-                state["num_tokens"],
-                state["elapsed"],
+        if (folder / "checkpoint.pt").exists():
+            self._load()
+
+    def _load(self) -> None:
+        state = torch.load(self.folder / "checkpoint.pt", weights_only=True)
+        if state["settings"] != self.settings:
+            raise ValueError(
+                f"{self.folder} holds a run with {state['settings']}, not {self.settings};"
+                " give the same settings or another folder."
             )
+        self.model.load_state_dict(state["model"])
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
+        self.step, self.num_tokens = state["step"], state["num_tokens"]
+        self.elapsed = state["elapsed"]
 
     def stop(self, *_: object) -> None:
         """Save after the step under way and leave; the same command resumes."""
         self.stopping = True
 
     def save(self) -> None:
+        """Write the checkpoint; whoever is killed meanwhile finds the one before."""
         state = {
+            "settings": self.settings,
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "step": self.step,
             "num_tokens": self.num_tokens,
             "elapsed": self.elapsed,
         }
-        torch.save(state, self.folder / "checkpoint.tmp")
-        os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
+        aside = self.folder / "checkpoint.tmp"
+        with aside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.folder / "checkpoint.pt")
 
     def log(self, **fields: object) -> None:
+        """Add a line to the folder's log."""
         fields = {"minute": round(self.elapsed / 60, 1), "step": self.step, **fields}
-        print("  ".join(f"{k} {v}" for k, v in fields.items()), flush=True)
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(fields) + "\n")
 
     def update(self, batch: Batch) -> tuple[Losses, list[float]]:
         """Take one optimiser step; return the losses and the expert load skew per layer."""
-        progress = self.elapsed / self.seconds
-        # bf16 products are faster and good enough, until the end is fitted to the arithmetic of
-        # serving.
+        progress = self.step / self.num_steps
+        # bf16 products are faster where there are such, and good enough, until the end is fitted to
+        # the arithmetic of serving.
         torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.97 else "ieee"
         with_mtp = progress < 0.03 or (progress >= MTP_FROM and self.step % 2 == 0)
         # A layer that does not draft well yet has nothing to teach its second application.
         with_second = with_mtp and progress >= MTP_FROM and MTP_SECOND_WEIGHT > 0
         found = losses(self.model, batch, with_mtp, with_second)
-        found.total.backward()
+        # A long prompt with one short reply weighs less than forty replies.
+        share = min(1.0, int((batch.targets >= 0).sum()) / FEW_TARGETS)
+        (found.total * share).backward()
         torch.nn.utils.clip_grad_norm_(
             [p for g in self.optimizers[1].param_groups for p in g["params"]], 1.0
         )
+        self.step += 1
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * schedule(progress)
@@ -185,65 +219,79 @@ class Run:
         # stays skewed.
         gamma = max(5e-4, 2e-3 * min(1.0, (1 - progress / 0.6) / 0.6)) if progress < 0.85 else 0.0
         skew = balance(self.model, gamma)
-        self.step += 1
         self.num_tokens += len(batch.tokens)
         return found, skew
 
-    def train(self, batch_tokens: int, check_every_s: float, save_every_s: float) -> None:
-        """Train until the time is used up."""
-        stream = batches(self.tokenizer, 1000 + self.step, batch_tokens)
-        held_out_stream = batches(self.tokenizer, 5, 8192, want_held_out=True)
-        held_out = [next(held_out_stream) for _ in range(6)]
-        last_log = last_check = last_save = self.elapsed
-        tokens_before = self.num_tokens
-        while self.elapsed < self.seconds and not self.stopping:
-            begin = time.perf_counter()
-            found, skew = self.update(next(stream))
-            self.elapsed += time.perf_counter() - begin
-            if self.elapsed - last_log > 20:
-                speed = (self.num_tokens - tokens_before) / (self.elapsed - last_log)
-                self.log(
-                    loss=round(found.main.item(), 4),
-                    mtp=round(found.mtp.item(), 4),
-                    second=round(found.second.item(), 4),
-                    tok_s=round(speed),
-                    mtok=round(self.num_tokens / 1e6, 2),
-                    skew=[round(s, 1) for s in skew],
-                )
-                last_log, tokens_before = self.elapsed, self.num_tokens
-            if self.elapsed - last_check > check_every_s or self.elapsed >= self.seconds:
+    def train(self, save_every_s: float, check_steps: int = CHECK_STEPS) -> None:
+        """Train to the last step, or until it is asked to stop."""
+        seed = 1000 + int(self.settings["seed"])
+        stream = batches(self.tokenizer, seed, self.batch_tokens, first=self.step)
+        held_out_stream = batches(self.tokenizer, 5, 2 * self.batch_tokens, want_held_out=True)
+        held_out = [next(held_out_stream) for _ in range(5)]
+        last_log, last_save, from_step = self.elapsed, self.elapsed, self.step
+        with Bar("train", self.num_steps, period_s=60) as bar:
+            while self.step < self.num_steps and not self.stopping:
                 begin = time.perf_counter()
-                loss, tasks = check(self.model, held_out)
-                balance(self.model, 0.0)  # The check's tokens are not load.
-                self.log(held_out_loss=round(loss, 4), **{k: round(v, 3) for k, v in tasks.items()})
+                found, skew = self.update(next(stream))
                 self.elapsed += time.perf_counter() - begin
-                last_check = self.elapsed
-            if (
-                self.elapsed - last_save > save_every_s
-                or self.elapsed >= self.seconds
-                or self.stopping
-            ):
-                self.save()
-                last_save = self.elapsed
+                a_step = (self.elapsed - last_log) / max(1, self.step - from_step)
+                bar.update(self._progress(found, a_step), done=self.step)
+                if self.elapsed - last_log > 60:
+                    self._log_losses(found, skew, self.batch_tokens / a_step)
+                    last_log, from_step = self.elapsed, self.step
+                if self.step % check_steps == 0 or self.step == self.num_steps:
+                    loss, tasks = check(self.model, held_out)
+                    balance(self.model, 0.0)  # The check's tokens are not load.
+                    self.log(
+                        held_out_loss=round(loss, 4), **{k: round(v, 3) for k, v in tasks.items()}
+                    )
+                if self.elapsed - last_save > save_every_s:
+                    self.save()
+                    last_save = self.elapsed
+            self.save()
+
+    def _progress(self, found: Losses, step_s: float) -> str:
+        left = round((self.num_steps - self.step) * step_s / 60)
+        return (
+            f"step {self.step:,} of {self.num_steps:,}, loss {found.main.item():.3f},"
+            f" {left // 60} h {left % 60:02} min left"
+        )
+
+    def _log_losses(self, found: Losses, skew: list[float], speed: float) -> None:
+        self.log(
+            loss=round(found.main.item(), 4),
+            mtp=round(found.mtp.item(), 4),
+            second=round(found.second.item(), 4),
+            tok_s=round(speed),
+            mtok=round(self.num_tokens / 1e6, 2),
+            skew=[round(s, 1) for s in skew],
+        )
 
 
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("train/runs/hadal-tiny"))
-    parser.add_argument("--minutes", type=float, default=90)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--lr", type=float, default=0.008)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--check-minutes", type=float, default=4)
+    parser.add_argument("--save-minutes", type=float, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    run = Run(args.run, args.minutes, args.lr, args.seed)
+    settings = {
+        "steps": args.steps,
+        "lr": args.lr,
+        "batch_tokens": args.batch_tokens,
+        "seed": args.seed,
+    }
+    run = Run(args.run, settings)
     print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters", flush=True)
     signal.signal(signal.SIGTERM, run.stop)
-    run.train(args.batch_tokens, args.check_minutes * 60, 240)
-    if not run.stopping:
+    signal.signal(signal.SIGINT, run.stop)
+    run.train(args.save_minutes * 60)
+    if run.step == run.num_steps:
         export(run.model, run.tokenizer, args.run / "model")
         print(f"published folder: {args.run / 'model'}")
 

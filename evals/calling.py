@@ -1,0 +1,888 @@
+# ruff: noqa: E501 - a frame is one line, however long.
+"""Questions that need a tool: a calculator for numbers beyond what the model can reckon, look-ups in
+a table, conversion of units; one call, several at once, one after another, and the answer from what
+the tools returned. And questions that need none, though there are some.
+
+Tools are named and described in many ways, some of which are held out.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evals.numbers import _ASKS as SUMS_ASKED
+from evals.numbers import _BARE, _NOUNS, _ORDERS, _SIGNS, reason_add
+from evals.smalltalk import CANNOT, unknown_turn
+from evals.wordings import Source, asked, lines
+from evals.words import ALL_LOWER, CITIES, FOODS, NAMES, THINGS, Turn, random_letters
+
+Fields = dict[str, Any]
+NOTHING_FOUND = "Sorry, the tool found nothing."
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tool as a client offers it, and how its arguments are written."""
+
+    name: str
+    fields: Fields
+    arguments: Callable[..., Fields]
+
+
+def _tool(source: Source, name: str, description: str, parameters: dict[str, Fields]) -> Fields:
+    """What OpenAI's API wants to know of a function."""
+    function: Fields = {"name": name}
+    if not source.chance(0.12):
+        function["description"] = description
+    if source.chance(0.45):
+        for key, text in list(parameters.items()):
+            parameters[key] = {k: v for k, v in text.items() if k != "description"}
+    function["parameters"] = {
+        "type": "object",
+        "properties": parameters,
+        "required": list(parameters),
+    }
+    return {"type": "function", "function": function}
+
+
+def _styled(source: Source, name: str) -> str:
+    """A name as this client's programmers write names."""
+    style = source.random()
+    parts = name.split("_")
+    if style < 0.8 or len(parts) == 1:
+        return name
+    if style < 0.93:
+        return parts[0] + "".join(part.capitalize() for part in parts[1:])
+    return "-".join(parts)
+
+
+_CALCULATORS = lines("""
+    [calculate|calculator|calc|compute|math|maths|evaluate|arithmetic|do_math|eval_expression|calculate_sum]
+    [calculate_expression|evaluate_expression|run_calculator|math_tool|big_math|do_sum|solve]
+    [number_cruncher|reckon|exact_math|use_calculator|compute_value|math_eval]
+    [add_or_multiply|basic_math|pocket_calculator|get_result|work_out]
+""")
+_CALCULATOR_SAYS = lines("""
+    [Calculate|Compute|Evaluate|Work out] [an|the|any] [arithmetic |mathematical |math |]expression[ exactly| with big numbers|].
+    [A|Exact|Simple] calculator[ for large numbers| for whole numbers| for all kinds of sums|].
+    [Does|Performs|For] [arithmetic|sums|calculations] [with numbers|on numbers of any size|with two numbers].
+    [Returns|Gives|Finds] the [result|value] of a [calculation|sum|formula].
+    [Use this to|Helps to|Can] [add, subtract, multiply or divide|calculate|do sums].
+    [Reckons|Multiplies, adds, subtracts and divides] [numbers|big numbers].
+""")
+_WORDED = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
+
+
+def _calculator(source: Source) -> Offer:
+    name = _styled(source, source.frame(_CALCULATORS))
+    says = source.frame(_CALCULATOR_SAYS)
+    if source.chance(0.6):
+        key = source.choice(
+            (
+                "expression",
+                "expression",
+                "expr",
+                "formula",
+                "input",
+                "query",
+                "calculation",
+                "term",
+                "sum",
+            )
+        )
+        described = source.choice(
+            (
+                "The expression, such as 2 + 3.",
+                "What to calculate.",
+                "An expression.",
+                "e.g. 12 * 7",
+            )
+        )
+        fields = _tool(source, name, says, {key: {"type": "string", "description": described}})
+        return Offer(name, fields, lambda a, op, b: {key: f"{a} {op} {b}"})
+    first, second = source.choice(
+        (
+            ("a", "b"),
+            ("x", "y"),
+            ("first", "second"),
+            ("left", "right"),
+            ("num1", "num2"),
+            ("n1", "n2"),
+        )
+    )
+    key = source.choice(("operation", "operator", "op", "action"))
+    words = source.chance(0.6)
+    values = list(_WORDED.values() if words else _WORDED)
+    spec: dict[str, Fields] = {first: {"type": "number", "description": "The first number."}}
+    operation: Fields = {"type": "string", "enum": values, "description": "What to do."}
+    order = source.random()
+    if order < 0.3:
+        spec[key] = operation
+    spec[second] = {"type": "number", "description": "The second number."}
+    if order >= 0.3:
+        spec[key] = operation
+    if order > 0.7:
+        spec = {key: spec.pop(key), **spec}
+    fields = _tool(source, name, says, spec)
+
+    def arguments(a: str, op: str, b: str) -> Fields:
+        given = {first: json.loads(a), second: json.loads(b), key: _WORDED[op] if words else op}
+        return {each: given[each] for each in spec}
+
+    return Offer(name, fields, arguments)
+
+
+# What is looked up: (of what, the property, what its values are)
+_CITY_KEYS = ("city", "city", "location", "place", "town", "city_name")
+_ITEM_KEYS = ("item", "item", "product", "article", "product_name", "thing", "name")
+_PERSON_KEYS = ("name", "name", "person", "employee", "who", "user", "full_name")
+_PROPERTIES = {
+    "city": (
+        "weather:weather temperature:number population:number humidity:number mayor:name height:number"
+        " rainfall:number traffic:weather postcode:number forecast:weather distance:number"
+    ),
+    "item": (
+        "price:number stock:number weight:number colour:colour size:number rating:number cost:number"
+        " maker:name age:number code:number discount:number shelf:number"
+    ),
+    "person": (
+        "age:number salary:number phone_number:number job:word room:number birthday:word boss:name"
+        " address:word score:number team:word car:word desk:number"
+    ),
+}
+_VERBS = (
+    "get",
+    "get",
+    "get",
+    "lookup",
+    "look_up",
+    "find",
+    "fetch",
+    "query",
+    "read",
+    "show",
+    "check",
+    "search",
+)
+_NAMED = lines("""
+    {v}_{p}
+    [{v}_{p}|{v}_{p}|{p}]
+    {v}_{e}_{p}
+    {p}_of_{e}
+    {p}_lookup
+    {e}_{p}
+    {v}_{p}_by_{e}
+    {v}_{p}_for_{e}
+    {p}_service
+    {v}_the_{p}
+    {p}_table
+""")
+_LOOKUP_SAYS = lines("""
+    [Get|Look up|Find|Fetch|Return|Read] the {q} [of|for] [a|the|one|any] {e}.
+    [Returns|Gives|Finds|Knows|Tells|Shows] the {q} of [a|every|the] {e}.
+    The {q} of [a|the|any] {e}[, from a table| from our database|].
+    [Table|List|Database] of the {q} of each {e}.
+    [Search|Ask|Query] the [table|database|list] for the {q} of a {e}.
+    [Current|Latest|Known] {q} [by|for a|of a] {e}.
+    {q} by {e}
+    [Use this to|Can|Helps to] [get|find] the {q} of a {e}.
+""")
+_LOOKUP_ASKS = lines("""
+    What is the {q} [of|for|in] {k}?
+    What's the {q} [of|for|in] {k} [now|today|please|right now]?
+    [What|Which] {q} [does|do] {k} have?
+    [Do you know|Can you say|Can you check] the {q} [of|for|in] {k}?
+    {k}: what is the {q}?
+    I need [to know|] the {q} [of|for] {k}. [What is it|Can you check|Look it up]?
+    [Is it known|Tell me,] what the {q} of {k} is?
+    How [high|big|large|great] is the {q} [of|for|in] {k}?
+""")
+_LOOKUP_NOUNS = lines("""
+    the {q} [of|for|in] {k}
+    {k}'s {q}
+    the [current|latest|exact|present|right] {q} [of|for|in] {k}
+    what {q} {k} has
+    the value of {q} for {k}
+    the {q} that {k} has
+    the {q} listed for {k}
+""")
+_LOOKUP_ORDERS = lines("""
+    look up the {q} [of|for|in] {k}
+    [get|find|fetch|check|show me|tell me|search for] the {q} [of|for|in] {k}
+    [get|find|check|show] {k}'s {q}
+    check [what the {q} of {k} is|which {q} {k} has]
+    look in the table for the {q} of {k}
+    find out [the {q} of {k}|what {q} {k} has]
+""")
+_PAIR_NOUNS = lines("""
+    the {q} of {k} and [of |]{l}
+    the {q} [for|in] {k} and [for|in] {l}
+    the {q} of both {k} and {l}
+    [both|the two] values: {q} of {k} and {q} of {l}
+    {k}'s and {l}'s {q}
+    the {q} of {k} and also of {l}
+    the {q} of each: {k}, {l}
+""")
+_PAIR_ASKS = lines("""
+    What is the {q} of {k} and what is it [of|for] {l}?
+    What are the {q} values of {k} and {l}?
+    [What|Which] {q} do {k} and {l} have?
+    {k} and {l}: what is the {q} of each?
+    [I want to compare|Compare] {k} and {l}. What is the {q} of each?
+""")
+_MORE_ASKS = lines("""
+    [Which|Who|What] has the [larger|higher|greater|bigger] {q}, {k} or {l}?
+    Which has more {q}: {k} or {l}?
+    Is the {q} [larger|higher|greater|bigger] for {k} or [for |]{l}?
+    Between {k} and {l}, [which|who|what] has the [larger|higher|greater|bigger] {q}?
+    [Compare|Look at] {k} and {l}. Which has the [larger|higher|greater|bigger] {q}?
+    Of {k} and {l}, [which|what] has the [larger|higher|greater|bigger] {q}?
+""")
+_TOTAL_NOUNS = lines("""
+    the [total|sum|combined] {q} of {k} and {l}
+    the {q} of {k} and {l} [together|added up|combined|in total]
+    the {q} of {k} plus the {q} of {l}
+    the total {q} for {k} and {l}
+""")
+_TIMES_NOUNS = lines("""
+    the [total |]{q} of {i} times {k}
+    {i} times the {q} of {k}
+    the {q} of {k} multiplied by {i}
+    the {q} of {k} times {i}
+    what {i} of {k} [come to|make] in {q}
+    the {q} for {i} of {k}
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A look-up tool: of which kind of thing it knows which property."""
+
+    offer: Offer
+    entity: str
+    shown: str
+    values: str
+
+
+def _lookup(source: Source, numbers_only: bool = False) -> Looked:
+    entity = source.choice(tuple(_PROPERTIES))
+    listed = [each.split(":") for each in _PROPERTIES[entity].split()]
+    name, values = source.choice(
+        [each for each in listed if not numbers_only or each[1] == "number"]
+    )
+    if source.chance(0.1):
+        name, values = (
+            source.choice((random_letters(source, 4, 8), source.choice(ALL_LOWER))),
+            "number",
+        )
+    shown = name.replace("_", " ")
+    keys = {"city": _CITY_KEYS, "item": _ITEM_KEYS, "person": _PERSON_KEYS}[entity]
+    key = source.choice(keys)
+    says = source.frame(_LOOKUP_SAYS).format(
+        q=shown, e=key.replace("_", " ") if source.chance(0.5) else entity
+    )
+    says = says[0].upper() + says[1:]
+    described = source.choice(
+        (f"The {entity}.", f"Name of the {entity}.", f"Which {entity}.", "What to look up.")
+    )
+    if source.chance(0.12):
+        table, row = source.choice(
+            (
+                ("table", "key"),
+                ("table", "row"),
+                ("property", "of"),
+                ("column", "name"),
+                ("field", "key"),
+            )
+        )
+        called = _styled(
+            source,
+            source.choice(
+                (
+                    "lookup",
+                    "table_lookup",
+                    "query_table",
+                    "read_table",
+                    "get_value",
+                    "find_value",
+                    "search_table",
+                )
+            ),
+        )
+        others = [n for n, _ in listed if n != name]
+        spec = {
+            table: {
+                "type": "string",
+                "enum": source.sample([name, *source.sample(others, 2)], 3),
+                "description": "Which value.",
+            },
+            row: {"type": "string", "description": described},
+        }
+        fields = _tool(source, called, f"Look up a value of a {entity} in a table.", spec)
+        return Looked(Offer(called, fields, lambda k: {table: name, row: k}), entity, shown, values)
+    called = _styled(source, source.frame(_NAMED).format(v=source.choice(_VERBS), p=name, e=entity))
+    spec = {key: {"type": "string", "description": described}}
+    return Looked(
+        Offer(called, _tool(source, called, says, spec), lambda k: {key: k}), entity, shown, values
+    )
+
+
+def _entities(source: Source, entity: str, count: int) -> list[str]:
+    if source.chance(0.15):
+        words = {random_letters(source, 4, 8) for _ in range(count * 3)}
+        found = source.sample(sorted(words), count)
+        return found if entity == "item" else [word.capitalize() for word in found]
+    if entity == "item":
+        return source.sample((*THINGS, *FOODS), count)
+    return source.sample(CITIES if entity == "city" else NAMES, count)
+
+
+def _value(source: Source, kind: str) -> str:
+    if kind == "number":
+        return str(source.randint(1, source.choice((30, 99, 999, 99999))))
+    if kind == "weather":
+        return source.choice(
+            [
+                "sunny",
+                "rainy",
+                "cloudy",
+                "windy",
+                "foggy",
+                "cold",
+                "warm",
+                "hot",
+                "snowy",
+                "stormy",
+                "clear",
+                "heavy",
+                "light",
+            ]
+        )
+    if kind == "name":
+        return source.choice(NAMES)
+    return (
+        source.choice(("red", "blue", "green", "grey", "white"))
+        if kind == "colour"
+        else source.choice(ALL_LOWER)
+    )
+
+
+def _returned(source: Source, key: str, value: str) -> str:
+    """A result as tools write it."""
+    style = source.random()
+    if style < 0.5:
+        return value
+    given = int(value) if value.isascii() and value.isdigit() else value
+    name = "result" if style < 0.65 else ("value" if style < 0.75 else key.replace(" ", "_"))
+    if style > 0.95:
+        return json.dumps({"status": "ok", name: given})
+    return json.dumps({name: given})
+
+
+_UNITS = {
+    "length": "km:kilometres miles m:metres feet inches cm:centimetres yards mm",
+    "mass": "kg:kilograms pounds g:grams ounces tons stones",
+    "volume": "litres gallons ml pints cups",
+    "time": "hours minutes seconds days weeks",
+    "heat": "celsius fahrenheit kelvin",
+    "money": "dollars euros pounds yen francs",
+}
+_CONVERTERS = lines("""
+    [convert|convert_units|convert_unit|unit_converter|unit_convert|units|converter]
+    [unit_conversion|change_units|to_unit|conversion|convert_value|convert_measure]
+    [unit_calculator|convert_amount|measure_converter|swap_units]
+    [units_tool|do_conversion|transform_units|exchange_units]
+""")
+_CONVERTER_SAYS = lines("""
+    [Convert|Change|Turn] [a|an|the] [value|amount|quantity|measure] from one unit to another.
+    [Converts|Changes] [units|measures|a value between units|one unit into another].
+    [Unit|Measure] [converter|conversion][ for length, mass and more|].
+    [Use this to|Can|Helps to] convert [units|between units].
+    How much [a value|an amount] is in another unit.
+""")
+_CONVERT_NOUNS = lines("""
+    {a} {u} in {v}
+    the number of {v} in {a} {u}
+    {a} {u} [converted|changed|turned] [to|into] {v}
+    how many {v} {a} {u} are
+    {a} {u} [expressed|given|measured] in {v}
+    what {a} {u} is in {v}
+    the {v} in {a} {u}
+""")
+_CONVERT_ORDERS = lines("""
+    convert {a} {u} [to|into] {v}
+    [change|turn|transform] {a} {u} into {v}
+    [express|give|write|show] {a} {u} in {v}
+    [convert|change] [this|the following] to {v}: {a} {u}
+    [work out|find|tell me] how many {v} {a} {u} are
+""")
+_CONVERT_ASKS = lines("""
+    How many {v} [are|is|make|are there in] {a} {u}?
+    How much is {a} {u} in {v}?
+    What is {a} {u} in {v}?
+    {a} {u} [is|are|makes] how many {v}?
+    {a} {u} to {v}
+    {a} {u} = ? {v}
+    I have {a} {u}. How many {v} [is that|are that|does that make]?
+    If [something is|I have|it is] {a} {u}, how [many|much] is [that|it] in {v}?
+""")
+
+
+def _converter(source: Source) -> Offer:
+    name = _styled(source, source.frame(_CONVERTERS))
+    value, begin, end = source.choice(
+        (
+            ("value", "from_unit", "to_unit"),
+            ("amount", "from", "to"),
+            ("value", "from", "to"),
+            ("number", "unit_from", "unit_to"),
+            ("quantity", "source_unit", "target_unit"),
+            ("amount", "source", "target"),
+            ("value", "unit", "new_unit"),
+            ("x", "start", "end"),
+        )
+    )
+    spec: dict[str, Fields] = {
+        value: {"type": "number", "description": "How much."},
+        begin: {"type": "string", "description": "The unit it has."},
+        end: {"type": "string", "description": "The unit wanted."},
+    }
+    if source.chance(0.2):
+        spec = {begin: spec[begin], end: spec[end], value: spec[value]}
+    fields = _tool(source, name, source.frame(_CONVERTER_SAYS), spec)
+
+    def arguments(a: str, u: str, v: str) -> Fields:
+        given = {value: json.loads(a), begin: u, end: v}
+        return {each: given[each] for each in spec}
+
+    return Offer(name, fields, arguments)
+
+
+_OTHERS = (
+    "send_email:to subject body",
+    "set_alarm:time",
+    "play_music:song",
+    "get_news:topic",
+    "book_flight:origin destination",
+    "create_event:title date",
+    "search_web:query",
+    "translate:text language",
+    "open_door:door",
+    "send_message:to text",
+    "order_pizza:size",
+    "turn_on_light:room",
+    "set_timer:minutes",
+    "take_photo:",
+    "add_contact:name phone",
+    "delete_file:path",
+    "run_code:code",
+    "get_stock_price:symbol",
+    "reserve_table:restaurant guests",
+    "call_taxi:address",
+)
+
+
+def _other(source: Source) -> Fields:
+    """A tool that nothing here needs."""
+    name, _, keys = source.choice(_OTHERS).partition(":")
+    spec: dict[str, Fields] = {
+        key: {"type": "string", "description": f"The {key}."} for key in keys.split()
+    }
+    words = name.replace("_", " ")
+    return _tool(source, _styled(source, name), f"{words[0].upper()}{words[1:]}.", spec)
+
+
+def _mixed(
+    source: Source, needed: list[Fields], others: tuple[Fields, ...] = ()
+) -> tuple[Fields, ...]:
+    """The needed tools among a few that are not, all named differently."""
+    tools = {tool["function"]["name"]: tool for tool in needed}
+    extra = list(others)
+    for _ in range(source.choice((0, 0, 1, 1, 2))):
+        extra.append(_other(source))
+    for tool in extra:
+        tools.setdefault(tool["function"]["name"], tool)
+    found = list(tools.values())
+    source.shuffle(found)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Calls made at once, with why, and what they return."""
+
+    why: str
+    calls: tuple[tuple[str, Fields], ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A question that needs tools, and everything that follows it."""
+
+    question: str
+    tools: tuple[Fields, ...]
+    steps: tuple[Step, ...]
+    reasoning: str
+    answer: str
+    key: str
+
+
+def _big(source: Source) -> tuple[str, str, str, str]:
+    """Numbers that are beyond reckoning, and the result."""
+    op = source.choice("++--****/")
+    if source.chance(0.12):
+        a, b = (f"{source.randint(0, 999)}.{source.randint(1, 99)}".rstrip("0") for _ in range(2))
+        if a.endswith("."):
+            a += "5"
+        if b.endswith("."):
+            b += "5"
+        value = {
+            "+": float(a) + float(b),
+            "-": float(a) - float(b),
+            "*": float(a) * float(b),
+            "/": float(a) / float(b),
+        }[op]
+        return a, op, b, str(round(value, 4))
+    if op == "/":
+        b = source.randint(11, 999)
+        a = b * source.randint(11, 9999)
+        return str(a), op, str(b), str(a // b)
+    if op == "*":
+        x, y = source.randint(101, 99999), source.randint(13, 9999)
+        x, y = (x, y) if source.chance(0.7) else (y, x)
+        return str(x), op, str(y), str(x * y)
+    x, y = (
+        source.randint(10 ** (d - 1), 10**d - 1)
+        for d in (source.randint(5, 9), source.randint(4, 9))
+    )
+    x, y = (max(x, y), min(x, y)) if op == "-" else (x, y)
+    return str(x), op, str(y), str(x + y if op == "+" else x - y)
+
+
+def _reckon(source: Source, offer: Offer) -> tuple[str, tuple[str, Fields], str]:
+    """Return a question for the calculator, its call, and the result."""
+    a, op, b, value = _big(source)
+    whole = tuple(f for f in _BARE[op] if "x =" not in f)
+    said = asked(
+        source,
+        nouns=(*_SIGNS[op], *_NOUNS[op]),
+        orders=_ORDERS[op],
+        questions=SUMS_ASKED[op],
+        whole=whole,
+    )
+    return said.format(a=a, b=b), (offer.name, offer.arguments(a, op, b)), value
+
+
+def _one_reckoned(source: Source) -> Plan:
+    offer = _calculator(source)
+    question, call, value = _reckon(source, offer)
+    others = _others_of(source, "calculator")
+    result = _returned(source, "result", value)
+    step = Step(f"Too big for me, so {offer.name}.", (call,), (result,))
+    return Plan(
+        question,
+        _mixed(source, [offer.fields], others),
+        (step,),
+        f"The result is {value}.",
+        value,
+        f"tool {call}",
+    )
+
+
+def _others_of(source: Source, but: str) -> tuple[Fields, ...]:
+    """Sometimes the other tools of these three kinds, unneeded."""
+    found = []
+    if but != "calculator" and source.chance(0.3):
+        found.append(_calculator(source).fields)
+    if but != "lookup" and source.chance(0.3):
+        found.append(_lookup(source).offer.fields)
+    if but != "converter" and source.chance(0.3):
+        found.append(_converter(source).fields)
+    return tuple(found)
+
+
+def _one_looked_up(source: Source) -> Plan:
+    looked = _lookup(source)
+    (k,) = _entities(source, looked.entity, 1)
+    said = asked(source, questions=_LOOKUP_ASKS, nouns=_LOOKUP_NOUNS, orders=_LOOKUP_ORDERS)
+    question = said.format(q=looked.shown, k=k)
+    call = (looked.offer.name, looked.offer.arguments(k))
+    tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup"))
+    why = f"{looked.shown}: {looked.offer.name} for {k}."
+    if source.chance(0.06):
+        error = source.choice(
+            (
+                "not found",
+                '{"error": "not found"}',
+                "error: unknown",
+                "null",
+                '{"error": "no such entry"}',
+            )
+        )
+        return Plan(
+            question,
+            tools,
+            (Step(why, (call,), (error,)),),
+            "The tool found nothing.",
+            NOTHING_FOUND,
+            f"tool {call}",
+        )
+    value = _value(source, looked.values)
+    step = Step(why, (call,), (_returned(source, looked.shown, value),))
+    return Plan(question, tools, (step,), f"The result is {value}.", value, f"tool {call}")
+
+
+def _units(source: Source) -> tuple[str, str]:
+    units = [
+        source.choice(each.split(":")) for each in source.choice(tuple(_UNITS.values())).split()
+    ]
+    first, second = source.sample(units, 2)
+    return first, second
+
+
+def _one_converted(source: Source) -> Plan:
+    offer = _converter(source)
+    u, v = _units(source)
+    a = str(source.randint(2, source.choice((20, 99, 999, 9999))))
+    if source.chance(0.12):
+        a += f".{source.randint(1, 9)}"
+    said = asked(source, questions=_CONVERT_ASKS, nouns=_CONVERT_NOUNS, orders=_CONVERT_ORDERS)
+    call = (offer.name, offer.arguments(a, u, v))
+    value = str(source.randint(1, 9999)) + (
+        f".{source.randint(1, 99)}" if source.chance(0.4) else ""
+    )
+    step = Step(f"{u} to {v}: {offer.name}.", (call,), (_returned_unit(source, value, v),))
+    answer = f"{value} {v}"
+    tools = _mixed(source, [offer.fields], _others_of(source, "converter"))
+    return Plan(
+        said.format(a=a, u=u, v=v),
+        tools,
+        (step,),
+        f"The result is {value}.",
+        answer,
+        f"tool {call}",
+    )
+
+
+def _returned_unit(source: Source, value: str, unit: str) -> str:
+    style = source.random()
+    if style < 0.55:
+        return value
+    if style < 0.7:
+        return f"{value} {unit}"
+    name = source.choice(("result", "value", unit))
+    return f'{{"{name}": {value}}}'
+
+
+def _pair(source: Source) -> Plan:
+    """Two look-ups at once: each of them, the larger, or both together."""
+    kind = source.choices(("both", "more", "total"), (4, 4, 2))[0]
+    looked = _lookup(source, numbers_only=kind != "both")
+    k, m = _entities(source, looked.entity, 2)
+    if kind == "both":
+        said = asked(source, nouns=_PAIR_NOUNS, questions=_PAIR_ASKS)
+    elif kind == "more":
+        said = asked(source, questions=_MORE_ASKS)
+    else:
+        said = asked(source, nouns=_TOTAL_NOUNS)
+    question = said.format(q=looked.shown, k=k, l=m)
+    calls = tuple((looked.offer.name, looked.offer.arguments(each)) for each in (k, m))
+    values = [_value(source, looked.values) for _ in range(2)]
+    if kind == "more" and values[0] == values[1]:
+        values[1] += "0"
+    if kind == "total":
+        values = [str(source.randint(1, 999)) for _ in range(2)]
+    results = tuple(_returned(source, looked.shown, value) for value in values)
+    why = f"{looked.shown}: {looked.offer.name} for {k} and {m}."
+    if kind == "both":
+        reasoning = answer = f"{k}: {values[0]}, {m}: {values[1]}"
+    elif kind == "more":
+        sign = ">" if int(values[0]) > int(values[1]) else "<"
+        reasoning, answer = f"{k} {values[0]} {sign} {m} {values[1]}", k if sign == ">" else m
+    else:
+        a, b = map(int, values)
+        reasoning, answer = reason_add(a, b), str(a + b)
+    tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup")[1:])
+    return Plan(question, tools, (Step(why, calls, results),), reasoning, answer, f"tool {calls}")
+
+
+_BOTH_SUMS = lines("""
+    {p} [and|and also|and then|, and] {q}
+    [both of these|these two]: {p}; {q}
+    {p}, {q}
+    first {p}, then {q}
+    {p} as well as {q}
+""")
+
+
+def _two_reckoned(source: Source) -> Plan:
+    """Two sums, or two conversions, in one question."""
+    calls, phrases, values, names = [], [], [], []
+    if source.chance(0.6):
+        offer = _calculator(source)
+        for _ in range(2):
+            a, op, b, value = _big(source)
+            phrases.append(source.frame(_SIGNS[op]).format(a=a, b=b))
+            names.append(f"{a} {op} {b}")
+            calls.append((offer.name, offer.arguments(a, op, b)))
+            values.append(value)
+        why = f"Too big for me, so {offer.name} for both."
+    else:
+        offer = _converter(source)
+        for _ in range(2):
+            u, v = _units(source)
+            a = str(source.randint(2, 999))
+            phrases.append(source.frame(_CONVERT_NOUNS[:1]).format(a=a, u=u, v=v))
+            names.append(f"{a} {u}")
+            calls.append((offer.name, offer.arguments(a, u, v)))
+            values.append(f"{source.randint(1, 999)} {v}")
+        why = f"Two units: {offer.name} for both."
+    said = asked(source, nouns=_BOTH_SUMS).format(p=phrases[0], q=phrases[1])
+    results = tuple(value.split(" ")[0] for value in values)
+    answer = f"{names[0]}: {values[0]}, {names[1]}: {values[1]}"
+    return Plan(
+        said,
+        _mixed(source, [offer.fields]),
+        (Step(why, tuple(calls), results),),
+        answer,
+        answer,
+        f"tool {calls}",
+    )
+
+
+def _chain(source: Source) -> Plan:
+    """A look-up whose result another tool needs."""
+    looked = _lookup(source, numbers_only=True)
+    offer = _calculator(source)
+    while offer.name == looked.offer.name:
+        offer = _calculator(source)
+    value = str(source.randint(12, 9999))
+    total = source.chance(0.35)
+    if total:
+        k, m = _entities(source, looked.entity, 2)
+        value, second = str(source.randint(1000, 99999)), str(source.randint(1000, 99999))
+        question = asked(source, nouns=_TOTAL_NOUNS).format(q=looked.shown, k=k, l=m)
+        first = Step(
+            f"{looked.shown}: {looked.offer.name} for {k} and {m}, then {offer.name}.",
+            tuple((looked.offer.name, looked.offer.arguments(each)) for each in (k, m)),
+            tuple(_returned(source, looked.shown, each) for each in (value, second)),
+        )
+        op, b, result = "+", second, str(int(value) + int(second))
+    else:
+        (k,) = _entities(source, looked.entity, 1)
+        b = str(source.randint(12, 999))
+        question = asked(source, nouns=_TIMES_NOUNS).format(q=looked.shown, k=k, i=b)
+        first = Step(
+            f"{looked.shown}: {looked.offer.name} for {k}, then {offer.name}.",
+            ((looked.offer.name, looked.offer.arguments(k)),),
+            (_returned(source, looked.shown, value),),
+        )
+        op, result = "*", str(int(value) * int(b))
+    call = (offer.name, offer.arguments(value, op, b))
+    second_step = Step(
+        f"The result is {value}. Now {value} {op} {b}: {offer.name}.",
+        (call,),
+        (_returned(source, "result", result),),
+    )
+    tools = _mixed(source, [looked.offer.fields, offer.fields])
+    return Plan(
+        question,
+        tools,
+        (first, second_step),
+        f"The result is {result}.",
+        result,
+        f"tool {first.calls}",
+    )
+
+
+def messages_of(step: Step, number: int) -> list[Fields]:
+    """A step as the conversation keeps it."""
+    calls = [
+        {
+            "id": f"call_{number}_{index}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
+        for index, (name, arguments) in enumerate(step.calls)
+    ]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *(
+            {"role": "tool", "tool_call_id": call["id"], "content": result}
+            for call, result in zip(calls, step.results, strict=True)
+        ),
+    ]
+
+
+def whole(plan: Plan) -> list[Fields]:
+    """A plan carried out, answer included, as an earlier turn."""
+    messages: list[Fields] = [{"role": "user", "content": plan.question}]
+    for number, step in enumerate(plan.steps):
+        messages += messages_of(step, number)
+    return [*messages, {"role": "assistant", "content": plan.answer}]
+
+
+def a_plan(source: Source) -> Plan:
+    maker = source.choices(
+        (_one_reckoned, _one_looked_up, _one_converted, _pair, _two_reckoned, _chain),
+        (5, 5, 4, 4, 2, 4),
+    )[0]
+    return maker(source)
+
+
+def calling(source: Source) -> Turn:
+    """Return a question that needs tools, at some point of the way to its answer."""
+    plan = a_plan(source)
+    num_steps = len(plan.steps)
+    # The first call is what most can go wrong with.
+    done = source.choices(range(num_steps + 1), (5, *(3,) * num_steps))[0]
+    before: list[Fields] = []
+    for number, step in enumerate(plan.steps[:done]):
+        before += messages_of(step, number)
+    if done < num_steps:
+        step = plan.steps[done]
+        forced = ""
+        if done == 0 and len(step.calls) == 1 and source.chance(0.08):
+            forced = "any" if source.chance(0.5) else step.calls[0][0]
+        return Turn(
+            plan.question,
+            step.why,
+            "",
+            plan.key,
+            "calls",
+            tools=plan.tools,
+            calls=step.calls,
+            before=tuple(before),
+            forced=forced,
+        )
+    return Turn(
+        plan.question,
+        plan.reasoning,
+        plan.answer,
+        plan.key,
+        "answer",
+        tools=plan.tools,
+        before=tuple(before),
+    )
+
+
+def needless(source: Source, turn: Turn) -> Turn:
+    """A question that needs no tool, though there are some."""
+    if turn.answer == CANNOT or source.chance(0.12):
+        turn = unknown_turn(source)
+        return replace(turn, tools=_mixed(source, [_calculator(source).fields, _other(source)]))
+    tools = [
+        maker(source)
+        for maker in source.sample(
+            (
+                lambda s: _calculator(s).fields,
+                lambda s: _lookup(s).offer.fields,
+                lambda s: _converter(s).fields,
+                _other,
+            ),
+            source.randint(1, 3),
+        )
+    ]
+    return replace(turn, tools=_mixed(source, tools))
