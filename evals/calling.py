@@ -311,7 +311,7 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             ),
         )
         others = [n for n, _ in listed if n != name]
-        spec = {
+        spec: dict[str, Fields] = {
             table: {
                 "type": "string",
                 "enum": source.sample([name, *source.sample(others, 2)], 3),
@@ -546,9 +546,9 @@ def _big(source: Source) -> tuple[str, str, str, str]:
         }[op]
         return a, op, b, str(round(value, 4))
     if op == "/":
-        b = source.randint(11, 999)
-        a = b * source.randint(11, 9999)
-        return str(a), op, str(b), str(a // b)
+        y = source.randint(11, 999)
+        x = y * source.randint(11, 9999)
+        return str(x), op, str(y), str(x // y)
     if op == "*":
         x, y = source.randint(101, 99999), source.randint(13, 9999)
         x, y = (x, y) if source.chance(0.7) else (y, x)
@@ -838,11 +838,21 @@ def calling(source: Source) -> Turn:
     num_steps = len(plan.steps)
     # The first call is what most can go wrong with.
     done = source.choices(range(num_steps + 1), (5, *(3,) * num_steps))[0]
+    if done == 0 and source.chance(0.12):
+        return _once_more(source)
     before: list[Fields] = []
     for number, step in enumerate(plan.steps[:done]):
         before += messages_of(step, number)
     if done < num_steps:
         step = plan.steps[done]
+        if len(step.calls) == 2 and source.chance(0.15):
+            # Whoever allows one call at a time gets them one by one.
+            first, second = (
+                replace(step, calls=step.calls[i : i + 1], results=step.results[i : i + 1])
+                for i in range(2)
+            )
+            before += messages_of(first, done)
+            step = replace(second, why=f"Next: {second.calls[0][0]}.")
         forced = ""
         if done == 0 and len(step.calls) == 1 and source.chance(0.08):
             forced = "any" if source.chance(0.5) else step.calls[0][0]
@@ -864,6 +874,47 @@ def calling(source: Source) -> Turn:
         plan.key,
         "answer",
         tools=plan.tools,
+        before=tuple(before),
+    )
+
+
+_AGAIN = lines("""
+    [And|And what about|What about|How about|Now] [for |]{k}?
+    [And|Now|Also] [for|of] {k}[, please| please|]?
+    [The same|Same question|Same|Do the same|Now the same] for {k}[, please|.|]
+    [And|Then] what is it for {k}?
+    {k}?
+    [What is|And] the {q} of {k}?
+    [Next|Then|Now] {k}[, please|].
+    [Can you|Could you] [also |]check {k}[ too| as well|]?
+    [I also need|Tell me also|And give me] the one [for|of] {k}.
+""")
+
+
+def _once_more(source: Source) -> Turn:
+    """A look-up, and then another with the same tool."""
+    looked = _lookup(source)
+    k, m = _entities(source, looked.entity, 2)
+    question = asked(source, nouns=_LOOKUP_NOUNS, questions=_LOOKUP_ASKS).format(
+        q=looked.shown, k=k
+    )
+    value = _value(source, looked.values)
+    name, arguments = looked.offer.name, looked.offer.arguments
+    step = Step("", ((name, arguments(k)),), (_returned(source, looked.shown, value),))
+    again = asked(source, whole=_AGAIN).format(k=m, q=looked.shown)
+    before = [
+        *messages_of(step, 0),
+        {"role": "assistant", "content": value},
+        {"role": "user", "content": again},
+    ]
+    return Turn(
+        question,
+        f"{looked.shown}: {name} for {m}.",
+        "",
+        f"tool {name} {k} then {m}",
+        "calls",
+        tools=_mixed(source, [looked.offer.fields], _others_of(source, "lookup")),
+        calls=((name, arguments(m)),),
         before=tuple(before),
     )
 

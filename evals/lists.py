@@ -192,6 +192,8 @@ def _numbers(source: Source) -> list[str]:
 
 def sort(source: Source) -> Turn:
     """Return a list to sort, or to find the largest or the smallest of."""
+    if source.chance(0.07):
+        return _first_word(source)
     words_asked = source.chance(0.4)
     down = source.chance(0.15 if words_asked else 0.38)
     plain = not down and source.chance(0.3)
@@ -236,6 +238,34 @@ def sort(source: Source) -> Turn:
         ordered,
         down,
     )
+
+
+_FIRST_WORD = lines("""
+    [Which|What] [word |name |one |]comes {e} [in the alphabet|alphabetically|in alphabetical order|in a dictionary|in the dictionary]: {x}?
+    [Which|What] [of|out of|among] {x} comes {e} [in the alphabet|alphabetically|in alphabetical order]?
+    [Alphabetically|In the alphabet|In alphabetical order|In a dictionary], [which|what] [comes|is] {e}: {x}?
+    [Which|What] is [alphabetically|in alphabetical order] {e}, {x}?
+    If I sort {x} [by the alphabet|alphabetically], which [word |one |]is {e}?
+    [Which|What] would be {e} in a [dictionary|phone book]: {x}?
+""")
+_FIRST_WORD_NOUNS = lines("""
+    the word that comes {e} [alphabetically|in the alphabet] [of|among] {x}
+    the alphabetically {e} [word |one |item |]of {x}
+    the {e} [word|one] in alphabetical order: {x}
+    the {e} one [alphabetically|by the alphabet] [of|from|in] {x}
+""")
+
+
+def _first_word(source: Source) -> Turn:
+    """The first or the last of some words by the alphabet."""
+    words = _words(source)
+    ordered = sorted(words, key=str.lower)
+    at_end = source.chance(0.35)
+    best = ordered[-1 if at_end else 0]
+    said = asked(source, questions=_FIRST_WORD, nouns=_FIRST_WORD_NOUNS)
+    question = said.format(e="last" if at_end else "first", x=join_list(source, words, "or"))
+    reasoning = reason_sort(words, ordered)
+    return Turn(question, reasoning, best, f"first{at_end} {words}", "words", (best,))
 
 
 def _words(source: Source) -> list[str]:

@@ -181,6 +181,8 @@ _UNKNOWN = lines("""
     [Write|Give me|Show me|Create] [a program|code|a script|a function|an app|a class] that [prints|sorts|reads|draws|counts|deletes] {w}.
     [print|def|for|import|while|return|SELECT|function|class] {w}({v})
     What time is it[ now| in {x}|]?
+    [What day is it today|What is today's date|What is the date today|Which year is it|What month is it now]?
+    [Are you sure|Why|Really|How do you know|Who told you that]?
     Where can I [buy|find|rent|see|sell|eat] [a |some |]{w}?
     How [big|old|heavy|fast|tall|long|far|deep|expensive|many years old] is [a|the] {w}?
     What does {w} mean?

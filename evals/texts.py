@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a frame is one line, however long.
 """Questions about a short text: who, where, what, when, how many.
 
 A text is a few facts about different people, places and things, so every question has one answer;

@@ -35,7 +35,12 @@ away.
 """
 _TOOLS = re.compile(r"\btools\b")
 """In a template that lists them."""
-_RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"}
+_SCHEMA = re.compile(r"\banswer_schema\b")
+"""In a template that shows the model what its answer must be."""
+_RESERVED = {
+    *("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"),
+    "answer_schema",
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class ChatFormat:
         self.tools = format_of(vocabulary.control_ids, template)
         """How the model writes calls; None: it does not."""
         self._lists_tools = _TOOLS.search(template) is not None
+        self._shows_schema = _SCHEMA.search(template) is not None
         starts = {
             content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content
         }
@@ -88,11 +94,13 @@ class ChatFormat:
         prefix: str = "",
         opens_reply: bool = True,
         goes_on: bool = False,
+        schema: dict[str, Any] | None = None,
     ) -> Prompt:
         """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public`
         counts what may be shared with everybody. A reply that begins with `prefix` has no reasoning.
         `opens_reply`: the template may say whose turn it is; `goes_on`: the prompt ends where the
-        last turn's text does, and the reply goes on from there.
+        last turn's text does, and the reply goes on from there. `schema`: what the answer has to
+        follow, for a template that shows it.
 
         Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
         tokenise.
@@ -105,7 +113,7 @@ class ChatFormat:
             *(text for turn in turns for call in turn.calls for text in astuple(call)),
             *(turn.call_id for turn in turns),
             *(value for value in kwargs.values() if isinstance(value, str)),
-            json.dumps(given, ensure_ascii=False),
+            json.dumps([given, schema], ensure_ascii=False),
         ]
         shield, end = _unused_chars(texts)
         messages = [self._message(turn, shield) for turn in turns]
@@ -123,6 +131,8 @@ class ChatFormat:
         }
         if thinking is not None:
             values["thinking"] = values["enable_thinking"] = thinking
+        if schema is not None and self._shows_schema:
+            values["answer_schema"] = self._shielded_in(_outline(schema), shield)
         max_chars = 2 * sum(map(len, texts)) + _CHARS_PER_MESSAGE * (len(turns) + 1)
         text = self._render(
             messages, values, max_chars, opens_reply=opens_reply and not goes_on, tools=tools
@@ -325,6 +335,35 @@ def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
             field,
             "context_length_exceeded",
         )
+
+
+def _outline(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a template may show of a schema: its fields, and of each its type and what is said of it.
+    All of them texts, so that no odd schema makes a template fail.
+    """
+    fields = schema.get("properties")
+    if not isinstance(fields, dict):
+        return {}
+    return {"properties": {name: _field(field) for name, field in fields.items()}}
+
+
+def _field(field: Any) -> dict[str, Any]:
+    if not isinstance(field, dict):
+        return {}
+    kept: dict[str, Any] = {}
+    for key in ("type", "description"):
+        value = field.get(key)
+        if isinstance(value, str):
+            kept[key] = value
+        elif isinstance(value, list):
+            kept[key] = [str(each) for each in value]
+    for key in ("enum", "anyOf"):
+        if isinstance(field.get(key), list):
+            values = field[key]
+            kept[key] = [_field(each) for each in values] if key == "anyOf" else [*map(str, values)]
+    if isinstance(field.get("items"), dict):
+        kept["items"] = {"type": "", **_field(field["items"])}
+    return kept
 
 
 def _answer_of(turn: Turn) -> str:

@@ -40,6 +40,7 @@ from hadal.gateway.formats import Formats
 from hadal.gateway.openai import (
     MAX_TOP_K,
     PUBLIC,
+    AnswerFormat,
     ChatAsk,
     CommonFields,
     CompletionAsk,
@@ -285,6 +286,7 @@ class Service:
             prefix=parsed.prefix,
             opens_reply=parsed.opens_reply,
             goes_on=parsed.goes_on,
+            schema=_schema_of(parsed.ask.format),
         )
 
     def _tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
@@ -544,3 +546,10 @@ class Service:
             fingerprint=names[1],
             weight=tenant.weight,
         )
+
+
+def _schema_of(wanted: AnswerFormat | None) -> dict[str, Any] | None:
+    """What an answer has to follow; of "json_object" that it is an object."""
+    if wanted is None:
+        return None
+    return {"type": "object"} if wanted.schema is None else wanted.schema
