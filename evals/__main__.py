@@ -50,6 +50,9 @@ def evaluate(
     at_least: Annotated[
         float, typer.Option(help="Leave with 1 if fewer are exact.", min=0, max=1)
     ] = 0.0,
+    foreign: Annotated[
+        bool, typer.Option("--foreign", help="Ask the probe of wordings written by hand instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
     """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many
@@ -66,6 +69,7 @@ def evaluate(
             concurrency=concurrency,
             as_json=as_json,
             show_wrong=show_wrong,
+            foreign=foreign,
         )
     except (ValueError, HTTPError) as error:
         hint = (

@@ -415,7 +415,6 @@ _CONVERT_ORDERS = lines("""
     [change|turn|transform] {a} {u} into {v}
     [express|give|write|show] {a} {u} in {v}
     [convert|change] [this|the following] to {v}: {a} {u}
-    [work out|find|tell me] how many {v} {a} {u} are
 """)
 _CONVERT_ASKS = lines("""
     How many {v} [are|is|make|are there in] {a} {u}?

@@ -26,41 +26,36 @@ _AZ_ENDS = (
 _ZA_ENDS = "[in reverse alphabetical order|from Z to A|backwards by the alphabet|from z to a]"
 
 
-def _ordering(ends: str, what: str) -> tuple[str, ...]:
-    """Orders to sort; the same verbs whatever the items and the direction."""
-    return lines(f"""
-        [sort|order|arrange|rank] {{x}} {ends}
-        [sort|order|arrange|rank|line up|organise|list] [these|these {what}|the {what}|the following {what}|my {what}|the list] {ends}: {{x}}
-        put {{x}} {ends}
-        put [these|these {what}|the {what}|the following|my {what}|this list] {ends}: {{x}}
-        [write|give me|show me|list|print|return|say|name|read out|tell me] {{x}} {ends}
-        [sort|arrange|order] the {what} {{x}} {ends}
-        [bring|get|place|set|lay out] [these {what}|the {what}|them|everything] {ends}: {{x}}
-        [take|look at|here are|here is a list] {{x}} and [sort|order|arrange] [it|them] {ends}
-        [rearrange|reorder|sort out|tidy up] {{x}} {ends}
-        go through {{x}} {ends}
-        make a list {ends} [of|from|out of|with] {{x}}
-    """)
-
-
-def _bare(ends: str, what: str) -> tuple[str, ...]:
-    return lines(f"""
-        {{x}} {ends}
-        {{x}} - [sort|sort these|order|sort them] {ends}
-        {{x}}: {ends} please
-        {ends}: {{x}}
-        sort {ends}: {{x}}
-        [I have|We have|Given|Here are|These are|Here is my list:|List:] {{x}}. [Sort|Order|Arrange|Put] them {ends}.
-        [I have|We have|Given|Here are|There are] the {what} {{x}}. [What is the order|How do they go|What order do they have] {ends}?
-        [How|In what order] do {{x}} go {ends}?
-        [Which|What] [order|sequence] do {{x}} have {ends}?
-        [My {what}|The {what}] are {{x}}. [Please sort|Sort|Order] them {ends}.
-        {{x}}. [Now|Please|Next] {ends}.
-        What [is|would be] {{x}} {ends}?
-        What does {{x}} look like {ends}?
-    """)
-
-
+# Frames to sort, whatever the items and the direction: {e} is one of the ends above, {z} what the
+# items are called.
+_ORDERING = lines("""
+    [sort|order|arrange|rank] {x} {e}
+    [sort|order|arrange|rank|line up|organise|list] [these|these {z}|the {z}|the following {z}|my {z}|the list] {e}: {x}
+    put {x} {e}
+    put [these|these {z}|the {z}|the following|my {z}|this list] {e}: {x}
+    [write|give me|show me|list|print|return|say|name|read out|tell me] {x} {e}
+    [sort|arrange|order] the {z} {x} {e}
+    [bring|get|place|set|lay out] [these {z}|the {z}|them|everything] {e}: {x}
+    [take|look at|here are|here is a list] {x} and [sort|order|arrange] [it|them] {e}
+    [rearrange|reorder|sort out|tidy up] {x} {e}
+    go through {x} {e}
+    make a list {e} [of|from|out of|with] {x}
+""")
+_BARE_ORDERING = lines("""
+    {x} {e}
+    {x} - [sort|sort these|order|sort them] {e}
+    {x}: {e} please
+    {e}: {x}
+    sort {e}: {x}
+    [I have|We have|Given|Here are|These are|Here is my list:|List:] {x}. [Sort|Order|Arrange|Put] them {e}.
+    [I have|We have|Given|Here are|There are] the {z} {x}. [What is the order|How do they go|What order do they have] {e}?
+    [How|In what order] do {x} go {e}?
+    [Which|What] [order|sequence] do {x} have {e}?
+    [My {z}|The {z}] are {x}. [Please sort|Sort|Order] them {e}.
+    {x}. [Now|Please|Next] {e}.
+    What [is|would be] {x} {e}?
+    What does {x} look like {e}?
+""")
 _PLAIN_SORT = lines("""
     sort {x}
     sort: {x}
@@ -202,16 +197,7 @@ def sort(source: Source) -> Turn:
         ordered = sorted(words, key=str.lower, reverse=down)
         what = source.choice(("words", "words", "names", "items"))
         ends = _ZA_ENDS if down else _AZ_ENDS
-        orders = (*_ordering(ends, what), "alphabetize {x}", "alphabetise {x}")
-        return _sorted_turn(
-            source,
-            _PLAIN_SORT if plain else (),
-            orders[: None if not down else -2],
-            _bare(ends, what),
-            words,
-            ordered,
-            down,
-        )
+        return _sorted_turn(source, plain, (ends, what), words, ordered, down)
     items = _numbers(source)
     ordered = sorted(items, key=int, reverse=down)
     if source.chance(0.2):
@@ -229,15 +215,7 @@ def sort(source: Source) -> Turn:
         return Turn(question, ", ".join(seen), best, f"best{down} {items}", "number", (best,))
     ends = _DOWN_ENDS if down else _UP_ENDS
     what = source.choice(("numbers", "numbers", "values", "figures", "scores"))
-    return _sorted_turn(
-        source,
-        _PLAIN_SORT if plain else (),
-        _ordering(ends, what),
-        _bare(ends, what),
-        items,
-        ordered,
-        down,
-    )
+    return _sorted_turn(source, plain, (ends, what), items, ordered, down)
 
 
 _FIRST_WORD = lines("""
@@ -283,17 +261,31 @@ def _words(source: Source) -> list[str]:
 
 def _sorted_turn(
     source: Source,
-    plain: tuple[str, ...],
-    orders: tuple[str, ...],
-    bare: tuple[str, ...],
+    is_plain: bool,
+    said_of: tuple[str, str],
     items: list[str],
     ordered: list[str],
     down: bool,
 ) -> Turn:
-    said = asked(source, orders=plain) if plain else asked(source, orders=orders, questions=bare)
-    question = said.format(x=join_list(source, items))
+    ends, what = said_of
+    is_az = ends is _AZ_ENDS and source.chance(0.12)
+    if is_plain:
+        said = asked(source, orders=_PLAIN_SORT)
+    elif is_az:
+        said = asked(source, orders=_ALPHABETIZE)
+    else:
+        said = asked(source, orders=_ORDERING, questions=_BARE_ORDERING)
+    question = said.format(x=join_list(source, items), e=source.spelled(ends), z=what)
     reasoning, key = reason_sort(items, ordered), f"sort{down} {items}"
     return Turn(question, reasoning, ", ".join(ordered), key, "list", tuple(ordered))
+
+
+_ALPHABETIZE = lines("""
+    [alphabetize|alphabetise] {x}
+    [alphabetize|alphabetise] [these|these {z}|the list|my {z}]: {x}
+    [alphabetize|alphabetise] the {z} {x}
+    [alphabetize|alphabetise] this [list|row|set]: {x}
+""")
 
 
 def reverse_list(source: Source) -> Turn:
@@ -418,7 +410,6 @@ _LENGTH_ORDERS = lines("""
     count the [letters|characters] [in|of] [the word |]{w}
     count all letters of {w}
     measure the length of [the word |]{w} in letters
-    count how many letters {w} has
 """)
 _SPELL = lines("""
     spell {w}
@@ -453,7 +444,6 @@ _VOWELS_NOUNS = lines("""
 """)
 _VOWELS_ORDERS = lines("""
     count the vowels [in|of] [the word |]{w}
-    count how many vowels {w} has
     find all vowels in {w} and count them
 """)
 _NTH = lines("""

@@ -136,8 +136,7 @@ _ORDERS = {
         take {a} and [subtract|remove|take away|deduct] {b}
         start [with|at|from] {a} and [subtract|go down|take off] {b}
         count {b} [back|down] from {a}
-        find the difference [between|of] {a} and {b}
-        subtract: {a} minus {b}
+            subtract: {a} minus {b}
     """),
     "*": lines("""
         multiply {a} by {b}
@@ -147,8 +146,7 @@ _ORDERS = {
         [compute|calculate|work out|find|reckon|do] {a} times {b}
         take {a} and multiply [it |]by {b}
         take {a} {b} times
-        find the product of {a} and {b}
-        [add up|count] {a} {b} times over
+            [add up|count] {a} {b} times over
         scale {a} by {b}
         increase {a} {b}-fold
     """),
@@ -157,8 +155,7 @@ _ORDERS = {
         [split|share|divide] {a} [evenly |equally |fairly |][among|between] {b}
         [split|cut|divide] {a} into {b} equal [parts|pieces|shares]
         [compute|calculate|work out|find] {a} divided by {b}
-        find the quotient of {a} and {b}
-        take {a} and divide [it |]by {b}
+            take {a} and divide [it |]by {b}
     """),
 }
 _ASKS = {
@@ -586,7 +583,6 @@ _AFTER_ORDERS = lines("""
     count {n} [forward|on|ahead|up] from {d}
     [go|move] {n} [forward|on|ahead] from {d}
     start [on|at|from] {d} and [go|count] {n} [forward|on|ahead]
-    find the date {n} after {d}
 """)
 _BEFORE = lines("""
     [What|Which] [date|day] is {n} before {d}?
@@ -616,7 +612,6 @@ _BEFORE_ORDERS = lines("""
     count {n} [back|backwards|down] from {d}
     go {n} back from {d}
     start [on|at|from] {d} and [go|count] {n} back
-    find the date {n} before {d}
 """)
 _WEEK_AFTER = lines("""
     [What|Which] [day|weekday|day of the week] is {n} after {w}?

@@ -8,17 +8,24 @@ server.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from evals.tasks import TASKS, Example, held_out, is_correct, sample
+from evals.foreign import foreign_examples
+from evals.tasks import ALL_TASKS, SIDES, TASKS, Example, held_out, is_correct, sample, side
 from hadal.progress import Bar
+
+_DRAFTS = re.compile(r"^hadal_drafts_(tried|accepted)(?:_total)?\{([^}]*)\} (\S+)$", re.MULTILINE)
+_PLACE = re.compile(r'place="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -29,19 +36,24 @@ class Answer:
     text: str
     num_tokens: int
     error: str | None = None
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    ended: bool = True
+    """False where the longest reply that was allowed ended it."""
 
     @property
     def correct(self) -> bool:
-        return self.error is None and is_correct(self.example, self.text)
+        return self.error is None and is_correct(self.example, self.text, self.calls)
 
 
 def held_out_examples(num_per_task: int, seed: int, tasks: tuple[str, ...] = ()) -> list[Example]:
-    """Draw prompts that training never saw, `num_per_task` of each task."""
+    """Draw prompts that training never saw, `num_per_task` of each task; by default of those that a
+    chat of plain texts asks.
+    """
     rng = random.Random(seed)
     examples: list[Example] = []
     for task in tasks or tuple(TASKS):
-        if task not in TASKS:
-            raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+        if task not in ALL_TASKS:
+            raise ValueError(f"unknown task {task!r}; known: {', '.join(ALL_TASKS)}")
         seen: set[str] = set()
         for _ in range(num_per_task * 1000):
             if len(seen) == num_per_task:
@@ -88,12 +100,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
 
 
 async def _ask(client: httpx.AsyncClient, model: str, example: Example) -> Answer:
-    body = {
-        "model": model,
-        "messages": list(example.messages),
-        "temperature": 0,
-        "max_tokens": 1024,
-    }
+    body = _body(model, example)
     try:
         reply = await client.post("/v1/chat/completions", json=body)
     except httpx.HTTPError as error:
@@ -101,32 +108,111 @@ async def _ask(client: httpx.AsyncClient, model: str, example: Example) -> Answe
     if reply.status_code != 200:
         return Answer(example, "", 0, f"HTTP {reply.status_code}: {reply.text[:200]}")
     data = reply.json()
-    message = data["choices"][0]["message"]
+    choice = data["choices"][0]
+    message = choice["message"]
+    try:
+        calls = tuple(
+            (call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls") or ()
+        )
+    except ValueError:
+        calls = (("arguments that are no JSON", {}),)
     return Answer(
         example,
         message.get("content") or "",
         data["usage"]["completion_tokens"],
+        calls=calls,
+        ended=choice["finish_reason"] != "length",
     )
 
 
+def _body(model: str, example: Example) -> dict[str, Any]:
+    """The request: with its tools, and the format that its answer must have."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": list(example.messages),
+        "temperature": 0,
+        "max_tokens": 1024 if example.task != "long" else 150,
+    }
+    if example.tools:
+        body["tools"] = list(example.tools)
+    if example.forced:
+        named = {"type": "function", "function": {"name": example.forced}}
+        body["tool_choice"] = "required" if example.forced == "any" else named
+    if example.schema is not None:
+        is_any = "properties" not in example.schema
+        body["response_format"] = (
+            {"type": "json_object"}
+            if is_any
+            else {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": example.schema, "strict": True},
+            }
+        )
+    return body
+
+
+def _drafts(base_url: str, api_key: str) -> dict[str, float]:
+    """How many drafts the server has tried and accepted, by their place; nothing if it does not
+    tell.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        text = httpx.get(f"{base_url}/metrics", headers=headers, timeout=10).text
+    except httpx.HTTPError:
+        return {}
+    totals: dict[str, float] = {}
+    for kind, labels, value in _DRAFTS.findall(text):
+        place = _PLACE.search(labels)
+        name = f"{kind} {place[1] if place else ''}"
+        totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+def drafts_said(before: dict[str, float], after: dict[str, float]) -> str:
+    """Which share of the drafts was accepted between two looks, by their place; "" for none."""
+    said = []
+    for name in sorted(after):
+        kind, _, place = name.partition(" ")
+        tried = after[name] - before.get(name, 0.0)
+        if kind == "tried" and tried > 0:
+            taken = f"accepted {place}"
+            share = (after.get(taken, 0.0) - before.get(taken, 0.0)) / tried
+            said.append(f"draft {place}: {share:.3f} of {tried:.0f}")
+    return ", ".join(said)
+
+
+def _share(rows: list[Answer]) -> str:
+    return f"{100 * sum(a.correct for a in rows) / len(rows):.1f} %" if rows else "-"
+
+
 def table_of(answers: list[Answer]) -> Table:
-    """The score per task and over all."""
+    """The score per task and over all, and apart of frames that training never saw."""
     table = Table(title="held-out prompts, greedy, exact answers")
-    for column in ("task", "prompts", "exact", "share", "mean tokens", "failed"):
+    for column in (
+        "task",
+        "prompts",
+        "exact",
+        "share",
+        "frames",
+        "mean tokens",
+        "endless",
+        "failed",
+    ):
         table.add_column(column, justify="left" if column == "task" else "right")
     tasks = list(dict.fromkeys(answer.example.task for answer in answers))
     for task in [*tasks, "all"]:
         rows = [a for a in answers if task in ("all", a.example.task)]
-        exact = sum(a.correct for a in rows)
-        failed = sum(a.error is not None for a in rows)
         mean_tokens = sum(a.num_tokens for a in rows) / max(len(rows), 1)
         table.add_row(
             task,
             str(len(rows)),
-            str(exact),
-            f"{100 * exact / max(len(rows), 1):.1f} %",
+            str(sum(a.correct for a in rows)),
+            _share(rows),
+            _share([a for a in rows if side(a.example) == SIDES[0]]),
             f"{mean_tokens:.0f}",
-            str(failed),
+            str(sum(not a.ended for a in rows)),
+            str(sum(a.error is not None for a in rows)),
             end_section=task == tasks[-1],
         )
     return table
@@ -143,10 +229,13 @@ def run(
     concurrency: int = 16,
     as_json: bool = False,
     show_wrong: int = 3,
+    foreign: bool = False,
 ) -> float:
     """Evaluate and print; returns the share of exact answers."""
     console = Console(stderr=as_json)
-    examples = held_out_examples(num_per_task, seed, tasks)
+    held = () if foreign else held_out_examples(num_per_task, seed, tasks or ALL_TASKS)
+    examples = foreign_examples() if foreign else list(held)
+    drafts_before = _drafts(base_url, api_key)
     with Bar("evals", len(examples)) as bar:
         answers = asyncio.run(
             ask_all(
@@ -159,20 +248,30 @@ def run(
             )
         )
     console.print(table_of(answers))
+    drafts = drafts_said(drafts_before, _drafts(base_url, api_key))
+    if drafts:
+        console.print(f"accepted by the server meanwhile: {drafts}")
     wrong = [a for a in answers if not a.correct]
     for answer in wrong[:show_wrong]:
         question = answer.example.messages[-1]["content"]
         console.print(
             f"[red]wrong[/] {answer.example.task}: {question!r}\n  wanted"
-            f" {answer.example.answer!r}, got {answer.text!r}"
-            + (f" ({answer.error})" if answer.error else ""),
+            f" {answer.example.calls or answer.example.answer!r}, got"
+            f" {answer.calls or answer.text!r}" + (f" ({answer.error})" if answer.error else ""),
             markup=True,
         )
     share = 1 - len(wrong) / max(len(answers), 1)
     if as_json:
         rows = [
-            {"task": a.example.task, "correct": a.correct, "tokens": a.num_tokens, "error": a.error}
+            {
+                "task": a.example.task,
+                "side": side(a.example),
+                "correct": a.correct,
+                "ended": a.ended,
+                "tokens": a.num_tokens,
+                "error": a.error,
+            }
             for a in answers
         ]
-        print(msgspec.json.encode({"exact": share, "answers": rows}).decode())
+        print(msgspec.json.encode({"exact": share, "drafts": drafts, "answers": rows}).decode())
     return share

@@ -80,6 +80,8 @@ class Example:
     frames: tuple[str, ...] = ()
     held_frames: tuple[str, ...] = ()
     held_wordings: tuple[str, ...] = ()
+    also_right: tuple[str, ...] = ()
+    """Other answers that count."""
 
 
 def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example:
@@ -157,7 +159,7 @@ def is_correct(
             return False
     if example.answer in DECLINES:
         return said in DECLINES
-    return said == example.answer
+    return said == example.answer or said in example.also_right
 
 
 def _sorted(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -1,0 +1,130 @@
+"""What hadal-tiny is taught: the same for the same seed, nothing of what is held out, and calls that
+the gateway reads as they were meant.
+"""
+
+import json
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evals.foreign import foreign_examples
+from evals.numbers import _ASKS, _NOUNS, _ORDERS, _STORIES
+from evals.tasks import ALL_TASKS, Example, is_correct, sample, sample_split, side
+from evals.wordings import Source, is_frame_held_out, lines
+
+_SLOT = re.compile(r"\{\w*\}")
+NUM = 250
+
+
+def trained(seed: int, num: int) -> list[Example]:
+    rng = random.Random(seed)
+    return [sample_split(rng, task, False) for task in ALL_TASKS for _ in range(num)]
+
+
+@pytest.mark.parametrize("task", ALL_TASKS)
+def test_a_seed_makes_the_same_examples(task: str) -> None:
+    first, again = ([sample(random.Random(seed), task) for seed in range(20)] for _ in range(2))
+    assert first == again
+    assert len({repr(example.messages) for example in first}) > 10
+
+
+def test_training_uses_nothing_that_is_held_out() -> None:
+    examples = trained(1, NUM // 5)
+    assert {side(example) for example in examples} == {"train"}
+    used = {frame for example in examples for frame in example.frames}
+    rng = random.Random(2)
+    held: set[str] = set()
+    for task in (task for task in ALL_TASKS if task != "long"):
+        for _ in range(NUM):
+            held |= set(sample(rng, task).held_frames)
+    assert len(held) > 100
+    assert held & used == set()
+
+
+def test_no_text_of_training_is_a_wording_of_a_frame_that_is_held_out() -> None:
+    """Read from the texts alone, whatever the examples say of themselves."""
+    frames = [
+        frame
+        for groups in (_NOUNS, _ORDERS, _ASKS, _STORIES)
+        for group in groups.values()
+        for frame in group
+        if is_frame_held_out(frame)
+    ]
+    patterns = {}
+    for frame in frames:
+        text = re.sub(r"\\\[(.*?)\\\]", lambda m: f"(?:{m[1]})", re.escape(frame))
+        text = text.replace(r"\|", "|")
+        pattern = re.sub(r"\\\{\w+\\\}", "[0-9A-Za-z -]+?", text)
+        if sum(char.isalpha() for char in _SLOT.sub("", re.sub(r"\[.*?\]", "", frame))) >= 8:
+            patterns[frame] = re.compile(pattern, re.IGNORECASE)
+    assert len(patterns) > 8
+    rng = random.Random(3)
+    questions = [
+        sample_split(rng, "arithmetic", False).messages[-1]["content"] for _ in range(3 * NUM)
+    ]
+    found = {f: q for f, p in patterns.items() for q in questions if p.search(q)}
+    assert found == {}
+    # And the patterns do find their frames.
+    asked = [sample(rng, "arithmetic") for _ in range(8 * NUM)]
+    seen = {f for e in asked for f, p in patterns.items() if p.search(e.messages[-1]["content"])}
+    assert len(seen) > len(patterns) // 3
+
+
+def test_every_kind_of_side_is_asked() -> None:
+    rng = random.Random(4)
+    sides = [side(sample_split(rng, "letters", True)) for _ in range(300)]
+    assert set(sides) == {"frames", "wordings", "contents"}
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32))
+def test_a_source_for_training_draws_no_frame_that_is_held_out(seed: int) -> None:
+    frames = lines("\n".join(f"the {word} of things and more" for word in "abcdefghijklmnop"))
+    source = Source(seed, trained_only=True)
+    for _ in range(20):
+        source.frame(frames)
+    assert source.held_frames == []
+    assert not any(is_frame_held_out(frame) for frame in source.frames)
+
+
+def test_replies_are_judged() -> None:
+    rng = random.Random(5)
+    for task in ALL_TASKS:
+        example = sample(rng, task)
+        assert is_correct(example, f"because\n</think>\n\n{example.answer}", example.calls)
+        assert not is_correct(example, f"{example.answer} or so", (("another", {}),))
+
+
+def test_schema_answers_follow_their_schema() -> None:
+    from jsonschema import validate
+
+    rng = random.Random(6)
+    for _ in range(NUM):
+        example = sample(rng, "schema")
+        if example.schema is not None:
+            validate(json.loads(example.answer), example.schema)
+
+
+def test_calls_follow_the_tools_that_are_offered() -> None:
+    from jsonschema import validate
+
+    rng = random.Random(7)
+    num_calls = 0
+    for _ in range(NUM):
+        example = sample(rng, "tools")
+        tools = {tool["function"]["name"]: tool["function"] for tool in example.tools}
+        assert len(tools) == len(example.tools)
+        for name, arguments in example.calls:
+            validate(arguments, tools[name]["parameters"])
+            num_calls += 1
+    assert num_calls > NUM // 3
+
+
+def test_the_probe_is_none_of_what_is_taught() -> None:
+    probe = {example.messages[-1]["content"].lower() for example in foreign_examples()}
+    assert len(probe) >= 110
+    taught = {example.messages[-1]["content"].lower() for example in trained(8, NUM // 5)}
+    assert probe & taught == set()
