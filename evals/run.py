@@ -46,8 +46,8 @@ class Answer:
 
 
 def held_out_examples(num_per_task: int, seed: int, tasks: tuple[str, ...] = ()) -> list[Example]:
-    """Draw prompts that training never saw, `num_per_task` of each task; by default of those that a
-    chat of plain texts asks.
+    """Draw prompts that training never saw, `num_per_task` of each task; by default chats of plain
+    texts, which every model can be asked.
     """
     rng = random.Random(seed)
     examples: list[Example] = []
@@ -60,10 +60,16 @@ def held_out_examples(num_per_task: int, seed: int, tasks: tuple[str, ...] = ())
                 break
             example = sample(rng, task)
             key = repr(example.messages)
-            if held_out(example) and key not in seen:
+            is_asked = bool(tasks) or _is_plain(example)
+            if held_out(example) and is_asked and key not in seen:
                 seen.add(key)
                 examples.append(example)
     return examples
+
+
+def _is_plain(example: Example) -> bool:
+    """False where tools are offered, or were called earlier."""
+    return not example.tools and all(m["role"] != "tool" for m in example.messages)
 
 
 async def ask_all(

@@ -187,17 +187,16 @@ def test_a_second_draft_follows_the_first_draft_and_counts_only_behind_a_right_o
 
 
 @pytest.mark.parametrize(
-    ("progress", "step", "weight", "trained_parts"),
+    ("step", "weight", "trained_parts"),
     [
-        (0.01, 0, 0.02, (True, False)),
-        (0.5, 0, 0.02, (False, False)),
-        (0.8, 1, 0.02, (False, False)),
-        (0.8, 2, 0.02, (True, True)),
-        (0.8, 2, 0.0, (True, False)),
+        (10, 0.02, (True, False)),
+        (500, 0.02, (False, False)),
+        (801, 0.02, (False, False)),
+        (802, 0.02, (True, True)),
+        (802, 0.0, (True, False)),
     ],
 )
 def test_the_second_application_is_trained_late(
-    progress: float,
     step: int,
     weight: float,
     trained_parts: tuple[bool, bool],
@@ -205,9 +204,9 @@ def test_the_second_application_is_trained_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(train, "MTP_SECOND_WEIGHT", weight)
-    monkeypatch.setattr(train, "Config", lambda vocab_size: TINY)
     shutil.copy(TOKENIZER, tmp_path / "tokenizer.json")
-    run = train.Run(tmp_path, minutes=1, lr=0.008, seed=0)
-    run.elapsed, run.step = progress * run.seconds, step
+    settings = {"steps": 1000, "lr": 0.008, "batch_tokens": 27, "seed": 0}
+    run = train.Run(tmp_path, settings, TINY)
+    run.step = step
     found, _ = run.update(counting(9, 12))
     assert (found.mtp.item() > 0, found.second.item() > 0) == trained_parts
