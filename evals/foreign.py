@@ -1,5 +1,6 @@
-"""The probe of foreign wordings (foreign.txt, foreign_tools.jsonl) as examples: written by hand,
-before the generators, and never trained on.
+"""The probe of foreign wordings (foreign.txt, foreign_tools.jsonl) as examples: written before
+the generators of new wordings, but by the same hand, and never trained on. What they measure is not
+how strangers ask.
 """
 
 import json
