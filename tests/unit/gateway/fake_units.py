@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from tests.columns import Row, tokens_message
 
 NUM_BLOCKS = 1000
 MAX_REQUESTS = 64
+HEARTBEAT_S = 0.5
 
 Script = Callable[[Generation, int], int]
 """(generation, index in the output) -> token."""
@@ -63,6 +65,7 @@ class FakeUnits:
         """Of blocks that were prefilled."""
         self.go = asyncio.Event()
         self.go.set()
+        self._up: set[str] = set()
         self._inbox: list[AnyMessage] = []
         self._ready = asyncio.Event()
 
@@ -74,6 +77,7 @@ class FakeUnits:
     # ---- the wire, as the host sees it ----
     def send(self, to: str, message: AnyMessage) -> None:
         if isinstance(message, FrontUp):
+            self._up.add(to)
             self._say(UnitUp(to, to.partition("-")[0], f"{to}-epoch", NUM_BLOCKS, MAX_REQUESTS))
         elif isinstance(message, Prefill):
             self.submitted.append(message.generation)
@@ -107,11 +111,16 @@ class FakeUnits:
 
     # ---- the units at work ----
     async def run(self) -> None:
+        beat_s = time.monotonic()
         while True:
             await asyncio.sleep(self.step_s)
             await self.go.wait()
             self._prefill()
             self._decode()
+            if time.monotonic() - beat_s >= HEARTBEAT_S:
+                beat_s = time.monotonic()
+                for unit in self._up:
+                    self._report(unit)
 
     def _prefill(self) -> None:
         for key, generation in list(self.prefilling.items()):
@@ -148,20 +157,25 @@ class FakeUnits:
                     del self.decoding[key]
         if rows:
             self._say(tokens_message("decode-0", rows, draws))
-            self._say(
-                UnitReport(
-                    "decode-0",
-                    "decode-0-epoch",
-                    NUM_BLOCKS,
-                    3,
-                    len(self.decoding),
-                    MAX_REQUESTS,
-                    0,
-                    1,
-                    2.5,
-                    0.25,
-                )
+            self._report("decode-0")
+
+    def _report(self, unit: str) -> None:
+        """A heartbeat: a front gives up units that say nothing."""
+        num_requests = len(self.decoding) if unit.startswith("decode") else len(self.prefilling)
+        self._say(
+            UnitReport(
+                unit,
+                f"{unit}-epoch",
+                NUM_BLOCKS,
+                3,
+                num_requests,
+                MAX_REQUESTS,
+                0,
+                1,
+                2.5,
+                0.25,
             )
+        )
 
     def _token(self, generation: Generation, index: int) -> Token:
         value = self.script(generation, index)
