@@ -4,6 +4,7 @@ up to date.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -51,7 +52,9 @@ class Panel(Protocol):
 
 
 class Chart:
-    """A titled chart."""
+    """A titled chart. The page's script draws it, and only while it is in view: as a property of the
+    element ECharts would read its options through Vue's proxies, which takes longer than drawing.
+    """
 
     def __init__(self, title: str, note: str = "", classes: str = "") -> None:
         with ui.element("section").classes(f"h-panel {classes}"):
@@ -59,12 +62,15 @@ class Chart:
             if note:
                 ui.label(note).classes("h-note")
             self._chart = ui.echart({}).classes("h-chart")
+        self._client = ui.context.client
+        self._drawn = ""
 
     def show(self, options: Options) -> None:
         """Draw this from now on."""
-        self._chart.options.clear()
-        self._chart.options.update(options)
-        self._chart.update()
+        text = json.dumps(options)
+        if text != self._drawn:
+            self._drawn = text
+            self._client.run_javascript(f"hadal.chart({self._chart.id}, {text})")
 
 
 class HeatMap:

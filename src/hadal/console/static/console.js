@@ -54,6 +54,33 @@ window.hadal = {
       canvas.title = `layer ${row}, ${canvas.dataset.column.split(" ")[1]} ${column}: ${load} times the mean`;
     };
   },
+  chart(id, options) {
+    const box = document.getElementById("c" + id);
+    if (!box) return;
+    hadal.charts.set(box, { id, options });
+    // The first word of an observer that begins says whether the chart is in view.
+    if (box.isInView === undefined) hadal.view.observe(box);
+    else if (box.isInView) hadal.draw(box);
+  },
+  draw(box) {
+    const found = hadal.charts.get(box);
+    if (!found) return;
+    const chart = getElement(found.id)?.chart;
+    if (!chart) {
+      if (box.isConnected) setTimeout(() => hadal.draw(box), 50);  // It is still being made.
+      return;
+    }
+    hadal.charts.delete(box);
+    chart.setOption(found.options, { replaceMerge: ["series"], lazyUpdate: true });
+  },
+  // Chart -> what it is to show and does not show yet.
+  charts: new WeakMap(),
+  view: new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      target.isInView = isIntersecting;
+      if (isIntersecting) hadal.draw(target);
+    }
+  }, { rootMargin: "100px" }),
   keys(id) {
     const tell = (name) => document.getElementById("c" + id).dispatchEvent(new CustomEvent(name));
     document.onkeydown = (event) => {
