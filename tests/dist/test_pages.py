@@ -188,7 +188,7 @@ def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
     model = ServedModel("caller", vocabulary, chat, 8192, 600, (end,), None, SamplingDefaults())
     with (
         closing(chat),
-        serving(model, calling(vocabulary), step_s=0.002) as gateway,
+        serving(model, calling(vocabulary), step_s=0.002, has_heartbeat=True) as gateway,
         child("--url", gateway.url) as pages,
         looking(browser, pages) as page,
     ):
@@ -329,17 +329,22 @@ def test_278_nodes_are_shown_within_200_ms(browser: Browser, tmp_path: Path) -> 
         expect(page.locator(".h-model")).to_have_text("simulated, 278 nodes", timeout=WAIT_MS)
         assert page.locator(".h-ranks i").count() == 278 * 8
         session = page.context.new_cdp_session(page)
-        session.send("Performance.enable")
-        for name in ("Overview", "Experts", "Fleet", "Money"):
-            tab(page, name)
+        # The thread's own time: what others take of this host meanwhile is not the page's.
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        name_to_ms = {}
+        for name in ("Overview", "its charts", "Experts", "Fleet", "Money"):
+            if name == "its charts":
+                page.locator(".h-chart").last.scroll_into_view_if_needed()
+            else:
+                tab(page, name)
             page.wait_for_timeout(2500)  # It is made anew once; what follows are refreshes.
-            each_ms = refresh_ms(page, session, 4)
-            print(f"{name}: {each_ms:.0f} ms of the browser's main thread a refresh")
-            assert each_ms <= 200, name
+            name_to_ms[name] = round(refresh_ms(page, session, 4))
+        print(f"milliseconds of the browser's main thread a refresh: {name_to_ms}")
+        assert max(name_to_ms.values()) <= 200, name_to_ms
 
 
 def refresh_ms(page: Page, session: Any, num: int) -> float:
-    """What a refresh takes of the page's one thread, mean of `num`."""
+    """What a refresh takes of the page's main thread, mean of `num`."""
 
     def now() -> tuple[float, int]:
         found = session.send("Performance.getMetrics")["metrics"]

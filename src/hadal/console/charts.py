@@ -36,7 +36,6 @@ def _base() -> Options:
         "textStyle": {"fontFamily": _FONT, "fontSize": 12, "color": _TEXT},
         "grid": {"left": 46, "right": 14, "top": 34, "bottom": 26},
         "legend": {
-            "type": "scroll",
             "top": 3,
             "left": 0,
             "icon": "roundRect",
@@ -95,6 +94,7 @@ def lines(
             ],
             "showSymbol": False,
             "connectNulls": False,
+            "emphasis": {"disabled": True},
             "lineStyle": {"width": 1.6},
             "itemStyle": {"color": colors[index % len(colors)]},
             **({"stack": "all", "areaStyle": {"opacity": 0.28}} if stacked else {}),

@@ -119,6 +119,7 @@ def make_app(
         dark=None,
         reconnect_timeout=20.0,
         show_welcome_message=False,
+        tailwind=False,  # Its script reads the whole page at every change.
     )
     return Guard(app, Edge(app, settings, host, has_keys=has_keys, now=time.monotonic))
 

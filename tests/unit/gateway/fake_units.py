@@ -49,11 +49,14 @@ class Running:
 
 
 class FakeUnits:
-    """`step_s` is the time between two steps. Nothing moves while `go` is cleared."""
+    """`step_s` is the time between two steps. Nothing moves while `go` is cleared. Without heartbeats
+    a front gives them up once they have had nothing to do for two seconds.
+    """
 
-    def __init__(self, script: Script, step_s: float = 0.0) -> None:
+    def __init__(self, script: Script, step_s: float = 0.0, *, has_heartbeat: bool = False) -> None:
         self.script = script
         self.step_s = step_s
+        self.has_heartbeat = has_heartbeat
         self.tokens_step = 1
         """Tokens that a decode step draws for a request."""
         self.prefilling: dict[tuple[str, int], Generation] = {}
@@ -117,7 +120,7 @@ class FakeUnits:
             await self.go.wait()
             self._prefill()
             self._decode()
-            if time.monotonic() - beat_s >= HEARTBEAT_S:
+            if self.has_heartbeat and time.monotonic() - beat_s >= HEARTBEAT_S:
                 beat_s = time.monotonic()
                 for unit in self._up:
                     self._report(unit)
@@ -160,7 +163,7 @@ class FakeUnits:
             self._report("decode-0")
 
     def _report(self, unit: str) -> None:
-        """A heartbeat: a front gives up units that say nothing."""
+        """What it holds now."""
         num_requests = len(self.decoding) if unit.startswith("decode") else len(self.prefilling)
         self._say(
             UnitReport(

@@ -91,9 +91,10 @@ async def world(
     step_s: float = 0.0,
     settings: GatewayConfig | None = None,
     bound_host: str = "",
+    has_heartbeat: bool = False,
 ) -> AsyncIterator[World]:
     """Start everything, wait until it is ready, and stop it at the end."""
-    units = FakeUnits(script, step_s)
+    units = FakeUnits(script, step_s, has_heartbeat=has_heartbeat)
     gateway = gateway_of(
         model,
         units,
