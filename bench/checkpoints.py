@@ -12,6 +12,7 @@ import json
 import pydoc_data.topics
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 other; and the shapes of
 Moonlight-16B-A3B and, as far as they are known, of GigaChat3-10B-A1.8B: 16 and 11 B.
 """
+_SCALES = "_scale_inv"
+"""Behind a tensor's name: what its codes are multiplied by."""
 _FP8_FIELDS = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -215,7 +218,7 @@ def _stored_tensors(
         blocks = -(-shape[0] // 128), -(-shape[1] // 128)
         return {
             name: values.clone(),
-            f"{name}_scale_inv": torch.full(blocks, WEIGHT_STD / 80.0),
+            name + _SCALES: torch.full(blocks, WEIGHT_STD / 80.0),
         }
     std = EMBEDDING_STD if "embed" in name else HEAD_STD if "lm_head" in name else WEIGHT_STD
     return {name: values * std}
@@ -252,9 +255,8 @@ def shipped_model_fp32() -> Path | None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     tensors = {
-        name: tensor
-        for path in weights
-        for name, tensor in dequantised(path)
+        name: tensor.float()
+        for name, tensor in dequantised(SHIPPED)
         if not name.startswith(
             f"model.layers.{config['num_hidden_layers']}."
         )  # The MTP module: no peer runs it here.
@@ -272,20 +274,25 @@ def shipped_model_fp32() -> Path | None:
     return folder
 
 
-def dequantised(path: Path, block: int = 128) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a file in FP32; FP8 ones times their scales, one per block x block
-    square.
+def dequantised(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint's tensors as they are stored, and those with scales as FP32: codes times
+    scales, one for each block, in whichever file of the folder they lie.
     """
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        for name in sorted(names):
-            if name.endswith("_scale_inv"):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sides = config["quantization_config"]["weight_block_size"]
+    with ExitStack() as stack:
+        paths = sorted(folder.glob("*.safetensors"))
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        name_to_file = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for name, file in name_to_file.items():
+            if name.endswith(_SCALES):
                 continue
-            tensor = file.get_tensor(name).float()
-            if f"{name}_scale_inv" in names:
-                scale = file.get_tensor(f"{name}_scale_inv").float()
-                full = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
-                tensor = tensor * full[: tensor.shape[0], : tensor.shape[1]]
+            tensor = file.get_tensor(name)
+            if name + _SCALES in name_to_file:
+                scales = name_to_file[name + _SCALES].get_tensor(name + _SCALES).float()
+                for axis, side in enumerate(sides):
+                    scales = scales.repeat_interleave(side, axis)
+                tensor = tensor.float() * scales[: tensor.shape[0], : tensor.shape[1]]
             yield name, tensor
 
 

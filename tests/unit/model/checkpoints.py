@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from bench.checkpoints import dequantised
 from hadal.model.checkpoint import load_weights
 from hadal.reference.params import ModelWeights
 
@@ -142,19 +143,6 @@ def shake(model: Any) -> None:
 def dequantise(folder: Path, into: Path) -> None:
     """Write the same checkpoint with plain weights, by the definition: code times scale."""
     config = json.loads((folder / "config.json").read_text())
-    sides = config.pop("quantization_config")["weight_block_size"]
-    tensors = {}
-    for path in folder.glob("*.safetensors"):
-        tensors.update(load_file(path))
-    plain = {}
-    for name, tensor in tensors.items():
-        scales = tensors.get(f"{name}_scale_inv")
-        if name.endswith("_scale_inv"):
-            continue
-        if scales is not None:
-            for axis, side in enumerate(sides):
-                scales = scales.float().repeat_interleave(side, axis)
-            tensor = tensor.float() * scales[: tensor.shape[0], : tensor.shape[1]]
-        plain[name] = tensor
-    save_file(plain, into / "model.safetensors", metadata={"format": "pt"})
+    del config["quantization_config"]
+    save_file(dict(dequantised(folder)), into / "model.safetensors", metadata={"format": "pt"})
     (into / "config.json").write_text(json.dumps(config))
