@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -187,6 +188,32 @@ def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> No
     for schema in ({"type": "integer"}, {"enum": [7, 42, "42"]}, {}):
         held = asyncio.run(chat(server, {**greedy, "response_format": response_format(schema)}))
         assert held == free
+
+
+def test_a_model_that_knows_no_json_comes_to_an_end(server: Server) -> None:
+    """Of blanks it would draw as many as it may. Outside of strings two line breaks and twenty other
+    blanks stand side by side at most, and its answer is whole.
+    """
+    small = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = closed(
+        a=small, b={"type": "boolean"}, c={"type": "array", "items": small, "maxItems": 2}
+    )
+    for temperature in (0, TEMPERATURE):
+        for content in ("Hi", "What is 12 + 30?", "Write JSON."):
+            body = {
+                "messages": [{"role": "user", "content": content}],
+                "temperature": temperature,
+                "seed": 1,
+                "max_tokens": 400,
+                "response_format": response_format(schema),
+            }
+            choice = asyncio.run(chat(server, {**body, "thinking": False}))
+            text = choice["message"]["content"]
+            runs = re.findall(r"\s+", text)
+            assert max(map(len, runs), default=0) <= 23, text
+            assert max((run.count("\n") for run in runs), default=0) <= 2, text
+            assert choice["finish_reason"] == "stop", text
+            jsonschema.validate(json.loads(text), schema)
 
 
 def test_streams_and_limits(server: Server) -> None:

@@ -44,10 +44,11 @@ _SILENT = 0
 _OPTIONS = {
     "lenient": False,
     "coerce_one_of": False,
-    "whitespace_pattern": r"[ \t\n\r]{1,32}",
+    "whitespace_pattern": r"[ \t]{1,20}|[ \t]?(\r?\n){1,2}[ \t]{0,20}",
 }
 """Nothing of a schema is left out or taken for something like it. Between what means something there
-may be a line break and some indentation: a model that knows no JSON would go on with nothing else.
+may be two line breaks and the indentation of five levels: a model that knows no JSON draws all the
+blanks it may, until no token is left for its answer.
 """
 ANY_JSON_OBJECT: dict[str, Any] = {"type": "object"}
 _END_OF_BYTES = 256

@@ -112,12 +112,24 @@ def test_it_ends_where_the_text_may_end_alone(grammars: Grammars) -> None:
     assert ended == [{END}]
 
 
-def test_a_text_is_not_made_of_blanks(grammars: Grammars) -> None:
+@pytest.mark.parametrize("run", [" " * 20, "\t" * 20, "\n\n" + " " * 20, " \r\n\r\n"])
+def test_a_text_is_not_made_of_blanks(grammars: Grammars, run: str) -> None:
     """A model that knows no JSON would go on with them for ever."""
-    follower = Follower(grammar({"type": "object"}), ids("{" + "\n" * 31))
-    rows = allowed(grammars, follower, ids("\n"))
-    blanks = {BYTE_TO_ID[blank] for blank in (b" ", b"\n", b"\t", b"\r")}
-    assert [bool(blanks & (row or set())) for row in rows] == [True, False]
+    follower = Follower(grammar({"type": "object"}), ids("{" + run[:-1]))
+    rows = allowed(grammars, follower, ids(run[-1]))
+    own = BYTE_TO_ID[run[-1].encode()]
+    assert [own in (row or set()) for row in rows] == [True, False]
+
+
+def test_what_is_indented_as_usual_is_allowed(grammars: Grammars) -> None:
+    value = {"a": [{"b": {"c": [1, 2]}}], "d": {}}
+    for indent in (None, 1, 2, 4, "\t"):
+        text = json.dumps(value, indent=indent)
+        for written in (text, text.replace("\n", "\r\n"), text.replace(",", ", ")):
+            tokens = ids(written)
+            rows = allowed(grammars, Follower(grammar({"type": "object"}), []), tokens)
+            assert all(token in (row or ()) for token, row in zip(tokens, rows, strict=False))
+            assert END in (rows[-1] or ())
 
 
 def test_a_token_need_not_be_the_encoders_own(grammars: Grammars) -> None:
