@@ -19,6 +19,7 @@ import httpx
 import jsonschema
 import pytest
 
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.tools import FORMATS, ToolFormat
 from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import StartServer, starting
@@ -125,6 +126,14 @@ async def ask_all(
         if beside is not None:
             await beside
         return list(answers)
+
+
+async def post_all(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[Any]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        replies = [client.post(path, json={"model": server.model, **body}) for body in bodies]
+        found = await asyncio.gather(*replies)
+    assert {reply.status_code for reply in found} == {200}, found[0].text
+    return [reply.json() for reply in found]
 
 
 def num_right(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
@@ -236,16 +245,36 @@ def test_units_that_are_killed(
 
 
 @pytest.mark.timeout(900)
-def test_many_ranks_and_preemption(
+def test_many_ranks(
     start_server: StartServer, folder: Path, bodies: list[dict[str, Any]], expected: list[Any]
 ) -> None:
-    """Two servers: of ranks that share the experts, and of one that has too little memory."""
     server = start_server(model=str(folder), prefill=units(2), decode={**units(4), "drafts": 1})
     assert_same(server, bodies, expected)
-    small = {"kv_memory_mb": 0, "kv_blocks": 24}
-    server = start_server(
-        model=str(folder), decode=small, prefill={"kv_blocks": 60, "kv_memory_mb": 0}
-    )
+
+
+@pytest.mark.timeout(900)
+def test_preemption(start_server: StartServer, folder: Path, marked: Server) -> None:
+    """Long calls, of which there is room for one as it ends and for two as they begin."""
+    words = closed(words={"type": "array", "items": {"type": "string"}, "minItems": 40})
+    function = {"name": "say", "parameters": words, "strict": True}
+    bodies: list[dict[str, Any]] = [
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "required",
+            "max_tokens": MAX_TOKENS + BLOCK_TOKENS,
+            "seed": seed,
+            "temperature": TEMPERATURE,
+            "return_token_ids": True,
+        }
+        for seed in range(10)
+    ]
+    found = asyncio.run(post_all(marked, "/v1/chat/completions", bodies))
+    expected = [reply["choices"] for reply in found]
+    num_right(bodies, expected)
+    num_begun = -(-(found[0]["usage"]["prompt_tokens"] + 8) // BLOCK_TOKENS)
+    small = {"kv_blocks": 2 * num_begun + 3, "kv_memory_mb": 0}
+    server = start_server(model=str(folder), decode=small)
     assert_same(server, bodies, expected)
     assert metric(server, "hadal_preemptions_total") > 0
 
@@ -344,3 +373,55 @@ def test_what_cannot_be_followed_is_refused_by_name(marked: Server) -> None:
     assert error["param"] == "tools[0].function.parameters"
     assert "'mine'" in error["message"]
     assert "'not'" in error["message"]
+
+
+NUM_DRAWN = 40 if FULL else 16
+SIZE = closed(size={"enum": [1, 2]})
+
+
+def test_responses_are_a_call_or_an_answer_in_its_format(marked: Server) -> None:
+    tool = {"type": "function", "name": "f", "parameters": SIZE, "strict": True}
+    format = {"type": "json_schema", "name": "a", "schema": CONTENT, "strict": True}
+    body = {"input": "Hi", "tools": [tool], "text": {"format": format}, "store": False}
+    body |= {"parallel_tool_calls": False, "reasoning": {"effort": "none"}}
+    body |= {"temperature": TEMPERATURE, "max_output_tokens": 160}
+    found = asyncio.run(post_all(marked, "/v1/responses", [body] * NUM_DRAWN))
+    num = 0
+    for response in found:
+        if response["status"] != "completed":
+            continue
+        for item in response["output"]:
+            if item["type"] == "function_call":
+                jsonschema.validate(json.loads(item["arguments"]), SIZE)
+            else:
+                jsonschema.validate(json.loads(item["content"][0]["text"]), CONTENT)
+            num += 1
+    assert num > NUM_DRAWN / 4
+
+
+@pytest.mark.parametrize("prefix", ["", '{"answer": "'])
+def test_messages_are_a_call_or_an_answer_in_its_format(marked: Server, prefix: str) -> None:
+    """Behind what the assistant said already, the format holds for both together."""
+    begun = [{"role": "assistant", "content": prefix}] if prefix else []
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}, *begun],
+        "tools": [{"name": "f", "input_schema": SIZE, "strict": True}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "output_config": {"format": {"type": "json_schema", "schema": CONTENT}},
+        "thinking": {"type": "disabled"},
+        "temperature": TEMPERATURE,
+        "max_tokens": 160,
+    }
+    found = asyncio.run(post_all(marked, "/v1/messages", [body] * NUM_DRAWN))
+    num = 0
+    for message in found:
+        if message["stop_reason"] == "max_tokens":
+            continue
+        for block in message["content"]:
+            if block["type"] == "tool_use":
+                assert not prefix
+                jsonschema.validate(block["input"], SIZE)
+            else:
+                jsonschema.validate(json.loads(prefix + block["text"]), CONTENT)
+            num += 1
+    assert num > NUM_DRAWN / 4

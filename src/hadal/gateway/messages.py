@@ -31,7 +31,6 @@ from hadal.gateway.openai import (
     PastCall,
     Turn,
     check_depth,
-    check_format,
     common_fields,
     decode,
     schema_format,
@@ -203,7 +202,6 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
     )
     turns, prefix = _turns(request)
     format = _format_of(output)
-    check_format(format, "output_config.format", choosing, prefix)
     common = Common(
         model=request.model,
         stream=request.stream,

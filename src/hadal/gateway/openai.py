@@ -486,15 +486,6 @@ def parse_chat(body: bytes) -> ChatAsk:
     )
 
 
-def check_format(
-    format: AnswerFormat | None, field: str, choosing: Choosing, prefix: str = ""
-) -> None:
-    """Raise RequestError for what a format of the answer, asked for by `field`, cannot go with."""
-    if format is not None and (choosing.tools or prefix):
-        other = "tools" if choosing.tools else "prefix"
-        raise RequestError(f"{field} and {other} exclude each other; leave one out.", field)
-
-
 def _check_goes_on(request: ChatRequest, turns: tuple[Turn, ...]) -> None:
     name = "continue_final_message"
     if request.add_generation_prompt:

@@ -31,7 +31,6 @@ from hadal.gateway.openai import (
     ResponseFormat,
     Turn,
     check_depth,
-    check_format,
     common_fields,
     decode,
     read_format,
@@ -172,7 +171,6 @@ def parse_response(body: bytes) -> ResponseAsk:
             request.parallel_tool_calls,
         )
     format = _format_of(request.text or TextOptions())
-    check_format(format, "text.format", choosing)
     common = Common(
         model=request.model,
         stream=request.stream,

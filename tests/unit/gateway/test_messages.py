@@ -174,6 +174,11 @@ def test_an_answer_in_a_format() -> None:
     format = {"type": "json_schema", "schema": {"type": "object"}}
     asked = parse(output_config={"format": format})
     assert asked.ask.format == AnswerFormat("answer", {"type": "object"}, "output_config.format")
+    begun = [*ASKED["messages"], {"role": "assistant", "content": '{"sum": '}]
+    both = parse(output_config={"format": format}, tools=[WEATHER], messages=begun)
+    assert both.ask.format == asked.ask.format
+    assert [tool.name for tool in both.choosing.tools] == ["weather"]
+    assert both.prefix == '{"sum": '
 
 
 def test_what_is_counted_is_the_same_prompt() -> None:

@@ -126,6 +126,9 @@ def test_an_answer_in_a_format() -> None:
     assert parse(text={"format": {"type": "text"}}).chat.ask.format is None
     loose = parse(text={"format": {"type": "json_object"}}).chat.ask.format
     assert loose == AnswerFormat("json_object", None, "text.format")
+    both = parse(text={"format": given}, tools=[WEATHER]).chat
+    assert both.ask.format == format
+    assert [tool.name for tool in both.choosing.tools] == ["weather"]
 
 
 DEEP: Any = {}
@@ -154,7 +157,6 @@ for _ in range(70):
         ({"tools": [{**WEATHER, "parameters": DEEP}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"tools": [WEATHER], "text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "a b"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
