@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.server import serving
+from bench.server import Running, launched, wait_ready
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -44,12 +46,20 @@ redundant_experts = 32
 """
 
 
+@contextmanager
+def serving() -> Iterator[Running]:
+    """A server that answers and has pages."""
+    with launched(DEPLOYMENT) as server:
+        wait_ready(server)
+        yield server
+
+
 def watch(url: str) -> None:
     """Keep ten consoles open until the input ends."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = launched(playwright)
+        browser = chromium(playwright)
         for _ in range(NUM_CONSOLES):
             page = browser.new_page()
             page.goto(f"{url}/console")
@@ -59,7 +69,7 @@ def watch(url: str) -> None:
         browser.close()
 
 
-def launched(playwright: Any) -> Any:
+def chromium(playwright: Any) -> Any:
     """Debian's Chromium, without a screen."""
     path = shutil.which("chromium")
     if path is None:
@@ -87,7 +97,7 @@ async def p99_ms(url: str, seconds: float) -> float:
 
 def compare(num_rounds: int) -> None:
     """Print each round's two figures, and the median of their ratios."""
-    with serving(DEPLOYMENT) as server:
+    with serving() as server:
         pages = pages_of(server)
         url = server.status.url
         asyncio.run(p99_ms(url, SETTLE_S))
@@ -127,7 +137,7 @@ def compare(num_rounds: int) -> None:
     print(f"median of {num_rounds} rounds: {statistics.median(ratios):.3f}")
 
 
-def pages_of(server: Any) -> str:
+def pages_of(server: Running) -> str:
     """Address of a server's pages, once they are served."""
     deadline_s = time.monotonic() + 120
     while server.status.processes["console"].phase != "ready":
@@ -137,18 +147,19 @@ def pages_of(server: Any) -> str:
     return str(server.status.console_url)
 
 
-def pictures() -> None:
-    """Write the pictures of docs/."""
+def pictures(frames: Path | None) -> None:
+    """Write the pictures of docs/. `frames`: of the simulated peak; None: it is simulated first."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as name:
-        browser = launched(playwright)
-        with serving(DEPLOYMENT) as server:
+        browser = chromium(playwright)
+        with serving() as server:
             for size, scheme in (("wide", "light"), ("narrow", "dark")):
                 picture_chat(browser, pages_of(server), size, scheme)
-        frames = Path(name) / "peak.gz"
         hadal = [sys.executable, "-m", "hadal.cli"]
-        subprocess.run([*hadal, "simulate", "--frames", str(frames)], check=True)
+        if frames is None:
+            frames = Path(name) / "peak.gz"
+            subprocess.run([*hadal, "simulate", "--frames", str(frames)], check=True)
         command = [*hadal, "console", "--frames", str(frames), "--port", "0"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
             assert shown.stdout is not None
@@ -202,12 +213,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--pictures", action="store_true")
+    parser.add_argument("--frames", type=Path, help="of hadal simulate --frames, for the pictures")
     parser.add_argument("--watch", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.watch:
         watch(asked.watch)
     elif asked.pictures:
-        pictures()
+        pictures(asked.frames)
     else:
         compare(asked.rounds)
 
