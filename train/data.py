@@ -104,7 +104,8 @@ class Batch:
 
 def render_prompt(example: Example, direct: bool = False) -> str:
     """Return the prompt up to and with `<think>` and the line break after it; with the end of the
-    reasoning where there is none, and with the beginning of a call that is asked for.
+    reasoning where there is none. A call that has to be made shows nowhere in it: the server's
+    grammar brings it about.
     """
     text = _TEMPLATE.render(
         messages=example.messages,
@@ -114,17 +115,7 @@ def render_prompt(example: Example, direct: bool = False) -> str:
         eos_token=EOS,
         add_generation_prompt=True,
     )
-    if direct or example.forced:
-        text += f"\n{THINK_END}\n\n"
-    return text + _opening(example)
-
-
-def _opening(example: Example) -> str:
-    """What the server writes of a call that the request asks for."""
-    if not example.forced:
-        return ""
-    name = "" if example.forced == "any" else f"{example.forced}{SEPARATOR}"
-    return f"{CALLS}{CALL}{name}"
+    return text + (f"\n{THINK_END}\n\n" if direct else "")
 
 
 def render_calls(example: Example) -> str:
@@ -139,8 +130,6 @@ def render_calls(example: Example) -> str:
 def render_reply(example: Example, direct: bool = False) -> str:
     """Return what the model should write after the prompt."""
     answer = render_calls(example) if example.calls else example.answer
-    if example.forced:
-        return answer.removeprefix(_opening(example)) + EOS
     return ("" if direct else f"{example.reasoning}\n{THINK_END}\n\n") + answer + EOS
 
 
@@ -227,7 +216,7 @@ def batch(
         if is_long:
             task = "long"
         example = sample_split(rng, task, want_held_out)
-        may_be_direct = task in _DIRECT and not example.forced and not want_held_out
+        may_be_direct = task in _DIRECT and not want_held_out
         direct = may_be_direct and rng.random() < DIRECT_SHARE
         prompt, reply = encode(tokenizer, example, direct)
         if rng.random() < SPELLED_SHARE and not want_held_out:
