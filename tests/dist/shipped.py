@@ -24,8 +24,13 @@ def shipped_examples() -> list[Example]:
     return [Example(tuple(r["messages"]), "", r["answer"], r["task"], ()) for r in rows]
 
 
+def examples_of(task: str) -> list[Example]:
+    """All 25 of a task."""
+    return [example for example in shipped_examples() if example.task == task]
+
+
 def drawn_examples(num_per_task: int, seed: int) -> list[Example]:
     """So many of each task, or all if there are fewer."""
-    rng, examples = random.Random(seed), shipped_examples()
-    by_task = ([e for e in examples if e.task == task] for task in TASKS)
+    rng = random.Random(seed)
+    by_task = map(examples_of, TASKS)
     return [e for of in by_task for e in rng.sample(of, min(num_per_task, len(of)))]

@@ -39,6 +39,7 @@ from hadal.reference.model import generate
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import FULL
 from tests.dist.serving import FORMED, Server, StartServer
+from tests.dist.shipped import examples_of
 from tests.dist.test_rank_faults import is_whole
 from tests.fresh import fresh
 
@@ -92,14 +93,16 @@ def answers(server: Server) -> Answers:
     return lambda asks: asyncio.run(ask_all(asks))
 
 
+def prompts_of(task: str) -> list[tuple[int, ...]]:
+    """Such as the model was trained for: what is foreign to it keeps other experts busy."""
+    return task_prompts(task, [16] * NUM_PROMPTS, 11, examples_of(task))
+
+
 @pytest.fixture(scope="module")
 def regimes(answers: Answers) -> dict[str, Expected]:
     """Single questions of each task, answered to their end."""
     found = {
-        task: answers(
-            [Ask(prompt, MAX_TOKENS) for prompt in task_prompts(task, [16] * NUM_PROMPTS, seed=11)]
-        )
-        for task in REGIMES
+        task: answers([Ask(prompt, MAX_TOKENS) for prompt in prompts_of(task)]) for task in REGIMES
     }
     torch.set_num_threads(1)
     weights = load_weights(model_folder(""))
@@ -348,7 +351,10 @@ def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) ->
     """
     # Of about one length: no move helps a rank that a single long one fills.
     prompts = task_prompts(
-        "arithmetic", lognormal_lengths(NUM_MOVING, 200.0, 0.3, seed=13), seed=14
+        "arithmetic",
+        lognormal_lengths(NUM_MOVING, 200.0, 0.3, seed=13),
+        14,
+        examples_of("arithmetic"),
     )
     asks = [Ask(prompt, LONG_TOKENS, ignore_eos=True) for prompt in prompts]
     expected = answers(asks)
