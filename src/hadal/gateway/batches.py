@@ -31,11 +31,12 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from hadal.core.config import BatchesConfig
-from hadal.core.errors import HadalError
+from hadal.core.errors import HadalError, RequestError
 from hadal.gateway.auth import EVERYONE, Tenant
 from hadal.gateway.errors import ApiError, as_api_error
 from hadal.gateway.http import FINGERPRINT, Gateway
 from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.openai import decode
 from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, Reply, Times
 from hadal.gateway.service import Work
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
@@ -176,7 +177,8 @@ class BatchWorker:
                 await self._validate(batch)
                 return
             tenant = self._tenant(batch.tenant)
-            if batch.status == IN_PROGRESS and tenant is not None:
+            is_late = self._unix_s() >= batch.expires_s
+            if batch.status == IN_PROGRESS and tenant is not None and not is_late:
                 if not await self._answer_all(batch, tenant):
                     return  # It goes on after a look at how it stands now.
             elif tenant is None and self._gateway.keys.is_known:
@@ -199,7 +201,12 @@ class BatchWorker:
         now = await self.call(self.store.batch, batch.tenant, batch.id)
         if now is None:
             return
-        is_late = self._unix_s() >= batch.expires_s and now.status in (VALIDATING, IN_PROGRESS)
+        is_whole = now.status == IN_PROGRESS and now.num_completed + now.num_failed == now.num_total
+        is_late = (
+            self._unix_s() >= batch.expires_s
+            and now.status in (VALIDATING, IN_PROGRESS)
+            and not is_whole
+        )
         status = CANCELLED if now.status == CANCELLING else EXPIRED if is_late else COMPLETED
         if status == COMPLETED:
             await self.call(self.store.finalize, now, self._unix_s())
@@ -449,6 +456,10 @@ def _line_of(raw: bytes, number: int, endpoint: str, max_bytes: int) -> BatchLin
         return _error(
             "invalid_json_line", f"The line is no request of a batch: {error}.", None, number
         )
+    except RecursionError:
+        return _error("invalid_json_line", "The line is nested too deeply.", None, number)
+    if "\0" in line.custom_id:
+        return _error("invalid_custom_id", "custom_id holds a null.", "custom_id", number)
     if not 1 <= len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
         said = f"custom_id needs 1 to {MAX_CUSTOM_ID_CHARS} characters."
         return _error("invalid_custom_id", said, "custom_id", number)
@@ -517,6 +528,8 @@ class BatchPages:
                 raise ApiError(
                     503, "Files and batches cannot be had now; try again.", code="no_batches"
                 ) from error
+            except RequestError as error:
+                raise as_api_error(error) from error
 
         return guarded
 
@@ -648,11 +661,7 @@ class BatchPages:
         return self._json(_batch(batch))
 
     async def _asked(self, request: Request, tenant: Tenant) -> _NewBatch:
-        body = await self._gateway.body_of(request, tenant)
-        try:
-            asked = msgspec.json.decode(body, type=_NewBatch)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"The body is no batch: {error}.") from error
+        asked = decode(await self._gateway.body_of(request, tenant), _NewBatch)
         if asked.endpoint not in _ENDPOINTS:
             raise ApiError(
                 400,

@@ -285,7 +285,7 @@ def check_served(body: bytes, *, is_chat: bool) -> None:
         raw = bytes(getattr(given, name))
         nothing = (None,) if any(value is True for value in harmless) else _NOTHING
         if len(raw) <= _MAX_HARMLESS_BYTES and _is_one_of(
-            msgspec.json.decode(raw), (*nothing, *harmless)
+            decode(raw, object), (*nothing, *harmless)
         ):
             continue
         raise RequestError(f"{name} is not supported; leave it out.", name)
@@ -684,7 +684,7 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
             " allowed.",
             field,
         )
-    schema = msgspec.json.decode(raw)
+    schema = decode(raw, object)
     if not isinstance(schema, dict):
         raise _bad_format(f"The schema of {field} {name!r} is no object, as it has to be.", field)
     check_schema(schema, f"{field} {name!r}", field)
