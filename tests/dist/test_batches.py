@@ -55,8 +55,8 @@ def rows(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     return [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
 
 
-def client_of(server: Server, key: str = "sk-alice") -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+def client_of(server: Server, key: str = "sk-alice", max_retries: int = 0) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=max_retries, timeout=60)
 
 
 def start_with_keys(
@@ -331,7 +331,8 @@ def test_any_gateway_takes_files_and_batches(tmp_path: Path, start_server: Start
     batches: list[Any] = []
 
     def ask(n: int) -> None:  # A connection each: the kernel chooses the gateway.
-        client = client_of(server)
+        # The second gateway says 503 until it has heard of the keys.
+        client = client_of(server, max_retries=10)
         batches.append((client, create(client, [line(f"{n}-{i}") for i in range(2)])))
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
