@@ -23,6 +23,7 @@ from evals.words import (
     Turn,
     join_list,
     random_letters,
+    with_articles,
 )
 
 # What a field may be called in a schema, and what its values are.
@@ -285,8 +286,15 @@ def _property(source: Source, kind: str, value: Any, described: bool) -> dict[st
     return found
 
 
+_VAGUE = {"date", "when", "location", "total", "years", "home"}
+"""Keys that more than one kind of value might answer."""
+
+
 def _key(source: Source, field: str, used: dict[str, str], fields: list[str]) -> str:
     names = _FIELDS[field][0].split()
+    if field not in fields:  # Nothing in the text may seem to be meant.
+        meant = {name for each in fields for name in _FIELDS[each][0].split()}
+        names = [name for name in names if name not in _VAGUE | meant]
     if field in ("pet_name", "title") and {"name", "owner", "author"} & set(fields):
         names = [name for name in names if name != "name"]  # It would be anybody's.
     while True:
@@ -307,7 +315,7 @@ def filling(source: Source) -> Turn:
     fields = [field for field in _FIELDS if f"{{{field}}}" in text]
     values = {field: _value(source, _FIELDS[field][1]) for field in fields}
     written = {field: _written(source, _FIELDS[field][1], value) for field, value in values.items()}
-    text = text.format(**written).replace("  ", " ")
+    text = with_articles(text.format(**written).replace("  ", " "))
     wanted = [field for field in fields if source.chance(0.85)] or fields[:1]
     source.shuffle(wanted)
     keys: dict[str, str] = {}

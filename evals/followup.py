@@ -182,9 +182,7 @@ _MY_NAME = lines("""
 
 
 def _after_list(source: Source) -> tuple[Turn, Turn]:
-    first = sort(source)
-    while first.kind != "list":
-        first = sort(source)
+    first = source.until(lambda: sort(source), lambda turn: turn.kind == "list")
     items = list(first.subject)
     kind = source.random()
     if kind < 0.6:
@@ -199,20 +197,16 @@ def _after_list(source: Source) -> tuple[Turn, Turn]:
 
 
 def _after_number(source: Source) -> tuple[Turn, Turn]:
-    first = arithmetic(source)
-    while first.answer.startswith("-") or len(first.answer) > 4:
-        first = arithmetic(source)
     op = source.choice("++--*")
+    most = 3 if op == "*" else 4
+    first = source.until(
+        lambda: arithmetic(source), lambda turn: turn.answer.isdigit() and len(turn.answer) <= most
+    )
     a, b = int(first.answer), number(source, 3)
     if op == "*":
         b = 2 if source.chance(0.3) else source.randint(2, 9)
-        while a > 999:
-            first = arithmetic(source)
-            a = abs(int(first.answer))
     if op == "-":
         b = min(b, a)
-    if first.answer.startswith("-"):
-        return _after_number(source)
     reasoning, answer = operate(op, a, b)
     is_double = op == "*" and b == 2 and source.chance(0.7)
     question = asked(source, whole=_DOUBLE if is_double else _OPS[op]).format(b=b)
@@ -220,9 +214,7 @@ def _after_number(source: Source) -> tuple[Turn, Turn]:
 
 
 def _after_word(source: Source) -> tuple[Turn, Turn]:
-    first = reverse(source)
-    while first.kind != "word":
-        first = reverse(source)
+    first = source.until(lambda: reverse(source), lambda turn: turn.kind == "word")
     word = first.answer
     if source.random() < 0.6:
         question, reasoning, answer = (
@@ -240,14 +232,14 @@ def _after_word(source: Source) -> tuple[Turn, Turn]:
 
 
 def _after_count(source: Source) -> tuple[Turn, Turn]:
-    word = a_word(source)
+    word = a_word(source).lower()
     first = count_turn(source, word, word)
     letter = first.reasoning[0]
     if source.random() < 0.5:
         letter = source.choice(word)
         question = asked(source, whole=_OTHER_LETTER).format(c=letter)
     else:
-        word = a_word(source)
+        word = a_word(source).lower()
         question = asked(source, whole=_OTHER_WORD).format(w=word)
     reasoning = f"{letter}: {reason_count(word, letter)}"
     return first, Turn(
@@ -256,9 +248,7 @@ def _after_count(source: Source) -> tuple[Turn, Turn]:
 
 
 def _after_date(source: Source) -> tuple[Turn, Turn]:
-    first = dates(source)
-    while first.kind not in ("date", "weekday"):
-        first = dates(source)
+    first = source.until(lambda: dates(source), lambda turn: turn.kind in ("date", "weekday"))
     days, later = source.randint(2, 20), source.random() < 0.6
     question = asked(source, whole=_LATER if later else _EARLIER).format(n=span(source, days)[0])
     if first.kind == "weekday":

@@ -5,6 +5,8 @@ Each line of the reasoning is one column: the sum, then the digits written so fa
 ordinary one unless it is named.
 """
 
+import re
+
 from evals.wordings import Source, asked, lines
 from evals.words import COUNTED, MONTH_DAYS, MONTHS, NAMES, WEEKDAYS, Turn
 
@@ -303,7 +305,7 @@ _STORIES = {
     "*": lines(f"""
         {{n}} has {{a}} {_HOLDERS} with {{b}} {{t}} each. How many {{t}} [does {{n}} have|are there|is that|in total]?
         There are {{a}} {_HOLDERS}. [Each|Every one|Each of them] has {{b}} {{t}}. How many {{t}} are there[ in all| in total|]?
-        [Each|Every] {_HOLDER} [has|holds|contains|gets] {{b}} {{t}}. How many {{t}} [are in|do|is it for] {{a}} [of them|such|]?
+        [Each|Every] {_HOLDER} [has|holds|contains|gets] {{b}} {{t}}. How many {{t}} [are in {{a}} of them|do {{a}} of them have|do {{a}} hold|is that for {{a}} of them]?
         A [ticket|book|pen|cup|hat|lamp] costs {{b}} [dollars|euros|pounds|coins]. [How much|What] do {{a}} cost?
         {{n}} [buys|sells|orders] {{a}} [books|hats|lamps|tickets|cups] for {{b}} [dollars|euros|pounds] each. [How much is that|What is the total|How much does it cost|How much in all]?
         {{n}} [reads|walks|writes|runs|makes|sells|eats] {{b}} [pages|miles|letters|{{t}}] [a|every|each|per] day. How many [is that |]in {{a}} days?
@@ -501,9 +503,16 @@ def arithmetic(source: Source) -> Turn:
         )
     if op == "-" and a < b and not any(form in said for form in ("{a} -", "{a}-", "{a} minus")):
         a, b, x, y = b, a, y, x  # What is left, or a gap between two, is never negative.
+    if read:
+        said = _spaced(said)
     question = said.format(a=x, b=y, n=n, m=m, t=source.choice(COUNTED))
     reasoning, answer = operate(op, a, b)
     return Turn(question, read + reasoning, answer, f"{a}{op}{b}", "number", (answer,))
+
+
+def _spaced(said: str) -> str:
+    """The wording with spaces around signs, as between numbers in words."""
+    return re.sub(r"\}([-+*/x:])(?=\{)", r"} \1 ", said)
 
 
 def _operands(source: Source, op: str, story: bool) -> tuple[int, int]:
@@ -541,7 +550,8 @@ def _one(source: Source) -> Turn:
 def _three(source: Source) -> Turn:
     a, b, c = number(source, 2), number(source, 2), number(source, 2)
     (x, y, z), read = shown(source, [a, b, c])
-    question = asked(source, nouns=_THREE, orders=_THREE_ORDERS).format(a=x, b=y, c=z)
+    said = asked(source, nouns=_THREE, orders=_THREE_ORDERS)
+    question = (_spaced(said) if read else said).format(a=x, b=y, c=z)
     reasoning = reason_add(a, b) + "\n" + reason_add(a + b, c)
     answer = str(a + b + c)
     return Turn(question, read + reasoning, answer, f"{a}+{b}+{c}", "number", (answer,))
@@ -559,7 +569,6 @@ _AFTER = lines("""
     If it's {d} [now|today], what will the date be {n} from now?
     [What|Which] [day|date] is {n} from {d}?
     [What|Which] date do I [get|reach] [if|when] I [add|count] {n} to {d}?
-    [My holiday|The trip|School|The fair|My course|The party] [starts|begins] on {d} and [lasts|takes] {n}. When does it end?
     [I sent|We sent|They posted] a [letter|parcel|box] on {d}. It [takes|needs] {n}. [When does it arrive|When will it be there|On what date does it come]?
     The [meeting|party|exam|game] [is|was] [moved|delayed|pushed back] from {d} by {n}. When is it now?
     The bill [came|was sent] on {d} and is due {n} later. [When is it due|What is the due date]?
@@ -593,7 +602,6 @@ _BEFORE = lines("""
     [What|Which] date [comes|falls|lies] {n} before {d}?
     [What|Which] date do I get if I [take|subtract] {n} from {d}?
     The [meeting|party|exam|game] is {n} earlier than {d}. When is it?
-    The [trip|course|fair] ends on {d} after {n}. When did it [start|begin]?
     I must [pay|order|book|call] {n} before {d}. [When is that|On which date|What date is that]?
     {w} left {n} before {d}. When did {w} leave?
 """)
@@ -663,7 +671,7 @@ _DAYS_IN = lines("""
     How long is {m} in days?
     How many days are there in the month of {m}?
     How many days long is {m}?
-    [Of how many days does|How many days make up] {m}?
+    [How many days make up|How many days are counted in] {m}?
     [When|On what date] does {m} end, on what number of day?
 """)
 _DAYS_IN_NOUNS = lines("""

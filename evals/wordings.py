@@ -12,9 +12,12 @@ nothing of any task.
 import hashlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
+T = TypeVar("T")
 FRAME_ONE_IN = 8
 WORDING_ONE_IN = 20
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
@@ -98,6 +101,28 @@ class Source(random.Random):
             self.held_wordings.append(text)
         return text
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is drawn within decides no side: no frame of it is held out, no wording noted."""
+        kept, num_noted = self.trained_only, len(self.held_wordings)
+        self.trained_only = True
+        try:
+            yield
+        finally:
+            self.trained_only = kept
+            del self.held_wordings[num_noted:]
+
+    def until(self, make: Callable[[], T], fits: Callable[[T], bool]) -> T:
+        """Make one after another until one fits; what the others used of frames is forgotten."""
+        noted = (self.frames, self.held_frames, self.held_wordings)
+        while True:
+            sizes = [len(each) for each in noted]
+            found = make()
+            if fits(found):
+                return found
+            for each, size in zip(noted, sizes, strict=True):
+                del each[size:]
+
     def some(self, words: Sequence[str], low: int, high: int) -> list[str]:
         """A few different ones."""
         return self.sample(words, min(len(words), self.randint(low, high)))
@@ -108,17 +133,17 @@ _AROUND_NOUN = _PLAIN_NOUN + lines("""
     [Give|Show|Get] me {}.
     [Give|Show|Get|Tell] me {}[, please|, would you|, thanks| please|].
     I [need|want|require] {}.
-    I [need|want|would like|'d like] {}[, please| please|].
+    [I need|I want|I would like|I'd like] {}[, please| please|].
     [Find|Compute|Calculate|Determine|Evaluate|Work out|Figure out] {}.
     Please [find|compute|calculate|determine|work out|figure out|provide] {}.
     [Can|Could|Would|Will] you [tell|give|show] me {}?
     [Can|Could|Would] you [find|work out|figure out|determine|calculate] {}[ for me|]?
-    I [would like|want|'d like|'d love|need] to know {}.
+    [I would like|I want|I'd like|I'd love|I need] to know {}.
     {}[, please|, thanks| please| thanks|, if you don't mind|, if you can|, if you would].
     Do you [happen to |]know {}?
     What [would|might|will] {} be?
     What [does|would] {} come to?
-    I [am|'m] looking for {}.
+    [I am|I'm] looking for {}.
     I [wonder|was wondering|am wondering|keep asking myself] what {} is.
     Let me know {}.
     [Any idea|Do you know|Can you tell me|Could you say|Tell me|Say] what {} is?
@@ -132,7 +157,7 @@ _AROUND_NOUN = _PLAIN_NOUN + lines("""
     I [have|want|need] to [find|calculate|work out] {}.
     Would you mind telling me {}?
     [It would be great to know|It would help to know|I'd be glad to know|I'd be happy to have] {}.
-    {} is what I [need|want|am after|'m looking for].
+    {} is what [I need|I want|I am after|I'm looking for].
     {} - [what is it|can you tell me|do you know|any idea]?
     [Return|Print|Output|Write down|Write|State|Provide] {}.
     [Answer with|Reply with|Respond with|Just give|Just say|Only give me] {}.
@@ -146,7 +171,7 @@ _PLAIN_ORDER = ("{}", "{}.", "Please {}.", "Can you {}?")
 _AROUND_ORDER = _PLAIN_ORDER + lines("""
     {}[, please| please| for me| for me please|, thanks|, would you|, will you|, ok].
     [Could|Would|Will|Can] you [please |kindly |quickly |just |]{}[ for me|]?
-    I [want|need|would like|'d like|'d love] you to {}.
+    [I want|I need|I would like|I'd like|I'd love] you to {}.
     [Help|Assist] me [to |]{}.
     [Help me out and|Do me a favour and|Be kind and|Be nice and|Go ahead and|Go and] {}.
     Your [task|job|turn|work] [is to|now is to|today is to] {}.
@@ -159,7 +184,7 @@ _AROUND_ORDER = _PLAIN_ORDER + lines("""
     [Try to|You have to|You should|You need to|You must] {}.
     [Would|Could] you be so [kind|nice|good] as to {}?
     My [teacher|boss|friend|son|mother] [wants me to|asked me to|told me to|says I should] {}.
-    I [have to|need to|must|want to|am supposed to|'m trying to] {}. [Can you help|Please help|Help me|How does it go].
+    [I have to|I need to|I must|I want to|I am supposed to|I'm trying to] {}. [Can you help|Please help|Help me|How does it go].
     How would you {}?
     [Hey|Hi|Hello|Ok|So|Hi there|Hey Hadal|Hadal][,| -] {}[.|!| please.]
     If [you can|possible|it is no trouble|you don't mind], {}.
@@ -179,7 +204,7 @@ _AROUND_QUESTION = _PLAIN_QUESTION + lines("""
 _OPENERS = lines("""
     [Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hey there|Dear Hadal|Hi Hadal][!|,|.]
     [OK|Ok|Okay|Right|Well|Alright|So|Great|Thanks|Thank you|Good|Perfect][,|.]
-    I [am|'m] [stuck|in a hurry|busy|a bit lost|new here|doing homework|at work|at school][.|,]
+    [I am|I'm] [stuck|in a hurry|busy|a bit lost|new here|doing homework|at work|at school][.|,]
     [Sorry to bother you|Excuse me|One more thing|Just a small thing|Here is a task|Here's one][.|,|:]
     [I need your help|I need some help|Please help me|Help me out|Can you help me][.|!|:]
     """)

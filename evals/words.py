@@ -5,6 +5,7 @@ other word is read letter by letter. Knows nothing of any particular task.
 """
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +119,14 @@ class Turn:
     """"any", or a tool's name: the reply has to begin with a call (`tool_choice`)."""
     schema: dict[str, Any] | None = None
     """What the answer, a JSON object, must follow (`response_format`)."""
+
+
+_ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou]|8|1[18]\b)")
+
+
+def with_articles(text: str) -> str:
+    """The text with "an" where "a" was written before a vowel, an 8, an 11 or an 18."""
+    return _ARTICLE.sub(r"\1n ", text)
 
 
 def join_list(rng: random.Random, items: list[str], word: str = "and") -> str:

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evals.followup import _after_count
 from evals.foreign import foreign_examples
 from evals.numbers import _ASKS, _NOUNS, _ORDERS, _STORIES
 from evals.tasks import ALL_TASKS, Example, is_correct, sample, sample_split, side
 from evals.wordings import Source, is_frame_held_out, lines
+from evals.words import with_articles
 
 _SLOT = re.compile(r"\{\w*\}")
 NUM = 250
@@ -128,3 +130,56 @@ def test_the_probe_is_none_of_what_is_taught() -> None:
     assert len(probe) >= 110
     taught = {example.messages[-1]["content"].lower() for example in trained(8, NUM // 5)}
     assert probe & taught == set()
+
+
+def test_a_second_word_is_asked_about_as_it_is_counted() -> None:
+    """Whatever case it is made in: "Rare" has two r, so the case does not show."""
+    rng = random.Random(9)
+    for _ in range(NUM):
+        first, then = _after_count(Source(rng.getrandbits(64)))
+        letter, _, word = then.key.rpartition(" then ")[2].partition(" ")
+        assert word == word.lower()
+        assert then.answer == str(word.lower().count(letter))
+        assert first.subject[0] == first.subject[0].lower()
+
+
+def test_drafts_that_were_dropped_leave_nothing_behind() -> None:
+    frames = lines("\n".join(f"the {word} of a great many things" for word in "abcdefghijklmnop"))
+    source = Source(3)
+    drawn: list[str] = []
+    found = source.until(
+        lambda: source.frame(frames), lambda text: drawn.append(text) or "k" in text[:6]
+    )
+    assert len(drawn) > 1
+    assert source.frames == [found]
+    with source.aside():
+        for _ in range(40):
+            source.wording(source.frame(frames))
+    assert set(source.held_frames) <= {found}
+    assert source.held_wordings == []
+
+
+def test_english_is_whole() -> None:
+    """No article before the wrong sound, no sign within words, no contraction that lost its head."""
+    rng = random.Random(10)
+    for task in ("arithmetic", "schema", "dates"):
+        for _ in range(2 * NUM):
+            text = sample(rng, task).messages[-1]["content"]
+            assert not re.search(r"\ba [aeiou][a-z]{2,}", text), text
+            assert not re.search(r"[a-z]{3,}x(one|two|three|four|five|six|ten)", text), text
+            assert not re.search(r"\bI '(m|d)\b|does \w+\?|do \d+ \?", text), text
+    assert (
+        with_articles("A owl is a 8 year old, a 80, a cat")
+        == "An owl is an 8 year old, an 80, a cat"
+    )
+
+
+def test_what_a_text_does_not_say_is_not_in_it_under_another_name() -> None:
+    rng = random.Random(11)
+    missing = 0
+    for _ in range(8 * NUM):
+        example = sample(rng, "schema")
+        nulls = {key for key, value in json.loads(example.answer).items() if value is None}
+        missing += len(nulls)
+        assert not nulls & {"date", "when", "location", "total"}
+    assert missing > 50
