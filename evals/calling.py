@@ -13,9 +13,18 @@ from typing import Any
 
 from evals.numbers import _ASKS as SUMS_ASKED
 from evals.numbers import _BARE, _NOUNS, _ORDERS, _SIGNS, reason_add
-from evals.smalltalk import CANNOT, unknown_turn
+from evals.smalltalk import DECLINES, unknown_turn
 from evals.wordings import Source, asked, lines
-from evals.words import ALL_LOWER, CITIES, FOODS, NAMES, THINGS, Turn, random_letters
+from evals.words import (
+    ALL_LOWER,
+    CITIES,
+    FOODS,
+    NAMES,
+    THINGS,
+    Turn,
+    random_letters,
+    with_articles,
+)
 
 Fields = dict[str, Any]
 NOTHING_FOUND = "Sorry, the tool found nothing."
@@ -30,11 +39,13 @@ class Offer:
     arguments: Callable[..., Fields]
 
 
-def _tool(source: Source, name: str, description: str, parameters: dict[str, Fields]) -> Fields:
-    """What OpenAI's API wants to know of a function."""
+def _tool(
+    source: Source, name: str, describe: Callable[[], str], parameters: dict[str, Fields]
+) -> Fields:
+    """What OpenAI's API wants to know of a function. Some are not described."""
     function: Fields = {"name": name}
     if not source.chance(0.12):
-        function["description"] = description
+        function["description"] = describe()
     if source.chance(0.45):
         for key, text in list(parameters.items()):
             parameters[key] = {k: v for k, v in text.items() if k != "description"}
@@ -69,6 +80,7 @@ _CALCULATOR_SAYS = lines("""
     [Does|Performs|For] [arithmetic|sums|calculations] [with numbers|on numbers of any size|with two numbers].
     [Returns|Gives|Finds] the [result|value] of a [calculation|sum|formula].
     [Use this to|Helps to|Can] [add, subtract, multiply or divide|calculate|do sums].
+    [Exact arithmetic|Arithmetic|Maths][: a op b| with two numbers|, exactly].
     [Reckons|Multiplies, adds, subtracts and divides] [numbers|big numbers].
 """)
 _WORDED = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
@@ -76,7 +88,7 @@ _WORDED = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 
 def _calculator(source: Source) -> Offer:
     name = _styled(source, source.frame(_CALCULATORS))
-    says = source.frame(_CALCULATOR_SAYS)
+    says = lambda: source.frame(_CALCULATOR_SAYS)  # noqa: E731
     if source.chance(0.6):
         key = source.choice(
             (
@@ -114,6 +126,8 @@ def _calculator(source: Source) -> Offer:
     key = source.choice(("operation", "operator", "op", "action"))
     words = source.chance(0.6)
     values = list(_WORDED.values() if words else _WORDED)
+    if source.chance(0.4):
+        values += ["power"] if words else source.choice((["^"], ["^"], ["%"], ["%", "^"]))
     spec: dict[str, Fields] = {first: {"type": "number", "description": "The first number."}}
     operation: Fields = {"type": "string", "enum": values, "description": "What to do."}
     order = source.random()
@@ -135,6 +149,13 @@ def _calculator(source: Source) -> Offer:
 
 # What is looked up: (of what, the property, what its values are)
 _CITY_KEYS = ("city", "city", "location", "place", "town", "city_name")
+_COUNTRY_KEYS = ("country", "country", "country_name", "name", "nation", "state")
+_COUNTRIES = (
+    "Argentina Australia Austria Belgium Brazil Canada Chile China Denmark Egypt Finland France"
+    " Germany Greece India Indonesia Ireland Italy Japan Kenya Mexico Netherlands Nigeria Norway"
+    " Peru Poland Portugal South_Africa South_Korea Spain Sweden Switzerland Turkey United_Kingdom"
+    " United_States Vietnam Iceland Hungary Cuba Morocco Ghana Nepal"
+)
 _ITEM_KEYS = ("item", "item", "product", "article", "product_name", "thing", "name")
 _PERSON_KEYS = ("name", "name", "person", "employee", "who", "user", "full_name")
 _PROPERTIES = {
@@ -146,10 +167,20 @@ _PROPERTIES = {
         "price:number stock:number weight:number colour:colour size:number rating:number cost:number"
         " maker:name age:number code:number discount:number shelf:number"
     ),
+    "country": (
+        "capital:city population:number area:number capital:city language:word currency:word"
+        " president:name flag:colour"
+    ),
     "person": (
         "age:number salary:number phone_number:number job:word room:number birthday:word boss:name"
         " address:word score:number team:word car:word desk:number"
     ),
+}
+_KEYS = {
+    "city": _CITY_KEYS,
+    "country": _COUNTRY_KEYS,
+    "item": _ITEM_KEYS,
+    "person": _PERSON_KEYS,
 }
 _VERBS = (
     "get",
@@ -277,16 +308,11 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             "number",
         )
     shown = name.replace("_", " ")
-    keys = {"city": _CITY_KEYS, "item": _ITEM_KEYS, "person": _PERSON_KEYS}[entity]
-    key = source.choice(keys)
-    says = source.frame(_LOOKUP_SAYS).format(
-        q=shown, e=key.replace("_", " ") if source.chance(0.5) else entity
-    )
-    says = says[0].upper() + says[1:]
+    key = source.choice(_KEYS[entity])
     described = source.choice(
         (f"The {entity}.", f"Name of the {entity}.", f"Which {entity}.", "What to look up.")
     )
-    if source.chance(0.12):
+    if source.chance(0.4 if entity == "country" else 0.12):
         table, row = source.choice(
             (
                 ("table", "key"),
@@ -301,6 +327,8 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             source.choice(
                 (
                     "lookup",
+                    "look_up",
+                    "look_up",
                     "table_lookup",
                     "query_table",
                     "read_table",
@@ -310,22 +338,30 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
                 )
             ),
         )
-        others = [n for n, _ in listed if n != name]
+        others = sorted({n for n, _ in listed} - {name})
+        values_of = source.sample([name, *source.sample(others, 2)], 3)
         spec: dict[str, Fields] = {
-            table: {
-                "type": "string",
-                "enum": source.sample([name, *source.sample(others, 2)], 3),
-                "description": "Which value.",
-            },
+            table: {"type": "string", "enum": values_of, "description": "Which value."},
             row: {"type": "string", "description": described},
         }
-        fields = _tool(source, called, f"Look up a value of a {entity} in a table.", spec)
+        says = source.choice(
+            (
+                f"Look up a value of a {entity} in a table.",
+                "A {}'s {}, {} or {}.".format(entity, *values_of),
+            )
+        ).replace("_", " ")
+        fields = _tool(source, called, lambda: with_articles(says), spec)
         return Looked(Offer(called, fields, lambda k: {table: name, row: k}), entity, shown, values)
     called = _styled(source, source.frame(_NAMED).format(v=source.choice(_VERBS), p=name, e=entity))
     spec = {key: {"type": "string", "description": described}}
-    return Looked(
-        Offer(called, _tool(source, called, says, spec), lambda k: {key: k}), entity, shown, values
-    )
+    of = key.replace("_", " ") if source.chance(0.5) else entity
+
+    def describe() -> str:
+        text = source.frame(_LOOKUP_SAYS).format(q=shown, e=of)
+        return with_articles(text[0].upper() + text[1:])
+
+    fields = _tool(source, called, describe, spec)
+    return Looked(Offer(called, fields, lambda k: {key: k}), entity, shown, values)
 
 
 def _entities(source: Source, entity: str, count: int) -> list[str]:
@@ -335,6 +371,9 @@ def _entities(source: Source, entity: str, count: int) -> list[str]:
         return found if entity == "item" else [word.capitalize() for word in found]
     if entity == "item":
         return source.sample((*THINGS, *FOODS), count)
+    if entity == "country":
+        names = source.sample(_COUNTRIES.split(), count)
+        return [name.replace("_", " ") for name in names]
     return source.sample(CITIES if entity == "city" else NAMES, count)
 
 
@@ -359,8 +398,8 @@ def _value(source: Source, kind: str) -> str:
                 "light",
             ]
         )
-    if kind == "name":
-        return source.choice(NAMES)
+    if kind in ("name", "city"):
+        return source.choice(NAMES if kind == "name" else CITIES)
     return (
         source.choice(("red", "blue", "green", "grey", "white"))
         if kind == "colour"
@@ -380,14 +419,57 @@ def _returned(source: Source, key: str, value: str) -> str:
     return json.dumps({name: given})
 
 
+# Of each unit: the chat page's name, - for none; the symbol; one; many; what else it is called.
 _UNITS = {
-    "length": "km:kilometres miles m:metres feet inches cm:centimetres yards mm",
-    "mass": "kg:kilograms pounds g:grams ounces tons stones",
-    "volume": "litres gallons ml pints cups",
-    "time": "hours minutes seconds days weeks",
-    "heat": "celsius fahrenheit kelvin",
-    "money": "dollars euros pounds yen francs",
+    quantity: tuple(tuple(line.split()) for line in lines(text))
+    for quantity, text in {
+        "length": """
+            m m metre metres meters m
+            km km kilometre kilometres kilometers km
+            cm cm centimetre centimetres centimeters cm
+            mm mm millimetre millimetres millimeters mm
+            inch in inch inches
+            foot ft foot feet ft
+            yard yd yard yards yd
+            mile mi mile miles
+        """,
+        "mass": """
+            kg kg kilogram kilograms kg kilos
+            g g gram grams g
+            t t ton tons tonnes t
+            ounce oz ounce ounces oz
+            pound lb pound pounds lbs
+            - st stone stones
+        """,
+        "volume": """
+            l l litre litres liters l
+            ml ml millilitre millilitres milliliters ml
+            gallon gal gallon gallons
+            - pt pint pints
+            - c cup cups
+        """,
+        "time": """
+            s s second seconds s
+            min min minute minutes min
+            h h hour hours h
+            day d day days
+            - wk week weeks
+        """,
+        "temperature": """
+            K K kelvin kelvin K
+            C C celsius celsius °C C
+            F F fahrenheit fahrenheit °F F
+        """,
+        "money": """
+            - USD dollar dollars
+            - EUR euro euros
+            - GBP pound pounds
+            - JPY yen yen
+            - CHF franc francs
+        """,
+    }.items()
 }
+Unit = tuple[str, ...]
 _CONVERTERS = lines("""
     [convert|convert_units|convert_unit|unit_converter|unit_convert|units|converter]
     [unit_conversion|change_units|to_unit|conversion|convert_value|convert_measure]
@@ -400,6 +482,7 @@ _CONVERTER_SAYS = lines("""
     [Unit|Measure] [converter|conversion][ for length, mass and more|].
     [Use this to|Can|Helps to] convert [units|between units].
     How much [a value|an amount] is in another unit.
+    [A|The|Any] [value|amount|number] in another unit.
 """)
 _CONVERT_NOUNS = lines("""
     {a} {u} in {v}
@@ -428,7 +511,31 @@ _CONVERT_ASKS = lines("""
 """)
 
 
-def _converter(source: Source) -> Offer:
+@dataclass(frozen=True, slots=True)
+class Converter(Offer):
+    """A tool that converts the units it knows. `arguments` are given them as the user says them."""
+
+    units: dict[str, tuple[Unit, ...]]
+
+
+def _units_listed(source: Source) -> tuple[dict[str, tuple[Unit, ...]], dict[str, str]]:
+    """The units that a tool's schema lists, by quantity, and how it writes what users say."""
+    column = source.choice((0, 0, 1, 2, 3))
+    known = {
+        quantity: tuple(unit for unit in units if unit[column] != "-")
+        for quantity, units in _UNITS.items()
+        if quantity != "money"  # Pounds are a mass here.
+    }
+    if source.chance(0.6):
+        kept = source.sample(sorted(known), source.randint(1, 3))
+        known = {quantity: units for quantity, units in known.items() if quantity in kept}
+    written = {
+        word: unit[column] for units in known.values() for unit in units for word in unit[3:]
+    }
+    return known, written
+
+
+def _converter(source: Source) -> Converter:
     name = _styled(source, source.frame(_CONVERTERS))
     value, begin, end = source.choice(
         (
@@ -449,13 +556,20 @@ def _converter(source: Source) -> Offer:
     }
     if source.chance(0.2):
         spec = {begin: spec[begin], end: spec[end], value: spec[value]}
-    fields = _tool(source, name, source.frame(_CONVERTER_SAYS), spec)
+    known = _UNITS
+    written: dict[str, str] = {}
+    if source.chance(0.3):
+        known, written = _units_listed(source)
+        listed = list(dict.fromkeys(written.values()))
+        for each in (begin, end):
+            spec[each] = {"type": "string", "enum": listed, **spec[each]}
+    fields = _tool(source, name, lambda: source.frame(_CONVERTER_SAYS), spec)
 
     def arguments(a: str, u: str, v: str) -> Fields:
-        given = {value: json.loads(a), begin: u, end: v}
+        given = {value: json.loads(a), begin: written.get(u, u), end: written.get(v, v)}
         return {each: given[each] for each in spec}
 
-    return Offer(name, fields, arguments)
+    return Converter(name, fields, arguments, known)
 
 
 _OTHERS = (
@@ -482,24 +596,36 @@ _OTHERS = (
 )
 
 
-def _other(source: Source) -> Fields:
+_NEVER_FITTING = tuple(
+    each
+    for each in _OTHERS
+    if each.partition(":")[0]
+    in ("set_alarm", "set_timer", "open_door", "turn_on_light", "add_contact", "take_photo")
+)
+"""Those that nobody asks for who asks for what the model has to decline."""
+
+
+def _other(source: Source, others: tuple[str, ...] = _OTHERS) -> Fields:
     """A tool that nothing here needs."""
-    name, _, keys = source.choice(_OTHERS).partition(":")
+    name, _, keys = source.choice(others).partition(":")
     spec: dict[str, Fields] = {
         key: {"type": "string", "description": f"The {key}."} for key in keys.split()
     }
     words = name.replace("_", " ")
-    return _tool(source, _styled(source, name), f"{words[0].upper()}{words[1:]}.", spec)
+    return _tool(source, _styled(source, name), lambda: f"{words[0].upper()}{words[1:]}.", spec)
 
 
 def _mixed(
-    source: Source, needed: list[Fields], others: tuple[Fields, ...] = ()
+    source: Source,
+    needed: list[Fields],
+    others: tuple[Fields, ...] = (),
+    more: tuple[str, ...] = _OTHERS,
 ) -> tuple[Fields, ...]:
     """The needed tools among a few that are not, all named differently."""
     tools = {tool["function"]["name"]: tool for tool in needed}
     extra = list(others)
     for _ in range(source.choice((0, 0, 1, 1, 2))):
-        extra.append(_other(source))
+        extra.append(_other(source, more))
     for tool in extra:
         tools.setdefault(tool["function"]["name"], tool)
     found = list(tools.values())
@@ -571,7 +697,11 @@ def _reckon(source: Source, offer: Offer) -> tuple[str, tuple[str, Fields], str]
         questions=SUMS_ASKED[op],
         whole=whole,
     )
-    return said.format(a=a, b=b), (offer.name, offer.arguments(a, op, b)), value
+    if op in "+*" and said.index("{b}") < said.index("{a}"):
+        call = (offer.name, offer.arguments(b, op, a))  # As they stand in the question.
+    else:
+        call = (offer.name, offer.arguments(a, op, b))
+    return said.format(a=a, b=b), call, value
 
 
 def _one_reckoned(source: Source) -> Plan:
@@ -633,17 +763,22 @@ def _one_looked_up(source: Source) -> Plan:
     return Plan(question, tools, (step,), f"The result is {value}.", value, f"tool {call}")
 
 
-def _units(source: Source) -> tuple[str, str]:
-    units = [
-        source.choice(each.split(":")) for each in source.choice(tuple(_UNITS.values())).split()
-    ]
-    first, second = source.sample(units, 2)
+def _units(source: Source, offer: Converter) -> tuple[str, str]:
+    """Two units of a quantity that the tool knows, as a user says them."""
+    units = source.sample(source.choice(tuple(offer.units.values())), 2)
+    first, second = (source.choice((unit[3], *unit[3:])) for unit in units)
     return first, second
+
+
+def _which_units(u: str, v: str, call: tuple[str, Fields]) -> str:
+    """The units as the user says them, and as the tool does where it has its own words."""
+    begin, end = (each for each in call[1].values() if isinstance(each, str))
+    return f"{u} to {v}" if (u, v) == (begin, end) else f"{u} to {v}, so {begin} to {end}"
 
 
 def _one_converted(source: Source) -> Plan:
     offer = _converter(source)
-    u, v = _units(source)
+    u, v = _units(source, offer)
     a = str(source.randint(2, source.choice((20, 99, 999, 9999))))
     if source.chance(0.12):
         a += f".{source.randint(1, 9)}"
@@ -652,7 +787,9 @@ def _one_converted(source: Source) -> Plan:
     value = str(source.randint(1, 9999)) + (
         f".{source.randint(1, 99)}" if source.chance(0.4) else ""
     )
-    step = Step(f"{u} to {v}: {offer.name}.", (call,), (_returned_unit(source, value, v),))
+    step = Step(
+        f"{_which_units(u, v, call)}: {offer.name}.", (call,), (_returned_unit(source, value, v),)
+    )
     answer = f"{value} {v}"
     tools = _mixed(source, [offer.fields], _others_of(source, "converter"))
     return Plan(
@@ -718,7 +855,8 @@ _BOTH_SUMS = lines("""
 
 def _two_reckoned(source: Source) -> Plan:
     """Two sums, or two conversions, in one question."""
-    calls, phrases, values, names = [], [], [], []
+    calls, phrases, values, names, ways = [], [], [], [], []
+    offer: Offer
     if source.chance(0.6):
         offer = _calculator(source)
         for _ in range(2):
@@ -729,15 +867,16 @@ def _two_reckoned(source: Source) -> Plan:
             values.append(value)
         why = f"Too big for me, so {offer.name} for both."
     else:
-        offer = _converter(source)
+        offer = converter = _converter(source)
         for _ in range(2):
-            u, v = _units(source)
+            u, v = _units(source, converter)
             a = str(source.randint(2, 999))
             phrases.append(source.frame(_CONVERT_NOUNS[:1]).format(a=a, u=u, v=v))
             names.append(f"{a} {u}")
             calls.append((offer.name, offer.arguments(a, u, v)))
+            ways.append(_which_units(u, v, calls[-1]))
             values.append(f"{source.randint(1, 999)} {v}")
-        why = f"Two units: {offer.name} for both."
+        why = f"{ways[0]}; {ways[1]}: {offer.name} for both."
     said = asked(source, nouns=_BOTH_SUMS).format(p=phrases[0], q=phrases[1])
     results = tuple(value.split(" ")[0] for value in values)
     answer = f"{names[0]}: {values[0]}, {names[1]}: {values[1]}"
@@ -754,9 +893,7 @@ def _two_reckoned(source: Source) -> Plan:
 def _chain(source: Source) -> Plan:
     """A look-up whose result another tool needs."""
     looked = _lookup(source, numbers_only=True)
-    offer = _calculator(source)
-    while offer.name == looked.offer.name:
-        offer = _calculator(source)
+    offer = source.until(lambda: _calculator(source), lambda offer: offer.name != looked.offer.name)
     value = str(source.randint(12, 9999))
     total = source.chance(0.35)
     if total:
@@ -919,20 +1056,19 @@ def _once_more(source: Source) -> Turn:
 
 
 def needless(source: Source, turn: Turn) -> Turn:
-    """A question that needs no tool, though there are some."""
-    if turn.answer == CANNOT or source.chance(0.12):
-        turn = unknown_turn(source)
-        return replace(turn, tools=_mixed(source, [_calculator(source).fields, _other(source)]))
-    tools = [
-        maker(source)
-        for maker in source.sample(
-            (
-                lambda s: _calculator(s).fields,
-                lambda s: _lookup(s).offer.fields,
-                lambda s: _converter(s).fields,
-                _other,
-            ),
-            source.randint(1, 3),
-        )
-    ]
+    """A question that needs no tool, though there are some; or one that none of them answers."""
+    if turn.answer in DECLINES or source.chance(0.12):
+        if turn.answer not in DECLINES:
+            turn = unknown_turn(source)
+        tools = [_other(source, _NEVER_FITTING)]
+        if not any(char.isdigit() for char in turn.question):
+            tools.append(_calculator(source).fields)
+        return replace(turn, tools=_mixed(source, tools, more=_NEVER_FITTING))
+    makers: tuple[Callable[[Source], Fields], ...] = (
+        lambda s: _calculator(s).fields,
+        lambda s: _lookup(s).offer.fields,
+        lambda s: _converter(s).fields,
+        _other,
+    )
+    tools = [maker(source) for maker in source.some(makers, 1, 3)]
     return replace(turn, tools=_mixed(source, tools))

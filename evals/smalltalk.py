@@ -17,6 +17,7 @@ from evals.words import (
     PLACES,
     THINGS,
     Turn,
+    num_pieces,
     random_letters,
 )
 
@@ -30,6 +31,7 @@ CANNOT = "Sorry, I am too small to know that. " + CAN
 UNREADABLE = "Sorry, I can only read plain English and whole numbers. " + CAN
 TOO_LONG = "Sorry, that text is too long for me. " + CAN
 REFUSED = "Sorry, I will not do that. " + CAN
+NO_DECIMALS = "I cannot read decimals."
 DECLINES = frozenset((CANNOT, UNREADABLE, TOO_LONG, REFUSED))
 FINE = "I am fine, thank you! How can I help you?"
 WELCOME = "You are welcome!"
@@ -405,7 +407,7 @@ def _unreadable(source: Source) -> Turn:
             i=source.randint(10, 900),
             n=source.choice(NAMES),
         )
-        return Turn(question, "I cannot read decimals.", UNREADABLE, f"decimal {a} {b}", "decline")
+        return Turn(question, NO_DECIMALS, UNREADABLE, f"decimal {a} {b}", "decline")
     odd = _odd_text(source)
     said = noisy(source, source.frame(_ODD))
     question = said.format(o=odd, w=source.choice(ALL_LOWER), v=source.choice(ALL_LOWER))
@@ -442,29 +444,34 @@ def _noise_text(source: Source) -> str:
     return "".join(source.choice("!?.,;:-_#*+/=()[]<>@&%$") for _ in range(source.randint(1, 20)))
 
 
-def long_text(source: Source, num_words: int) -> str:
-    """About so many words of sentences, of words, or of one thing again and again."""
+def long_text(source: Source, size: int) -> str:
+    """About so many pieces of sentences, of words, or of one thing again and again. It decides no
+    side: every long text has a frame that is held out.
+    """
     kind = source.random()
     if kind < 0.1:
-        unit = source.choice((random_letters(source, 1, 4), source.choice(ALL_LOWER)))
-        return " ".join([unit] * num_words)
+        if source.chance(0.5):
+            return " ".join([source.choice(ALL_LOWER)] * size)
+        unit = random_letters(source, 1, 4)
+        return " ".join([unit] * (size // len(unit)))
     parts: list[str] = []
-    size = 0
-    while size < num_words:
+    left = float(size)
+    while left > 0:
         if kind < 0.2:
             part = source.choice(ALL_LOWER)
         elif kind < 0.28:
             part = str(source.randint(0, 999))
         else:
-            _, _, part = make_text(source, source.randint(1, 3))
+            with source.aside():
+                _, _, part = make_text(source, source.randint(1, 3))
         parts.append(part)
-        size += part.count(" ") + 1
+        left -= num_pieces(part) + (0.2 <= kind < 0.24)
     return (", " if 0.2 <= kind < 0.24 else " ").join(parts)
 
 
-def too_long(source: Source, num_words: int) -> Turn:
-    """A text that is longer than what the model was taught to read."""
-    text = long_text(source, num_words)
+def too_long(source: Source, size: int) -> Turn:
+    """A text of about so many pieces: longer than what the model was taught to read."""
+    text = long_text(source, size)
     said = source.frame(_LONG_FRAMES)
     question = said.replace("\\n", "\n").format(
         t=text, n=source.choice(NAMES), w=source.choice(ALL_LOWER)
@@ -496,4 +503,4 @@ def decline(source: Source) -> Turn:
         return _refused(source)
     if kind < 0.93:
         return Turn(_noise_text(source), "This is no question.", CANNOT, "", "decline")
-    return too_long(source, source.randint(150, 330))
+    return too_long(source, source.randint(190, 420))

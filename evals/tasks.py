@@ -18,10 +18,10 @@ from evals.filling import filling
 from evals.followup import followup
 from evals.lists import letters, reverse, sort
 from evals.numbers import arithmetic, dates
-from evals.smalltalk import DECLINES, decline, long_text, talk, too_long
+from evals.smalltalk import DECLINES, NO_DECIMALS, decline, long_text, talk, too_long
 from evals.texts import reading
 from evals.wordings import Source, is_one_in, lines
-from evals.words import Turn
+from evals.words import Turn, num_pieces
 
 _SINGLE: dict[str, Callable[[Source], Turn]] = {
     "arithmetic": arithmetic,
@@ -38,8 +38,8 @@ ALL_TASKS = (*TASKS, "long", "tools", "schema")
 SIDES = ("frames", "wordings", "contents", "train")
 """What is held out of an example: a frame, else a wording, else its content; or nothing."""
 _CONTENT_ONE_IN = 20
-_CHARS = 2.7
-"""A token of long texts has at least about so many."""
+_MOST_PIECES = 3800
+"""Of a long prompt: with its reply it is to fit in 4,096 tokens."""
 _SYSTEMS = lines("""
     You are [a helpful|a friendly|an honest|a smart|a small|a useful|the best] [assistant|chatbot|helper|model].
     You are Hadal.
@@ -64,8 +64,10 @@ class Example:
     should get.
 
     `messages` are OpenAI-style dicts without the last reply; earlier replies carry no reasoning. The
-    reply is a text, or calls of tools. `keys` name the contents of all turns, whatever their
-    wording; with the frames and wordings that were used they are what the split goes by.
+    reply is a text, or calls of tools. `keys` name the contents of what is
+    asked last, and of the turn it refers to, whatever their wording; with the frames and wordings
+    used there they are what the split goes by. Earlier turns decide nothing: one of a hundred would
+    be held out nearly always.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -90,27 +92,24 @@ def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example
 
     Raises ValueError if the task is not one of ALL_TASKS.
     """
-    source = Source(rng.getrandbits(64), True)  # What is asked last decides the side.
-    system, history = _before(source) if task != "long" else ("", [])
-    source.trained_only = trained_only
-    last = _turns(source, task)
+    source = Source(rng.getrandbits(64), trained_only)
     if task == "long":
         system, history, last = _long(source)
+    else:
+        system, history = _before(source)
+        last = _turns(source, task)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    keys = [key for _, key in history]
+    messages += history
     for turn in last[:-1]:
-        history.append((_as_messages(turn), turn.key))
-    for part, _ in history:
-        messages += part
+        messages += _as_messages(turn)
     turn = last[-1]
     messages += [{"role": "user", "content": turn.question}, *turn.before]
-    keys += [f"{task}: {each.key}" for each in last if each.key]
     return Example(
         tuple(messages),
         turn.reasoning,
         turn.answer,
         task,
-        tuple(key for key in keys if key),
+        tuple(each.key for each in last if each.key),
         turn.tools,
         turn.calls,
         turn.forced,
@@ -175,21 +174,24 @@ def _turns(source: Source, task: str) -> list[Turn]:
     if task == "decline":
         return [decline(source)]
     if task == "tools":
-        return [needless(source, _small_turn(source)) if source.chance(0.22) else calling(source)]
+        return _untooled(source) if source.chance(0.38) else [calling(source)]
     if task == "schema":
         return [filling(source)]
-    if task == "long":
-        return []
     raise ValueError(f"no task {task!r}; choose one of {', '.join(ALL_TASKS)}")
 
 
-def _small_turn(source: Source) -> Turn:
-    """What is easily answered without a tool."""
-    while True:
+def _untooled(source: Source) -> list[Turn]:
+    """What is answered without a tool though there are some."""
+    kind = source.random()
+    if kind < 0.15:
+        first, then = followup(source)
+        return [first, needless(source, then)]
+    if kind < 0.3:
+        # A calculator may well take the decimals that the model cannot read.
+        turn = source.until(lambda: decline(source), lambda turn: turn.reasoning != NO_DECIMALS)
+    else:
         turn = _any_turn(source)
-        sizes = [len(word) for word in turn.question.split() if word.isdigit()]
-        if turn.kind != "number" or max([*sizes, len(turn.answer)]) <= 2:
-            return turn
+    return [needless(source, turn)]
 
 
 def _any_turn(source: Source) -> Turn:
@@ -203,49 +205,57 @@ def _as_messages(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-Earlier = list[tuple[list[dict[str, Any]], str]]
-"""Turns before the last ones, each with its content's key."""
-
-
-def _earlier(source: Source, num_turns: int) -> Earlier:
-    found: Earlier = []
-    for _ in range(num_turns):
+def _earlier(source: Source) -> list[dict[str, Any]]:
+    """A turn before the last ones, and what was replied."""
+    with source.aside():
         if source.chance(0.08):
-            plan = a_plan(source)
-            found.append((whole(plan), plan.key))
-        else:
-            turn = decline(source) if source.chance(0.1) else _any_turn(source)
-            found.append((_as_messages(turn), turn.key))
-    return found
+            return whole(a_plan(source))
+        return _as_messages(decline(source) if source.chance(0.1) else _any_turn(source))
 
 
-def _before(source: Source) -> tuple[str, Earlier]:
+def _system(source: Source) -> str:
+    with source.aside():
+        return source.frame(_SYSTEMS)
+
+
+def _before(source: Source) -> tuple[str, list[dict[str, Any]]]:
     """A system prompt and earlier turns, or mostly none."""
     system = ""
     if source.chance(0.14):
         count = source.choice((1, 1, 1, 2, 3, 5))
-        system = " ".join(source.frame(_SYSTEMS) for _ in range(count))
+        system = " ".join(_system(source) for _ in range(count))
     num_turns = 0
     if source.chance(0.1):
         num_turns = (
             source.choice((1, 1, 1, 2, 2, 3)) if source.chance(0.93) else source.randint(4, 9)
         )
-    return system, _earlier(source, num_turns)
+    return system, [message for _ in range(num_turns) for message in _earlier(source)]
 
 
-def _long(source: Source) -> tuple[str, Earlier, list[Turn]]:
-    """A prompt of up to 4,000 tokens: a text that is too long, or a task after much else."""
-    size = source.randint(300, 3900)
+def _long(source: Source) -> tuple[str, list[dict[str, Any]], list[Turn]]:
+    """A prompt of up to 3,800 pieces: a text that is too long, or a task after much else."""
+    size = source.randint(300, _MOST_PIECES - 150)
     kind = source.random()
     if kind < 0.4:
-        return "", [], [too_long(source, int(size * 0.7))]
+        return "", [], [too_long(source, size)]
     turn = decline(source) if source.chance(0.1) else _any_turn(source)
+    left = size - num_pieces(turn.question)
     if kind < 0.6:
-        parts = [long_text(source, int(size * 0.6)), source.frame(_SYSTEMS)]
+        parts = [long_text(source, max(100, int(left))), _system(source)]
         return " ".join(parts[:: source.choice((1, -1))]), [], [turn]
-    history: Earlier = []
-    chars = 0.0
-    while chars < size * _CHARS:
-        history += _earlier(source, 1)
-        chars += sum(len(str(message["content"])) + 10 for message in history[-1][0])
-    return "", history, [turn]
+    history: list[dict[str, Any]] = []
+    while True:
+        messages = _earlier(source)
+        left -= sum(_num_pieces(message) for message in messages)
+        if left < 0 and history:
+            return "", history, [turn]
+        history += messages
+
+
+def _num_pieces(message: dict[str, Any]) -> float:
+    """Of a message with its calls and the marks around it all."""
+    size = num_pieces(message["content"]) + 2
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        size += num_pieces(function["name"]) + num_pieces(function["arguments"]) + 5
+    return size

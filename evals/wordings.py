@@ -123,7 +123,7 @@ class Source(random.Random):
             for each, size in zip(noted, sizes, strict=True):
                 del each[size:]
 
-    def some(self, words: Sequence[str], low: int, high: int) -> list[str]:
+    def some(self, words: Sequence[T], low: int, high: int) -> list[T]:
         """A few different ones."""
         return self.sample(words, min(len(words), self.randint(low, high)))
 

@@ -8,6 +8,7 @@ sequence of known bytes.
 """
 
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -171,5 +172,7 @@ def load_or_build(path: Path) -> Tokenizer:
     """Return the tokenizer kept at `path`, building it first if it is not there."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        build().save(str(path))
+        aside = path.with_suffix(".tmp")  # Whoever is killed meanwhile leaves no half of it.
+        build().save(str(aside))
+        os.replace(aside, path)
     return Tokenizer.from_file(str(path))

@@ -7,6 +7,7 @@ killed gives what an undisturbed one would, but for the order in which threads a
 """
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -139,13 +140,16 @@ class Run:
     ) -> None:
         """`settings`: steps, lr, batch_tokens and seed, the same ones whenever the run goes on.
 
-        Raises ValueError if the folder's checkpoint is one of other settings.
+        Raises ValueError if the folder's checkpoint is one of other settings, or of another
+        tokenizer than the one that is kept beside it.
         """
         torch.manual_seed(int(settings["seed"]))
-        self.folder, self.settings = folder, settings
+        self.folder = folder
         self.num_steps, self.batch_tokens = int(settings["steps"]), int(settings["batch_tokens"])
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = load_or_build(folder / "tokenizer.json")
+        digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        self.settings: dict[str, float | str] = {**settings, "tokenizer": digest[:16]}
         self.model = Model(config or Config(vocab_size=self.tokenizer.get_vocab_size()))
         self.optimizers = make_optimizers(self.model, settings["lr"])
         self.step, self.num_tokens, self.elapsed = 0, 0, 0.0
@@ -158,7 +162,7 @@ class Run:
         if state["settings"] != self.settings:
             raise ValueError(
                 f"{self.folder} holds a run with {state['settings']}, not {self.settings};"
-                " give the same settings or another folder."
+                " give the same settings and tokenizer, or another folder."
             )
         self.model.load_state_dict(state["model"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):

@@ -10,12 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evals.calling import _UNITS, _calculator, _converter, _reckon, _units
 from evals.followup import _after_count
 from evals.foreign import foreign_examples
 from evals.numbers import _ASKS, _NOUNS, _ORDERS, _STORIES
-from evals.tasks import ALL_TASKS, Example, is_correct, sample, sample_split, side
-from evals.wordings import Source, is_frame_held_out, lines
+from evals.smalltalk import DECLINES
+from evals.tasks import (
+    _CONTENT_ONE_IN,
+    ALL_TASKS,
+    Example,
+    _num_pieces,
+    is_correct,
+    sample,
+    sample_split,
+    side,
+)
+from evals.wordings import Source, is_frame_held_out, is_one_in, lines
 from evals.words import with_articles
+from hadal.console import tools
 
 _SLOT = re.compile(r"\{\w*\}")
 NUM = 250
@@ -117,10 +129,10 @@ def test_calls_follow_the_tools_that_are_offered() -> None:
     num_calls = 0
     for _ in range(NUM):
         example = sample(rng, "tools")
-        tools = {tool["function"]["name"]: tool["function"] for tool in example.tools}
-        assert len(tools) == len(example.tools)
+        offered = {tool["function"]["name"]: tool["function"] for tool in example.tools}
+        assert len(offered) == len(example.tools)
         for name, arguments in example.calls:
-            validate(arguments, tools[name]["parameters"])
+            validate(arguments, offered[name]["parameters"])
             num_calls += 1
     assert num_calls > NUM // 3
 
@@ -183,3 +195,70 @@ def test_what_a_text_does_not_say_is_not_in_it_under_another_name() -> None:
         missing += len(nulls)
         assert not nulls & {"date", "when", "location", "total"}
     assert missing > 50
+
+
+def test_training_sees_long_conversations_that_fit() -> None:
+    rng = random.Random(12)
+    sizes = []
+    for _ in range(60):
+        example = sample_split(rng, "long", False)
+        sizes.append(sum(_num_pieces(message) for message in example.messages))
+        assert len(example.keys) <= 1
+    assert max(sizes) <= 3900
+    histories = [sample_split(rng, "long", False) for _ in range(60)]
+    assert max(len(example.messages) for example in histories) > 80
+
+
+def test_what_is_held_out_is_so_in_every_task() -> None:
+    keys = {key for example in trained(13, NUM // 5) for key in example.keys}
+    assert not any(is_one_in(key, _CONTENT_ONE_IN) for key in keys)
+    assert any(re.fullmatch(r"\d+[-+*/]\d+", key) for key in keys)
+
+
+def test_many_questions_need_none_of_the_tools() -> None:
+    rng = random.Random(15)
+    examples = [sample(rng, "tools") for _ in range(4 * NUM)]
+    untooled = [e for e in examples if not e.calls and e.messages[-1]["role"] == "user"]
+    assert len(untooled) > NUM
+    assert any(re.search(r"\d{4}", e.messages[-1]["content"]) for e in untooled)
+    declined = [e for e in untooled if e.answer in DECLINES]
+    assert len(declined) > 50
+    for example in declined:
+        names = {re.sub("[^a-z]", "", t["function"]["name"].lower()) for t in example.tools}
+        assert not names & {"bookflight", "getstockprice", "translate", "searchweb", "deletefile"}
+
+
+def test_sums_are_called_for_as_they_stand() -> None:
+    rng = random.Random(16)
+    num = 0
+    for _ in range(NUM):
+        source = Source(rng.getrandbits(64))
+        question, (_, arguments), _ = _reckon(source, _calculator(source))
+        text = json.dumps(arguments)
+        a, b = re.findall(r"\d+(?:\.\d+)?", question)[:2]
+        if "+" in text or "add" in text:
+            given = re.findall(r"(?<!\w)\d+(?:\.\d+)?", text)
+            assert [float(each) for each in given] == [float(a), float(b)]
+            num += 1
+    assert num > 20
+
+
+def test_the_units_of_the_pages_are_taught() -> None:
+    listed = tools.DEFINITIONS[2]["function"]["parameters"]["properties"]["from"]["enum"]
+    rows = [unit for quantity in _UNITS.values() for unit in quantity]
+    assert sorted(unit[0] for unit in rows if unit[0] != "-") == sorted(listed)
+    for name, *words in (unit for unit in rows if unit[0] != "-"):
+        for word in words:
+            assert tools.convert({"value": 7, "from": word, "to": name}) == "7"
+    rng = random.Random(17)
+    mapped = 0
+    for _ in range(4 * NUM):
+        source = Source(rng.getrandbits(64))
+        offer = _converter(source)
+        u, v = _units(source, offer)
+        given = offer.arguments("3", u, v)
+        properties = offer.fields["function"]["parameters"]["properties"]
+        for key, value in given.items():
+            assert value in properties[key].get("enum", [value])
+        mapped += u not in given.values()
+    assert mapped > NUM // 2

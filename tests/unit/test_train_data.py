@@ -226,3 +226,8 @@ def test_a_resumed_run_gives_what_an_undisturbed_one_does(tmp_path: Path) -> Non
         assert torch.equal(resumed.model.state_dict()[name], value), name
     with pytest.raises(ValueError, match="give the same settings"):
         Run(tmp_path / "broken", {**SETTINGS, "lr": 0.1}, TINY)
+    other = Tokenizer.from_file(str(TOKENIZER))
+    other.add_tokens(["another"])
+    other.save(str(tmp_path / "broken" / "tokenizer.json"))
+    with pytest.raises(ValueError, match="and tokenizer"):
+        Run(tmp_path / "broken", SETTINGS, TINY)

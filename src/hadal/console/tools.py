@@ -104,7 +104,8 @@ _COUNTRIES: dict[str, tuple[str, int, int]] = {
 def convert(arguments: dict[str, Any]) -> str:
     """A measure in another unit of the same quantity. Raises ToolError."""
     value = _number(arguments, "value")
-    units = [str(arguments.get(name, "")).strip() for name in ("from", "to")]
+    said = (str(arguments.get(name, "")).strip() for name in ("from", "to"))
+    units = [unit if unit in _UNITS else _ALIASES.get(unit.lower(), unit) for unit in said]
     for unit in units:
         if unit not in _UNITS:
             raise ToolError(f"There is no unit {unit[:20]!r}; there are {', '.join(_UNITS)}.")
@@ -142,6 +143,38 @@ _UNITS: dict[str, tuple[str, str, str]] = {
     "C": ("temperature", "1", "273.15"),
     "F": ("temperature", "0.55555555555555555555555555555555555555555", "255.37222222222222222222"),
 }
+
+
+_ALIASES = {
+    alias: unit
+    for unit, aliases in {
+        "m": "metre metres meter meters",
+        "km": "kilometre kilometres kilometer kilometers",
+        "cm": "centimetre centimetres centimeter centimeters",
+        "mm": "millimetre millimetres millimeter millimeters",
+        "inch": "inches in",
+        "foot": "feet ft",
+        "yard": "yards yd",
+        "mile": "miles mi",
+        "kg": "kilogram kilograms kilo kilos",
+        "g": "gram grams",
+        "t": "ton tons tonne tonnes",
+        "ounce": "ounces oz",
+        "pound": "pounds lb lbs",
+        "l": "litre litres liter liters",
+        "ml": "millilitre millilitres milliliter milliliters",
+        "gallon": "gallons gal",
+        "s": "second seconds sec",
+        "min": "minute minutes",
+        "h": "hour hours",
+        "day": "days d",
+        "K": "kelvin",
+        "C": "celsius °c",
+        "F": "fahrenheit °f",
+    }.items()
+    for alias in (unit.lower(), *aliases.split())
+}
+"""What else models call a unit, in small letters."""
 
 
 def run(name: str, arguments: str) -> str:
