@@ -600,7 +600,7 @@ _NEVER_FITTING = tuple(
     each
     for each in _OTHERS
     if each.partition(":")[0]
-    in ("set_alarm", "set_timer", "open_door", "turn_on_light", "add_contact", "take_photo")
+    in ("set_alarm", "set_timer", "open_door", "turn_on_light", "add_contact")
 )
 """Those that nobody asks for who asks for what the model has to decline."""
 

@@ -19,6 +19,7 @@ from evals.words import (
     Turn,
     num_pieces,
     random_letters,
+    with_articles,
 )
 
 HELLO = "Hello! How can I help you?"
@@ -369,6 +370,7 @@ def unknown_turn(source: Source) -> Turn:
     question = said.format(
         x=place, w=w, v=source.choice((*ANIMALS, *PLACES)), y=source.randint(1500, 2030)
     )
+    question = with_articles(question)
     return Turn(question, "I do not know this.", CANNOT, "", "decline")
 
 
