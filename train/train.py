@@ -36,7 +36,7 @@ FEW_TARGETS = 1024
 """A batch with fewer counts for less: one long prompt has a single short reply."""
 CHECK_STEPS = 500
 NUM_STEPS = 15_000
-"""Under five hours on two cores with AVX2 (README.md)."""
+"""Meant for five hours on two cores with AVX2; not measured yet (README.md)."""
 
 
 class Losses(NamedTuple):

@@ -36,7 +36,7 @@ from hadal.gateway.auth import EVERYONE, Tenant
 from hadal.gateway.errors import ApiError, as_api_error
 from hadal.gateway.http import FINGERPRINT, Gateway
 from hadal.gateway.mailbox import Mailbox
-from hadal.gateway.openai import decode
+from hadal.gateway.openai import check_metadata, decode
 from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, Reply, Times
 from hadal.gateway.service import Work
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
@@ -66,7 +66,7 @@ WINDOW = "24h"
 WINDOW_S = 86_400
 UPLOAD_S = 300.0
 """How long a file may take to come."""
-MAX_METADATA, MAX_METADATA_CHARS, MAX_CUSTOM_ID_CHARS = 16, 512, 512
+MAX_CUSTOM_ID_CHARS = 512
 MAX_OPEN_BATCHES = 100
 """Of a tenant."""
 MAX_ERRORS = 100
@@ -430,12 +430,16 @@ class BatchWorker:
 
 
 def _lines_of(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    held = b""
+    held: list[bytes] = []  # Of one line: joined once, however many pieces it has.
     for piece in pieces:
-        *whole, held = (held + piece).split(b"\n")
-        yield from whole
-    if held:
-        yield held
+        first, *rest = piece.split(b"\n")
+        held.append(first)
+        if rest:
+            yield b"".join(held)
+            yield from rest[:-1]
+            held = [rest[-1]]
+    if last := b"".join(held):
+        yield last
 
 
 class _InputLine(msgspec.Struct):
@@ -679,14 +683,7 @@ class BatchPages:
                 " leave it out.",
                 param="output_expires_after",
             )
-        metadata = asked.metadata or {}
-        texts = [text for pair in metadata.items() for text in pair]
-        if len(metadata) > MAX_METADATA or any(len(text) > MAX_METADATA_CHARS for text in texts):
-            raise ApiError(
-                400,
-                f"metadata has at most {MAX_METADATA} entries of {MAX_METADATA_CHARS} characters.",
-                param="metadata",
-            )
+        check_metadata(asked.metadata or {})
         return asked
 
     async def _list_batches(self, request: Request, tenant: Tenant) -> Response:

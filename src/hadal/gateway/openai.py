@@ -326,6 +326,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise RequestError(f"The body is not valid JSON: {error}.") from None
 
 
+MAX_METADATA = 16
+MAX_METADATA_CHARS = 512
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 64
@@ -721,6 +723,17 @@ def check_ids(ask: CommonFields, vocab_size: int) -> None:
                 raise RequestError(
                     f"{name}: {token} is no token id; the vocabulary has {vocab_size}.", name
                 )
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raise RequestError for more of it than OpenAI takes with a response or a batch."""
+    texts = (text for pair in metadata.items() for text in pair)
+    if len(metadata) > MAX_METADATA or any(len(text) > MAX_METADATA_CHARS for text in texts):
+        raise RequestError(
+            f"metadata: at most {MAX_METADATA} entries of {MAX_METADATA_CHARS} characters are"
+            " allowed.",
+            "metadata",
+        )
 
 
 def check_num_ids(body: bytes, max_tokens: int) -> None:

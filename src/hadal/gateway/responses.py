@@ -31,6 +31,7 @@ from hadal.gateway.openai import (
     ResponseFormat,
     Turn,
     check_depth,
+    check_metadata,
     common_fields,
     decode,
     read_format,
@@ -41,9 +42,6 @@ from hadal.gateway.replies import KEEP_ALIVE, Head, Outcome, Usage
 from hadal.gateway.stream import Piece
 from hadal.gateway.tools import NO_TOOLS, read_choice, read_tools
 from hadal.gateway.vocabulary import Vocabulary
-
-MAX_METADATA = 16
-MAX_METADATA_CHARS = 512
 
 
 class ItemPart(msgspec.Struct, omit_defaults=True):
@@ -197,15 +195,7 @@ def _check_served(request: ResponsesRequest, other: _NotServed) -> None:
             raise RequestError(
                 f"include: {entry[:64]!r} is not supported; leave it out.", "include"
             )
-    metadata = request.metadata or {}
-    if len(metadata) > MAX_METADATA or any(
-        len(text) > MAX_METADATA_CHARS for pair in metadata.items() for text in pair
-    ):
-        raise RequestError(
-            f"metadata: at most {MAX_METADATA} entries of {MAX_METADATA_CHARS} characters are"
-            " allowed.",
-            "metadata",
-        )
+    check_metadata(request.metadata or {})
 
 
 def _format_of(text: TextOptions) -> AnswerFormat | None:

@@ -309,12 +309,12 @@ class Service:
                 self.model.vocabulary, asked.prompt, bos_id, max_tokens=self._max_prompt_tokens
             ).ids
         check_length(len(ids), self._max_prompt_tokens, "messages" if is_chat else "prompt")
-        decoded = [self.model.vocabulary.decode((token,)) for token in ids]
+        decode_id = self.model.vocabulary.decode
         return {
             "count": len(ids),
             "max_model_len": self.model.context_tokens,
             "tokens": list(ids),
-            "token_strs": decoded if asked.return_token_strs else None,
+            "token_strs": [decode_id((i,)) for i in ids] if asked.return_token_strs else None,
         }
 
     def _detokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from hadal.core.errors import RequestError
 from hadal.gateway import openai
-from hadal.gateway.batches import _line_of
+from hadal.gateway.batches import _line_of, _lines_of
 
 URL = "/v1/chat/completions"
 
@@ -36,3 +36,12 @@ def test_numbers_beyond_all_are_the_client_s_fault() -> None:
         openai.check_served(b'{"verbosity": 1e999}', is_chat=True)
     with pytest.raises(RequestError, match=r"."):
         openai.schema_format("a", b'{"maximum": 1e999}', "response_format")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_lines_are_the_same_however_a_file_comes(size: int) -> None:
+    raw = b"one\n\ntwo is longer\n\n\nthree"
+    pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
+    assert list(_lines_of(iter(pieces))) == raw.split(b"\n")
+    assert list(_lines_of(iter([raw + b"\n"]))) == raw.split(b"\n")
+    assert list(_lines_of(iter([]))) == []
