@@ -326,6 +326,29 @@ def test_a_budget_is_kept_at_the_batch_price(tmp_path: Path, start_server: Start
     assert wait_ended(client, batch_id).request_counts.completed == seen
 
 
+def test_what_never_fits_is_an_error_and_the_rest_goes_on(
+    tmp_path: Path, start_server: StartServer
+) -> None:
+    """A line asks for more choices than there are prefill ranks; two can never be let in."""
+    keys = ("sk-alice name=alice dollars_per_day=0.001", "sk-bob name=bob tokens_per_minute=40")
+    server = start_with_keys(start_server, tmp_path, keys, batches={"max_running": 1})
+    bob, alice = client_of(server, "sk-bob"), client_of(server)
+    long = " and ".join(["one"] * 60)
+    of_bob = create(bob, [line("long", long), line("short", "Hi")])
+    of_alice = create(alice, [line("dear", max_tokens=3000), line("n", n=3, max_tokens=20)])
+    for client, batch_id, never, fits in (
+        (bob, of_bob, "long", "short"),
+        (alice, of_alice, "dear", "n"),
+    ):
+        batch = wait_ended(client, batch_id)
+        (failed,) = rows(client, batch.error_file_id)
+        assert failed["custom_id"] == never
+        assert failed["response"]["body"]["error"]["code"] == "request_too_large"
+        (done,) = rows(client, batch.output_file_id)
+        assert done["custom_id"] == fits
+    assert len(done["response"]["body"]["choices"]) == 3
+
+
 def test_any_gateway_takes_files_and_batches(tmp_path: Path, start_server: StartServer) -> None:
     server = start_with_keys(start_server, tmp_path, gateway={"processes": 2})
     batches: list[Any] = []

@@ -41,6 +41,7 @@ from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, Repl
 from hadal.gateway.service import Work
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
 from hadal.policy.fairness import batch_of
+from hadal.policy.quotas import NEVER_CODE
 from hadal.runtime.batches import (
     BATCH,
     CANCELLED,
@@ -293,14 +294,16 @@ class BatchWorker:
         try:
             work = await self._prepared(batch, line, tenant, request_id)
             generations = self._gateway.priced(work, tenant, is_batch=True)
+            if not await self._has_room(batch, tenant, generations):
+                return
         except HadalError as error:
             await self._refuse(batch, line, request_id, as_api_error(error), tries)
             return
+        # Only now: a tenant whose quota fills again takes no slot from the others meanwhile.
         await self._slots.acquire()
         is_begun = False
         try:
-            is_begun = await self._has_room(batch, tenant, generations)
-            if is_begun:
+            if batch.id not in self._stopped and not self._gateway.host.draining:
                 times = Times(self._gateway.now(), is_read=True)
                 mailbox = self._gateway.host.open(generations)
                 formatter = ChatFormatter if "chat" in batch.endpoint else CompletionFormatter
@@ -319,6 +322,7 @@ class BatchWorker:
                 )
                 run = self._run(batch, line, tenant, work, mailbox, reply, request_id, tries)
                 tasks.create_task(run)
+                is_begun = True
         finally:
             if not is_begun:
                 self._slots.release()
@@ -342,7 +346,7 @@ class BatchWorker:
         self, batch: BatchRow, tenant: Tenant, generations: tuple[Any, ...]
     ) -> bool:
         """Wait until the load leaves room for this, and the tenant's quota lets it in. False: it is
-        not to be begun any more.
+        not to be begun any more. Raises ApiError where no waiting helps.
         """
         host, name = self._gateway.host, batch_of(tenant.name)
         num_tokens = sum(len(one.prompt) for one in generations)
@@ -355,6 +359,8 @@ class BatchWorker:
                         host.check_room(name, len(generations), num_tokens, most)
                         return True
                     except ApiError as refusal:
+                        if refusal.code == NEVER_CODE:
+                            raise
                         if refusal.code != NO_VALLEY:
                             wait_s = float(refusal.headers.get("Retry-After", 1))
                         else:
@@ -408,7 +414,17 @@ class BatchWorker:
         answer = head.encode() + body + b'},"error":null'
         is_error = status != 200
         write = self.store.answer
-        is_new = await self.call(lambda: write(batch.id, line.number, answer, is_error=is_error))
+        while True:
+            try:
+                is_new = await self.call(
+                    lambda: write(batch.id, line.number, answer, is_error=is_error)
+                )
+                break
+            except BatchesDown as error:
+                if self._unix_s() >= batch.expires_s:
+                    raise
+                log.error("an answer of %s is not written down yet: %s", batch.id, error)
+                await asyncio.sleep(_AGAIN_S)
         self.outcomes["failed" if is_error else "completed"] += is_new
         return is_new
 
@@ -422,7 +438,7 @@ class BatchWorker:
     ) -> bool:
         """A line that has no answer: its error is one, unless it is the server that failed."""
         tries[line.number] += 1
-        if error.status in _LATER and tries[line.number] < MAX_TRIES:
+        if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
             await asyncio.sleep(_LOOK_S)
             return False

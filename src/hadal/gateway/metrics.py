@@ -22,14 +22,14 @@ from hadal.core.overview import Buckets
 from hadal.core.plans import LinkBytes
 from hadal.gateway.replies import Usage
 from hadal.policy.admission import OVERLOADED
-from hadal.policy.quotas import BUDGET_CODE, RATE_CODE
+from hadal.policy.quotas import BUDGET_CODE, NEVER_CODE, RATE_CODE
 from hadal.runtime.ledger.writer import LedgerCounts
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
 PICO_PER_USD = 10**12
-_REFUSAL_CODES = (OVERLOADED, RATE_CODE, BUDGET_CODE)
+_REFUSAL_CODES = (OVERLOADED, RATE_CODE, BUDGET_CODE, NEVER_CODE)
 """Those that are there from the start, so that their first one is a rise."""
 
 _UNIT_GAUGES = {

@@ -21,6 +21,8 @@ AGAIN_S = 1.0
 """When to ask again where nobody knows when there will be room."""
 RATE_CODE = "rate_limit_exceeded"
 BUDGET_CODE = "insufficient_quota"
+NEVER_CODE = "request_too_large"
+"""Of a batch's request that no waiting helps. Of others the code says which quota it is."""
 """OpenAI's code for a budget that is used up."""
 
 
@@ -66,6 +68,7 @@ def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int
             f"the request has {num_tokens} tokens, and this key may have"
             f" {quota.tokens_per_minute} a minute; send a shorter prompt.",
             MINUTE_S,
+            NEVER_CODE if view.is_batch else RATE_CODE,
         )
     needed = float(max(1, num_tokens))
     if view.is_batch:
@@ -85,13 +88,14 @@ def _refuse_cost(view: QuotaView, most_pico_usd: int) -> Refusal | None:
         return Refusal(503, "what this key has spent today is not read yet.", AGAIN_S, RATE_CODE)
     left = view.quota.day_pico_usd - view.spent_pico_usd
     if left <= 0 or most_pico_usd > left:
+        is_never = view.is_batch and most_pico_usd > view.quota.day_pico_usd
         return _refusal(
             view,
             f"this key may spend ${view.quota.day_pico_usd / 1e12:g} a day (UTC), and ${left / 1e12:g}"
             f" of it is left; the request can cost ${most_pico_usd / 1e12:g}. Lower max_tokens, or"
             " wait until tomorrow.",
             view.day_left_s,
-            BUDGET_CODE,
+            NEVER_CODE if is_never else BUDGET_CODE,
         )
     if view.reserved_pico_usd + most_pico_usd > left:
         return _refusal(

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from hadal.core.messages import Quota, RateLimits
-from hadal.policy.quotas import BUDGET_CODE, RATE_CODE, QuotaView, filled, limits_of, refuse
+from hadal.policy.quotas import (
+    BUDGET_CODE,
+    NEVER_CODE,
+    RATE_CODE,
+    QuotaView,
+    filled,
+    limits_of,
+    refuse,
+)
 
 QUOTA = Quota("t", tokens_per_minute=600, requests=3, day_pico_usd=1000)
 VIEW = QuotaView(QUOTA, 1, 600.0, 0, 0, 3600.0)
@@ -23,6 +31,9 @@ def test_what_is_within_it_is_let_in() -> None:
     [
         (VIEW, (3, 1, 1), RATE_CODE, 1.0),
         (VIEW, (1, 601, 1), RATE_CODE, 60.0),
+        (replace(VIEW, is_batch=True), (1, 601, 1), NEVER_CODE, 60.0),
+        (replace(VIEW, is_batch=True), (1, 1, 1001), NEVER_CODE, 3600.0),
+        (replace(VIEW, is_batch=True, spent_pico_usd=999), (1, 1, 2), BUDGET_CODE, 3600.0),
         (replace(VIEW, num_tokens_left=90.0), (1, 100, 1), RATE_CODE, 1.0),
         (replace(VIEW, num_tokens_left=-59.0), (1, 0, 1), RATE_CODE, 6.0),
         (replace(VIEW, spent_pico_usd=999), (1, 1, 2), BUDGET_CODE, 3600.0),

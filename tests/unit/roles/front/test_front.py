@@ -652,6 +652,18 @@ def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     ok(made)
 
 
+def test_what_one_line_asks_for_waits_and_is_not_refused() -> None:
+    made = front(max_running=1)
+    assert made.refusal(0.0, "x/batch", 2, 20) is None
+    made.handle(0.0, of_tenant("a", "x/batch"))
+    effects = made.handle(0.0, of_tenant("b", "x/batch"))
+    assert not [one for one in effects if isinstance(one, Deliver) and one.error]
+    assert made.requests.by_id["b"].state == "queued"
+    effects = made.handle(0.1, first_token("a", finish="length"))
+    assert [one.generation.request_id for one in sent(effects, Prefill)] == ["b"]
+    ok(made)
+
+
 def test_a_batch_takes_nothing_of_its_tenants_share_or_quota_of_requests() -> None:
     made = front()
     made.handle(0.0, Quotas(0.0, (Quota("x", requests=1, day_pico_usd=0, tokens_per_minute=0),)))
