@@ -338,8 +338,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_OTHER_VALUES = 65_536
 """Most values of a body besides token ids; commas in its texts count as well."""
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_LIST = re.compile(rb'"prompt"\s*:\s*\[')
-"""The begin of a prompt that is a list. No text holds one: in a string the quotes around the name
+_LIST = re.compile(rb'"(prompt|tokens)"\s*:\s*\[')
+"""The begin of a prompt, or of what is to be a text again, that is a list. No text holds one: in a string the quotes around the name
 would be escaped.
 """
 _IN_IDS = b"0123456789-, \t\r\n["
@@ -752,6 +752,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
             "context_length_exceeded",
         )
     for found in _LIST.finditer(body) if num_commas > max_tokens else ():
+        name = found[1].decode()
         # Only up to a quote, where another prompt may begin: so no byte is looked at twice.
         quote = body.find(b'"', found.end())
         *lists, _ = body[found.end() : quote if quote >= 0 else len(body)].split(
@@ -765,14 +766,14 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
             )  # One more than that, or as many where a comma parts it from the list before.
             if num_ids > max_tokens + 1:
                 raise RequestError(
-                    f"The prompt has {num_ids} tokens or more; at most {max_tokens} are allowed."
-                    " Shorten prompt.",
-                    "prompt",
+                    f"{name} has {num_ids} tokens or more; at most {max_tokens} are allowed."
+                    f" Shorten {name}.",
+                    name,
                     "context_length_exceeded",
                 )
             if number > MAX_PROMPTS + 1:  # The last may be what follows a list of lists.
                 raise RequestError(
-                    f"prompt has more than {MAX_PROMPTS} entries; no more are allowed.", "prompt"
+                    f"{name} has more than {MAX_PROMPTS} entries; no more are allowed.", name
                 )
 
 

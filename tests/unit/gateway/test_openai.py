@@ -476,6 +476,13 @@ def test_too_many_ids_are_refused_before_they_become_numbers() -> None:
         check_num_ids(json.dumps({"model": "m", "prompt": prompt}).encode(), 4000)
 
 
+def test_ids_that_are_to_be_a_text_are_counted_as_those_of_a_prompt() -> None:
+    body = json.dumps({"tokens": [1] * 9000}).encode()
+    with pytest.raises(RequestError, match="at most 4000") as caught:
+        check_num_ids(body, 4000)
+    assert caught.value.param == "tokens"
+
+
 def test_prompts_that_begin_within_prompts_are_looked_at_once() -> None:
     """Each begin was read to the end of the body: 128 KB took 0.4 s, and 4 MiB a quarter of an
     hour.
