@@ -178,17 +178,42 @@ def calling(vocabulary: Vocabulary) -> Script:
     return script
 
 
+@contextmanager
+def caller() -> Iterator[ServedModel]:
+    """A model that can call tools, but for its weights."""
+    vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "</think>", *V31.marks])
+    end = vocabulary.control_ids[EOS]
+    with closing(ChatFormat(vocabulary, V31_TEMPLATE, BOS, EOS, "here")) as chat:
+        yield ServedModel("caller", vocabulary, chat, 8192, 600, (end,), None, SamplingDefaults())
+
+
+def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
+    """Its answer would take ten minutes. A page that lost its line has 20 s to come back."""
+    with (
+        caller() as model,
+        serving(model, lambda generation, index: 5, step_s=1.0, has_heartbeat=True) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+
+        def num_open() -> float:
+            lines = httpx.get(f"{gateway.url}/metrics").text.splitlines()
+            states = [line for line in lines if line.startswith("hadal_generations_now{")]
+            return sum(float(line.rsplit(" ", 1)[1]) for line in states)
+
+        ask(page, "Count from 1 to 90.")
+        wait_until(lambda: num_open() == 1, 20.0, "an answer has begun")
+        page.close()
+        wait_until(lambda: num_open() == 0, 60.0, "nobody makes it any more")
+
+
 def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
     """The gateway is the real one, its units write a script: the model that ships was not taught to
     call yet.
     """
-    vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "</think>", *V31.marks])
-    chat = ChatFormat(vocabulary, V31_TEMPLATE, BOS, EOS, "here")
-    end = vocabulary.control_ids[EOS]
-    model = ServedModel("caller", vocabulary, chat, 8192, 600, (end,), None, SamplingDefaults())
     with (
-        closing(chat),
-        serving(model, calling(vocabulary), step_s=0.002, has_heartbeat=True) as gateway,
+        caller() as model,
+        serving(model, calling(model.vocabulary), step_s=0.002, has_heartbeat=True) as gateway,
         child("--url", gateway.url) as pages,
         looking(browser, pages) as page,
     ):

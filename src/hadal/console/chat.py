@@ -148,6 +148,7 @@ class ChatPage:
         """Make the page, and fill it when the browser is there."""
         head("Hadal")
         self._client = ui.context.client
+        self._client.on_delete(self._closed)
         # Not the client of the moment: what was clicked may be gone by the time it acts.
         self._bar = TopBar("chat")
         with self._bar.left:
@@ -418,6 +419,11 @@ class ChatPage:
         self.stop()
         self._task = None
         self._is_running = False
+
+    def _closed(self) -> None:
+        """The page is gone, and with it whoever waited for an answer."""
+        self._leave()
+        self._now = _new()
 
     def _keep(self) -> None:
         self._now.changed_ms = int(time.time() * 1000)

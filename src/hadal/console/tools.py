@@ -114,7 +114,10 @@ def convert(arguments: dict[str, Any]) -> str:
         raise ToolError(f"{units[0]} measures {quantity} and {units[1]} measures {other}.")
     with localcontext(prec=_MAX_DIGITS):
         base = value * Decimal(factor) + Decimal(zero)
-        return _shown(round((base - Decimal(other_zero)) / Decimal(other_factor), 6))
+        try:
+            return _shown(round((base - Decimal(other_zero)) / Decimal(other_factor), 6))
+        except InvalidOperation:
+            raise ToolError(f"{value} {units[0]} has too many digits.") from None
 
 
 # unit -> (quantity, how much of the first unit it is, what its zero is in the first unit).

@@ -339,8 +339,8 @@ MAX_OTHER_VALUES = 65_536
 """Most values of a body besides token ids; commas in its texts count as well."""
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _LIST = re.compile(rb'"(prompt|tokens)"\s*:\s*\[')
-"""The begin of a prompt, or of what is to be a text again, that is a list. No text holds one: in a string the quotes around the name
-would be escaped.
+"""The begin of a prompt, or of what is to be a text again, that is a list. No text holds one: in a
+string the quotes around the name would be escaped.
 """
 _IN_IDS = b"0123456789-, \t\r\n["
 PUBLIC = "public"
