@@ -9,7 +9,7 @@ from bench import hosts
 
 def test_the_plan_of_the_published_peak_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     hosts.main(["--quick", "plan"])
-    assert "launch plan of 278 nodes, 2,264 processes: " in capsys.readouterr().out
+    assert "launch plan of 278 nodes, 2,265 processes: " in capsys.readouterr().out
 
 
 def test_a_part_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

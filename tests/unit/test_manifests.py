@@ -327,7 +327,8 @@ def _pre_stop_s(container: Document) -> float:
 
 def probe_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
     source = (ROOT / "src/hadal/gateway/http.py").read_text(encoding="utf-8")
-    routes = set(re.findall(r'Route\(f?"(?:\{prefix\})?(/[a-z]*)"', source))
+    rows = " ".join(re.findall(r'Endpoint\("GET", .*', source))
+    routes = set(re.findall(r'"(/[a-z]*)"', rows))
     assert {"/", "/health", "/metrics"} <= routes
     for name, template in manifests.templates.items():
         for container in containers(template):

@@ -17,6 +17,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -73,6 +74,8 @@ _SPENT_S = 1.0
 """Time between two looks whether the ledger has to be read for a tenant with a budget."""
 _KEYS_S = 2.0
 """How long a gateway without the front waits for the keys before it asks again."""
+_KEYS_KNOWN_S = 10.0
+"""How long such a gateway may take to know them before it counts as ready without."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long the tokenising thread may hold the interpreter while streams want it."""
 
@@ -274,7 +277,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(server.serve([listening]))
     counting = loop.create_task(_count_nodes(gateway))
-    beating = loop.create_task(_heartbeat(server, gateway.host))
+    beating = loop.create_task(_heartbeat(server, gateway))
     done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
     failed = fronting in done
     if failed:
@@ -324,14 +327,18 @@ async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:
         await worker.run()
 
 
-async def _heartbeat(server: uvicorn.Server, host: Host | FarHost) -> None:
+async def _heartbeat(server: uvicorn.Server, gateway: Gateway) -> None:
     """Tell the supervisor that the event loop turns, from when the port is served until
-    cancelled.
+    cancelled. A gateway without the front knows the keys by then, unless that takes too long.
     """
     while not server.started:
         await asyncio.sleep(_STARTED_S)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_KEYS_KNOWN_S):
+            while isinstance(gateway.host, FarHost) and not gateway.keys.is_known:
+                await asyncio.sleep(_STARTED_S)
     while True:
-        host.heartbeat(os.getpid())
+        gateway.host.heartbeat(os.getpid())
         await asyncio.sleep(GATEWAY_HEARTBEAT_S)
 
 
