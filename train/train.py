@@ -35,8 +35,8 @@ MTP_FROM = 0.72
 FEW_TARGETS = 1024
 """A batch with fewer counts for less: one long prompt has a single short reply."""
 CHECK_STEPS = 500
-NUM_STEPS = 15_000
-"""Meant for five hours on two cores with AVX2; not measured yet (README.md)."""
+NUM_STEPS = 10_000
+"""Three to five hours on two cores with AVX2, by how quiet they are (README.md)."""
 
 
 class Losses(NamedTuple):
