@@ -196,8 +196,9 @@ def test_units_that_are_killed(start_server: StartServer, cases: list[Case], vic
 
 
 @pytest.mark.timeout(900)
-def test_a_rank_that_is_killed(start_server: StartServer, cases: list[Case]) -> None:
-    server = start_server(prefill=units(2), decode={**units(4), "drafts": 2})
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_a_rank_that_is_killed(start_server: StartServer, cases: list[Case], drafts: int) -> None:
+    server = start_server(prefill=units(2), decode={**units(4), "drafts": drafts})
 
     async def kill() -> None:
         before = metric(server, "hadal_output_tokens_total")
@@ -209,8 +210,10 @@ def test_a_rank_that_is_killed(start_server: StartServer, cases: list[Case]) -> 
         complete_all(server.url, server.model, cases, concurrency=16, while_running=kill)
     )
     assert differences(cases, outputs) == []
-    # Those that stayed joined again where they were.
-    assert share_right(server) == pytest.approx(expected_share(tuple(cases)), abs=2 * POINT)
+    if drafts == 1:
+        # Those that stayed joined again where they were. The offline measure is of one draft a
+        # step: with two, the next first draft stands elsewhere in the text.
+        assert share_right(server) == pytest.approx(expected_share(tuple(cases)), abs=2 * POINT)
 
 
 @pytest.mark.timeout(900)

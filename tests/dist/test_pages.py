@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -260,25 +259,27 @@ def tab(page: Page, name: str) -> None:
     page.click(f".h-tabs button:has-text('{name}')")
 
 
-def keep_busy(server: Server, seconds: float) -> threading.Thread:
+@contextmanager
+def kept_busy(server: Server) -> Iterator[None]:
+    """Six chats at a time, as long as it is looked at: a slow host gets there later."""
+    enough = threading.Event()
+
     def work() -> None:
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
+        while not enough.is_set():
             body = {"model": "hadal-tiny", "max_tokens": 100}
             body["messages"] = [{"role": "user", "content": "Count from 1 to 60."}]
             with contextlib.suppress(httpx.HTTPError):
                 httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
-    def many() -> None:
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
         for thread in threads:
             thread.join()
-
-    busy = threading.Thread(target=many)
-    busy.start()
-    return busy
 
 
 def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
@@ -288,31 +289,32 @@ def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
         expect(page.locator(".h-fact-value").first).to_have_text("Ready", timeout=WAIT_MS)
         unit = page.locator(".h-unit", has_text="decode-0")
         expect(unit.locator("i[title*=works]")).to_have_count(4)
-        busy = keep_busy(server, 25.0)
-        old_pid = server.kill("decode-0.1")
-        expect(unit.locator("i[title='rank 1: works']")).to_have_count(0, timeout=WAIT_MS)
-        server.wait_restarted("decode-0.1", old_pid)
-        expect(unit.locator("i[title='rank 1: works']")).to_have_count(1, timeout=WAIT_MS)
-        expect(unit).to_contain_text("started again 1 ×")
-        tab(page, "Problems")
-        row = page.locator("tr", has_text="decode-0.1").filter(has_text="killed by SIGKILL").first
-        expect(row).to_be_visible(timeout=WAIT_MS)
-        tab(page, "Fleet")
-        expect(page.locator("td", has_text=re.compile("^grow: decode needs")).first).to_be_visible(
-            timeout=WAIT_MS
-        )
-        expect(page.locator(".h-chart canvas")).to_have_count(2)
-        tab(page, "Steps")
-        expect(page.locator("rect.h-mb0").first).to_be_attached(timeout=WAIT_MS)
-        expect(page.locator(".h-fact", has_text="Hidden")).to_be_visible()
-        tab(page, "Experts")
-        page.locator(".h-picker button", has_text="decode-0").click()
-        expect(page.locator("canvas.h-heat")).to_have_count(2, timeout=WAIT_MS)
-        expect(page.locator("button", has_text=re.compile(r"layer \d, step"))).not_to_have_count(
-            0, timeout=WAIT_MS
-        )
-        expect(page.locator(".h-fact", has_text="Balance before")).to_be_visible()
-        busy.join()
+        with kept_busy(server):
+            old_pid = server.kill("decode-0.1")
+            expect(unit.locator("i[title='rank 1: works']")).to_have_count(0, timeout=WAIT_MS)
+            server.wait_restarted("decode-0.1", old_pid)
+            expect(unit.locator("i[title='rank 1: works']")).to_have_count(1, timeout=WAIT_MS)
+            expect(unit).to_contain_text("started again 1 ×")
+            tab(page, "Problems")
+            row = (
+                page.locator("tr", has_text="decode-0.1").filter(has_text="killed by SIGKILL").first
+            )
+            expect(row).to_be_visible(timeout=WAIT_MS)
+            tab(page, "Fleet")
+            expect(
+                page.locator("td", has_text=re.compile("^grow: decode needs")).first
+            ).to_be_visible(timeout=WAIT_MS)
+            expect(page.locator(".h-chart canvas")).to_have_count(2)
+            tab(page, "Steps")
+            expect(page.locator("rect.h-mb0").first).to_be_attached(timeout=WAIT_MS)
+            expect(page.locator(".h-fact", has_text="Hidden")).to_be_visible()
+            tab(page, "Experts")
+            page.locator(".h-picker button", has_text="decode-0").click()
+            expect(page.locator("canvas.h-heat")).to_have_count(2, timeout=WAIT_MS)
+            expect(
+                page.locator("button", has_text=re.compile(r"layer \d, step"))
+            ).not_to_have_count(0, timeout=WAIT_MS)
+            expect(page.locator(".h-fact", has_text="Balance before")).to_be_visible()
         tab(page, "Money")
         expect(page.locator("td", has_text="hadal-tiny").first).to_be_visible(timeout=WAIT_MS)
         expect(page.locator("td", has_text="everyone")).to_be_visible()
@@ -372,15 +374,17 @@ def refresh_ms(page: Page, session: Any, num: int) -> float:
     """What a refresh takes of the page's main thread, mean of `num`."""
 
     def now() -> tuple[float, int]:
-        found = session.send("Performance.getMetrics")["metrics"]
-        task_s = next(one["value"] for one in found if one["name"] == "TaskDuration")
-        return task_s, int(page.evaluate("window.hadalFrames"))
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        name_to_s = {metric["name"]: metric["value"] for metric in metrics}
+        # What this test asks of the browser meanwhile is not the page's work either.
+        own_s = name_to_s["TaskDuration"] - name_to_s["DevToolsCommandDuration"]
+        return own_s, int(page.evaluate("window.hadalFrames"))
 
-    task_s, first = now()
+    begin_s, first = now()
     wait_until(lambda: page.evaluate("window.hadalFrames") >= first + num, 60, "frames come")
     page.wait_for_timeout(300)
-    after_s, last = now()
-    return 1e3 * (after_s - task_s) / (last - first)
+    end_s, last = now()
+    return 1e3 * (end_s - begin_s) / (last - first)
 
 
 def test_pages_fit_a_phone(server: Server, browser: Browser) -> None:
