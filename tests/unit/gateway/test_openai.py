@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -502,3 +504,39 @@ def test_small_fields_are_not_read_when_they_are_long() -> None:
         with pytest.raises(RequestError, match="too long") as caught:
             completion(**{name: value})
         assert caught.value.param == name
+
+
+READ_AT_ONCE = """
+import sys, threading
+from hadal.gateway.messages import MessagesRequest
+from hadal.gateway.openai import ChatRequest, CompletionRequest, decode
+from hadal.gateway.responses import ResponsesRequest
+
+sys.setswitchinterval(1e-6)
+BODY = b'{"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}],' \\
+    b'"input": "x", "max_tokens": 3, "seed": 5, "temperature": 1.0}'
+num_read = 0
+
+def read(kind, together):
+    global num_read
+    together.wait()
+    decode(BODY, kind)
+    num_read += 1
+
+for kind in (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest):
+    together = threading.Barrier(4)
+    threads = [threading.Thread(target=read, args=(kind, together)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+print(num_read)
+"""
+
+
+@pytest.mark.parametrize("_", range(8))
+def test_the_first_bodies_of_a_kind_are_read_by_several_threads(_: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", READ_AT_ONCE], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (0, "16\n"), ended.stderr
