@@ -75,7 +75,7 @@ _SPENT_S = 1.0
 _KEYS_S = 2.0
 """How long a gateway without the front waits for the keys before it asks again."""
 _KEYS_KNOWN_S = 10.0
-"""How long such a gateway may take to know them before it counts as ready without."""
+"""How long such a gateway may take to know them before it serves without."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long the tokenising thread may hold the interpreter while streams want it."""
 
@@ -275,9 +275,9 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     batching = loop.create_task(_work_on(worker, gateway))
     reading = loop.create_task(_read_spent(gateway))
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
-    serving = loop.create_task(server.serve([listening]))
+    serving = loop.create_task(_serve_port(server, gateway, listening))
     counting = loop.create_task(_count_nodes(gateway))
-    beating = loop.create_task(_heartbeat(server, gateway))
+    beating = loop.create_task(_heartbeat(server, gateway.host))
     done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
     failed = fronting in done
     if failed:
@@ -327,18 +327,25 @@ async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:
         await worker.run()
 
 
-async def _heartbeat(server: uvicorn.Server, gateway: Gateway) -> None:
-    """Tell the supervisor that the event loop turns, from when the port is served until
-    cancelled. A gateway without the front knows the keys by then, unless that takes too long.
+async def _serve_port(server: uvicorn.Server, gateway: Gateway, listening: socket.socket) -> None:
+    """Serve the port until told to end. A gateway without the front begins when it knows the keys,
+    unless that takes too long: those that have them answer meanwhile.
     """
-    while not server.started:
-        await asyncio.sleep(_STARTED_S)
     with suppress(TimeoutError):
         async with asyncio.timeout(_KEYS_KNOWN_S):
             while isinstance(gateway.host, FarHost) and not gateway.keys.is_known:
                 await asyncio.sleep(_STARTED_S)
+    await server.serve([listening])
+
+
+async def _heartbeat(server: uvicorn.Server, host: Host | FarHost) -> None:
+    """Tell the supervisor that the event loop turns, from when the port is served until
+    cancelled.
+    """
+    while not server.started:
+        await asyncio.sleep(_STARTED_S)
     while True:
-        gateway.host.heartbeat(os.getpid())
+        host.heartbeat(os.getpid())
         await asyncio.sleep(GATEWAY_HEARTBEAT_S)
 
 
