@@ -1,7 +1,7 @@
 """What a response_format costs: decode steps of hadal-tiny in which every request has a grammar,
 beside the same without.
 
-`python -m bench.grammars [--batch 32] [--drafts 0]`. The two take turns, a round each; figures are
+`python -m bench.grammars [--model mid] [--batch 32] [--drafts 0]`. The two take turns, a round each; figures are
 those of the median step and of the tenth quickest of a hundred, which other work on the machine
 disturbs less. `wait` is how long a step stood still for masks; the rest of what they take runs
 beside the step, on cores that it shares. `CPU` is processor time a step, of the thread that computes
@@ -16,12 +16,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.checkpoints import mid_model
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import MASK, Chunk, DecodePlan, Grammar, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
@@ -72,13 +74,12 @@ class Round(NamedTuple):
 class Rank:
     """A runner whose slots are all taken."""
 
-    def __init__(self, batch: int, num_drafts: int) -> None:
-        weights = load_weights(model_folder(""), held=AS_STORED, with_mtp=num_drafts > 0)
+    def __init__(self, folder: Path, batch: int, num_drafts: int) -> None:
+        weights = load_weights(folder, held=AS_STORED, with_mtp=num_drafts > 0)
         config = weights.config
         self._blocks_each = -(-(CONTEXT + (NUM_STEPS + 4) * (1 + num_drafts)) // BLOCK_TOKENS)
         num_layers = config.num_hidden_layers + (num_drafts > 0)
         cache = KvCache(config, 1 + batch * self._blocks_each, num_layers=num_layers)
-        folder = model_folder("")
         self._runner = ModelRunner(
             DeepseekV3(weights, cache),
             batch,
@@ -130,12 +131,14 @@ class Rank:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for requests without a grammar, and one for those with."""
     parser = argparse.ArgumentParser(prog="bench.grammars")
+    parser.add_argument("--model", choices=("hadal-tiny", "mid"), default="hadal-tiny")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
-    rank = Rank(asked.batch, asked.drafts)
+    folder = mid_model() if asked.model == "mid" else model_folder("")
+    rank = Rank(folder, asked.batch, asked.drafts)
     grammar = Grammar(grammar_text(SCHEMA, follows_reasoning=False), (1,))
     kinds: dict[str, Grammar | None] = {"free": None, "json_schema": grammar}
     rounds: dict[str, list[Round]] = {name: [] for name in kinds}
@@ -145,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if number:
                 rounds[name].append(found)
     steps = {name: [s for one in of_kind for s in one.steps] for name, of_kind in rounds.items()}
-    title = f"a step of {asked.batch}, {asked.drafts} drafts, {asked.threads} threads"
+    title = (
+        f"{asked.model}: a step of {asked.batch}, {asked.drafts} drafts, {asked.threads} threads"
+    )
     columns = "step, ms", "wait, ms", "quick step, ms", "beside free", "CPU, ms", "tokens a slot"
     table = Table("", *columns, title=title)
     quick = {name: statistics.quantiles(of_kind, n=10)[0] for name, of_kind in steps.items()}
