@@ -201,13 +201,9 @@ class Call:
         self.end = end
         for request_id in list(self.mailbox.open_ids):
             self.cancel(self.mailbox, request_id)
-        self._books.close(
-            self.work,
-            self.reply.meters,
-            self.mailbox.closings,
-            self.times.start_s,
-            self._tenant,
-            end,
+        meters, closings, start_s = self.reply.meters, self.mailbox.closings, self.times.start_s
+        self._books.charge(
+            self._books.facts(self.work, meters, closings, start_s, self._tenant, end)
         )
 
     def check(self, sink: Sink) -> None:

@@ -10,7 +10,7 @@ away for want of room is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from hadal.core.config import Deployment, units_of
@@ -21,7 +21,7 @@ from hadal.gateway.auth import Tenant
 from hadal.gateway.replies import Meter
 from hadal.gateway.service import Work
 from hadal.roles.front.units import Unit
-from hadal.runtime.ledger.writer import LedgerCounts
+from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import DAY_S, PriceList, micro_usd, price_list
 
 HEARTBEAT_S = 10.0
@@ -43,6 +43,8 @@ _NO_CLOSING = Closing("", "", 0)
 
 class Sink(Protocol):
     """The part of runtime/ledger/writer that the books need."""
+
+    on_kept: Kept
 
     def add(self, fact: Fact) -> None: ...
 
@@ -97,7 +99,7 @@ class Accounting:
         """What became of the facts."""
         return self._sink.counts
 
-    def close(
+    def facts(
         self,
         work: Work,
         meters: list[Meter],
@@ -107,17 +109,18 @@ class Accounting:
         end: str,
         *,
         is_batch: bool = False,
-    ) -> None:
-        """An HTTP request ended, and with it all its generations: `end` is how those did that are
-        not finished. `is_batch`: nobody waited for it.
+    ) -> list[RequestFact]:
+        """An HTTP request ended, and with it all its generations: a fact for each. `end` is how
+        those did that are not finished. `is_batch`: nobody waited for it.
         """
-        prices, tier = (self._batch_prices, BATCH_TIER) if is_batch else (self._prices, STANDARD)
+        prices = self._batch_prices if is_batch else self._prices
         model = f"{self._model}{BATCH_MODEL}" if is_batch else self._model
         unix_s, now_s = self._unix_time(), self._now()
 
         def unix(time_s: float | None) -> float | None:
             return None if time_s is None else unix_s - (now_s - time_s)
 
+        facts = []
         answered = [index for index, meter in enumerate(meters) if meter.first_token_s is not None]
         payers = {index // work.ask.n: index for index in reversed(answered)}
         for index, (choice, meter) in enumerate(zip(work.choices, meters, strict=True)):
@@ -126,12 +129,7 @@ class Accounting:
             tokens_hit = meter.num_cached if is_payer else 0
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
-            charge = prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output)
-            self.tier_to_pico_usd[tier] += charge
-            if self.on_charged is not None:
-                day = micros(unix_s) // 1_000_000 // DAY_S
-                self.on_charged(Charged(choice.generation.request_id, tenant.name, day, charge))
-            self._sink.add(
+            facts.append(
                 RequestFact(
                     choice.generation.request_id,
                     tenant.name,
@@ -148,11 +146,28 @@ class Accounting:
                     closing.prefill_unit,
                     closing.decode_unit,
                     closing.num_retries,
-                    charge,
+                    prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output),
                 )
             )
-        if unix_s - self._looked_s >= _LOOK_S:
+        return facts
+
+    def charge(self, facts: Iterable[RequestFact]) -> None:
+        """Write facts down, and count what they cost. The ledger has each once, however often it
+        is charged.
+        """
+        for fact in facts:
+            tier = STANDARD if fact.model == self._model else BATCH_TIER
+            self.tier_to_pico_usd[tier] += fact.income_pico_usd
+            if self.on_charged is not None:
+                day = micros(fact.completed_s) // 1_000_000 // DAY_S
+                self.on_charged(Charged(fact.request_id, fact.tenant, day, fact.income_pico_usd))
+            self._sink.add(fact)
+        if self._unix_time() - self._looked_s >= _LOOK_S:
             self.look()
+
+    def hear(self, kept: Kept) -> None:
+        """Call this, in the ledger's thread, with facts that are durable."""
+        self._sink.on_kept = kept
 
     def refused(self, request_id: str, start_s: float, tenant: Tenant, status: int) -> None:
         """A request was turned away before it was read."""

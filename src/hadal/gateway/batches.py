@@ -1,75 +1,65 @@
-"""/v1/files and /v1/batches: requests for which nobody waits, from a JSONL file into another.
+"""The work of /v1/batches: requests for which nobody waits, from a JSONL file into another.
 
     file --POST /batches--> validating --lines are read--> in progress --all answered--> completed
 
-Every gateway takes files and batches; the one with the front works on them. A line is begun where the
-front says that the load leaves room (policy/admission.admit_batch), one after the other, tenants in
-turns, of each its oldest batch. An answer is written down before it is charged: what a crash takes is
-done again, and is never charged twice. Knows the store's rows and the API's JSON.
+Every gateway takes files and batches (gateway/batch_pages); the one with the front works on them. A
+line is begun where the front says that the load leaves room (policy/admission.admit_batch), one after
+the other, tenants in turns, of each its oldest batch.
+
+    answer and facts, one commit --settle--> ledger --it has them--> facts are dropped
+
+An answer is written down together with the facts of what it cost, and only what was read back is
+charged: a line that stands in the output is charged, by this life of the process or the next, and
+the ledger has each fact once. Knows the store's rows and the API's JSON, no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import Message
 
 from hadal.core.config import BatchesConfig
-from hadal.core.errors import HadalError, RequestError
+from hadal.core.errors import HadalError
+from hadal.core.facts import Fact, RequestFact
 from hadal.gateway.auth import EVERYONE, Tenant
 from hadal.gateway.errors import ApiError, as_api_error
-from hadal.gateway.http import FINGERPRINT, Gateway
-from hadal.gateway.mailbox import Mailbox
-from hadal.gateway.openai import check_metadata, decode
-from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, Reply, Times
+from hadal.gateway.http import Gateway
+from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Reply, Times
 from hadal.gateway.service import Work
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
 from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import NEVER_CODE
 from hadal.runtime.batches import (
-    BATCH,
     CANCELLED,
     CANCELLING,
     COMPLETED,
     EXPIRED,
-    FINALIZING,
     IN_PROGRESS,
-    PIECE_BYTES,
     VALIDATING,
     BatchesDown,
     BatchLine,
     BatchRow,
     BatchStore,
-    FileRow,
 )
 
 log = logging.getLogger("hadal.batches")
 
 T = TypeVar("T")
 
-WINDOW = "24h"
 WINDOW_S = 86_400
-UPLOAD_S = 300.0
-"""How long a file may take to come."""
 MAX_CUSTOM_ID_CHARS = 512
-MAX_OPEN_BATCHES = 100
-"""Of a tenant."""
 MAX_ERRORS = 100
 """Of a batch's input that are listed."""
 MAX_TRIES = 6
@@ -80,11 +70,8 @@ _AGAIN_S = 5.0
 _FORGET_S = 3600.0
 _AHEAD = 16
 """Lines read at once."""
-_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 _LATER = (429, 500, 503, 504)
 """Statuses after which a line is tried again."""
-_MULTIPART_BYTES = 1 << 16
-"""What stands around a file in its form."""
 _BATCH_SALT = b"hadal-batch-1"
 
 
@@ -101,6 +88,10 @@ class BatchWorker:
         """Batch id -> who works on it."""
         self._stopped: set[str] = set()
         """Batches of which no line is to be begun any more."""
+        self._charged: set[str] = set()
+        """Facts that the ledger was given, by request id, and the store has."""
+        self._kept: deque[str] = deque()
+        """Those of them that the ledger keeps; its thread appends."""
         self.woken = asyncio.Event()
         self.num_waiting = self.num_running = 0
         self.outcomes: Counter[str] = Counter({"completed": 0, "failed": 0, "again": 0})
@@ -114,20 +105,26 @@ class BatchWorker:
     async def run(self) -> None:
         """Work until cancelled."""
         was_said, forgot_s = False, -_FORGET_S
+        if self._gateway.accounting is not None:
+            self._gateway.accounting.hear(self._hear)
         try:
             while True:
                 self.woken.clear()
                 try:
                     if self._gateway.now() - forgot_s >= _FORGET_S:
-                        forgot_s = self._gateway.now()
                         kept_s = self.config.keep_days * WINDOW_S
                         await self.call(self.store.forget, self._unix_s() - kept_s)
+                        forgot_s = self._gateway.now()
+                    await self._settle()
                     await self._look()
                     was_said = False
                 except BatchesDown as error:
                     if not was_said:
                         log.error("batches stand still: %s", error)
                     was_said = True
+                except Exception:  # Ours; whoever waits for an answer is served on.
+                    log.exception("batches stand still for %g s", _AGAIN_S)
+                    await asyncio.sleep(_AGAIN_S)
                 try:
                     async with asyncio.timeout(_LOOK_S):
                         await self.woken.wait()
@@ -138,14 +135,43 @@ class BatchWorker:
             for driver in drivers:
                 driver.cancel()
             await asyncio.gather(*drivers, return_exceptions=True)
+            try:
+                await self._settle()
+            except BatchesDown as error:
+                log.error("what lines cost is charged at the next start: %s", error)
 
     def close(self) -> None:
-        """No more calls come."""
+        """No more calls come, and the ledger has been closed."""
         self._thread.shutdown(wait=True)
+        with suppress(BatchesDown):  # Then they are charged again, which changes nothing.
+            self.store.drop_charges(list(self._kept))
         self.store.close()
 
     def _unix_s(self) -> int:
         return int(self._gateway.unix_time())
+
+    # ---- charging ----
+    def _hear(self, facts: Sequence[Fact]) -> None:
+        self._kept.extend(
+            fact.request_id
+            for fact in facts
+            if isinstance(fact, RequestFact) and fact.request_id in self._charged
+        )
+
+    async def _settle(self) -> None:
+        """Drop what the ledger has, and give it what else written lines cost. Raises BatchesDown."""
+        accounting = self._gateway.accounting
+        if accounting is None:
+            return
+        if kept := list(self._kept):
+            await self.call(self.store.drop_charges, kept)
+            for request_id in kept:
+                self._kept.popleft()
+                self._charged.discard(request_id)
+        for fact in await self.call(self.store.charges):
+            if fact.request_id not in self._charged:
+                self._charged.add(fact.request_id)
+                accounting.charge([fact])
 
     async def _look(self) -> None:
         """Find out what is to be done, and see that somebody does it."""
@@ -271,7 +297,9 @@ class BatchWorker:
         while batch.id not in self._stopped:
             after, begun = -1, 0
             async with asyncio.TaskGroup() as tasks:
-                while lines := await self.call(self.store.waiting, batch.id, after, _AHEAD):
+                while lines := await self._until_up(
+                    batch, partial(self.store.waiting, batch.id, after, _AHEAD)
+                ):
                     for line in lines:
                         if batch.id in self._stopped or self._gateway.host.draining:
                             return False
@@ -304,24 +332,10 @@ class BatchWorker:
         is_begun = False
         try:
             if batch.id not in self._stopped and not self._gateway.host.draining:
-                times = Times(self._gateway.now(), is_read=True)
-                mailbox = self._gateway.host.open(generations)
                 formatter = ChatFormatter if "chat" in batch.endpoint else CompletionFormatter
-                model = self._gateway.service.model
-                head = Head(request_id, self._unix_s(), model.name, FINGERPRINT)
-                reply = Reply(
-                    work,
-                    mailbox,
-                    self._gateway.host,
-                    formatter(head, model.vocabulary),
-                    times,
-                    self._gateway.now,
-                    timeout_s=self._gateway.service.limits.request_timeout_s,
-                    keep_alive_s=self._gateway.patience.keep_alive_s,
-                    send_timeout_s=self._gateway.patience.send_s,
-                )
-                run = self._run(batch, line, tenant, work, mailbox, reply, request_id, tries)
-                tasks.create_task(run)
+                times = Times(self._gateway.now())
+                reply = self._gateway.begin(work, formatter, generations, request_id, times)
+                tasks.create_task(self._run(batch, line, tenant, reply, request_id, tries))
                 is_begun = True
         finally:
             if not is_begun:
@@ -373,60 +387,62 @@ class BatchWorker:
         batch: BatchRow,
         line: BatchLine,
         tenant: Tenant,
-        work: Work,
-        mailbox: Mailbox,
         reply: Reply,
         request_id: str,
         tries: Counter[int],
     ) -> None:
-        """Take a line's tokens in, write its answer down, then what it cost."""
-        body, is_written, end = bytearray(), False, "500"
+        """Take a line's tokens in, then write down its answer and what it cost."""
+        body, facts, end = bytearray(), list[RequestFact](), "500"
+        refusal: ApiError | None = None
 
         async def send(message: Message) -> None:
             body.extend(message.get("body", b""))
 
         self.num_running += 1
         try:
-            end = str(await reply.send_whole(send))
-            is_written = await self._write(batch, line, request_id, 200, bytes(body))
-        except HadalError as error:
-            refusal = as_api_error(error)
-            end = str(refusal.status)
-            is_written = await self._refuse(batch, line, request_id, refusal, tries)
+            try:
+                end = str(await reply.send_whole(send))
+            except HadalError as error:
+                refusal = as_api_error(error)
+                end = str(refusal.status)
+            finally:
+                self._gateway.end(reply, tenant, end, facts.extend)
+            if refusal is None:
+                await self._write(batch, line, request_id, 200, bytes(body), facts)
+            else:
+                await self._refuse(batch, line, request_id, refusal, tries, facts)
         finally:
             self.num_running -= 1
             self._slots.release()
-            accounting = self._gateway.accounting
-
-            def write_down() -> None:
-                if accounting is not None and is_written:
-                    start_s = reply.times.start_s
-                    accounting.close(
-                        work, reply.meters, mailbox.closings, start_s, tenant, end, is_batch=True
-                    )
-
-            self._gateway.host.close(mailbox, write_down)
 
     async def _write(
-        self, batch: BatchRow, line: BatchLine, request_id: str, status: int, body: bytes
-    ) -> bool:
+        self,
+        batch: BatchRow,
+        line: BatchLine,
+        request_id: str,
+        status: int,
+        body: bytes,
+        facts: Sequence[RequestFact],
+    ) -> None:
         head = f'"response":{{"status_code":{status},"request_id":"{request_id}","body":'
         answer = head.encode() + body + b'},"error":null'
         is_error = status != 200
-        write = self.store.answer
+        write = partial(self.store.answer, is_error=is_error, facts=facts)
+        is_new = await self._until_up(batch, partial(write, batch.id, line.number, answer))
+        self.outcomes["failed" if is_error else "completed"] += is_new
+
+    async def _until_up(self, batch: BatchRow, function: Callable[[], T]) -> T:
+        """What a call of the store returns, however long it is down before. Raises BatchesDown when
+        the batch's time is over.
+        """
         while True:
             try:
-                is_new = await self.call(
-                    lambda: write(batch.id, line.number, answer, is_error=is_error)
-                )
-                break
+                return await self.call(function)
             except BatchesDown as error:
                 if self._unix_s() >= batch.expires_s:
                     raise
-                log.error("an answer of %s is not written down yet: %s", batch.id, error)
+                log.error("%s waits: %s", batch.id, error)
                 await asyncio.sleep(_AGAIN_S)
-        self.outcomes["failed" if is_error else "completed"] += is_new
-        return is_new
 
     async def _refuse(
         self,
@@ -435,14 +451,15 @@ class BatchWorker:
         request_id: str,
         error: ApiError,
         tries: Counter[int],
-    ) -> bool:
+        facts: Sequence[RequestFact] = (),
+    ) -> None:
         """A line that has no answer: its error is one, unless it is the server that failed."""
         tries[line.number] += 1
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
             await asyncio.sleep(_LOOK_S)
-            return False
-        return await self._write(batch, line, request_id, error.status, error.body)
+        else:
+            await self._write(batch, line, request_id, error.status, error.body, facts)
 
 
 def _lines_of(pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -499,302 +516,3 @@ def _line_of(raw: bytes, number: int, endpoint: str, max_bytes: int) -> BatchLin
 
 def _error(code: str, message: str, param: str | None, line: int | None) -> dict[str, Any]:
     return {"code": code, "message": message, "param": param, "line": line}
-
-
-# The API's pages.
-
-
-class _NewBatch(msgspec.Struct, forbid_unknown_fields=True):
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[str, str] | None = None
-    output_expires_after: msgspec.Raw | None = None
-
-
-class BatchPages:
-    """Files and batches over HTTP. `worker`: also where another gateway works on them."""
-
-    def __init__(self, gateway: Gateway, worker: BatchWorker) -> None:
-        self._gateway, self._worker, self._store = gateway, worker, worker.store
-
-    def routes(self) -> list[Route]:
-        """All of them."""
-        found: list[Route] = []
-        for prefix in ("/v1", ""):
-            for path, method, page in (
-                ("/files", "POST", self._upload),
-                ("/files", "GET", self._list_files),
-                ("/files/{file_id}", "GET", self._get_file),
-                ("/files/{file_id}", "DELETE", self._delete_file),
-                ("/files/{file_id}/content", "GET", self._content),
-                ("/batches", "POST", self._create),
-                ("/batches", "GET", self._list_batches),
-                ("/batches/{batch_id}", "GET", self._get_batch),
-                ("/batches/{batch_id}/cancel", "POST", self._cancel),
-            ):
-                found.append(Route(f"{prefix}{path}", self._guarded(page), methods=[method]))
-        return found
-
-    def _guarded(
-        self, page: Callable[[Request, Tenant], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def guarded(request: Request) -> Response:
-            tenant = self._gateway.tenant_of(request)
-            try:
-                return await page(request, tenant)
-            except BatchesDown as error:
-                log.error("%s", error)
-                raise ApiError(
-                    503, "Files and batches cannot be had now; try again.", code="no_batches"
-                ) from error
-            except RequestError as error:
-                raise as_api_error(error) from error
-
-        return guarded
-
-    # ---- files ----
-    async def _upload(self, request: Request, tenant: Tenant) -> Response:
-        config = self._worker.config
-        most = config.max_file_mb << 20
-        had = await self._worker.call(self._store.num_bytes, tenant.name)
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await request.receive()
-            received += len(message.get("body", b""))
-            if received > most + _MULTIPART_BYTES:
-                raise ApiError(
-                    413,
-                    f"The file is larger than {config.max_file_mb} MiB; send several.",
-                    code="file_too_large",
-                    headers={"Connection": "close"},
-                )
-            return message
-
-        async with self._gateway.bodies.wait(tenant.name, UPLOAD_S):
-            try:
-                form = await Request(request.scope, counted).form(max_files=1, max_fields=8)
-            except (MultiPartException, AssertionError, KeyError, ValueError) as error:
-                raise ApiError(
-                    400, f"The form cannot be read: {error}.", code="bad_form"
-                ) from error
-        try:
-            file, purpose = form.get("file"), form.get("purpose")
-            if purpose != BATCH:
-                raise ApiError(400, f"purpose has to be {BATCH!r}.", param="purpose")
-            if not isinstance(file, UploadFile):
-                raise ApiError(400, "file is missing; send the form's file.", param="file")
-            if had + (file.size or 0) > config.max_tenant_mb << 20:
-                raise ApiError(
-                    413,
-                    f"Your files have {had >> 20} MiB, and {config.max_tenant_mb} MiB are the most;"
-                    " delete some.",
-                    code="files_too_large",
-                )
-            name = re.sub(r"[^\x20-\x7e]|[/\\]", "_", file.filename or "")[:255] or "file"
-            row = FileRow(f"file-{uuid.uuid4().hex}", tenant.name, BATCH, name, 0, self._unix_s())
-            row = await self._worker.call(self._store.add_file, row, _read_file(file.file))
-        finally:
-            await form.close()
-        return self._json(self._file(row))
-
-    async def _list_files(self, request: Request, tenant: Tenant) -> Response:
-        query = request.query_params
-        purpose, order = query.get("purpose", ""), query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise ApiError(400, "order has to be 'asc' or 'desc'.", param="order")
-        limit, after = _limit(request, 10_000), query.get("after", "")
-        rows = await self._worker.call(
-            lambda: self._store.files(
-                tenant.name, purpose, after, limit + 1, is_ascending=order == "asc"
-            )
-        )
-        if rows is None:
-            raise _missing("file", after)
-        return self._page([self._file(row) for row in rows], limit)
-
-    async def _get_file(self, request: Request, tenant: Tenant) -> Response:
-        return self._json(self._file(await self._found_file(request, tenant)))
-
-    async def _delete_file(self, request: Request, tenant: Tenant) -> Response:
-        file_id = request.path_params["file_id"]
-        if not await self._worker.call(self._store.delete_file, tenant.name, file_id):
-            raise _missing("file", file_id)
-        return self._json({"id": file_id, "object": "file", "deleted": True})
-
-    async def _content(self, request: Request, tenant: Tenant) -> Response:
-        row = await self._found_file(request, tenant)
-        pieces = self._store.contents(row.id)
-
-        async def send() -> AsyncIterator[bytes]:
-            while (piece := await self._worker.call(next, pieces, None)) is not None:
-                yield piece
-
-        return StreamingResponse(send(), media_type="application/octet-stream")
-
-    async def _found_file(self, request: Request, tenant: Tenant) -> FileRow:
-        file_id = request.path_params["file_id"]
-        row = await self._worker.call(self._store.file, tenant.name, file_id)
-        if row is None:
-            raise _missing("file", file_id)
-        return row
-
-    # ---- batches ----
-    async def _create(self, request: Request, tenant: Tenant) -> Response:
-        asked = await self._asked(request, tenant)
-        file = await self._worker.call(self._store.file, tenant.name, asked.input_file_id)
-        if file is None:
-            raise _missing("file", asked.input_file_id, "input_file_id")
-        if file.purpose != BATCH:
-            raise ApiError(
-                400, f"The file {file.id} is for {file.purpose!r}.", param="input_file_id"
-            )
-        open_batches = await self._worker.call(self._store.open_batches)
-        if sum(one.tenant == tenant.name for one in open_batches) >= MAX_OPEN_BATCHES:
-            raise ApiError(
-                429,
-                f"{MAX_OPEN_BATCHES} of your batches have not ended; wait for one.",
-                code="too_many_batches",
-            )
-        now_s = self._unix_s()
-        batch = BatchRow(
-            id=f"batch_{uuid.uuid4().hex}",
-            tenant=tenant.name,
-            endpoint=asked.endpoint,
-            input_file_id=file.id,
-            metadata=asked.metadata or {},
-            status=VALIDATING,
-            created_s=now_s,
-            expires_s=now_s + WINDOW_S,
-            times={},
-            errors=[],
-            output_file_id=None,
-            error_file_id=None,
-            num_total=0,
-            num_completed=0,
-            num_failed=0,
-        )
-        await self._worker.call(self._store.add_batch, batch)
-        self._worker.woken.set()
-        return self._json(_batch(batch))
-
-    async def _asked(self, request: Request, tenant: Tenant) -> _NewBatch:
-        asked = decode(await self._gateway.body_of(request, tenant), _NewBatch)
-        if asked.endpoint not in _ENDPOINTS:
-            raise ApiError(
-                400,
-                f"endpoint is {asked.endpoint[:100]!r}; {' and '.join(_ENDPOINTS)} can be asked.",
-                param="endpoint",
-            )
-        if asked.completion_window != WINDOW:
-            raise ApiError(
-                400, f"completion_window has to be {WINDOW!r}.", param="completion_window"
-            )
-        if asked.output_expires_after is not None:
-            raise ApiError(
-                400,
-                f"output_expires_after: files are kept for {self._worker.config.keep_days} days;"
-                " leave it out.",
-                param="output_expires_after",
-            )
-        check_metadata(asked.metadata or {})
-        return asked
-
-    async def _list_batches(self, request: Request, tenant: Tenant) -> Response:
-        limit, after = _limit(request, 100), request.query_params.get("after", "")
-        rows = await self._worker.call(self._store.batches, tenant.name, after, limit + 1)
-        if rows is None:
-            raise _missing("batch", after)
-        return self._page([_batch(row) for row in rows], limit)
-
-    async def _get_batch(self, request: Request, tenant: Tenant) -> Response:
-        batch_id = request.path_params["batch_id"]
-        row = await self._worker.call(self._store.batch, tenant.name, batch_id)
-        if row is None:
-            raise _missing("batch", batch_id)
-        return self._json(_batch(row))
-
-    async def _cancel(self, request: Request, tenant: Tenant) -> Response:
-        batch_id = request.path_params["batch_id"]
-        row = await self._worker.call(self._store.cancel, tenant.name, batch_id, self._unix_s())
-        if row is None:
-            raise _missing("batch", batch_id)
-        if row.status != CANCELLING:
-            raise ApiError(
-                409, f"The batch is {row.status} and cannot be cancelled.", code="batch_ended"
-            )
-        self._worker.woken.set()
-        return self._json(_batch(row))
-
-    def _unix_s(self) -> int:
-        return int(self._gateway.unix_time())
-
-    def _file(self, row: FileRow) -> dict[str, Any]:
-        return {
-            "id": row.id,
-            "object": "file",
-            "bytes": row.num_bytes,
-            "created_at": row.created_s,
-            "expires_at": row.created_s + self._worker.config.keep_days * WINDOW_S,
-            "filename": row.filename,
-            "purpose": row.purpose,
-            "status": "processed",
-        }
-
-    def _page(self, objects: list[dict[str, Any]], limit: int) -> Response:
-        """`objects`: one more than fits, if there are more."""
-        shown = objects[:limit]
-        return self._json(
-            {
-                "object": "list",
-                "data": shown,
-                "first_id": shown[0]["id"] if shown else None,
-                "last_id": shown[-1]["id"] if shown else None,
-                "has_more": len(objects) > limit,
-            }
-        )
-
-    @staticmethod
-    def _json(fields: object) -> Response:
-        return Response(msgspec.json.encode(fields), media_type="application/json")
-
-
-def _read_file(file: IO[bytes]) -> Iterator[bytes]:
-    return iter(lambda: file.read(PIECE_BYTES), b"")
-
-
-def _limit(request: Request, most: int) -> int:
-    text = request.query_params.get("limit", str(min(most, 10_000) if most > 100 else 20))
-    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
-        raise ApiError(400, f"limit is {text[:40]!r}; 1 to {most} is possible.", param="limit")
-    return int(text)
-
-
-def _missing(kind: str, its_id: str, param: str | None = None) -> ApiError:
-    return ApiError(404, f"There is no {kind} {its_id[:100]!r}.", param=param, code="not_found")
-
-
-def _batch(row: BatchRow) -> dict[str, Any]:
-    moments = (IN_PROGRESS, FINALIZING, COMPLETED, "failed", EXPIRED, CANCELLING, CANCELLED)
-    return {
-        "id": row.id,
-        "object": "batch",
-        "endpoint": row.endpoint,
-        "errors": {"object": "list", "data": row.errors} if row.errors else None,
-        "input_file_id": row.input_file_id,
-        "completion_window": WINDOW,
-        "status": row.status,
-        "output_file_id": row.output_file_id,
-        "error_file_id": row.error_file_id,
-        "created_at": row.created_s,
-        "expires_at": row.expires_s,
-        **{f"{moment}_at": row.times.get(moment) for moment in moments},
-        "request_counts": {
-            "total": row.num_total,
-            "completed": row.num_completed,
-            "failed": row.num_failed,
-        },
-        "metadata": row.metadata or None,
-    }

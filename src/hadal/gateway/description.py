@@ -16,13 +16,25 @@ import msgspec
 
 from hadal import __version__
 from hadal.gateway.messages import CountRequest, MessagesRequest
-from hadal.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hadal.gateway.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    NewBatch,
+    TokenizeRequest,
+)
 from hadal.gateway.responses import ResponsesRequest
 from hadal.gateway.shapes import (
     ApiErrorReply,
     AuditReply,
+    BatchList,
+    BatchObject,
     ChatReply,
     Detokenized,
+    FileDeleted,
+    FileList,
+    FileObject,
+    FileUpload,
     Greeting,
     HealthReply,
     ItemList,
@@ -72,6 +84,7 @@ class Operation:
     needs_key: bool = True
     query: Mapping[str, str] = field(default_factory=dict)
     """What may stand behind the question mark, and what it means."""
+    body_type: str = "application/json"
 
 
 CHAT = Operation("A chat's reply.", ChatReply, ChatRequest, GENERATES, streams=True)
@@ -99,6 +112,35 @@ RESPONSES = Operation(
 RESPONSE = Operation("A response that is kept.", ResponseReply, errors=(400, 404))
 RESPONSE_DELETED = Operation("Keep a response no longer.", ResponseDeleted, errors=(404,))
 RESPONSE_INPUT = Operation("What a response was asked.", ItemList, errors=(404,))
+_LATEST = {
+    "after": "the last id of the page before",
+    "limit": "how many there are in a page at most",
+}
+FILE_UPLOADED = Operation(
+    "Keep a file of requests.",
+    FileObject,
+    FileUpload,
+    (400, 408, 413, 429),
+    body_type="multipart/form-data",
+)
+FILES = Operation(
+    "The files that are kept, the latest first.",
+    FileList,
+    errors=(400, 404),
+    query={**_LATEST, "purpose": "those for it alone", "order": "asc: the oldest first"},
+)
+FILE = Operation("A file, without its contents.", FileObject, errors=(404,))
+FILE_DELETED = Operation("Keep a file no longer.", FileDeleted, errors=(404,))
+FILE_CONTENT = Operation("A file's contents.", media_type="application/octet-stream", errors=(404,))
+BATCH_CREATED = Operation(
+    "Have a file's requests answered within a day.",
+    BatchObject,
+    NewBatch,
+    (400, 404, 408, 413, 415, 429),
+)
+BATCHES = Operation("The batches, the latest first.", BatchList, errors=(400, 404), query=_LATEST)
+BATCH_READ = Operation("A batch as it stands.", BatchObject, errors=(404,))
+BATCH_CANCELLED = Operation("Begin no more of a batch.", BatchObject, errors=(404, 409))
 MODELS = Operation("The models that are served.", ModelList)
 MODEL = Operation("A model.", ModelOrList, errors=(404,))
 ROOT = Operation("What this server is.", Greeting, needs_key=False)
@@ -211,7 +253,7 @@ def _operation(
     if parameters:
         operation["parameters"] = parameters
     if about.body is not None:
-        body = {"application/json": {"schema": kind_to_schema[about.body]}}
+        body = {about.body_type: {"schema": kind_to_schema[about.body]}}
         operation["requestBody"] = {"required": True, "content": body}
     if row.also:
         operation["x-also-at"] = list(row.also)

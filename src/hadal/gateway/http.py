@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hadal import __version__
 from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError, HadalError
-from hadal.core.facts import CANCELLED, REFUSALS
+from hadal.core.facts import CANCELLED, REFUSALS, RequestFact
 from hadal.core.messages import FrontSnapshot, Generation
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import OPERATOR, Keys, Tenant, credentials
@@ -122,7 +122,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             break
         chunks.append(chunk)
     if num_bytes > max_bytes:
-        await _discard(request)
+        await discard(request)
         raise ApiError(
             413,
             f"The body is larger than {max_bytes} bytes; send a shorter prompt.",
@@ -132,7 +132,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-async def _discard(request: Request) -> None:
+async def discard(request: Request) -> None:
+    """Swallow what is still sent, for a while."""
     try:
         async with asyncio.timeout(_DISCARD_DEADLINE_S):
             while (message := await request.receive())["type"] == "http.request" and message.get(
@@ -337,6 +338,8 @@ _EXPERTS_MAX = 4
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 FINGERPRINT = f"hadal-{__version__}"
+Formatter = Callable[[Head, Vocabulary], ReplyFormat]
+"""Makes one reply's format."""
 
 
 @dataclass(frozen=True)
@@ -455,6 +458,60 @@ class Gateway:
         if isinstance(self.host, Host):
             self.host.set_quotas(unix_s, self.keys.quotas)
 
+    def begin(
+        self,
+        work: Work,
+        formatter: Formatter,
+        generations: tuple[Generation, ...],
+        request_id: str,
+        times: Times,
+    ) -> Reply:
+        """Have generations done; the reply is of what comes of them. Whoever begins one ends it."""
+        model, patience = self.service.model, self.patience
+        head = Head(
+            request_id, int(self.unix_time()), model.name, FINGERPRINT, work.ask.include_usage
+        )
+        times.is_read = True
+        return Reply(
+            work,
+            self.host.open(generations),
+            self.host,
+            formatter(head, model.vocabulary),
+            times,
+            self.now,
+            timeout_s=self.service.limits.request_timeout_s,
+            keep_alive_s=patience.keep_alive_s,
+            send_timeout_s=patience.send_s,
+        )
+
+    def end(
+        self,
+        reply: Reply,
+        tenant: Tenant,
+        end: str,
+        take: Callable[[list[RequestFact]], None] | None = None,
+    ) -> None:
+        """Stop what still runs of a reply, and charge what it cost as soon as the front has said
+        where it was worked on. `end`: as Accounting.facts has it. `take`: where a batch's facts go
+        instead.
+        """
+        accounting = self.accounting
+
+        def write_down() -> None:
+            if accounting is not None:
+                facts = accounting.facts(
+                    reply.work,
+                    reply.meters,
+                    reply.mailbox.closings,
+                    reply.times.start_s,
+                    tenant,
+                    end,
+                    is_batch=take is not None,
+                )
+                (take or accounting.charge)(facts)
+
+        self.host.close(reply.mailbox, write_down)
+
     def has_begun(self) -> bool:
         """Whether requests could ever be served: until then the server is starting."""
         self.was_ready = self.was_ready or self.snapshot().can_serve
@@ -483,8 +540,6 @@ class Gateway:
             )
 
 
-Formatter = Callable[[Head, Vocabulary], ReplyFormat]
-"""Makes one reply's format."""
 Prepare = Callable[[bytes, str, Tenant], Awaitable[tuple[Work, Formatter]]]
 """(body, the reply's id, who asks) -> what is to be generated, and how it is answered."""
 
@@ -555,27 +610,8 @@ class Generate:
             sum(len(generation.prompt) for generation in generations),
             sum(generation.most_pico_usd for generation in generations),
         )
-        head = Head(
-            request_id,
-            int(gateway.unix_time()),
-            gateway.service.model.name,
-            FINGERPRINT,
-            work.ask.include_usage,
-        )
-        times.is_read = True
-        mailbox = gateway.host.open(generations)
-        reply = Reply(
-            work,
-            mailbox,
-            gateway.host,
-            formatter(head, gateway.service.model.vocabulary),
-            times,
-            gateway.now,
-            timeout_s=gateway.service.limits.request_timeout_s,
-            keep_alive_s=gateway.patience.keep_alive_s,
-            send_timeout_s=gateway.patience.send_s,
-        )
-        watch = asyncio.get_running_loop().create_task(_watch(request.receive, mailbox))
+        reply = gateway.begin(work, formatter, generations, request_id, times)
+        watch = asyncio.get_running_loop().create_task(_watch(request.receive, reply.mailbox))
         end = "500"
         try:
             status = await (reply.send_stream(send) if work.ask.stream else reply.send_whole(send))
@@ -593,14 +629,7 @@ class Generate:
         finally:
             watch.cancel()
             times.num_tokens = reply.usage.num_output_tokens
-
-            def write_down() -> None:
-                if gateway.accounting is not None:
-                    gateway.accounting.close(
-                        work, reply.meters, mailbox.closings, times.start_s, tenant, end
-                    )
-
-            gateway.host.close(mailbox, write_down)
+            gateway.end(reply, tenant, end)
 
     def _count(self, status: int, times: Times) -> None:
         metrics = self._gateway.metrics
@@ -836,8 +865,8 @@ def _token_pages(gateway: Gateway) -> list[Endpoint]:
     ]
 
 
-def endpoints_of(gateway: Gateway) -> list[Endpoint]:
-    """All that is served: the routes and /openapi.json follow from it."""
+def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoint]:
+    """All that is served, `more` among it: the routes and /openapi.json follow from it."""
     service = gateway.service
     list_models, get_model = _models_pages(gateway)
     endpoints = _generating(gateway)
@@ -889,6 +918,7 @@ def endpoints_of(gateway: Gateway) -> list[Endpoint]:
         Endpoint("POST", f"/v1{counts}", count, COUNT, (counts, f"/anthropic/v1{counts}")),
         *_token_pages(gateway),
         *_responses_pages(gateway),
+        *more,
         Endpoint("GET", "/v1/models", list_models, MODELS, ("/models",)),
         Endpoint("GET", f"/v1{model}", get_model, MODEL, (model,)),
         Endpoint("GET", "/openapi.json", openapi, OPENAPI, ("/v1/openapi.json",)),
@@ -903,24 +933,36 @@ def endpoints_of(gateway: Gateway) -> list[Endpoint]:
 
 
 def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:
-    """A route for each path: what answers several methods there takes them all."""
-    by_path: dict[str, list[Endpoint]] = {}
+    """A route for each path, with all the methods that are answered there."""
+    by_path: dict[str, dict[str, _Endpoint | Generate]] = {}
     for each in endpoints:
         for path in (each.path, *each.also):
-            by_path.setdefault(path, []).append(each)
+            by_path.setdefault(path, {})[each.method] = each.handler
     return [
-        Route(path, here[0].handler, methods=[each.method for each in here])
-        for path, here in by_path.items()
+        Route(path, _by_method(handlers), methods=[*handlers]) for path, handlers in by_path.items()
     ]
 
 
-def make_app(gateway: Gateway, more: Sequence[Route] = ()) -> ASGIApp:
-    """The ASGI application; `more`: routes besides its own."""
+def _by_method(handlers: Mapping[str, _Endpoint | Generate]) -> _Endpoint | Generate:
+    first, *others = handlers.values()
+    if not others:
+        return first
+
+    async def answer(request: Request) -> Response:
+        handler = handlers["GET" if request.method == "HEAD" else request.method]
+        assert not isinstance(handler, Generate), "it has its path to itself"
+        return await handler(request)
+
+    return answer
+
+
+def make_app(gateway: Gateway, more: Sequence[Endpoint] = ()) -> ASGIApp:
+    """The ASGI application; `more`: endpoints besides its own."""
     host = gateway.host
     pages = pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
     host.pages.table = {**pages, KEPT: gateway.responses.page}
     app = Starlette(
-        routes=[*routes_of(endpoints_of(gateway)), *more],
+        routes=routes_of(endpoints_of(gateway, more)),
         exception_handlers={
             HTTPException: _on_http_error,
             HadalError: _on_error,

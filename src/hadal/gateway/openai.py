@@ -591,6 +591,22 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+"""What a batch can ask."""
+BATCH_WINDOW = "24h"
+
+
+class NewBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body of /batches."""
+
+    input_file_id: str
+    endpoint: Annotated[str, Meta(extra_json_schema={"enum": [*BATCH_ENDPOINTS]})]
+    completion_window: Annotated[str, Meta(extra_json_schema={"enum": [BATCH_WINDOW]})]
+    metadata: dict[str, str] | None = None
+    output_expires_after: msgspec.Raw = NO_SCHEMA
+    """Not served: refused by name."""
+
+
 @dataclass(frozen=True)
 class SamplingDefaults:
     """How a model wants to be sampled where a client does not say otherwise."""

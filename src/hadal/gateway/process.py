@@ -23,25 +23,25 @@ from types import FrameType
 
 import uvicorn
 import uvloop
-from starlette.routing import Route
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
 from hadal.core.errors import ConfigError, HadalError
 from hadal.core.messages import FRONT
 from hadal.gateway.accounting import HEARTBEAT_S, Accounting
 from hadal.gateway.auth import Keys
-from hadal.gateway.batches import BatchPages, BatchWorker
+from hadal.gateway.batch_pages import BatchPages
+from hadal.gateway.batches import BatchWorker
 from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
-from hadal.gateway.http import Gateway, Patience, make_app
+from hadal.gateway.http import Endpoint, Gateway, Patience, make_app
 from hadal.gateway.keys import PATH, KeysFile, KeysHeard, follow
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront
-from hadal.runtime.batches import BatchesDown, BatchStore, batches_url
+from hadal.runtime.batches import BatchStore, batches_url
 from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.spent import read_spent
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
@@ -243,8 +243,8 @@ def listener_of(run: Run, environment: dict[str, str]) -> socket.socket:
     return socket.socket(fileno=int(given))
 
 
-def server_config(gateway: Gateway, more: Sequence[Route] = ()) -> uvicorn.Config:
-    """How uvicorn serves the gateway; `more`: routes besides its own."""
+def server_config(gateway: Gateway, more: Sequence[Endpoint] = ()) -> uvicorn.Config:
+    """How uvicorn serves the gateway; `more`: endpoints besides its own."""
     # Its own log notes every start, and every client that speaks no HTTP; neither is news.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
@@ -263,8 +263,8 @@ def server_config(gateway: Gateway, more: Sequence[Route] = ()) -> uvicorn.Confi
 async def serve(deployment: Deployment, gateway: Gateway, listening: socket.socket) -> int:
     """Serve until drained or failed; returns the exit code."""
     loop = asyncio.get_running_loop()
-    worker = await _batch_worker(gateway, deployment)
-    config = server_config(gateway, BatchPages(gateway, worker).routes() if worker else ())
+    worker = _batch_worker(gateway, deployment)
+    config = server_config(gateway, BatchPages(gateway, worker).endpoints() if worker else ())
 
     def drain() -> None:
         loop.call_soon_threadsafe(gateway.host.drain)
@@ -288,8 +288,6 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
-    if worker is not None:
-        await loop.run_in_executor(None, worker.close)
     gateway.service.close()
     if (chat := gateway.service.model.chat) is not None:
         await loop.run_in_executor(None, chat.close)  # It waits for a prompt under way.
@@ -298,24 +296,17 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         gateway.accounting is not None
     ):  # It may wait for its database: whoever sends the heartbeat meanwhile waits as well.
         await loop.run_in_executor(None, gateway.accounting.end)
+    if worker is not None:
+        await loop.run_in_executor(None, worker.close)
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
     return EXIT_FATAL if failed else 0
 
 
-async def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | None:
-    """None: there are no batches here, or nothing can be kept now."""
+def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | None:
+    """None: there are no batches here. A database that is down now is waited for."""
     url = batches_url(deployment.batches.url, deployment.ledger.url)
-    if not url:
-        return None
-    worker = BatchWorker(gateway, BatchStore(url), deployment.batches)
-    try:
-        await worker.call(worker.store.prepare)
-    except (BatchesDown, OSError) as error:
-        log.error("there are no batches: %s", error)
-        await asyncio.get_running_loop().run_in_executor(None, worker.close)
-        return None
-    return worker
+    return BatchWorker(gateway, BatchStore(url), deployment.batches) if url else None
 
 
 async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from hadal.core.messages import RateLimits, Token
 from hadal.core.seams import Deliver
@@ -512,6 +512,15 @@ class ClientGone(Exception):
     """The client closed the connection, or does not read: there is nobody to answer."""
 
 
+async def send_within(timeout_s: float, send: Send, message: Message) -> None:
+    """Hand a message to the server, which waits while its buffer is full. Raises ClientGone."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send(message)
+    except TimeoutError:
+        raise ClientGone("the client does not read") from None
+
+
 class Reply:
     """The running choices of one HTTP request."""
 
@@ -529,8 +538,8 @@ class Reply:
         send_timeout_s: float,
     ) -> None:
         self.times = times
-        self._work = work
-        self._mailbox = mailbox
+        self.work = work
+        self.mailbox = mailbox
         self._host = host
         self._format = reply_format
         self._now = now
@@ -546,27 +555,27 @@ class Reply:
     @property
     def usage(self) -> Usage:
         """Counted so far."""
-        assemblers = [choice.assembler for choice in self._work.choices]
+        assemblers = [choice.assembler for choice in self.work.choices]
         return Usage(
-            self._work.num_prompt_tokens,
+            self.work.num_prompt_tokens,
             sum(assembler.num_tokens for assembler in assemblers),
             sum(assembler.num_reasoning_tokens for assembler in assemblers),
             # Choices stand together by prompt. A prompt counts once, so what its first choice found
             # is what counts.
-            sum(meter.num_cached for meter in self.meters[:: self._work.ask.n]),
+            sum(meter.num_cached for meter in self.meters[:: self.work.ask.n]),
         )
 
     async def send_whole(self, send: Send) -> int:
         """Wait for every choice, then send one JSON body; returns the status. Raises ApiError,
         ClientGone.
         """
-        pieces = [Piece() for _ in self._work.choices]
+        pieces = [Piece() for _ in self.work.choices]
         while self._num_open:
             for index, deliver in await self._take(_WAIT_S):
                 pieces[index].add(self._assemble(index, deliver))
         outcomes = [
             Outcome(index, piece, choice.assembler.num_reasoning_tokens > 0, choice.prefix)
-            for index, (choice, piece) in enumerate(zip(self._work.choices, pieces, strict=True))
+            for index, (choice, piece) in enumerate(zip(self.work.choices, pieces, strict=True))
         ]
         body = self._format.whole(outcomes, self.usage)
         headers = [
@@ -592,7 +601,7 @@ class Reply:
         if not deliveries:
             await self._send(send, self._format.keep_alive)
         opening = b"".join(
-            self._format.opening(i, choice.prefix) for i, choice in enumerate(self._work.choices)
+            self._format.opening(i, choice.prefix) for i, choice in enumerate(self.work.choices)
         )
         try:
             pieces = self._pieces(deliveries)  # They say what a cache had of the prompt.
@@ -626,7 +635,7 @@ class Reply:
 
     def _assemble(self, index: int, deliver: Deliver) -> Piece:
         self._raise_error(deliver)
-        choice = self._work.choices[index]
+        choice = self.work.choices[index]
         assembler = choice.assembler
         if assembler.finish is not None:
             return Piece()
@@ -654,7 +663,7 @@ class Reply:
             if (
                 not deliver.final
             ):  # A stop string, or a text in circles: the engine does not know of it.
-                self._host.cancel(self._mailbox, choice.generation.request_id)
+                self._host.cancel(self.mailbox, choice.generation.request_id)
         return piece
 
     def _raise_error(self, deliver: Deliver) -> None:
@@ -687,21 +696,16 @@ class Reply:
             raise ApiError(
                 504, f"The request took longer than {self._timeout_s:g} s.", code="request_timeout"
             )
-        deliveries = await self._mailbox.take(min(timeout_s, self._deadline_s - now_s))
-        if self._mailbox.gone:
+        deliveries = await self.mailbox.take(min(timeout_s, self._deadline_s - now_s))
+        if self.mailbox.gone:
             raise ClientGone("the client closed the connection")
         return deliveries
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        """Hand bytes to the server, which waits while its buffer is full: a client that does not
-        read is left.
-        """
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise ClientGone("the client does not read") from None
+        """Send a part of the body; a client that does not read is left."""
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        await send_within(self._send_timeout_s, send, message)
         # After the last byte the server reports the end of the connection in the same way; that is
         # no failure.
-        if more and self._mailbox.gone:
+        if more and self.mailbox.gone:
             raise ClientGone("the client closed the connection")

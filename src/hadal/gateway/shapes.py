@@ -6,9 +6,10 @@ tests read every reply with them and refuse a field that is not here.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 Json = dict[str, Any]
 
@@ -230,6 +231,105 @@ class ItemList(Shape):
     first_id: str
     last_id: str
     has_more: Literal[False]
+
+
+# OpenAI's: files and batches.
+
+
+class FileUpload(Shape):
+    """The form that brings a file."""
+
+    purpose: Literal["batch"]
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+
+
+class FileObject(Shape):
+    """A file, without its contents."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FileList(Shape):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(Shape):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchError(Shape):
+    """What is wrong with a line of a batch's input, or with all of it."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchErrors(Shape):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class BatchCounts(Shape):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(Shape):
+    """A batch as it stands."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating",
+        "in_progress",
+        "failed",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(Shape):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 # Anthropic's.

@@ -6,16 +6,18 @@ answered.
                                                     └──> expired
 
 A line's answer is written once and stays: whoever writes it again changes nothing, so that each
-custom_id stands in the output once, whatever process died when. A batch ends in one transaction,
-which makes its output files, says so and drops its lines. Contents lie in the database in pieces:
-every gateway sees them, also on another host. Knows no HTTP and no model; one thread at a time.
+custom_id stands in the output once, whatever process died when. What it cost is written with it, and
+dropped once the ledger has it. A batch ends in one transaction, which makes its output files, says so
+and drops its lines. Contents lie in the database in pieces: every gateway sees them, also on another
+host. Connects, and makes the tables, when it is first used. Knows no HTTP and no model; one thread at
+a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from hadal.core.errors import HadalError
+from hadal.core.facts import RequestFact
 from hadal.runtime.ledger.store import engine_of, file_of, ledger_url
 
 FILE_NAME = "batches.sqlite"
@@ -34,17 +37,42 @@ CANCELLING, CANCELLED = "cancelling", "cancelled"
 FINALIZING, COMPLETED, EXPIRED = "finalizing", "completed", "expired"
 OPEN = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
 """What somebody has to do something about."""
+_FROM = {
+    IN_PROGRESS: (VALIDATING,),
+    FAILED: (VALIDATING,),
+    CANCELLING: (VALIDATING, IN_PROGRESS),
+    CANCELLED: (CANCELLING,),
+    FINALIZING: (IN_PROGRESS,),
+    COMPLETED: (FINALIZING,),
+    EXPIRED: (VALIDATING, IN_PROGRESS),
+}
+"""Status -> those that it may follow."""
+_LOCK = 0x48414442
+"""PostgreSQL's advisory lock while the tables are made ("HADB")."""
+MAX_CHARGES = 4096
+"""What lines cost is read so many facts at a time."""
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 """Purposes of files."""
+
+
+class _Name(sa.TypeDecorator[str]):
+    """A text that clients give: PostgreSQL takes no null in one, and nothing is called so."""
+
+    impl = sa.String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return None if value is None else value.replace("\0", "\ufffd")
+
 
 _tables = sa.MetaData()
 _files = sa.Table(
     "hadal_batch_files",
     _tables,
     sa.Column("number", sa.Integer, primary_key=True),
-    sa.Column("id", sa.String(64), unique=True, nullable=False),
+    sa.Column("id", _Name(64), unique=True, nullable=False),
     sa.Column("tenant", sa.String(64), nullable=False, index=True),
-    sa.Column("purpose", sa.String(32), nullable=False),
+    sa.Column("purpose", _Name(32), nullable=False),
     sa.Column("filename", sa.String(255), nullable=False),
     sa.Column("num_bytes", sa.BigInteger, nullable=False),
     sa.Column("created_s", sa.BigInteger, nullable=False),
@@ -60,10 +88,10 @@ _batches = sa.Table(
     "hadal_batches",
     _tables,
     sa.Column("number", sa.Integer, primary_key=True),
-    sa.Column("id", sa.String(64), unique=True, nullable=False),
+    sa.Column("id", _Name(64), unique=True, nullable=False),
     sa.Column("tenant", sa.String(64), nullable=False, index=True),
     sa.Column("endpoint", sa.String(64), nullable=False),
-    sa.Column("input_file_id", sa.String(64), nullable=False),
+    sa.Column("input_file_id", _Name(64), nullable=False),
     sa.Column("metadata", sa.Text, nullable=False),
     sa.Column("status", sa.String(16), nullable=False, index=True),
     sa.Column("created_s", sa.BigInteger, nullable=False),
@@ -87,6 +115,15 @@ _lines = sa.Table(
     sa.Column("is_error", sa.Boolean, nullable=False, default=False),
     sa.UniqueConstraint("batch_id", "custom_id"),
 )
+_charges = sa.Table(
+    "hadal_batch_charges",
+    _tables,
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("request_id", sa.String(128), unique=True, nullable=False),
+    sa.Column("fact", sa.LargeBinary, nullable=False),
+)
+_encode_fact = msgspec.msgpack.Encoder().encode
+_decode_fact = msgspec.msgpack.Decoder(RequestFact).decode
 
 
 class BatchesDown(HadalError):
@@ -153,23 +190,23 @@ class BatchStore:
     def __init__(self, url: str) -> None:
         self._path = file_of(url)
         self._engine = engine_of(url)
-
-    def prepare(self) -> None:
-        """Make the tables where there are none."""
-        if self._path is not None:
-            _make_private(self._path)
-        with self._begin() as connection:
-            _tables.create_all(connection)
+        self._is_prepared = False
 
     def close(self) -> None:
         """Give connections back."""
         self._engine.dispose()
 
     # ---- files ----
-    def add_file(self, row: FileRow, contents: Iterable[bytes]) -> FileRow:
-        """Keep a file; `num_bytes` is counted here."""
+    def add_file(self, row: FileRow, contents: Iterable[bytes], most_bytes: int) -> FileRow | None:
+        """Keep a file; `num_bytes` is counted here. None, and nothing is kept, if its tenant's files
+        had more than `most_bytes` then.
+        """
         with self._begin() as connection:
-            return _add_file(connection, row, contents)
+            kept = _add_file(connection, row, contents)
+            if _num_bytes(connection, row.tenant) <= most_bytes:
+                return kept
+            connection.rollback()
+            return None
 
     def file(self, tenant: str, file_id: str) -> FileRow | None:
         """A tenant's file; None if it has none with this id."""
@@ -192,9 +229,8 @@ class BatchStore:
 
     def num_bytes(self, tenant: str) -> int:
         """Of all of a tenant's files."""
-        summed = sa.select(sa.func.coalesce(sa.func.sum(_files.c.num_bytes), 0))
         with self._begin() as connection:
-            return int(connection.execute(summed.where(_files.c.tenant == tenant)).scalar_one())
+            return _num_bytes(connection, tenant)
 
     def contents(self, file_id: str) -> Iterator[bytes]:
         """A file's pieces, in order."""
@@ -248,37 +284,32 @@ class BatchStore:
         """Begin no more lines of a batch that is open; None if the tenant has none with this id."""
         with self._begin() as connection:
             chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
-            found = connection.execute(sa.select(_batches).where(chosen)).one_or_none()
-            if found is None:
+            if connection.execute(sa.select(_batches.c.id).where(chosen)).scalar() is None:
                 return None
-            batch = _batch_of(found)
-            if batch.status in (VALIDATING, IN_PROGRESS):
-                _move(connection, batch, CANCELLING, now_s)
+            _move(connection, batch_id, CANCELLING, now_s)
         return self.batch(tenant, batch_id)
 
     def fail(self, batch: BatchRow, errors: list[dict[str, Any]], now_s: int) -> None:
         """A batch whose input cannot be taken."""
         with self._begin() as connection:
-            if _status(connection, batch.id) == VALIDATING:
-                _move(connection, batch, FAILED, now_s, errors=_text(errors))
+            _move(connection, batch.id, FAILED, now_s, errors=_text(errors))
 
     def begin(self, batch: BatchRow, lines: Iterable[BatchLine], now_s: int) -> None:
         """A batch's input was read: its lines are to be answered from now on."""
+        rows = [
+            {
+                "batch_id": batch.id,
+                "number": line.number,
+                "custom_id": line.custom_id,
+                "body": line.body,
+                "is_error": False,
+            }
+            for line in lines
+        ]
         with self._begin() as connection:
-            if _status(connection, batch.id) != VALIDATING:
-                return  # It was cancelled meanwhile.
-            rows = [
-                {
-                    "batch_id": batch.id,
-                    "number": line.number,
-                    "custom_id": line.custom_id,
-                    "body": line.body,
-                    "is_error": False,
-                }
-                for line in lines
-            ]
-            connection.execute(sa.insert(_lines), rows)
-            _move(connection, batch, IN_PROGRESS, now_s, num_total=len(rows))
+            # Else it was cancelled meanwhile.
+            if _move(connection, batch.id, IN_PROGRESS, now_s, num_total=len(rows)):
+                connection.execute(sa.insert(_lines), rows)
 
     def waiting(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
         """Lines behind number `after` that have no answer, in order."""
@@ -289,45 +320,73 @@ class BatchStore:
         with self._begin() as connection:
             return [BatchLine(*row) for row in connection.execute(query)]
 
-    def answer(self, batch_id: str, number: int, answer: bytes, *, is_error: bool) -> bool:
-        """Write a line's answer down, durably; False: it has one, or its batch has ended."""
+    def answer(
+        self,
+        batch_id: str,
+        number: int,
+        answer: bytes,
+        *,
+        is_error: bool,
+        facts: Sequence[RequestFact] = (),
+    ) -> bool:
+        """Write a line's answer down with what it cost, durably; False: it has one, or its batch
+        has ended. After BatchesDown it may be written all the same.
+        """
+        mine = _batches.c.id == batch_id
         chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number == number)
         values = {"answer": answer, "is_error": is_error}
         count = _batches.c.num_failed if is_error else _batches.c.num_completed
         with self._begin() as connection:
+            # The batch's row first, as whoever ends it does: nobody waits in a circle.
+            held = sa.select(_batches.c.status).where(mine).with_for_update()
+            if connection.execute(held).scalar() not in OPEN:
+                return False
             update = sa.update(_lines).where(chosen & _lines.c.answer.is_(None)).values(values)
             if not connection.execute(update).rowcount:
                 return False
-            counted = sa.update(_batches).where(_batches.c.id == batch_id)
-            connection.execute(counted.values({count.name: count + 1}))
+            connection.execute(sa.update(_batches).where(mine).values({count.name: count + 1}))
+            rows = [{"request_id": fact.request_id, "fact": _encode_fact(fact)} for fact in facts]
+            if rows:
+                connection.execute(sa.insert(_charges), rows)
             return True
+
+    def charges(self) -> list[RequestFact]:
+        """What written lines cost and the ledger is not known to have, the oldest MAX_CHARGES."""
+        chosen = sa.select(_charges.c.fact).order_by(_charges.c.number).limit(MAX_CHARGES)
+        with self._begin() as connection:
+            return [_decode_fact(fact) for fact in connection.execute(chosen).scalars()]
+
+    def drop_charges(self, request_ids: Collection[str]) -> None:
+        """The ledger has these."""
+        ids = [{"its_id": request_id} for request_id in request_ids]
+        known = sa.delete(_charges).where(_charges.c.request_id == sa.bindparam("its_id"))
+        if ids:
+            with self._begin() as connection:
+                connection.execute(known, ids)
 
     def finalize(self, batch: BatchRow, now_s: int) -> None:
         """All lines have answers: what is left is to make files of them."""
         with self._begin() as connection:
-            if _status(connection, batch.id) == IN_PROGRESS:
-                _move(connection, batch, FINALIZING, now_s)
+            _move(connection, batch.id, FINALIZING, now_s)
 
     def end(
         self, batch: BatchRow, status: str, now_s: int, file_ids: tuple[str, str], expired: bytes
     ) -> BatchRow | None:
         """End a batch with what was answered; `file_ids` are of its output and its errors, made
         where there are any. `expired`: the answer of lines that have none, b"": they are left out.
-        Once ended it stays so. Returns it.
+        Returns it; None if it does not stand any more where it can end so.
         """
+        mine = _batches.c.id == batch.id
         with self._begin() as connection:
-            if _status(connection, batch.id) not in OPEN:
+            if not _move(connection, batch.id, status, now_s):
                 return None
             if expired:
-                mine = (_lines.c.batch_id == batch.id) & _lines.c.answer.is_(None)
-                late = connection.execute(
-                    sa.update(_lines).where(mine).values(answer=expired, is_error=True)
+                late = (_lines.c.batch_id == batch.id) & _lines.c.answer.is_(None)
+                num_late = connection.execute(
+                    sa.update(_lines).where(late).values(answer=expired, is_error=True)
                 ).rowcount
-                connection.execute(
-                    sa.update(_batches)
-                    .where(_batches.c.id == batch.id)
-                    .values(num_failed=_batches.c.num_failed + late)
-                )
+                num_failed = _batches.c.num_failed + num_late
+                connection.execute(sa.update(_batches).where(mine).values(num_failed=num_failed))
             made: dict[str, str] = {}
             for is_error, name in ((False, "output_file_id"), (True, "error_file_id")):
                 purpose_name = f"{batch.id}_{'error' if is_error else 'output'}.jsonl"
@@ -339,7 +398,8 @@ class BatchStore:
                 if first is not None:
                     made[name] = _add_file(connection, row, _chained(first, answers)).id
             connection.execute(sa.delete(_lines).where(_lines.c.batch_id == batch.id))
-            _move(connection, batch, status, now_s, **made)
+            if made:
+                connection.execute(sa.update(_batches).where(mine).values(made))
         return self.batch(batch.tenant, batch.id)
 
     def forget(self, before_s: int) -> None:
@@ -374,9 +434,21 @@ class BatchStore:
             query = sa.select(table).where(chosen).order_by(order).limit(limit)
             return list(connection.execute(query))
 
+    def _prepare(self) -> None:
+        """Make file and tables where there are none."""
+        if self._path is not None:
+            _make_private(self._path)
+        with self._engine.begin() as connection:
+            if connection.dialect.name == "postgresql":  # SQLite's transaction holds the only lock.
+                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            _tables.create_all(connection)
+        self._is_prepared = True
+
     @contextlib.contextmanager
     def _begin(self) -> Iterator[sa.Connection]:
         try:
+            if not self._is_prepared:
+                self._prepare()
             with self._engine.begin() as connection:
                 yield connection
         except (exc.SQLAlchemyError, OSError) as error:
@@ -389,6 +461,11 @@ def _make_private(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def _num_bytes(connection: sa.Connection, tenant: str) -> int:
+    summed = sa.select(sa.func.coalesce(sa.func.sum(_files.c.num_bytes), 0))
+    return int(connection.execute(summed.where(_files.c.tenant == tenant)).scalar_one())
 
 
 def _add_file(connection: sa.Connection, row: FileRow, contents: Iterable[bytes]) -> FileRow:
@@ -435,18 +512,20 @@ def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
-def _status(connection: sa.Connection, batch_id: str) -> str | None:
+def _move(connection: sa.Connection, batch_id: str, status: str, now_s: int, **values: Any) -> bool:
+    """Take a batch to a status, and hold its row until the transaction's end. False: it is nowhere
+    that this may follow.
+    """
     chosen = _batches.c.id == batch_id
-    return connection.execute(sa.select(_batches.c.status).where(chosen)).scalar()
-
-
-def _move(
-    connection: sa.Connection, batch: BatchRow, status: str, now_s: int, **values: Any
-) -> None:
-    chosen = _batches.c.id == batch.id
-    times = connection.execute(sa.select(_batches.c.times).where(chosen)).scalar_one()
-    values |= {"status": status, "times": _text({**msgspec.json.decode(times), status: now_s})}
-    connection.execute(sa.update(_batches).where(chosen).values(values))
+    query = sa.select(_batches.c.status, _batches.c.times).where(chosen)
+    while (found := connection.execute(query).one_or_none()) and found.status in _FROM[status]:
+        times = {**msgspec.json.decode(found.times), status: now_s}
+        # Only if it is still what was read: another gateway may have moved it meanwhile.
+        moved = sa.update(_batches).where(chosen & (_batches.c.status == found.status))
+        moved = moved.values(status=status, times=_text(times), **values)
+        if connection.execute(moved).rowcount:
+            return True
+    return False
 
 
 def _text(value: Any) -> str:

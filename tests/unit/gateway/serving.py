@@ -36,7 +36,7 @@ def serving(model: ServedModel, script: Script, **options: Any) -> Iterator[Serv
 
     async def run() -> None:
         async with world(model, script, **options) as it:
-            server = uvicorn.Server(server_config(it.gateway))
+            server = uvicorn.Server(server_config(it.gateway, it.more))
             shared.update(world=it, server=server)
             task = asyncio.create_task(server.serve([listener]))
             while not server.started:

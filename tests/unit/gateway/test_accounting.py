@@ -19,7 +19,7 @@ from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import EVERYONE, name_of, salt_of
 from hadal.gateway.service import ServedModel
 from hadal.roles.front.units import Unit
-from hadal.runtime.ledger.writer import LedgerCounts
+from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import price_list
 
 from .fake_units import Script
@@ -33,6 +33,7 @@ class List:
 
     def __init__(self) -> None:
         self.facts: list[Fact] = []
+        self.on_kept: Kept = lambda facts: None
         self.closed = False
 
     def add(self, fact: Fact) -> None:

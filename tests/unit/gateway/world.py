@@ -6,21 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
 from starlette.types import ASGIApp
 
-from hadal.core.config import Deployment, GatewayConfig, LimitsConfig
+from hadal.core.config import BatchesConfig, Deployment, GatewayConfig, LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.auth import Keys
+from hadal.gateway.batch_pages import BatchPages
+from hadal.gateway.batches import BatchWorker
 from hadal.gateway.host import Host
-from hadal.gateway.http import Gateway, Patience, make_app
+from hadal.gateway.http import Endpoint, Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import ServedModel, Service
 from hadal.roles.front.front import Front
+from hadal.runtime.batches import BatchStore
 
 from .fake_units import FakeUnits, Script
 
@@ -43,6 +46,10 @@ class World:
     client: httpx.AsyncClient
     units: FakeUnits
     gateway: Gateway
+    more: Sequence[Endpoint] = ()
+    """Endpoints besides the gateway's own: of files and batches."""
+    worker: BatchWorker | None = None
+    """Whoever runs it has batches answered."""
 
     async def settle(self, timeout_s: float = 5.0) -> None:
         """Wait until nothing is open and the units hold nothing."""
@@ -92,8 +99,12 @@ async def world(
     settings: GatewayConfig | None = None,
     bound_host: str = "",
     has_heartbeat: bool = False,
+    store: BatchStore | None = None,
+    batches: BatchesConfig | None = None,
 ) -> AsyncIterator[World]:
-    """Start everything, wait until it is ready, and stop it at the end."""
+    """Start everything, wait until it is ready, and stop it at the end. `store`: where files and
+    batches are; None: there are none.
+    """
     units = FakeUnits(script, step_s, has_heartbeat=has_heartbeat)
     gateway = gateway_of(
         model,
@@ -105,7 +116,9 @@ async def world(
         bound_host=bound_host,
     )
     tasks = [asyncio.create_task(gateway.host.run()), asyncio.create_task(units.run())]
-    app = make_app(gateway)
+    worker = BatchWorker(gateway, store, batches or BatchesConfig()) if store else None
+    more = BatchPages(gateway, worker).endpoints() if worker else []
+    app = make_app(gateway, more)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     try:
         async with httpx.AsyncClient(
@@ -114,9 +127,11 @@ async def world(
             async with asyncio.timeout(5):
                 while not gateway.snapshot().can_serve:
                     await asyncio.sleep(0)
-            yield World(app, client, units, gateway)
+            yield World(app, client, units, gateway, more, worker)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         gateway.service.close()
+        if worker is not None:
+            worker.close()

@@ -75,10 +75,10 @@ class LedgerWriter:
         linger_s: float = LINGER_S,
         retry_s: tuple[float, float] = RETRY_S,
     ) -> None:
-        """`on_kept` is called by the thread with facts that are durable."""
         self._store = store
         self._outbox = outbox
-        self._on_kept = on_kept
+        self.on_kept = on_kept
+        """The thread calls it with facts that are durable."""
         self._max_waiting = max_waiting
         self._linger_s = linger_s
         self._retry_s = retry_s
@@ -165,7 +165,7 @@ class LedgerWriter:
             if not kept and not is_due and self._is_closing:
                 kept = self._to_store(facts)
             if kept and facts:
-                self._on_kept(facts)
+                self.on_kept(facts)
             with self._changed:
                 self._num_taken = 0
                 # Facts of both kinds come mixed, so a spell ends well below where the first ones

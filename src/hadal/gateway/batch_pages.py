@@ -1,0 +1,390 @@
+"""/v1/files and /v1/batches over HTTP: rows of the table of endpoints (gateway/http.endpoints_of).
+
+Every gateway has them; the work is done where the front is (gateway/batches). While the database is
+down they answer 503. Knows the store's rows and the API's JSON.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import IO, Any
+
+import msgspec
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from hadal.core.errors import RequestError
+from hadal.gateway.auth import Tenant
+from hadal.gateway.batches import WINDOW_S, BatchWorker
+from hadal.gateway.description import (
+    BATCH_CANCELLED,
+    BATCH_CREATED,
+    BATCH_READ,
+    BATCHES,
+    FILE,
+    FILE_CONTENT,
+    FILE_DELETED,
+    FILE_UPLOADED,
+    FILES,
+)
+from hadal.gateway.edge import SEEN
+from hadal.gateway.errors import ApiError, as_api_error, overloaded
+from hadal.gateway.http import Endpoint, Gateway, discard
+from hadal.gateway.openai import BATCH_ENDPOINTS, BATCH_WINDOW, NewBatch, check_metadata, decode
+from hadal.gateway.replies import ClientGone, send_within
+from hadal.runtime.batches import (
+    BATCH,
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    PIECE_BYTES,
+    VALIDATING,
+    BatchesDown,
+    BatchRow,
+    FileRow,
+)
+
+log = logging.getLogger("hadal.batches")
+
+UPLOAD_S = 300.0
+"""How long a file may take to come."""
+MAX_OPEN_BATCHES = 100
+"""Of a tenant."""
+_MULTIPART_BYTES = 1 << 16
+"""What stands around a file in its form."""
+_MAX_FILES, _MAX_BATCHES = 10_000, 100
+"""In one page of a list."""
+
+
+class BatchPages:
+    """Files and batches over HTTP. `worker`: also where another gateway works on them."""
+
+    def __init__(self, gateway: Gateway, worker: BatchWorker) -> None:
+        self._gateway, self._worker, self._store = gateway, worker, worker.store
+
+    def endpoints(self) -> list[Endpoint]:
+        """All of them."""
+        file, batch = "/files/{file_id}", "/batches/{batch_id}"
+        return [
+            Endpoint(method, f"/v1{path}", self._guarded(page), about, (path,))
+            for method, path, page, about in (
+                ("POST", "/files", self._upload, FILE_UPLOADED),
+                ("GET", "/files", self._list_files, FILES),
+                ("GET", file, self._get_file, FILE),
+                ("DELETE", file, self._delete_file, FILE_DELETED),
+                ("GET", f"{file}/content", self._content, FILE_CONTENT),
+                ("POST", "/batches", self._create, BATCH_CREATED),
+                ("GET", "/batches", self._list_batches, BATCHES),
+                ("GET", batch, self._get_batch, BATCH_READ),
+                ("POST", f"{batch}/cancel", self._cancel, BATCH_CANCELLED),
+            )
+        ]
+
+    def _guarded(
+        self, page: Callable[[Request, Tenant], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            tenant = self._gateway.tenant_of(request)
+            request.scope[SEEN].tenant = tenant.name
+            try:
+                return await page(request, tenant)
+            except BatchesDown as error:
+                log.error("%s", error)
+                said = "Files and batches cannot be had now: their database is down. Try again."
+                after_s = self._gateway.patience.retry_after_s
+                raise overloaded(503, said, after_s, "no_batches") from error
+            except RequestError as error:
+                raise as_api_error(error) from error
+
+        return guarded
+
+    # ---- files ----
+    async def _upload(self, request: Request, tenant: Tenant) -> Response:
+        had = await self._worker.call(self._store.num_bytes, tenant.name)
+        async with self._gateway.bodies.wait(tenant.name, UPLOAD_S):
+            try:
+                within = Request(request.scope, self._within(request, had))
+                form = await within.form(max_files=1, max_fields=8)
+            except (MultiPartException, AssertionError, KeyError, ValueError) as error:
+                raise ApiError(
+                    400, f"The form cannot be read: {error}.", code="bad_form"
+                ) from error
+        try:
+            file, purpose = form.get("file"), form.get("purpose")
+            if purpose != BATCH:
+                raise ApiError(400, f"purpose has to be {BATCH!r}.", param="purpose")
+            if not isinstance(file, UploadFile):
+                raise ApiError(400, "file is missing; send the form's file.", param="file")
+            name = re.sub(r"[^\x20-\x7e]|[/\\]", "_", file.filename or "")[:255] or "file"
+            row = FileRow(f"file-{uuid.uuid4().hex}", tenant.name, BATCH, name, 0, self._unix_s())
+            most, data = self._worker.config.max_tenant_mb << 20, _read_file(file.file)
+            kept = await self._worker.call(self._store.add_file, row, data, most)
+        finally:
+            await form.close()
+        if kept is None:
+            raise self._too_many_bytes(had)
+        return self._json(self._file(kept))
+
+    def _within(self, request: Request, had: int) -> Receive:
+        """A body's messages, counted as they come: what says how long it is may be missing or a
+        lie. `had`: bytes of the tenant's other files. Raises ApiError 413.
+        """
+        config, received = self._worker.config, 0
+        most = config.max_file_mb << 20
+        most_of_tenant = (config.max_tenant_mb << 20) - had
+
+        async def receive() -> Message:
+            nonlocal received
+            message = await request.receive()
+            received += len(message.get("body", b""))
+            if received > min(most, most_of_tenant) + _MULTIPART_BYTES:
+                await discard(request)
+                if most_of_tenant < most:
+                    raise self._too_many_bytes(had)
+                raise ApiError(
+                    413,
+                    f"The file is larger than {config.max_file_mb} MiB; send several.",
+                    code="file_too_large",
+                    headers={"Connection": "close"},
+                )
+            return message
+
+        return receive
+
+    def _too_many_bytes(self, had: int) -> ApiError:
+        most_mb = self._worker.config.max_tenant_mb
+        return ApiError(
+            413,
+            f"Your files have {had >> 20} MiB, and {most_mb} MiB are the most; delete some.",
+            code="files_too_large",
+            headers={"Connection": "close"},
+        )
+
+    async def _list_files(self, request: Request, tenant: Tenant) -> Response:
+        query = request.query_params
+        purpose, order = query.get("purpose", ""), query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, "order has to be 'asc' or 'desc'.", param="order")
+        limit, after = _limit(request, _MAX_FILES, _MAX_FILES), query.get("after", "")
+        rows = await self._worker.call(
+            lambda: self._store.files(
+                tenant.name, purpose, after, limit + 1, is_ascending=order == "asc"
+            )
+        )
+        if rows is None:
+            raise _missing("file", after)
+        return self._page([self._file(row) for row in rows], limit)
+
+    async def _get_file(self, request: Request, tenant: Tenant) -> Response:
+        return self._json(self._file(await self._found_file(request, tenant)))
+
+    async def _delete_file(self, request: Request, tenant: Tenant) -> Response:
+        file_id = request.path_params["file_id"]
+        if not await self._worker.call(self._store.delete_file, tenant.name, file_id):
+            raise _missing("file", file_id)
+        return self._json({"id": file_id, "object": "file", "deleted": True})
+
+    async def _content(self, request: Request, tenant: Tenant) -> Response:
+        row = await self._found_file(request, tenant)
+        pieces = self._store.contents(row.id)
+
+        async def send() -> AsyncIterator[bytes]:
+            while (piece := await self._worker.call(next, pieces, None)) is not None:
+                yield piece
+
+        return _Contents(send(), row.num_bytes, self._gateway.patience.send_s)
+
+    async def _found_file(self, request: Request, tenant: Tenant) -> FileRow:
+        file_id = request.path_params["file_id"]
+        row = await self._worker.call(self._store.file, tenant.name, file_id)
+        if row is None:
+            raise _missing("file", file_id)
+        return row
+
+    # ---- batches ----
+    async def _create(self, request: Request, tenant: Tenant) -> Response:
+        asked = await self._asked(request, tenant)
+        file = await self._worker.call(self._store.file, tenant.name, asked.input_file_id)
+        if file is None:
+            raise _missing("file", asked.input_file_id, "input_file_id")
+        if file.purpose != BATCH:
+            raise ApiError(
+                400, f"The file {file.id} is for {file.purpose!r}.", param="input_file_id"
+            )
+        open_batches = await self._worker.call(self._store.open_batches)
+        if sum(one.tenant == tenant.name for one in open_batches) >= MAX_OPEN_BATCHES:
+            raise ApiError(
+                429,
+                f"{MAX_OPEN_BATCHES} of your batches have not ended; wait for one.",
+                code="too_many_batches",
+            )
+        now_s = self._unix_s()
+        batch = BatchRow(
+            id=f"batch_{uuid.uuid4().hex}",
+            tenant=tenant.name,
+            endpoint=asked.endpoint,
+            input_file_id=file.id,
+            metadata=asked.metadata or {},
+            status=VALIDATING,
+            created_s=now_s,
+            expires_s=now_s + WINDOW_S,
+            times={},
+            errors=[],
+            output_file_id=None,
+            error_file_id=None,
+            num_total=0,
+            num_completed=0,
+            num_failed=0,
+        )
+        await self._worker.call(self._store.add_batch, batch)
+        self._worker.woken.set()
+        return self._json(_batch(batch))
+
+    async def _asked(self, request: Request, tenant: Tenant) -> NewBatch:
+        asked = decode(await self._gateway.body_of(request, tenant), NewBatch)
+        if asked.endpoint not in BATCH_ENDPOINTS:
+            raise ApiError(
+                400,
+                f"endpoint is {asked.endpoint[:100]!r}; {' and '.join(BATCH_ENDPOINTS)} can be asked.",
+                param="endpoint",
+            )
+        if asked.completion_window != BATCH_WINDOW:
+            raise ApiError(
+                400, f"completion_window has to be {BATCH_WINDOW!r}.", param="completion_window"
+            )
+        if bytes(asked.output_expires_after) != b"null":
+            raise ApiError(
+                400,
+                f"output_expires_after: files are kept for {self._worker.config.keep_days} days;"
+                " leave it out.",
+                param="output_expires_after",
+            )
+        check_metadata(asked.metadata or {})
+        return asked
+
+    async def _list_batches(self, request: Request, tenant: Tenant) -> Response:
+        limit, after = _limit(request, 20, _MAX_BATCHES), request.query_params.get("after", "")
+        rows = await self._worker.call(self._store.batches, tenant.name, after, limit + 1)
+        if rows is None:
+            raise _missing("batch", after)
+        return self._page([_batch(row) for row in rows], limit)
+
+    async def _get_batch(self, request: Request, tenant: Tenant) -> Response:
+        batch_id = request.path_params["batch_id"]
+        row = await self._worker.call(self._store.batch, tenant.name, batch_id)
+        if row is None:
+            raise _missing("batch", batch_id)
+        return self._json(_batch(row))
+
+    async def _cancel(self, request: Request, tenant: Tenant) -> Response:
+        batch_id = request.path_params["batch_id"]
+        row = await self._worker.call(self._store.cancel, tenant.name, batch_id, self._unix_s())
+        if row is None:
+            raise _missing("batch", batch_id)
+        if row.status != CANCELLING:
+            raise ApiError(
+                409, f"The batch is {row.status} and cannot be cancelled.", code="batch_ended"
+            )
+        self._worker.woken.set()
+        return self._json(_batch(row))
+
+    def _unix_s(self) -> int:
+        return int(self._gateway.unix_time())
+
+    def _file(self, row: FileRow) -> dict[str, Any]:
+        return {
+            "id": row.id,
+            "object": "file",
+            "bytes": row.num_bytes,
+            "created_at": row.created_s,
+            "expires_at": row.created_s + self._worker.config.keep_days * WINDOW_S,
+            "filename": row.filename,
+            "purpose": row.purpose,
+            "status": "processed",
+        }
+
+    def _page(self, objects: list[dict[str, Any]], limit: int) -> Response:
+        """`objects`: one more than fits, if there are more."""
+        shown = objects[:limit]
+        return self._json(
+            {
+                "object": "list",
+                "data": shown,
+                "first_id": shown[0]["id"] if shown else None,
+                "last_id": shown[-1]["id"] if shown else None,
+                "has_more": len(objects) > limit,
+            }
+        )
+
+    @staticmethod
+    def _json(fields: object) -> Response:
+        return Response(msgspec.json.encode(fields), media_type="application/json")
+
+
+class _Contents(StreamingResponse):
+    """A file, of which each piece is taken in time or the connection given up."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], num_bytes: int, send_s: float) -> None:
+        headers = {"Content-Length": str(num_bytes)}
+        super().__init__(pieces, headers=headers, media_type="application/octet-stream")
+        self._send_s = send_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            await send_within(self._send_s, send, message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except ClientGone:
+            scope[SEEN].status = 499
+        except BatchesDown as error:
+            log.error("a file's contents are cut off: %s", error)
+
+
+def _read_file(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(lambda: file.read(PIECE_BYTES), b"")
+
+
+def _limit(request: Request, usual: int, most: int) -> int:
+    text = request.query_params.get("limit", str(usual))
+    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
+        raise ApiError(400, f"limit is {text[:40]!r}; 1 to {most} is possible.", param="limit")
+    return int(text)
+
+
+def _missing(kind: str, its_id: str, param: str | None = None) -> ApiError:
+    return ApiError(404, f"There is no {kind} {its_id[:100]!r}.", param=param, code="not_found")
+
+
+def _batch(row: BatchRow) -> dict[str, Any]:
+    moments = (IN_PROGRESS, FINALIZING, COMPLETED, FAILED, EXPIRED, CANCELLING, CANCELLED)
+    return {
+        "id": row.id,
+        "object": "batch",
+        "endpoint": row.endpoint,
+        "errors": {"object": "list", "data": row.errors} if row.errors else None,
+        "input_file_id": row.input_file_id,
+        "completion_window": BATCH_WINDOW,
+        "status": row.status,
+        "output_file_id": row.output_file_id,
+        "error_file_id": row.error_file_id,
+        "created_at": row.created_s,
+        "expires_at": row.expires_s,
+        **{f"{moment}_at": row.times.get(moment) for moment in moments},
+        "request_counts": {
+            "total": row.num_total,
+            "completed": row.num_completed,
+            "failed": row.num_failed,
+        },
+        "metadata": row.metadata or None,
+    }

@@ -1,0 +1,323 @@
+"""Batches in a whole gateway, over a store that fails as databases do: every line that is written as
+answered is charged once, whatever broke when; and the pages of files hold clients to their limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
+from hadal.core.facts import RequestFact
+from hadal.gateway import batches
+from hadal.gateway.accounting import Accounting
+from hadal.gateway.http import Patience
+from hadal.gateway.service import ServedModel
+from hadal.runtime.batches import BatchesDown, BatchRow, BatchStore
+from hadal.runtime.ledger.store import ledger_url
+
+from .scenes import CHAT, TEXT, error_of
+from .serving import serving
+from .test_accounting import List
+from .world import World, spell, world
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+NUM_LINES = 3
+
+
+class _Failing(BatchStore):
+    """A store whose commits can be held up, or go through without anybody hearing of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(ledger_url(str(path)))
+        self.num_unheard = 0
+        """So many answers are written, and then the connection breaks."""
+        self.num_broken = 0
+        """So many looks meet what nobody thought of."""
+        self.is_writing = threading.Event()
+        self.go = threading.Event()
+        self.go.set()
+
+    def answer(
+        self, batch_id: str, number: int, answer: bytes, *, is_error: bool, facts: Any = ()
+    ) -> bool:
+        self.is_writing.set()
+        assert self.go.wait(20)
+        is_new = super().answer(batch_id, number, answer, is_error=is_error, facts=facts)
+        if self.num_unheard:
+            self.num_unheard -= 1
+            raise BatchesDown("the connection broke after COMMIT was sent")
+        return is_new
+
+    def open_batches(self) -> list[BatchRow]:
+        if self.num_broken:
+            self.num_broken -= 1
+            raise RuntimeError("nobody thought of this")
+        return super().open_batches()
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(batches, "_LOOK_S", 0.02)
+
+
+@asynccontextmanager
+async def life(
+    model: ServedModel, store: BatchStore, *, runs: bool = True, **options: Any
+) -> AsyncIterator[tuple[World, List]]:
+    """A gateway's process, from its start to its end, and the facts that its ledger was given."""
+    async with world(model, spell(model, TEXT), store=store, **options) as it:
+        sink, gateway = List(), it.gateway
+        deployment = Deployment(model="x", ledger=LedgerConfig(prices="1/2/4"))
+        now, unix_time = gateway.now, gateway.unix_time
+        gateway.accounting = Accounting(deployment, model.name, sink, dict, now, unix_time)
+        assert it.worker is not None
+        running = asyncio.create_task(it.worker.run() if runs else asyncio.sleep(0))
+        try:
+            yield it, sink
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def begin(it: World) -> str:
+    """A batch of NUM_LINES; its id."""
+    lines = [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+        for n in range(NUM_LINES)
+    ]
+    raw = "\n".join(json.dumps(one) for one in lines).encode()
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", raw)}}
+    file = (await it.client.post("/v1/files", **form)).json()
+    asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    reply = await it.client.post("/v1/batches", json={**asked, "input_file_id": file["id"]})
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["id"])
+
+
+async def end(it: World, batch_id: str) -> list[str]:
+    """Wait for a batch; the ids of its answers."""
+    async with asyncio.timeout(20):
+        while True:
+            batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
+            if batch["status"] in ENDED:
+                break
+            await asyncio.sleep(0.01)
+    assert batch["status"] == "completed"
+    output = (await it.client.get(f"/v1/files/{batch['output_file_id']}/content")).text
+    rows = [json.loads(row) for row in output.splitlines()]
+    assert [row["custom_id"] for row in rows] == [f"r{n}" for n in range(NUM_LINES)]
+    return [row["response"]["request_id"] for row in rows]
+
+
+async def charged(sink: List, request_ids: Sequence[str]) -> None:
+    """All of these are charged once, and nothing else is."""
+    async with asyncio.timeout(10):
+        while len(sink.requests) < len(request_ids):
+            await asyncio.sleep(0.01)
+    assert sorted(asked_of(fact) for fact in sink.requests) == sorted(request_ids)
+    assert all(fact.income_pico_usd > 0 for fact in sink.requests)
+    assert {fact.model for fact in sink.requests} == {"small/batch"}
+
+
+def asked_of(fact: RequestFact) -> str:
+    return fact.request_id.rpartition("-")[0]
+
+
+def test_an_answer_that_was_written_unheard_is_charged(model: ServedModel, tmp_path: Path) -> None:
+    async def steps() -> None:
+        store = _Failing(tmp_path / "b.sqlite")
+        store.num_unheard = 2
+        async with life(model, store) as (it, sink):
+            await charged(sink, await end(it, await begin(it)))
+            assert not store.num_unheard
+
+    asyncio.run(steps())
+
+
+def test_a_write_that_outlives_its_line_is_charged(model: ServedModel, tmp_path: Path) -> None:
+    """The process is to end while a thread writes: what that completes is charged by this life,
+    the rest is answered and charged by the next.
+    """
+
+    async def steps() -> None:
+        store = _Failing(tmp_path / "b.sqlite")
+        store.go.clear()
+        async with life(model, store) as (it, sink):
+            batch_id = await begin(it)
+            await asyncio.to_thread(store.is_writing.wait, 20)
+            threading.Timer(0.2, store.go.set).start()
+        first = sink.requests
+        assert len(first) == 1
+        sink.on_kept(list(first))
+        async with life(model, BatchStore(ledger_url(str(tmp_path / "b.sqlite")))) as (it, later):
+            request_ids = await end(it, batch_id)
+            async with asyncio.timeout(10):
+                while len({fact.request_id for fact in (*first, *later.requests)}) < NUM_LINES:
+                    await asyncio.sleep(0.01)
+        given = {fact.request_id: fact for fact in first}
+        for fact in later.requests:
+            assert given.setdefault(fact.request_id, fact) == fact, "else it were another charge"
+        assert sorted(map(asked_of, given.values())) == sorted(request_ids)
+
+    asyncio.run(steps())
+
+
+def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    """As after `kill -9` between the two databases: facts stay until the ledger has them."""
+
+    def store() -> BatchStore:
+        return BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+
+    async def steps() -> None:
+        async with life(model, store()) as (it, first):
+            request_ids = await end(it, await begin(it))
+            await charged(first, request_ids)
+        async with life(model, store()) as (it, second):
+            await charged(second, request_ids)
+            assert sorted(second.requests, key=asked_of) == sorted(first.requests, key=asked_of)
+            second.on_kept(list(second.facts))
+            assert it.worker is not None
+            async with asyncio.timeout(10):
+                while await it.worker.call(it.worker.store.charges):
+                    await asyncio.sleep(0.01)
+        async with life(model, store()) as (it, third):
+            await end(it, await begin(it))
+            await charged(third, [asked_of(fact) for fact in third.requests])
+            assert not {*map(asked_of, third.requests)} & {*request_ids}
+
+    asyncio.run(steps())
+
+
+def test_what_nobody_thought_of_is_said_and_the_work_goes_on(
+    model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def steps() -> None:
+        store = _Failing(tmp_path / "b.sqlite")
+        store.num_broken = 2
+        async with life(model, store) as (it, sink):
+            async with asyncio.timeout(10):
+                while store.num_broken:
+                    await asyncio.sleep(0.01)
+            await charged(sink, await end(it, await begin(it)))
+
+    asyncio.run(steps())
+    assert caplog.text.count("nobody thought of this") >= 2
+
+
+def test_a_store_that_is_down_at_the_start_is_waited_for(
+    model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def steps() -> None:
+        folder = tmp_path / "later"
+        folder.write_text("a file is in its place")
+        store = BatchStore(ledger_url(str(folder / "b.sqlite")))
+        async with life(model, store) as (it, _):
+            for reply in (
+                await it.client.get("/v1/files"),
+                await it.client.post("/files", data={"purpose": "batch"}, files={"file": b"{}"}),
+                await it.client.get("/v1/batches/batch_1"),
+            ):
+                error = error_of(reply, 503, "no_batches")
+                assert "database" in error["message"]
+                assert int(reply.headers["retry-after"]) >= 1
+            chat = await it.client.post("/v1/chat/completions", json=CHAT)
+            assert chat.status_code == 200
+            folder.unlink()
+            request_ids = await end(it, await begin(it))
+            assert len(request_ids) == NUM_LINES
+
+    asyncio.run(steps())
+    assert caplog.text.count("batches stand still") == 1, "once for as long as it lasts"
+
+
+def test_each_path_says_all_its_methods(model: ServedModel, tmp_path: Path) -> None:
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store, runs=False) as (it, _):
+            for path, methods in (
+                ("/v1/files", {"GET", "HEAD", "POST"}),
+                ("/files/file-1", {"DELETE", "GET", "HEAD"}),
+                ("/v1/batches/batch_1/cancel", {"POST"}),
+                ("/v1/responses/resp_1", {"DELETE", "GET", "HEAD"}),
+            ):
+                reply = await it.client.put(path)
+                error_of(reply, 405, "method_not_allowed")
+                assert set(reply.headers["allow"].split(", ")) == methods
+            assert (await it.client.head("/v1/files")).status_code == 200
+
+    asyncio.run(steps())
+
+
+FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        (BatchesConfig(max_file_mb=1), "file_too_large"),
+        (BatchesConfig(max_tenant_mb=1), "files_too_large"),
+    ],
+)
+def test_an_upload_is_refused_as_soon_as_it_is_too_long(
+    model: ServedModel, tmp_path: Path, config: BatchesConfig, code: str
+) -> None:
+    """Its length is not said, and its end never comes."""
+    store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+    with serving(model, spell(model, TEXT), store=store, batches=config) as it:
+        with socket.create_connection(it.address, 10) as client:
+            client.sendall(
+                b"POST /v1/files HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+                b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+            )
+            for data in (FORM, *[b"y" * (1 << 18)] * 6):
+                client.sendall(b"%x\r\n%s\r\n" % (len(data), data))
+            reply = b""
+            while more := client.recv(65536):
+                reply += more
+        assert reply.startswith(b"HTTP/1.1 413 ")
+        assert code.encode() in reply
+        listed = httpx.get(f"{it.url}/v1/files", timeout=10).json()
+        assert listed["data"] == []
+
+
+def test_a_file_that_nobody_reads_is_given_up(
+    model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hadal.access")
+    store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+    patience = Patience(send_s=0.3)
+    with serving(model, spell(model, TEXT), store=store, patience=patience) as it:
+        url, raw = f"{it.url}/v1/files", b"z" * (24 << 20)
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": raw}}
+        file = httpx.post(url, timeout=30, **form).json()
+        whole = httpx.get(f"{url}/{file['id']}/content", timeout=30)
+        assert int(whole.headers["content-length"]) == len(raw)
+        assert whole.content == raw
+        caplog.clear()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(it.address)
+            path = f"/v1/files/{file['id']}/content"
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            until_s = time.monotonic() + 10
+            while f"GET {path} 499" not in caplog.text:
+                assert time.monotonic() < until_s, caplog.text
+                time.sleep(0.05)
