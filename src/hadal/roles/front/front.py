@@ -624,15 +624,16 @@ class Front:
             self._send(unit, Prefill(self._current(record)))
 
     def _give_way(self, now_s: float, record: Record) -> bool:
-        """Put the latest request of a batch back for one that somebody waits for. False: there is
-        none.
+        """Put requests of batches back for one that somebody waits for. False: that would not help
+        it.
         """
-        placed = [] if is_batch(record.generation.tenant) else self.requests.placed_of_batches()
-        if not placed:
+        if is_batch(record.generation.tenant):
             return False
-        self._let_go(placed[-1])
-        self._retry(now_s, placed[-1], "others need its room", is_counted=False)
-        return True
+        in_the_way = self.routing.in_the_way(record)
+        for one in in_the_way:
+            self._let_go(one)
+            self._retry(now_s, one, "others need its room", is_counted=False)
+        return bool(in_the_way)
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
         """Bind a request to the first fingerprint under which a prefill unit takes it now."""

@@ -669,15 +669,50 @@ class RequestRouting:
 
     def has_room(self, generation: Generation) -> bool:
         """Whether a new request could start now; else it has to wait."""
-        num_tokens = len(generation.prompt) + len(generation.output)
+        return self._has_room(len(generation.prompt) + len(generation.output), generation.tenant)
+
+    def _has_room(self, num_tokens: int, tenant: str, without: Sequence[Record] = ()) -> bool:
+        """The same if those were not on units."""
+        prefilling = Counter(one.prefill_unit for one in without if one.state is State.PREFILLING)
         return any(
-            self._may_prefill(num_tokens, generation.tenant, fingerprint)
+            self._may_prefill(num_tokens, tenant, fingerprint, without)
             and choose_prefill_unit(
-                self.units.prefill_views(fingerprint), blocks_for(num_tokens), num_tokens
+                [
+                    replace(view, num_requests=view.num_requests - prefilling[view.unit])
+                    if prefilling[view.unit]
+                    else view
+                    for view in self.units.prefill_views(fingerprint)
+                ],
+                blocks_for(num_tokens),
+                num_tokens,
             )
             is not None
             for fingerprint in self.units.serving()
         )
+
+    def in_the_way(self, record: Record) -> list[Record]:
+        """Requests of batches without which it could start now, the latest and no more than that
+        takes; none where it could not even without all of them.
+        """
+        num_tokens, tenant = record.num_tokens, record.generation.tenant
+        placed = [
+            one
+            for one in reversed(self.requests.placed_of_batches())
+            if one.decode_unit is None
+            or ((unit := self.units.by_name.get(one.decode_unit)) is not None and unit.is_open)
+        ]
+        if not placed or not self._has_room(num_tokens, tenant, placed):
+            return []
+        chosen: list[Record] = []
+        for one in placed:
+            chosen.append(one)
+            if self._has_room(num_tokens, tenant, chosen):
+                break
+        for one in chosen[:-1]:  # One may hold nothing of what is needed.
+            others = [other for other in chosen if other is not one]
+            if self._has_room(num_tokens, tenant, others):
+                chosen = others
+        return chosen
 
     def prefill_unit(self, record: Record) -> tuple[str, int] | None:
         """The prefill unit of its fingerprint that it starts on now, and how many of its positions
@@ -725,15 +760,18 @@ class RequestRouting:
             record.generation = msgspec.structs.replace(generation, max_tokens=longest)
         return None
 
-    def _may_prefill(self, num_tokens: int, tenant: str, fingerprint: str) -> bool:
+    def _may_prefill(
+        self, num_tokens: int, tenant: str, fingerprint: str, without: Sequence[Record] = ()
+    ) -> bool:
         requests, placed = self.requests, self.requests.placed_under(fingerprint)
-        if requests.num_placed >= self.limits.max_running:
+        if requests.num_placed - len(without) >= self.limits.max_running:
             return False
+        left = [one for one in without if one.fingerprint == fingerprint]
         view = self.units.downstream(
             fingerprint,
-            placed.num_requests,
-            placed.num_blocks,
-            placed.num_transferring,
+            placed.num_requests - len(left),
+            placed.num_blocks - sum(one.num_blocks for one in left),
+            placed.num_transferring - sum(one.state is State.TRANSFERRING for one in left),
             placed.tenant_to_num[tenant],
             len(requests.tenant_to_seen_s),
             requests.num_tenants_absent(tenant),

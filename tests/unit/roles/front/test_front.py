@@ -652,6 +652,34 @@ def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     ok(made)
 
 
+def test_a_batch_gives_way_with_no_more_than_is_needed() -> None:
+    """Two lines run, the later one in decode; what is missing is room in prefill."""
+    made = front(units=False)
+    for name in ("prefill-0", "prefill-1"):
+        made.handle(0.0, UnitUp(name, "prefill", f"{name}-1", 20, 1))
+    made.handle(0.0, UnitUp("decode-0", "decode", "d1", 200, 64))
+    assert made.refusal(0.0, "x/batch", 1, 10) is None
+    (first,) = of(made.handle(0.0, of_tenant("b1", "x/batch")), Send)
+    (second,) = of(made.handle(0.0, of_tenant("b2", "x/batch")), Send)
+    assert (first.to, second.to) == ("prefill-0", "prefill-1")
+    made.handle(0.1, PrefillDone("prefill-1", Token("b2", 0, 0, 50, None), LEASE))
+    made.handle(0.2, Pulled("decode-0", "b2", 0))
+    (third,) = of(made.handle(0.3, of_tenant("a", "y")), Send)
+    assert third.to == "prefill-1"
+    effects = made.handle(0.4, of_tenant("c", "z"))
+    assert [one.generation.request_id for one in sent(effects, Prefill)] == ["c"]
+    assert sent(effects, Release) == [Release("b1", 0)]
+    assert sent(effects, Cancel) == [], "the one in decode goes on"
+    assert made.requests.by_id["b2"].state == "decoding"
+    assert made.requests.by_id["b1"].state == "queued"
+    ok(made)
+    # Nothing of theirs would help the next one: a line is put back for no other's sake.
+    effects = made.handle(0.5, of_tenant("d", "z"))
+    assert (sent(effects, Prefill), sent(effects, Cancel)) == ([], [])
+    assert made.requests.by_id["b2"].state == "decoding"
+    ok(made)
+
+
 def test_what_one_line_asks_for_waits_and_is_not_refused() -> None:
     made = front(max_running=1)
     assert made.refusal(0.0, "x/batch", 2, 20) is None
