@@ -307,6 +307,11 @@ def test_nothing_is_lost_or_done_twice_when_somebody_is_killed(
     done = rows(client, batch.output_file_id) + rows(client, batch.error_file_id)
     assert sorted(row["custom_id"] for row in done) == sorted(names)
     assert batch.request_counts.completed == 30
+    # What stands in the output is charged, each line once, and nothing that was thrown away is.
+    written = sorted(row["response"]["request_id"] for row in done)
+    wait_until(lambda: len(charges(tmp_path)) >= 30, 20, "all are in the ledger")
+    time.sleep(2.5)  # Two more looks at what is left to be charged.
+    assert sorted(name.rpartition("-")[0] for name in charges(tmp_path)) == written
 
 
 def test_a_budget_is_kept_at_the_batch_price(tmp_path: Path, start_server: StartServer) -> None:

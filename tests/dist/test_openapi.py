@@ -41,7 +41,8 @@ def test_what_is_served_is_what_is_described(
     start_server: StartServer, tmp_path: Path, has_keys: bool
 ) -> None:
     arguments = ("--api-key", "k") if has_keys else ()
-    server = start_server(*arguments, limits={"default_output_tokens": 4})
+    batches = {"url": str(tmp_path / "batches.sqlite"), "max_file_mb": 1}
+    server = start_server(*arguments, limits={"default_output_tokens": 4}, batches=batches)
     command = [
         *(str(Path(sys.executable).with_name("schemathesis")), "run"),
         f"{server.url}/openapi.json",

@@ -121,6 +121,9 @@ class BatchPages:
                 ) from error
         try:
             file, purpose = form.get("file"), form.get("purpose")
+            for other in form.keys() - {"file", "purpose"}:
+                said = f"{other[:100]} is not supported; leave it out."
+                raise ApiError(400, said, param=other[:100])
             if purpose != BATCH:
                 raise ApiError(400, f"purpose has to be {BATCH!r}.", param="purpose")
             if not isinstance(file, UploadFile):

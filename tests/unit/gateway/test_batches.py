@@ -263,6 +263,18 @@ def test_each_path_says_all_its_methods(model: ServedModel, tmp_path: Path) -> N
     asyncio.run(steps())
 
 
+def test_a_form_s_other_fields_are_refused_by_name(model: ServedModel, tmp_path: Path) -> None:
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store, runs=False) as (it, _):
+            data = {"purpose": "batch", "expires_after[seconds]": "3600"}
+            reply = await it.client.post("/v1/files", data=data, files={"file": b"{}"})
+            assert error_of(reply, 400)["param"] == "expires_after[seconds]"
+            assert (await it.client.get("/v1/files")).json()["data"] == []
+
+    asyncio.run(steps())
+
+
 FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +15,8 @@ from starlette.routing import Route
 from hadal.gateway.edge import Edge
 from hadal.gateway.http import endpoints_of, make_app, routes_of
 from hadal.gateway.service import ServedModel
+from hadal.runtime.batches import BatchStore
+from hadal.runtime.ledger.store import ledger_url
 
 from .fake_units import FakeUnits
 from .scenes import CHAT, play
@@ -21,10 +25,15 @@ from .world import World, gateway_of, spell
 COMPLETION = {"model": "small", "prompt": "once", "max_tokens": 3}
 MESSAGE = {**CHAT, "max_tokens": 60}
 RESPONSE = {"model": "small", "input": "2 + 2?"}
+BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 
 
-def test_every_route_is_described(model: ServedModel) -> None:
+def store_in(folder: Path) -> BatchStore:
+    return BatchStore(ledger_url(str(folder / "batches.sqlite")))
+
+
+def test_every_route_is_described(model: ServedModel, tmp_path: Path) -> None:
     """Whoever adds one to the application adds it to the table, from which both follow."""
 
     async def scene(it: World) -> None:
@@ -44,8 +53,9 @@ def test_every_route_is_described(model: ServedModel) -> None:
                 path = route.path.replace(":path}", "}")
                 also = {(each.replace(":path}", "}"), how) for each, how in known}
                 assert (path, method) in also, f"{method} {route.path} is in no row"
+        assert ("/v1/batches/{batch_id}/cancel", "POST") in known
 
-    play(model, scene)
+    play(model, scene, store=store_in(tmp_path))
 
 
 def test_routes_are_the_table_s(model: ServedModel) -> None:
@@ -84,10 +94,16 @@ def test_routes_are_the_table_s(model: ServedModel) -> None:
         ("/v1", None, 200),
         ("/trace", None, 404),
         ("/v1/responses/resp_1", None, 404),
+        ("/v1/files", None, 200),
+        ("/v1/files/file-1", None, 404),
+        ("/v1/batches", None, 200),
+        ("/v1/batches", {}, 400),
+        ("/v1/batches", {**BATCH, "input_file_id": "a\0b"}, 404),
+        ("/v1/batches/batch_1", None, 404),
     ],
 )
 def test_a_reply_is_what_is_described(
-    model: ServedModel, path: str, body: dict[str, Any] | None, status: int
+    model: ServedModel, tmp_path: Path, path: str, body: dict[str, Any] | None, status: int
 ) -> None:
     async def scene(it: World) -> None:
         document = (await it.client.get("/openapi.json")).json()
@@ -108,7 +124,43 @@ def test_a_reply_is_what_is_described(
         for _, other in document["paths"][shown].items():
             assert other["summary"]
 
-    play(model, scene)
+    play(model, scene, store=store_in(tmp_path))
+
+
+def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: Path) -> None:
+    async def scene(it: World) -> None:
+        document = (await it.client.get("/openapi.json")).json()
+
+        async def ask(method: str, path: str, shown: str = "", **given: Any) -> Any:
+            reply = await it.client.request(method, path, **given)
+            assert reply.status_code == 200, reply.text
+            operation = document["paths"][shown or path][method.lower()]
+            content = operation["responses"]["200"]["content"]
+            if "application/json" not in content:
+                return reply.text
+            schema = content["application/json"]["schema"]
+            Draft202012Validator({**schema, "components": document["components"]}).validate(
+                reply.json()
+            )
+            return reply.json()
+
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": b"{}"}}
+        file = await ask("POST", "/v1/files", **form)
+        content = document["paths"]["/v1/files"]["post"]["requestBody"]["content"]
+        assert content.keys() == {"multipart/form-data"}
+        one, shown = f"/v1/files/{file['id']}", "/v1/files/{file_id}"
+        assert await ask("GET", one, shown) == file
+        assert await ask("GET", f"{one}/content", f"{shown}/content") == "{}"
+        assert (await ask("GET", "/v1/files?limit=1&order=asc", "/v1/files"))["data"] == [file]
+        batch = await ask("POST", "/v1/batches", json={**BATCH, "input_file_id": file["id"]})
+        one, shown = f"/v1/batches/{batch['id']}", "/v1/batches/{batch_id}"
+        assert await ask("GET", one, shown) == batch
+        assert (await ask("GET", "/v1/batches"))["data"] == [batch]
+        cancelled = await ask("POST", f"{one}/cancel", f"{shown}/cancel")
+        assert cancelled["status"] == "cancelling"
+        assert await ask("DELETE", f"/v1/files/{file['id']}", "/v1/files/{file_id}")
+
+    play(model, scene, store=store_in(tmp_path))
 
 
 def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
@@ -139,16 +191,16 @@ def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
     play(model, scene)
 
 
-def test_keys_are_described_where_they_are_needed(model: ServedModel) -> None:
+def test_keys_are_described_where_they_are_needed(model: ServedModel, tmp_path: Path) -> None:
     async def scene(it: World) -> None:
         document = (await it.client.get("/openapi.json")).json()
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
-                url = path.replace("{model_id}", "a").replace("{response_id}", "a")
+                url = re.sub(r"\{\w+\}", "a", path)
                 reply = await it.client.request(method, url, json={})
                 assert (reply.status_code == 401) == bool(operation["security"]), (method, path)
 
-    play(model, scene, keys=("k",))
+    play(model, scene, keys=("k",), store=store_in(tmp_path))
 
 
 def test_the_document_can_be_encoded_anew(model: ServedModel) -> None:
