@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
+from hadal.core.config import GATEWAY_HEARTBEAT_S, BatchesConfig, Deployment
 from hadal.core.messages import SUPERVISOR, AnyMessage, Drain, GatewayHeartbeat
 from hadal.gateway import process
 from hadal.gateway.auth import Tenant, salt_of
@@ -106,6 +106,32 @@ def test_failed_front_ends_the_process(model: ServedModel) -> None:
             units.tell(object())  # type: ignore[arg-type]  # No message at all: the front raises.
             async with asyncio.timeout(10):
                 assert await serving == EXIT_FATAL
+
+    asyncio.run(run())
+
+
+def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    folder.write_text("a file is in its place")
+
+    async def run() -> None:
+        units = FakeUnits(spell(model, "abc"))
+        gateway = gateway_of(model, units)
+        deployment = Deployment(
+            model="x", batches=BatchesConfig(url=str(folder / "batches.sqlite"))
+        )
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            serving = asyncio.create_task(serve(deployment, gateway, listening))
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                reply = await client.get("/v1/batches")
+                assert reply.status_code == 503
+                assert reply.json()["error"]["code"] == "no_batches"
+                folder.unlink()
+                assert (await client.get("/v1/batches")).json()["data"] == []
+            units.tell(Drain())
+            async with asyncio.timeout(10):
+                assert await serving == 0
 
     asyncio.run(run())
 
