@@ -315,8 +315,7 @@ def test_a_file_that_nobody_reads_is_given_up(
 ) -> None:
     caplog.set_level(logging.INFO, "hadal.access")
     store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-    patience = Patience(send_s=0.3)
-    with serving(model, spell(model, TEXT), store=store, patience=patience) as it:
+    with serving(model, spell(model, TEXT), store=store) as it:
         url, raw = f"{it.url}/v1/files", b"z" * (24 << 20)
         form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": raw}}
         file = httpx.post(url, timeout=30, **form).json()
@@ -324,6 +323,7 @@ def test_a_file_that_nobody_reads_is_given_up(
         assert int(whole.headers["content-length"]) == len(raw)
         assert whole.content == raw
         caplog.clear()
+        it.world.gateway.patience = Patience(send_s=0.3)
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(it.address)
