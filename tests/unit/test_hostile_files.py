@@ -32,7 +32,7 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import read_model_config
 from hadal.gateway import chat
 from hadal.gateway.service import read_served_model
-from hadal.gateway.template import TemplateProcess
+from hadal.gateway.template import ConfinedProcess
 from hadal.gateway.vocabulary import read_vocabulary
 from hadal.model.checkpoint import Checkpoint
 from hadal.runtime.memory import stored_weights
@@ -125,7 +125,7 @@ def test_tokenizers(
     name: str, rng: Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A template that was left as it was keeps its process, which takes longest to start.
-    monkeypatch.setattr(chat, "TemplateProcess", functools.cache(TemplateProcess))
+    monkeypatch.setattr(chat, "ConfinedProcess", functools.cache(ConfinedProcess))
     folder = write_model_folder(tmp_path / "model")
     path = folder / name
     fields = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]}

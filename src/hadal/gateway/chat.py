@@ -20,7 +20,7 @@ from typing import Any
 from hadal.core.documents import MAX_CONFIG_BYTES, read_text, shown
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.openai import Turn
-from hadal.gateway.template import TemplateProcess
+from hadal.gateway.template import ConfinedProcess
 from hadal.gateway.tools import NO_TOOLS, Choosing, described, format_of
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.tokens.table import read_json
@@ -71,7 +71,7 @@ class ChatFormat:
         self._vocabulary = vocabulary
         self._bos = bos
         self._eos = eos
-        self._template = TemplateProcess(template, source)
+        self._template = ConfinedProcess(template, source)
         self._own_chars = len(template)
         self.tools = format_of(vocabulary.control_ids, template)
         """How the model writes calls; None: it does not."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from hadal.core.errors import RequestError
 from hadal.gateway.openai import AnswerFormat
 from hadal.gateway.stream import Calls
-from hadal.gateway.template import TemplateProcess
+from hadal.gateway.template import ConfinedProcess
 from hadal.gateway.tools import Choosing, Tool
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
@@ -31,7 +31,7 @@ class Formats:
     """Grammars that were looked at. One thread at a time."""
 
     def __init__(self) -> None:
-        self._process: TemplateProcess | None = None
+        self._process: ConfinedProcess | None = None
         self._good: OrderedDict[tuple[str, ...], None] = OrderedDict()
 
     def text(self, wanted: AnswerFormat, *, follows_reasoning: bool, prefix: str = "") -> str:
@@ -99,7 +99,7 @@ class Formats:
         key = (*texts, prefix)
         if key not in self._good:
             if self._process is None:
-                self._process = TemplateProcess("", "formats", cpu_s=CPU_S)
+                self._process = ConfinedProcess("", "formats", cpu_s=CPU_S)
             if (found := self._process.check(texts, prefix)) is not None:
                 return found
         self._good[key] = None

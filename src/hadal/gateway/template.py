@@ -68,11 +68,9 @@ counted.
 """
 
 
-class TemplateProcess:
-    """One template and the process that renders it, started again whenever a limit ended it. Any
-    thread may call.
-
-    The process also ends with whoever made it.
+class ConfinedProcess:
+    """A process under limits that renders one template and looks at grammars. It is started again
+    whenever a limit ended it, and ends with whoever made it. Any thread may call.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class TemplateProcess:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._end: (
-            weakref.finalize[[socket.socket, subprocess.Popen[bytes]], TemplateProcess] | None
+            weakref.finalize[[socket.socket, subprocess.Popen[bytes]], ConfinedProcess] | None
         ) = None
         try:
             with self._lock:

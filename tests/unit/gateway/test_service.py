@@ -17,7 +17,7 @@ from hadal.gateway import chat
 from hadal.gateway.auth import PRIORITY, Tenant, salt_of, salt_within
 from hadal.gateway.openai import SamplingDefaults
 from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
-from hadal.gateway.template import TemplateProcess
+from hadal.gateway.template import ConfinedProcess
 from hadal.kv.names import extend, root_of
 from hadal.roles.front.requests import FrontNames
 
@@ -188,7 +188,7 @@ def test_long_bodies_give_the_same_in_the_thread(model: ServedModel) -> None:
 def test_a_template_that_hangs_holds_up_nobody_elses_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "TemplateProcess", partial(TemplateProcess, cpu_s=0.5))
+    monkeypatch.setattr(chat, "ConfinedProcess", partial(ConfinedProcess, cpu_s=0.5))
     write_model_folder(tmp_path)
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     (tmp_path / "chat_template.jinja").write_text(loops)

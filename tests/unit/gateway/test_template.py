@@ -17,7 +17,7 @@ import pytest
 
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.errors import ApiError
-from hadal.gateway.template import TemplateProcess
+from hadal.gateway.template import ConfinedProcess
 
 from .model_folder import BOS, EOS, TEMPLATE
 
@@ -30,8 +30,8 @@ VALUES: dict[str, Any] = {
 }
 
 
-def made(template: str, **limits: float) -> closing[TemplateProcess]:
-    return closing(TemplateProcess(template, "x.jinja", **limits))  # type: ignore[arg-type]
+def made(template: str, **limits: float) -> closing[ConfinedProcess]:
+    return closing(ConfinedProcess(template, "x.jinja", **limits))  # type: ignore[arg-type]
 
 
 def processes() -> list[int]:
@@ -98,7 +98,7 @@ def test_parsing_has_them_too(template: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"^x\.jinja: the chat template does not parse \(.*\)\.$"
     ):
-        TemplateProcess(template, "x.jinja", cpu_s=0.5, memory_bytes=1 << 28)
+        ConfinedProcess(template, "x.jinja", cpu_s=0.5, memory_bytes=1 << 28)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
@@ -115,15 +115,15 @@ def test_one_that_stands_still_or_was_killed_is_replaced(
 def test_one_that_is_killed_whenever_it_is_asked_is_not_the_clients_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = TemplateProcess._ask
+    ask = ConfinedProcess._ask
 
-    def killed_and_asked(self: TemplateProcess, call: Any, deadline_s: float) -> str:
+    def killed_and_asked(self: ConfinedProcess, call: Any, deadline_s: float) -> str:
         if call[0] == "render":
             os.kill(processes()[-1], signal.SIGKILL)
         return ask(self, call, deadline_s)
 
     with made("{{ messages[0]['content'] }}") as template:
-        monkeypatch.setattr(TemplateProcess, "_ask", killed_and_asked)
+        monkeypatch.setattr(ConfinedProcess, "_ask", killed_and_asked)
         with pytest.raises(ApiError, match="try again") as caught:
             template.render(MESSAGES, {}, 1000)
         assert caught.value.status == 503
