@@ -470,7 +470,7 @@ class Refused(Message, frozen=True):
 
     process: str
     kind_to_num: dict[str, int]
-    """What was asked for (kv, experts or mesh) -> how many connections."""
+    """What was asked for (kv, experts or mesh) -> how many connections; 0 for what it listens for."""
 
 
 # ---- supervisor / units -> front ----

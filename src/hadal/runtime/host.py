@@ -59,6 +59,8 @@ decode steps.
 """
 _MAX_WAIT_S = 0.5
 _TELL_REFUSED_S = 2.0
+_TELL_AGAIN_S = 20.0
+"""Gateways come and go: a new one is told what the last one knew."""
 _STOP_S = 2.0
 
 
@@ -158,9 +160,8 @@ class UnitHost:
         self._step_ended = False
         """A step's end is among the events being handled: a plan made now follows it."""
         self._stopping = False
-        self._reported_refused_s = 0.0
-        self._refused_before = refused_here()
-        """What this process refused before it was a host: nothing, but in tests."""
+        self._told_refused_s = -_TELL_AGAIN_S
+        self._told_refused: dict[str, int] = {}
 
     @property
     def is_stopping(self) -> bool:
@@ -266,15 +267,13 @@ class UnitHost:
             self._apply(self._leader.handle(self._clock.now(), Tick()))
 
     def _tell_refused(self) -> None:
-        """Tell of connections that were refused, if there ever was one: again and again, for
-        gateways come and go.
+        """Tell what this process refused, if it listens at all: what is new soon, the rest now and
+        then.
         """
-        now_s = self._clock.now()
-        if (
-            now_s - self._reported_refused_s >= _TELL_REFUSED_S
-            and (kind_to_num := refused_here()) != self._refused_before
-        ):
-            self._reported_refused_s = now_s
+        now_s, kind_to_num = self._clock.now(), refused_here()
+        wait_s = _TELL_AGAIN_S if kind_to_num == self._told_refused else _TELL_REFUSED_S
+        if kind_to_num and now_s - self._told_refused_s >= wait_s:
+            self._told_refused_s, self._told_refused = now_s, kind_to_num
             self._wire.send("front", Refused(self._wire.name, kind_to_num))
 
     def _take_news(self) -> None:

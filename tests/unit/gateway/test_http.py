@@ -414,6 +414,19 @@ def test_no_units(model: ServedModel) -> None:
     play(model, scene)
 
 
+def test_failures_are_counted_from_none(model: ServedModel) -> None:
+    """A series that begins with its first failure is no rise to whoever watches it."""
+
+    async def scene(it: World) -> None:
+        text = (await it.client.get("/metrics")).text
+        for endpoint in ("chat", "completions", "messages", "responses"):
+            for status in ("200", "500", "503"):
+                said = f'hadal_requests_total{{endpoint="{endpoint}",status="{status}"}} 0.0'
+                assert said in text
+
+    play(model, scene)
+
+
 def test_metrics(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         usage = (await it.client.post("/v1/chat/completions", json=CHAT)).json()["usage"]

@@ -15,8 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from hadal.comm.mesh.link import Refusals
 from hadal.core.handshake import key_of
-from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, RankStep, RankUp, UnitReport
+from hadal.core.messages import (
+    Audit,
+    AuditRequest,
+    Cancel,
+    KvLease,
+    RankStep,
+    RankUp,
+    Refused,
+    UnitReport,
+)
 from hadal.core.plans import (
     Formed,
     FormPlan,
@@ -156,6 +166,17 @@ def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> No
     for number in range(20):
         world.front.send("decode-0", AuditRequest(number))
         assert world.front.receive(5) == [Audit("decode-0", number, 0, 0, ())]
+    world.host.stop()
+    world.join()
+
+
+def test_what_it_listens_for_is_told_before_the_first_refusal(world: World) -> None:
+    """A series that begins with 1 is no rise to whoever watches it."""
+    refusals = Refusals("kv", "decode-0")
+    world.run()
+    assert world.front.receive(5) == [Refused("decode-0", {"kv": 0})]
+    refusals.count("no proof")
+    assert world.front.receive(5) == [Refused("decode-0", {"kv": 1})]
     world.host.stop()
     world.join()
 
@@ -313,7 +334,11 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
         first = [Stage(StagePlan(1, 1, 0, (), sources)), Execute((PrefillPlan(0, ()),))]
         thread = threading.Thread(target=lambda: host.run(first))
         thread.start()
-        assert front.receive(5) == [Cancel("staged", 0)]
+        said = list(front.receive(5))
+        while len(said) < 2:
+            assert (more := front.receive(5))
+            said += more
+        assert said == [Refused("decode-0.0", {"experts": 0}), Cancel("staged", 0)]
         host.stop()
         thread.join(5)
         host.close()

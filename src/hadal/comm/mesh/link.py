@@ -151,7 +151,9 @@ _of_process: Counter[str] = Counter()
 
 
 def refused_here() -> dict[str, int]:
-    """Connections that this process refused since it started, by what they asked for."""
+    """Connections that this process refused since it started, by what they asked for. 0 for what it
+    listens for and refused none of: the first one is a rise.
+    """
     return dict(_of_process)
 
 
@@ -161,6 +163,7 @@ class Refusals:
     def __init__(self, kind: str, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`kind`: "kv", "experts" or "mesh"; `what` names the listener in the log."""
         self.num_refused = 0
+        _of_process[kind] += 0
         self._kind = kind
         self._what = what
         self._clock = clock
