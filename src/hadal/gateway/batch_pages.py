@@ -36,7 +36,16 @@ from hadal.gateway.description import (
 from hadal.gateway.edge import SEEN
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.http import Endpoint, Gateway, discard
-from hadal.gateway.openai import BATCH_ENDPOINTS, BATCH_WINDOW, NewBatch, check_metadata, decode
+from hadal.gateway.openai import (
+    BATCH_ENDPOINTS,
+    BATCH_WINDOW,
+    NewBatch,
+    check_metadata,
+    decode,
+    is_ascending,
+    list_page,
+    read_limit,
+)
 from hadal.gateway.replies import ClientGone, send_within
 from hadal.runtime.batches import (
     BATCH,
@@ -175,18 +184,16 @@ class BatchPages:
 
     async def _list_files(self, request: Request, tenant: Tenant) -> Response:
         query = request.query_params
-        purpose, order = query.get("purpose", ""), query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise ApiError(400, "order has to be 'asc' or 'desc'.", param="order")
-        limit, after = _limit(request, _MAX_FILES, _MAX_FILES), query.get("after", "")
+        purpose, after = query.get("purpose", ""), query.get("after", "")
+        limit, is_rising = read_limit(query, _MAX_FILES, _MAX_FILES), is_ascending(query)
         rows = await self._worker.call(
             lambda: self._store.files(
-                tenant.name, purpose, after, limit + 1, is_ascending=order == "asc"
+                tenant.name, purpose, after, limit + 1, is_ascending=is_rising
             )
         )
         if rows is None:
             raise _missing("file", after)
-        return self._page([self._file(row) for row in rows], limit)
+        return self._json(list_page([self._file(row) for row in rows], limit))
 
     async def _get_file(self, request: Request, tenant: Tenant) -> Response:
         return self._json(self._file(await self._found_file(request, tenant)))
@@ -276,11 +283,12 @@ class BatchPages:
         return asked
 
     async def _list_batches(self, request: Request, tenant: Tenant) -> Response:
-        limit, after = _limit(request, 20, _MAX_BATCHES), request.query_params.get("after", "")
+        query = request.query_params
+        limit, after = read_limit(query, _MAX_BATCHES), query.get("after", "")
         rows = await self._worker.call(self._store.batches, tenant.name, after, limit + 1)
         if rows is None:
             raise _missing("batch", after)
-        return self._page([_batch(row) for row in rows], limit)
+        return self._json(list_page([_batch(row) for row in rows], limit))
 
     async def _get_batch(self, request: Request, tenant: Tenant) -> Response:
         batch_id = request.path_params["batch_id"]
@@ -316,19 +324,6 @@ class BatchPages:
             "status": "processed",
         }
 
-    def _page(self, objects: list[dict[str, Any]], limit: int) -> Response:
-        """`objects`: one more than fits, if there are more."""
-        shown = objects[:limit]
-        return self._json(
-            {
-                "object": "list",
-                "data": shown,
-                "first_id": shown[0]["id"] if shown else None,
-                "last_id": shown[-1]["id"] if shown else None,
-                "has_more": len(objects) > limit,
-            }
-        )
-
     @staticmethod
     def _json(fields: object) -> Response:
         return Response(msgspec.json.encode(fields), media_type="application/json")
@@ -356,13 +351,6 @@ class _Contents(StreamingResponse):
 
 def _read_file(file: IO[bytes]) -> Iterator[bytes]:
     return iter(lambda: file.read(PIECE_BYTES), b"")
-
-
-def _limit(request: Request, usual: int, most: int) -> int:
-    text = request.query_params.get("limit", str(usual))
-    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
-        raise ApiError(400, f"limit is {text[:40]!r}; 1 to {most} is possible.", param="limit")
-    return int(text)
 
 
 def _missing(kind: str, its_id: str, param: str | None = None) -> ApiError:

@@ -111,7 +111,16 @@ RESPONSES = Operation(
 )
 RESPONSE = Operation("A response that is kept.", ResponseReply, errors=(400, 404))
 RESPONSE_DELETED = Operation("Keep a response no longer.", ResponseDeleted, errors=(404,))
-RESPONSE_INPUT = Operation("What a response was asked.", ItemList, errors=(404,))
+RESPONSE_INPUT = Operation(
+    "What a response was asked.",
+    ItemList,
+    errors=(400, 404),
+    query={
+        "order": "asc or desc, which is the default",
+        "limit": "how many items at most: 1 to 100, 20 if left out",
+        "after": "the id of the item that the page begins behind",
+    },
+)
 _LATEST = {
     "after": "the last id of the page before",
     "limit": "how many there are in a page at most",

@@ -22,6 +22,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -80,7 +81,7 @@ from hadal.gateway.replies import (
     ReplyFormat,
     Times,
 )
-from hadal.gateway.responses import ResponseFormatter, parse_response
+from hadal.gateway.responses import ResponseFormatter, input_page, parse_response
 from hadal.gateway.service import Service, Work
 from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
@@ -544,6 +545,10 @@ Prepare = Callable[[bytes, str, Tenant], Awaitable[tuple[Work, Formatter]]]
 """(body, the reply's id, who asks) -> what is to be generated, and how it is answered."""
 
 
+_COUNTED_STATUSES = ("200", "500", "503")
+"""Those whose counts are there from the start: the first failure is a rise for whoever watches."""
+
+
 class Generate:
     """One of the generating endpoints, as an ASGI application of its own: it must see the client
     leave.
@@ -554,6 +559,8 @@ class Generate:
         self._name = name
         self._id_prefix = id_prefix
         self._prepare = prepare
+        for status in _COUNTED_STATUSES:
+            gateway.metrics.requests.labels(name, status)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -721,6 +728,7 @@ async def _overview(gateway: Gateway, host: Host, units: Sequence[str]) -> bytes
             "missing": health["missing"],
             "units_wanted": health["units_wanted"],
             "ranks_wanted": {role: units_of(deployment, role).ranks for role in ROLES},
+            "ranks_per_node": {role: units_of(deployment, role).ranks_per_node for role in ROLES},
             "snapshot": snapshot,
             "latency": gateway.metrics.latency(others),
             "experts": {unit: msgspec.Raw(body) for unit, body in experts.items()},
@@ -830,7 +838,8 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
         return Response(kept.body, media_type="application/json")
 
     async def items(request: Request) -> Response:
-        return Response((await found(request)).input, media_type="application/json")
+        data = msgspec.json.decode((await found(request)).input, type=list[dict[str, Any]])
+        return _json(input_page(data, request.query_params))
 
     async def found(request: Request, *, deletes: bool = False) -> KeptResponse:
         tenant, response_id = gateway.tenant_of(request), request.path_params["response_id"]

@@ -9,7 +9,7 @@ the conversation up to its end, so nothing else need be there then. Knows no tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,10 @@ from hadal.gateway.openai import (
     check_metadata,
     common_fields,
     decode,
+    is_ascending,
+    list_page,
     read_format,
+    read_limit,
     with_effort,
 )
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
@@ -246,6 +249,8 @@ def _choice_of(choice: Any) -> Any:
     return choice
 
 
+MAX_LISTED = 100
+"""Items of an input on one page."""
 _TEXTS = ("input_text", "output_text", "text")
 _ITEMS = "message, function_call, function_call_output and reasoning"
 
@@ -287,25 +292,36 @@ def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def listed(items: str | Sequence[InputItem]) -> dict[str, Any]:
-    """The input as a list that can be asked for."""
+def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The items of an input as they can be asked for, each with an id of its own."""
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
-    data = []
+    data: list[dict[str, Any]] = []
+    taken: set[str] = set()
     for index, item in enumerate(items):
         fields = {name: getattr(item, name) for name in item.__struct_fields__}
         if item.type == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
             fields["content"] = [{"type": kind, "text": item.content}]
-        fields["id"] = item.id or f"item_{index}"
+        item_id = item.id or f"item_{index}"
+        while item_id in taken:  # A client may have given it twice; pages go on from an id.
+            item_id = f"{item_id}_{index}"
+        taken.add(item_id)
+        fields["id"] = item_id
         data.append({name: value for name, value in fields.items() if value is not None})
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"],
-        "last_id": data[-1]["id"],
-        "has_more": False,
-    }
+    return data
+
+
+def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of what `listed` gave, as `order`, `limit` and `after` ask for. Raises RequestError."""
+    limit = read_limit(query, MAX_LISTED)
+    rows = items if is_ascending(query) else items[::-1]
+    if after := query.get("after"):
+        at = next((index for index, row in enumerate(rows) if row["id"] == after), None)
+        if at is None:
+            raise RequestError(f"after: there is no item {after[:80]!r} in this input.", "after")
+        rows = rows[at + 1 :]
+    return list_page(rows[: limit + 1], limit)
 
 
 def _needed(text: str | None, where: str) -> str:
@@ -471,7 +487,9 @@ class ResponseFormatter:
             data = self._event(
                 "response.function_call_arguments.done", **at, name=part.name, arguments=text
             )
-        status = "incomplete" if INCOMPLETE.get(self._finish or "") else "completed"
+        # A part that ended before the last one is complete, though both came in one piece.
+        is_cut = part is self._fold.parts[-1] and (self._finish or "") in INCOMPLETE
+        status = "incomplete" if is_cut else "completed"
         return data + self._event(
             "response.output_item.done", output_index=part.index, item=self._item(part, status)
         )

@@ -224,13 +224,13 @@ class ResponseDeleted(Shape):
 
 
 class ItemList(Shape):
-    """The input of a response."""
+    """Items of a response's input."""
 
     object: Literal["list"]
     data: list[Json]
-    first_id: str
-    last_id: str
-    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 # OpenAI's: files and batches.

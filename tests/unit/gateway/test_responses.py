@@ -15,8 +15,10 @@ from pydantic import BaseModel
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
 from hadal.gateway.openai import AnswerFormat, ChatAsk, Turn, parse_chat
-from hadal.gateway.responses import ResponseAsk, parse_response
+from hadal.gateway.replies import Head, Usage
+from hadal.gateway.responses import ResponseAsk, ResponseFormatter, parse_response
 from hadal.gateway.service import ServedModel
+from hadal.gateway.stream import Piece
 
 from .event_streams import named_events, response_of
 from .scenes import TEXT, error_of, play
@@ -271,6 +273,82 @@ def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
     play(model, scene, keys=("mine", "other"))
 
 
+def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedModel) -> None:
+    """The last piece may bring the end of the reasoning and all of the text; nothing of it is lost."""
+    head = Head("resp_0_" + "0" * 32, 0, "small", "")
+    for pieces in (
+        [Piece(reasoning="Well.", content="It is", finish="length")],
+        [Piece(reasoning="We"), Piece(reasoning="ll.", content="It is", finish="length")],
+        [Piece(reasoning="Well.", content="It is"), Piece(finish="length")],
+    ):
+        made = ResponseFormatter(head, model.vocabulary, parse().request, None)
+        usage = Usage(3, 4, 2)
+        data = made.begin(usage) + b"".join(made.chunks(0, piece) for piece in pieces)
+        events = named_events(data + made.end(usage))
+        said = response_of(events)
+        done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        assert done == said["output"]
+        assert [item["status"] for item in done] == ["completed", "incomplete"]
+        assert [item["content"][0]["text"] for item in said["output"]] == ["Well.", "It is"]
+        assert said["status"] == "incomplete"
+
+
+def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
+    """Ids that a client gave twice lead no reader of pages in a circle."""
+    given: list[dict[str, Any]] = [{"role": "user", "content": f"{number}"} for number in range(45)]
+    given[3]["id"] = given[7]["id"] = "item_9"
+
+    def texts(items: list[dict[str, Any]]) -> list[str]:
+        return [item["content"][0]["text"] for item in items]
+
+    async def scene(it: World) -> None:
+        made = (await it.client.post("/v1/responses", json={**ASKED, "input": given})).json()
+        path = f"/v1/responses/{made['id']}/input_items"
+
+        async def page(**query: Any) -> dict[str, Any]:
+            reply = await it.client.get(path, params=query)
+            assert reply.status_code == 200, reply.text
+            found: dict[str, Any] = reply.json()
+            return found
+
+        first = await page()
+        assert texts(first["data"]) == [f"{number}" for number in range(44, 24, -1)]
+        assert first["has_more"] is True
+        assert first["first_id"] == first["data"][0]["id"]
+        assert first["last_id"] == first["data"][-1]["id"]
+        for order in ("asc", "desc"):
+            read, after = [], {}
+            while True:
+                found = await page(order=order, limit=7, **after)
+                read += found["data"]
+                if not found["has_more"]:
+                    break
+                after = {"after": found["last_id"]}
+            wanted = [item["content"] for item in given]
+            assert texts(read) == (wanted if order == "asc" else wanted[::-1])
+            assert len({item["id"] for item in read}) == 45
+        last = await page(after=read[-1]["id"])
+        assert last == {
+            "object": "list",
+            "data": [],
+            "first_id": None,
+            "last_id": None,
+            "has_more": False,
+        }
+        assert len((await page(limit=100))["data"]) == 45
+        for name, bad in (
+            ("limit", "0"),
+            ("limit", "101"),
+            ("limit", "x"),
+            ("order", "up"),
+            ("after", "item_99"),
+        ):
+            reply = await it.client.get(path, params={name: bad})
+            assert error_of(reply, 400)["param"] == name
+
+    play(model, scene)
+
+
 def test_where_nothing_is_kept_it_is_said(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         made = (await it.client.post("/v1/responses", json=ASKED)).json()
@@ -296,7 +374,8 @@ def client_of(it: Serving) -> OpenAI:
 
 
 def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
-    with serving(model, spell(model, TEXT)) as it, client_of(it) as client:
+    script = spell(model, TEXT)
+    with serving(model, script, has_heartbeat=True) as it, client_of(it) as client:
         whole = client.responses.create(**ASKED)
         assert whole.output_text == "The answer is 4. 🙂"
         kinds = []
@@ -310,6 +389,10 @@ def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
         assert {"response.reasoning_text.delta", "response.output_text.done"} <= set(kinds)
         assert client.responses.retrieve(whole.id) == whole
         assert client.responses.input_items.list(whole.id).data[0].type == "message"
+        said = [{"role": "user", "content": f"{number}"} for number in range(5)]
+        long = client.responses.create(**{**ASKED, "input": said})
+        pages = client.responses.input_items.list(long.id, limit=2, order="asc")
+        assert [item.content[0].text for item in pages] == [one["content"] for one in said]
         client.responses.delete(whole.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(whole.id)
