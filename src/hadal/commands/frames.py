@@ -79,6 +79,7 @@ def world_frames(study: Study, unix_s: float) -> Iterator[ConsoleFrame]:
             world.front.snapshot(),
             _latency(world, now_s),
             experts,
+            {PREFILL: config.prefill.ranks_per_node, DECODE: config.decode.ranks_per_node},
         )
         money = _money(study, config, world, unix_s, now_s)
         status = _status(plans, unix_s, now_s)

@@ -223,7 +223,10 @@ class Feed:
     async def _run(self) -> None:
         while self._watchers:
             start_s = time.monotonic()
-            await self._poll()
+            try:
+                await self._poll()
+            except Exception:
+                log.exception("a look at the server failed; the next one comes as always")
             await asyncio.sleep(max(0.1, PERIOD_S - (time.monotonic() - start_s)))
 
     async def _poll(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from html import escape
 
 from hadal.core.plans import TraceEvent
@@ -14,40 +15,49 @@ from hadal.overlap.trace import COMPUTE, LINK, WAIT
 NOTHING = "–"
 
 
+_SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+
+
+def rounded(value: float, num_figures: int = 3) -> str:
+    """So many figures that say something, and never an exponent."""
+    return f"{Decimal(f'{value:.{num_figures}g}'):,f}"
+
+
 def number(value: float | None, unit: str = "") -> str:
     """Three figures, thousands shortened: 12.3 k."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
+    # What is rounded up to a million is one: 1 M, not 1,000 k.
+    size = float(f"{abs(value):.3g}") if abs(value) >= 9999.5 else abs(value)
+    for limit, letter in _SCALES:
+        if size >= limit:
             scale = 1e3 if letter == "k" else limit
-            return (
-                f"{value / scale:.3g} {letter}{unit}" if unit else f"{value / scale:.3g} {letter}"
-            )
-    text = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+            return f"{rounded(value / scale)} {letter}{unit}"
+    text = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else rounded(value)
     return f"{text} {unit}" if unit else text
 
 
 def milliseconds(value: float | None) -> str:
     """A duration of some milliseconds or seconds."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return NOTHING
-    return f"{value / 1e3:.3g} s" if value >= 1000 else f"{value:.3g} ms"
+    is_long = float(f"{value:.3g}") >= 1000
+    return f"{rounded(value / 1e3)} s" if is_long else f"{rounded(value)} ms"
 
 
 def dollars(value: float | None) -> str:
     """Money; more decimals where there is little of it."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return NOTHING
     sign, size = ("−" if value < 0 else ""), abs(value)
     if size >= 1000:
         return f"{sign}${size:,.0f}"
-    return f"{sign}${size:.2f}" if size >= 1 or not size else f"{sign}${size:.2g}"
+    return f"{sign}${size:.2f}" if size >= 1 or not size else f"{sign}${rounded(size, 2)}"
 
 
 def percent(value: float | None) -> str:
     """Of a share out of 100."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return NOTHING
     return f"{value:,.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
 
@@ -97,13 +107,16 @@ def unit_head(name: str, note: str, state: str) -> str:
 
 
 def rank_map(states: Sequence[str], ranks_per_node: int) -> str:
-    """A square for each rank of a unit, those of a node together."""
-    squares = "".join(
+    """A square for each rank of a unit. Those of a node stay together where a row ends."""
+    squares = [
         f'<i class="h-{state}" title="rank {rank}: {_STATE_WORDS[state]}"></i>'
-        + ("<b></b>" if (rank + 1) % ranks_per_node == 0 and rank + 1 < len(states) else "")
         for rank, state in enumerate(states)
+    ]
+    nodes = (
+        f"<b>{''.join(squares[first : first + ranks_per_node])}</b>"
+        for first in range(0, len(squares), ranks_per_node)
     )
-    return f'<div class="h-ranks">{squares}</div>'
+    return f'<div class="h-ranks">{"".join(nodes)}</div>'
 
 
 _STATE_WORDS = {

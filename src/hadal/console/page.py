@@ -25,7 +25,7 @@ from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, wro
 from hadal.runtime.topology import CONSOLE, unit_and_rank
 
 _NODE_RANKS = 8
-"""Ranks that stand together in a map of many."""
+"""Ranks that stand together where a server does not say how many a node has."""
 _MANY_UNITS = 8
 _STATE_WORDS = {
     "queued": "wait",
@@ -301,7 +301,8 @@ def _unit_figure(
     if again:
         note += f" · started again {again} ×"
     state = "up" if is_up and not absent else "rests" if set(states) == {"rests"} else "starting"
-    return figures.unit_head(unit, note, state), figures.rank_map(states, _NODE_RANKS)
+    per_node = overview.ranks_per_node.get(role, _NODE_RANKS)
+    return figures.unit_head(unit, note, state), figures.rank_map(states, per_node)
 
 
 def _life(process: ProcessStatus) -> str:
@@ -648,7 +649,7 @@ class MoneyPanel:
                     (
                         "Cost",
                         figures.dollars(total["cost_usd"]),
-                        f"{total['nodes_mean']:.3g} nodes on average",
+                        f"{figures.number(total['nodes_mean'])} nodes on average",
                     ),
                     (
                         "Margin",
@@ -805,6 +806,7 @@ class ConsolePage:
             await door.open(self._body, self._enter)
 
     async def _enter(self, key: str) -> None:
+        self._bar.show_key(key)
         self._watcher = Watcher(key, self._show, self._leave)
         with ui.element("div").classes("h-tabs").props('role="tablist"'):
             self._tabs = {}

@@ -71,6 +71,8 @@ class Overview(msgspec.Struct, frozen=True):
     """"first_token" and "per_token", in seconds."""
     experts: dict[str, UnitExperts] = {}
     """Of the units that were asked for."""
+    ranks_per_node: dict[str, int] = {}
+    """By role, as the deployment has it."""
 
 
 class RoleSeen(msgspec.Struct, frozen=True):
