@@ -54,7 +54,7 @@ complete.
 
 
 class GatewayProtocol(HttpToolsProtocol):
-    """Created by uvicorn for every connection."""
+    """The protocol of one connection, which uvicorn makes."""
 
     _header_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0

@@ -1,8 +1,9 @@
 """The front, seen from a gateway whose process does not hold it: generations go there and tokens
 come back on the wire.
 
-    Open -------------------> Delivered, Delivered ... its last one final Open -> (the front dies)
-    -> a FrontHeartbeat with another epoch: Open again, with what was delivered -> Delivered ...
+    Open ──► Delivered, Delivered ... of which the last one is final
+    Open ──► Delivered ... (the front dies)
+             a FrontHeartbeat with another epoch: Open, with what was delivered ──► Delivered ...
 
 So the end of the front costs a stream of this gateway time and nothing else. Every open generation
 is in one table, with all its tokens; a front that is silent is waited for as long as the request
