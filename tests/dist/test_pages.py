@@ -20,6 +20,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from hadal.console import tools
+from hadal.core.config import LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.chat import ChatFormat
 from hadal.gateway.openai import SamplingDefaults
@@ -204,6 +205,136 @@ def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
         wait_until(lambda: num_open() == 1, 20.0, "an answer has begun")
         page.close()
         wait_until(lambda: num_open() == 0, 60.0, "nobody makes it any more")
+
+
+def ticking(vocabulary: Vocabulary) -> Script:
+    """Says the same for as long as it is listened to."""
+    ids = vocabulary.encode_plain("tick tock ")
+    return lambda generation, index: ids[index % len(ids)]
+
+
+def kept_chat(number: int, result: str) -> tuple[str, str]:
+    """A name in the browser's storage and what is there: a conversation with a tool's long result."""
+    call = {"id": "c", "name": "look", "arguments": "{}", "result": result}
+    answers = [{"calls": [call], "finish": "tool_calls"}, {"content": "Seen.", "finish": "stop"}]
+    chat = {"id": f"{number}", "title": f"chat {number}", "changed_ms": number}
+    chat["turns"] = [{"asked": f"question {number}", "answers": answers}]
+    return f"hadal.chat.{number}", json.dumps(chat, ensure_ascii=False)
+
+
+def test_five_megabytes_of_conversations_are_listed_and_opened(browser: Browser) -> None:
+    """Nearly all that a browser keeps for a page, one of them longer than a socket's message may be;
+    its characters are of two code units, so that pieces end between halves of some.
+    """
+    chats = [kept_chat(0, "." + 600_000 * "🙂")] + [
+        kept_chat(number, 950_000 * "x") for number in range(1, 5)
+    ]
+    assert sum(len(text) for _, text in chats) > 4_400_000
+    with (
+        caller() as model,
+        serving(model, ticking(model.vocabulary), has_heartbeat=True) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        expect(page.locator(".h-empty")).to_be_visible()
+        for name, text in chats:
+            page.evaluate("([name, text]) => localStorage.setItem(name, text)", [name, text])
+        page.reload()
+        expect(page.locator(".h-row-title")).to_have_text([f"chat {n}" for n in (4, 3, 2, 1, 0)])
+        for number in (0, 3, 0):
+            page.locator(".h-row-title", has_text=f"chat {number}").click()
+            expect(page.locator(".h-asked-text")).to_have_text(f"question {number}")
+            expect(page.locator(".h-md").last).to_contain_text("Seen.")
+        page.locator("summary", has_text="look").click()
+        shown = page.locator(".h-call pre").last.inner_text()
+        assert shown == "." + 19_999 * "🙂", "no half of a character was lost"
+        page.hover(".h-row >> nth=0")
+        page.locator("[aria-label=Delete]").first.click()
+        expect(page.locator(".h-row-title")).to_have_count(4)
+
+
+def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
+    """Another conversation is opened, and then the page is loaded anew, while an answer comes in."""
+    with (
+        caller() as model,
+        serving(model, ticking(model.vocabulary), step_s=0.1, has_heartbeat=True) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        ask(page, "first")
+        answer = page.locator(".h-answer").last
+        expect(answer).to_contain_text("tick tock", timeout=WAIT_MS)
+        page.keyboard.press("Alt+KeyN")
+        expect(page.locator(".h-empty")).to_be_visible()
+        page.locator(".h-row-title", has_text="first").click()
+        expect(answer).to_contain_text("tick")
+        expect(page.locator(".h-stats").last).to_contain_text("stopped")
+        page.keyboard.press("Alt+KeyN")
+        ask(page, "second")
+        expect(page.locator(".h-asked-text")).to_have_text("second")
+        page.wait_for_function(
+            "Object.values(localStorage).some((text) => /second.*tick tock/.test(text))"
+        )
+        page.reload()
+        for name in ("first", "second"):
+            page.locator(".h-row-title", has_text=name).click()
+            expect(page.locator(".h-asked-text")).to_have_text(name)
+            expect(answer).to_contain_text("tick tock")
+            expect(page.locator(".h-stats").last).to_contain_text("stopped")
+            expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
+
+
+def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: Browser) -> None:
+    limits = LimitsConfig(max_running=1, max_queued=0)
+    with (
+        caller() as model,
+        serving(
+            model, ticking(model.vocabulary), step_s=0.05, has_heartbeat=True, limits=limits
+        ) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        body = {"model": "caller", "prompt": "a", "stream": True}
+        url = f"{gateway.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as other:
+            assert other.status_code == 200
+            ask(page, "first")
+            expect(page.get_by_text("Busy, trying again")).to_be_visible()
+            page.click("[aria-label=Stop]")
+            expect(page.locator(".h-stats").last).to_contain_text("stopped")
+            expect(page.get_by_text("Busy, trying again")).to_be_hidden()
+            ask(page, "second")
+            expect(page.get_by_text("Busy, trying again")).to_be_visible()
+        expect(page.locator(".h-answer").last).to_contain_text("tick tock", timeout=WAIT_MS)
+        assert page.locator(".h-bad:visible").count() == 0
+        page.keyboard.press("Escape")
+        expect(page.locator(".h-stats").last).to_contain_text("stopped")
+
+
+def test_a_key_is_forgotten(browser: Browser) -> None:
+    with (
+        caller() as model,
+        serving(model, ticking(model.vocabulary), has_heartbeat=True, keys=("mine",)) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        forget = page.locator("[aria-label='Forget key']")
+        for path in ("/", "/console"):
+            page.goto(pages + path)
+            expect(page.locator(".h-door")).to_be_visible()
+            expect(forget).to_be_hidden()
+            page.fill(".h-door input", "mine")
+            page.press(".h-door input", "Enter")
+            if path == "/":
+                expect(page.locator("#h-input")).to_be_visible()
+                page.reload()
+                expect(page.locator("#h-input")).to_be_visible()
+            else:
+                expect(page.locator(".h-tabs")).to_be_visible()
+            assert page.evaluate("localStorage.getItem('hadal.key')") == "mine"
+            forget.click()
+            expect(page.locator(".h-door")).to_be_visible()
+            assert page.evaluate("localStorage.getItem('hadal.key')") is None
 
 
 def test_tools_run_and_their_results_go_back(browser: Browser) -> None:

@@ -17,15 +17,21 @@ _CONNECT_S = 5.0
 _SILENCE_S = 120.0
 """A server that says nothing for so long, not even a keep-alive, is given up."""
 _PAGE_S = 5.0
+_BUSY = (429, 503)
+"""Statuses of a server that may have room later."""
 
 
 class AskError(HadalError):
     """The gateway cannot be reached, or refuses; the text is for the user."""
 
-    def __init__(self, message: str, status: int = 0, param: str = "") -> None:
+    def __init__(
+        self, message: str, status: int = 0, param: str = "", again_s: float | None = None
+    ) -> None:
+        """`again_s`: when the gateway says that it may be asked again; None: it does not."""
         super().__init__(message)
         self.status = status
         self.param = param
+        self.again_s = again_s
 
 
 class Asking:
@@ -88,8 +94,11 @@ def _named(error: Exception) -> str:
 
 
 def _refusal(reply: httpx.Response) -> AskError:
+    again = reply.headers.get("retry-after", "")
+    again_s = float(again) if reply.status_code in _BUSY and again.isdecimal() else None
     try:
         error = reply.json()["error"]
-        return AskError(str(error["message"]), reply.status_code, str(error.get("param") or ""))
+        said, param = str(error["message"]), str(error.get("param") or "")
     except (ValueError, KeyError, TypeError):
-        return AskError(f"The server answered {reply.status_code}.", reply.status_code)
+        said, param = f"The server answered {reply.status_code}.", ""
+    return AskError(said, reply.status_code, param, again_s)

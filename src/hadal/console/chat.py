@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import html
+import itertools
 import json
 import secrets
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from nicegui import background_tasks, ui
@@ -21,8 +23,10 @@ from hadal.console.conversation import (
     ChatAnswer,
     ChatTurn,
     Conversation,
+    KeptChat,
     ToolRun,
-    read_all,
+    read,
+    read_list,
     to_json,
 )
 from hadal.console.shell import Door, TopBar, head, store
@@ -34,6 +38,18 @@ _MAX_ROUNDS = 8
 """Answers of one turn: a model that calls tools for ever is stopped."""
 _MAX_SHOWN = 20_000
 """Characters of a tool's arguments or result that are shown."""
+_MAX_LISTED = 1000
+"""Conversations in the list; the browser may keep more."""
+_PIECE_CHARS = 100_000
+"""Of what the browser keeps, at once: whatever they are, far less than a socket's message may be."""
+_MAX_PIECES = 1000
+_JS_S = 10.0
+_KEEP_S = 1.0
+_KEEP_CHARS_PER_S = 250_000
+"""What comes in is kept every second; of a long conversation no more than this is sent in one."""
+_MAX_AGAIN = 5
+_MAX_AGAIN_S = 60.0
+"""A server that is busy for longer is not waited for."""
 _IDEAS = ("What is 12 + 30?", "Spell the word harbour backwards.", "Sort 31, 4, 15, 9.")
 
 
@@ -49,6 +65,8 @@ class AnswerView:
                 with self._thinking_text:
                     self._thinking_label = ui.label("")
             self._thinking.set_visibility(False)
+            self._note = ui.label("").classes("h-muted")
+            self._note.set_visibility(False)
             self._content = ui.markdown("", extras=["fenced-code-blocks", "tables"])
             self._content.classes("h-md")
             self._calls = ui.element("div").classes("h-calls")
@@ -58,8 +76,15 @@ class AnswerView:
         self._shown: tuple[str, str] = ("", "")
         self._shown_calls: list[tuple[str, str, str | None]] = []
 
+    def say(self, note: str) -> None:
+        """What is to be said before anything has come; empty: nothing."""
+        self._note.set_text(note)
+        self._note.set_visibility(bool(note))
+
     def show(self, answer: ChatAnswer, *, is_over: bool) -> None:
         """Bring the page up to what came."""
+        if is_over:
+            self.say("")
         if answer.thinking:
             self._thinking.set_visibility(True)
             self._thinking_label.set_text(answer.thinking.strip())
@@ -139,8 +164,12 @@ class ChatPage:
         self._model = ""
         self._can_call = True
         """Until the server refuses tools: its model was not taught any."""
-        self._all: list[Conversation] = []
+        self._all: list[KeptChat] = []
+        self._loaded: dict[str, Conversation] = {}
+        """Those of them whose turns are here."""
         self._now = _new()
+        self._opening = ""
+        """The one whose turns are on their way."""
         self._task: asyncio.Task[Any] | None = None
         self._is_running = False
 
@@ -171,9 +200,13 @@ class ChatPage:
 
     async def _enter(self, key: str) -> None:
         self._key = key
+        self._bar.show_key(key)
         self._bar.model.set_text(self._model)
-        texts = await ui.run_javascript(f"return hadal.kept({json.dumps(_PREFIX)})", timeout=10.0)
-        self._all = read_all(list(texts or ()))
+        self._all = read_list(
+            await self._client.run_javascript(
+                f"return hadal.kept({json.dumps(_PREFIX)}, {_MAX_LISTED})", timeout=_JS_S
+            )
+        )
         self._layout()
         self._show()
 
@@ -256,7 +289,7 @@ class ChatPage:
         self._state(is_running=self._is_running)
         self._client.run_javascript("hadal.bottom(true); hadal.focus()")
 
-    def _list_row(self, one: Conversation) -> None:
+    def _list_row(self, one: KeptChat) -> None:
         row = ui.element("div").classes("h-row" + (" h-row-now" if one.id == self._now.id else ""))
         with row:
             with ui.element("button").classes("h-row-title").on("click", lambda: self._open(one)):
@@ -335,6 +368,7 @@ class ChatPage:
     def new(self) -> None:
         """Begin another conversation, with the settings of this one."""
         self._leave()
+        self._opening = ""
         before, self._now = self._now, _new()
         self._now.system, self._now.temperature = before.system, before.temperature
         self._now.has_tools = before.has_tools
@@ -350,11 +384,12 @@ class ChatPage:
         """Ask, unless an answer is on its way."""
         if not text.strip() or self._is_running:
             return
+        self._opening = ""
         self._now.ask(text)
         self._begin()
 
     def regenerate(self) -> None:
-        """ChatAnswer the last question anew."""
+        """Have the last question answered anew."""
         if self._now.turns and not self._is_running:
             self._now.turns[-1].answers.clear()
             self._begin()
@@ -362,16 +397,40 @@ class ChatPage:
     def _sent(self, event: Any) -> None:
         self.ask(str(event.args))
 
-    def _open(self, one: Conversation) -> None:
+    async def _open(self, one: KeptChat) -> None:
+        self._opening = one.id
+        found = self._loaded.get(one.id) or await self._read(one.id)
+        if self._opening != one.id:
+            return  # Meanwhile something else was wanted.
+        self._opening = ""
+        if found is None:
+            with self._body:
+                ui.notify("The browser does not keep this conversation any more.")
+            return
         self._leave()
-        self._now = one
+        self._loaded[one.id] = self._now = found
         self._hide_list()
         self._show()
 
-    def _delete(self, one: Conversation) -> None:
+    async def _read(self, chat_id: str) -> Conversation | None:
+        """A conversation out of the browser, piece by piece."""
+        name, texts, begin = json.dumps(_PREFIX + chat_id), list[str](), 0
+        for _ in range(_MAX_PIECES):
+            text, begin, is_all = await self._client.run_javascript(
+                f"return hadal.piece({name}, {begin}, {_PIECE_CHARS})", timeout=_JS_S
+            )
+            texts.append(text)
+            if is_all:
+                return read(chat_id, "".join(texts))
+        return None
+
+    def _delete(self, one: KeptChat) -> None:
         self._all.remove(one)
+        if self._opening == one.id:
+            self._opening = ""
+        self._loaded.pop(one.id, None)
         store(self._client, _PREFIX + one.id, "")
-        if one is self._now:
+        if one.id == self._now.id:
             self._leave()
             self._now = _new()
         self._show()
@@ -384,7 +443,7 @@ class ChatPage:
         del self._now.turns[number:]
         if not self._now.turns:
             self._now.title = ""
-        self._keep()
+        self._keep(self._now)
         self._show()
         self._client.run_javascript(f"hadal.fill({json.dumps(text)})")
 
@@ -407,7 +466,7 @@ class ChatPage:
                 now.temperature = None if own.value else float(slider.value)
                 now.has_tools = bool(has_tools.value)
                 if now.turns:
-                    self._keep()
+                    self._keep(now)
                 dialog.close()
                 self._show()
 
@@ -424,21 +483,29 @@ class ChatPage:
         """The page is gone, and with it whoever waited for an answer."""
         self._leave()
         self._now = _new()
+        self._loaded.clear()
 
-    def _keep(self) -> None:
-        self._now.changed_ms = int(time.time() * 1000)
-        if self._now not in self._all:
-            self._all.insert(0, self._now)
-        store(self._client, _PREFIX + self._now.id, to_json(self._now))
+    def _keep(self, conversation: Conversation) -> int:
+        """Have the browser keep it as it is now; returns how long it is."""
+        conversation.changed_ms = int(time.time() * 1000)
+        if conversation.id not in self._loaded:
+            self._loaded[conversation.id] = conversation
+            self._all.insert(0, KeptChat(conversation.id))
+        for one in self._all:
+            if one.id == conversation.id:
+                one.title = conversation.title
+        text = to_json(conversation)
+        store(self._client, _PREFIX + conversation.id, text)
+        return len(text)
 
     def _begin(self) -> None:
         self._is_running = True
-        self._keep()
+        self._keep(self._now)
         self._show()
         self._task = background_tasks.create(self._run(self._now))
 
     async def _run(self, conversation: Conversation) -> None:
-        """ChatAnswer the last question, carrying out what the model calls in between."""
+        """Have the last question answered, carrying out what the model calls in between."""
         turn = conversation.turns[-1]
         try:
             for _ in range(_MAX_ROUNDS):
@@ -446,11 +513,12 @@ class ChatPage:
                 if not answer.wants_results:
                     break
         finally:
-            if self._now is conversation:
+            if conversation.id in self._loaded:  # Neither deleted nor its page gone.
+                self._keep(conversation)
+            if self._now is conversation and self._task in (None, asyncio.current_task()):
                 self._is_running = False
                 self._task = None
                 with self._body:
-                    self._keep()
                     self._show()
 
     async def _answer(self, conversation: Conversation, turn: ChatTurn) -> ChatAnswer:
@@ -461,7 +529,7 @@ class ChatPage:
         answer = ChatAnswer()
         turn.answers.append(answer)
         try:
-            await self._stream(body, answer, view)
+            await self._stream(conversation, body, answer, view)
             if answer.wants_results:
                 await self._carry_out(answer, view)
         except AskError as error:
@@ -478,14 +546,39 @@ class ChatPage:
             view.show(answer, is_over=True)
         return answer
 
-    async def _stream(self, body: dict[str, Any], answer: ChatAnswer, view: AnswerView) -> None:
+    async def _stream(
+        self,
+        conversation: Conversation,
+        body: dict[str, Any],
+        answer: ChatAnswer,
+        view: AnswerView,
+    ) -> None:
         start_s = shown_s = time.monotonic()
-        async for event in self._asking.stream(body, self._key):
+        keep_s = start_s + _KEEP_S
+        async for event in self._events(body, view):
             now_s = time.monotonic()
             answer.take(event, now_s - start_s)
             if now_s - shown_s >= _SHOW_S:
                 shown_s = now_s
                 view.show(answer, is_over=False)
+            if now_s >= keep_s:  # A page that is reloaded comes back with it.
+                num_chars = self._keep(conversation)
+                keep_s = now_s + max(_KEEP_S, num_chars / _KEEP_CHARS_PER_S)
+
+    async def _events(self, body: dict[str, Any], view: AnswerView) -> AsyncIterator[Any]:
+        """What the gateway answers, asked again when it says so if it is busy. Raises AskError."""
+        for num_tries in itertools.count():
+            try:
+                async for event in self._asking.stream(body, self._key):
+                    yield event
+                return
+            except AskError as error:
+                again_s = error.again_s
+                if again_s is None or again_s > _MAX_AGAIN_S or num_tries == _MAX_AGAIN:
+                    raise
+                view.say(f"Busy, trying again in {again_s:.0f} s.")
+                await asyncio.sleep(again_s)
+                view.say("")
 
     async def _carry_out(self, answer: ChatAnswer, view: AnswerView) -> None:
         """Run each call; its card shows it at work, then what it gave."""

@@ -168,6 +168,14 @@ class Conversation(msgspec.Struct):
         return body
 
 
+class KeptChat(msgspec.Struct):
+    """A conversation in the list of those that a browser keeps; its turns are still there."""
+
+    id: str
+    title: str = ""
+    changed_ms: float = 0
+
+
 _decode = msgspec.json.Decoder(Conversation).decode
 
 
@@ -176,12 +184,28 @@ def to_json(conversation: Conversation) -> str:
     return msgspec.json.encode(conversation).decode()
 
 
-def read_all(texts: list[str]) -> list[Conversation]:
-    """Those that the browser kept, the latest first; what is none of ours is passed over."""
-    found = []
-    for text in texts:
-        try:
-            found.append(_decode(text))
-        except msgspec.MsgspecError:
-            continue
-    return sorted(found, key=lambda one: -one.changed_ms)
+def read_list(found: object) -> list[KeptChat]:
+    """What the browser says that it keeps, the latest first. Empty for what is no such list."""
+    try:
+        chats = msgspec.convert(found, list[KeptChat])
+    except msgspec.ValidationError:
+        return []
+    for chat in chats:  # Half a character cannot be shown.
+        chat.title = chat.title.encode("utf-8", "replace").decode()
+    return sorted(chats, key=lambda one: -one.changed_ms)
+
+
+def read(chat_id: str, text: str) -> Conversation | None:
+    """The conversation that the browser kept under an id; None if it is none of ours. An answer that
+    had no end when it was kept lost its page.
+    """
+    try:
+        found = _decode(text.encode())
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return None
+    found.id = chat_id
+    for turn in found.turns:
+        for answer in turn.answers:
+            if not answer.finish and not answer.error:
+                answer.finish = "stopped"
+    return found

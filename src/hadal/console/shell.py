@@ -53,7 +53,7 @@ def head(title: str) -> None:
 
 
 class TopBar:
-    """The bar at the top: the name, what is served, links, dark mode."""
+    """The bar at the top: the name, what is served, links, a key that is kept, dark mode."""
 
     def __init__(self, here: str) -> None:
         """`here`: "chat" or "console"."""
@@ -68,6 +68,15 @@ class TopBar:
                     link = ui.link(name, path).classes("h-nav")
                     if name.lower() == here:
                         link.classes("h-nav-here").props('aria-current="page"')
+                self._forget = (
+                    ui.element("button")
+                    .classes("h-icon")
+                    .props('aria-label="Forget key" title="Forget key"')
+                    .on("click", self._forget_key)
+                )
+                with self._forget:
+                    ui.icon("key_off")
+                self._forget.set_visibility(False)
                 self._switch = (
                     ui.element("button")
                     .classes("h-icon")
@@ -81,6 +90,15 @@ class TopBar:
         """Take up light or dark as it was chosen; else as the system has it."""
         kept = await stored(_DARK)
         self.dark.set_value({"1": True, "0": False}.get(kept))
+        self.show_key(await stored(_KEY))
+
+    def show_key(self, key: str) -> None:
+        """A key that the browser keeps can be forgotten."""
+        self._forget.set_visibility(bool(key))
+
+    def _forget_key(self) -> None:
+        """And what was seen with it: the page begins anew."""
+        ui.run_javascript(f"hadal.store({json.dumps(_KEY)}, ''); location.reload()")
 
     async def _toggle(self) -> None:
         is_dark = await ui.run_javascript(

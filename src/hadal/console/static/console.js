@@ -8,8 +8,28 @@ window.hadal = {
       console.warn("The browser keeps nothing more:", error.name);
     }
   },
-  kept(prefix) {
-    return Object.keys(localStorage).filter((name) => name.startsWith(prefix)).map((name) => localStorage.getItem(name));
+  // What is kept, without its text: a page's socket takes no more than a megabyte at once.
+  kept(prefix, most) {
+    const found = [];
+    for (const name of Object.keys(localStorage)) {
+      if (!name.startsWith(prefix) || name.length > 100) continue;
+      try {
+        const { title, changed_ms } = JSON.parse(localStorage.getItem(name));
+        const words = [...String(title ?? "")].slice(0, 64).join("");
+        found.push({ id: name.slice(prefix.length), title: words, changed_ms: Number(changed_ms) || 0 });
+      } catch {
+        continue;  // None of ours.
+      }
+    }
+    return found.sort((one, other) => other.changed_ms - one.changed_ms).slice(0, most);
+  },
+  // A piece of what is kept under a name, where it ends, and whether that is all.
+  piece(name, begin, most) {
+    const text = localStorage.getItem(name) ?? "";
+    let end = Math.min(text.length, begin + most);
+    // A character of two code units is not cut.
+    if (end < text.length && (text.charCodeAt(end - 1) & 0xfc00) === 0xd800) end -= 1;
+    return [text.slice(begin, end), end, end === text.length];
   },
   grow(field) {
     field.style.height = "auto";

@@ -1,0 +1,54 @@
+"""What the pages hear of a gateway that refuses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from hadal.console.asking import AskError, Asking
+
+
+async def _refuse(request: Request) -> JSONResponse:
+    body = await request.json()
+    error = {"message": "Full.", "param": None}
+    return JSONResponse({"error": error}, body["status"], headers=body["headers"])
+
+
+REFUSING = Starlette(routes=[Route("/v1/chat/completions", _refuse, methods=["POST"])])
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "again_s"),
+    [
+        (503, {"Retry-After": "2"}, 2.0),
+        (429, {"Retry-After": "30"}, 30.0),
+        (503, {}, None),
+        (503, {"Retry-After": "Fri, 27 Nov 2026 07:28:00 GMT"}, None),
+        (401, {"Retry-After": "2"}, None),
+    ],
+)
+def test_a_refusal_says_when_to_ask_again(
+    status: int, headers: dict[str, str], again_s: float | None
+) -> None:
+    async def scene() -> AskError:
+        asking = Asking("http://here")
+        asking._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(REFUSING), base_url="http://here"
+        )
+        try:
+            async for _ in asking.stream({"status": status, "headers": headers}, ""):
+                raise AssertionError("there is no answer")
+        except AskError as error:
+            return error
+        finally:
+            await asking.close()
+        raise AssertionError("it was not refused")
+
+    error = asyncio.run(scene())
+    assert (str(error), error.status, error.again_s) == ("Full.", status, again_s)
