@@ -23,6 +23,7 @@ from hadal.console import tools
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.chat import ChatFormat
+from hadal.gateway.http import Patience
 from hadal.gateway.openai import SamplingDefaults
 from hadal.gateway.service import ServedModel
 from hadal.gateway.vocabulary import Vocabulary
@@ -91,7 +92,9 @@ def test_a_chat_thinks_answers_and_is_kept_by_the_browser(server: Server, browse
         expect(page.locator(".h-thinking-text")).to_be_visible()
         ask(page, "What is 2 + 2?")
         done(page, 2)
+        page.locator(".h-stats").last.evaluate("element => { element.dataset.old = 1; }")
         page.click("[aria-label=Regenerate]")
+        expect(page.locator("[data-old]")).to_have_count(0)
         done(page, 2)
         page.hover(".h-asked-row >> nth=0")
         page.locator("[aria-label=Edit]").first.click()
@@ -236,21 +239,25 @@ def test_five_megabytes_of_conversations_are_listed_and_opened(browser: Browser)
         child("--url", gateway.url) as pages,
         looking(browser, pages) as page,
     ):
-        expect(page.locator(".h-empty")).to_be_visible()
+        expect(page.locator(".h-empty")).to_be_visible(timeout=WAIT_MS)
         for name, text in chats:
             page.evaluate("([name, text]) => localStorage.setItem(name, text)", [name, text])
         page.reload()
-        expect(page.locator(".h-row-title")).to_have_text([f"chat {n}" for n in (4, 3, 2, 1, 0)])
+        expect(page.locator(".h-row-title")).to_have_text(
+            [f"chat {n}" for n in (4, 3, 2, 1, 0)], timeout=WAIT_MS
+        )
         for number in (0, 3, 0):
             page.locator(".h-row-title", has_text=f"chat {number}").click()
-            expect(page.locator(".h-asked-text")).to_have_text(f"question {number}")
-            expect(page.locator(".h-md").last).to_contain_text("Seen.")
+            expect(page.locator(".h-asked-text")).to_have_text(
+                f"question {number}", timeout=WAIT_MS
+            )
+            expect(page.locator(".h-md").last).to_contain_text("Seen.", timeout=WAIT_MS)
         page.locator("summary", has_text="look").click()
         shown = page.locator(".h-call pre").last.inner_text()
         assert shown == "." + 19_999 * "🙂", "no half of a character was lost"
         page.hover(".h-row >> nth=0")
         page.locator("[aria-label=Delete]").first.click()
-        expect(page.locator(".h-row-title")).to_have_count(4)
+        expect(page.locator(".h-row-title")).to_have_count(4, timeout=WAIT_MS)
 
 
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
@@ -265,31 +272,37 @@ def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
         answer = page.locator(".h-answer").last
         expect(answer).to_contain_text("tick tock", timeout=WAIT_MS)
         page.keyboard.press("Alt+KeyN")
-        expect(page.locator(".h-empty")).to_be_visible()
+        expect(page.locator(".h-empty")).to_be_visible(timeout=WAIT_MS)
         page.locator(".h-row-title", has_text="first").click()
-        expect(answer).to_contain_text("tick")
-        expect(page.locator(".h-stats").last).to_contain_text("stopped")
+        expect(answer).to_contain_text("tick", timeout=WAIT_MS)
+        expect(page.locator(".h-stats").last).to_contain_text("stopped", timeout=WAIT_MS)
         page.keyboard.press("Alt+KeyN")
         ask(page, "second")
-        expect(page.locator(".h-asked-text")).to_have_text("second")
+        expect(page.locator(".h-asked-text")).to_have_text("second", timeout=WAIT_MS)
         page.wait_for_function(
             "Object.values(localStorage).some((text) => /second.*tick tock/.test(text))"
         )
         page.reload()
         for name in ("first", "second"):
             page.locator(".h-row-title", has_text=name).click()
-            expect(page.locator(".h-asked-text")).to_have_text(name)
-            expect(answer).to_contain_text("tick tock")
-            expect(page.locator(".h-stats").last).to_contain_text("stopped")
-            expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
+            expect(page.locator(".h-asked-text")).to_have_text(name, timeout=WAIT_MS)
+            expect(answer).to_contain_text("tick tock", timeout=WAIT_MS)
+            expect(page.locator(".h-stats").last).to_contain_text("stopped", timeout=WAIT_MS)
+            expect(page.locator("[aria-label=Regenerate]")).to_be_visible(timeout=WAIT_MS)
 
 
 def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: Browser) -> None:
     limits = LimitsConfig(max_running=1, max_queued=0)
+    patience = Patience(retry_after_s=4.0)
     with (
         caller() as model,
         serving(
-            model, ticking(model.vocabulary), step_s=0.05, has_heartbeat=True, limits=limits
+            model,
+            ticking(model.vocabulary),
+            step_s=0.05,
+            has_heartbeat=True,
+            limits=limits,
+            patience=patience,
         ) as gateway,
         child("--url", gateway.url) as pages,
         looking(browser, pages) as page,
@@ -299,16 +312,16 @@ def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: B
         with httpx.stream("POST", url, json=body, timeout=60) as other:
             assert other.status_code == 200
             ask(page, "first")
-            expect(page.get_by_text("Busy, trying again")).to_be_visible()
+            expect(page.get_by_text("Busy, trying again")).to_be_visible(timeout=WAIT_MS)
             page.click("[aria-label=Stop]")
-            expect(page.locator(".h-stats").last).to_contain_text("stopped")
-            expect(page.get_by_text("Busy, trying again")).to_be_hidden()
+            expect(page.locator(".h-stats").last).to_contain_text("stopped", timeout=WAIT_MS)
+            expect(page.get_by_text("Busy, trying again")).to_be_hidden(timeout=WAIT_MS)
             ask(page, "second")
-            expect(page.get_by_text("Busy, trying again")).to_be_visible()
+            expect(page.get_by_text("Busy, trying again")).to_be_visible(timeout=WAIT_MS)
         expect(page.locator(".h-answer").last).to_contain_text("tick tock", timeout=WAIT_MS)
         assert page.locator(".h-bad:visible").count() == 0
         page.keyboard.press("Escape")
-        expect(page.locator(".h-stats").last).to_contain_text("stopped")
+        expect(page.locator(".h-stats").last).to_contain_text("stopped", timeout=WAIT_MS)
 
 
 def test_a_key_is_forgotten(browser: Browser) -> None:
@@ -321,19 +334,19 @@ def test_a_key_is_forgotten(browser: Browser) -> None:
         forget = page.locator("[aria-label='Forget key']")
         for path in ("/", "/console"):
             page.goto(pages + path)
-            expect(page.locator(".h-door")).to_be_visible()
-            expect(forget).to_be_hidden()
+            expect(page.locator(".h-door")).to_be_visible(timeout=WAIT_MS)
+            expect(forget).to_be_hidden(timeout=WAIT_MS)
             page.fill(".h-door input", "mine")
             page.press(".h-door input", "Enter")
             if path == "/":
-                expect(page.locator("#h-input")).to_be_visible()
+                expect(page.locator("#h-input")).to_be_visible(timeout=WAIT_MS)
                 page.reload()
-                expect(page.locator("#h-input")).to_be_visible()
+                expect(page.locator("#h-input")).to_be_visible(timeout=WAIT_MS)
             else:
-                expect(page.locator(".h-tabs")).to_be_visible()
+                expect(page.locator(".h-tabs")).to_be_visible(timeout=WAIT_MS)
             assert page.evaluate("localStorage.getItem('hadal.key')") == "mine"
             forget.click()
-            expect(page.locator(".h-door")).to_be_visible()
+            expect(page.locator(".h-door")).to_be_visible(timeout=WAIT_MS)
             assert page.evaluate("localStorage.getItem('hadal.key')") is None
 
 

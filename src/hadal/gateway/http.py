@@ -545,7 +545,7 @@ Prepare = Callable[[bytes, str, Tenant], Awaitable[tuple[Work, Formatter]]]
 """(body, the reply's id, who asks) -> what is to be generated, and how it is answered."""
 
 
-_COUNTED_STATUSES = ("200", "500", "503")
+_COUNTED_STATUSES = ("200", "500", "503", "504")
 """Those whose counts are there from the start: the first failure is a rise for whoever watches."""
 
 

@@ -420,7 +420,7 @@ def test_failures_are_counted_from_none(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         text = (await it.client.get("/metrics")).text
         for endpoint in ("chat", "completions", "messages", "responses"):
-            for status in ("200", "500", "503"):
+            for status in ("200", "500", "503", "504"):
                 said = f'hadal_requests_total{{endpoint="{endpoint}",status="{status}"}} 0.0'
                 assert said in text
 
