@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import httpx
 import pytest
 
 from hadal.core.messages import BLOCK_TOKENS
 from tests.dist.oracle import (
     FULL,
+    MAX_TOKENS,
     Case,
     bordering_cases,
     complete_all,
@@ -17,7 +20,7 @@ from tests.dist.oracle import (
     everyday_cases,
     make_cases,
 )
-from tests.dist.serving import StartServer, kill_at_work, metric
+from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.fresh import fresh
 
 NUM_CASES, NUM_FRESH = (200, 50) if FULL else (36, 12)
@@ -63,6 +66,65 @@ def test_preemption(start_server: StartServer) -> None:
     assert metric(server, "hadal_preemptions_total") > 0, (
         "the pool was large enough; this test shows nothing"
     )
+
+
+async def ask_as(server: Server, key: str, bodies: list[dict[str, Any]]) -> list[Any]:
+    """What came of every request of a key, all asked at once: tokens, or the text of a stream."""
+
+    async def one(body: dict[str, Any]) -> Any:
+        if not body.get("stream"):
+            reply = await client.post("/v1/completions", json={"model": model, **body})
+            assert reply.status_code == 200, reply.text
+            return tuple(reply.json()["choices"][0]["token_ids"])
+        text = ""
+        async with client.stream("POST", "/v1/completions", json={"model": model, **body}) as reply:
+            assert reply.status_code == 200, await reply.aread()
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    text += "".join(
+                        choice["text"] for choice in json.loads(line[len("data: ") :])["choices"]
+                    )
+        return text
+
+    headers, limits = {"Authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=300, limits=limits, headers=headers
+    ) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        return await asyncio.gather(*(one(body) for body in bodies))
+
+
+@pytest.mark.timeout(900)
+def test_a_flood_gives_way(start_server: StartServer, cases: list[Case]) -> None:
+    flood, other = "flood-key-0123456789", "other-key-0123456789"
+    server = start_server(
+        environment={"HADAL_API_KEYS": f"{flood},{other}"}, decode={"max_requests": 4}
+    )
+    greedy = [
+        {"prompt": list(case.prompt), "temperature": 0, "max_tokens": MAX_TOKENS} for case in cases
+    ]
+    sampled = [
+        {**body, "temperature": 1.0, "seed": seed, "stream": True}
+        for seed, body in enumerate(greedy)
+    ]
+    greedy = [{**body, "return_token_ids": True} for body in greedy]
+    bodies = [*greedy, *sampled]
+    expected = asyncio.run(ask_as(server, flood, bodies))
+    assert metric(server, "hadal_gave_way_total") == 0, "nobody else is there"
+
+    async def ask_beside() -> list[Any]:
+        flooding = asyncio.ensure_future(ask_as(server, flood, bodies))
+        answers: list[Any] = []
+        for first in range(0, 12, 3):
+            await asyncio.sleep(0.5)
+            answers += await ask_as(server, other, bodies[first : first + 3])
+        assert not flooding.done(), "it was no flood; this test shows nothing"
+        return [*answers, *await flooding]
+
+    came = asyncio.run(ask_beside())
+    assert metric(server, "hadal_gave_way_total") > 0
+    assert came == expected[:12] + expected
+    assert differences(cases, came[12 : 12 + len(cases)]) == []
 
 
 @pytest.mark.timeout(900)

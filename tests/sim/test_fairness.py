@@ -190,6 +190,15 @@ SPAN_S = 10.0
 TIMES_ITS_SHARE = 20
 """What the flooding tenant asks for, in quarters of what the world can do."""
 LEAST = 0.85
+MOST = 1.15
+STEP_S = 0.015
+"""The longest step: one that computes another's prompt is not called off."""
+MOST_S = 0.25
+NUM_TOGETHER = 4
+MAX_QUEUED = 64
+"""Enough for the others' bursts; of the flood, what is more is refused: a longer queue of its own would
+change nothing but the time that this takes.
+"""
 
 
 @dataclass(frozen=True)
@@ -199,8 +208,23 @@ class Had:
     others: int
     """Output tokens of all but the one that floods."""
     flood: int
-    p95_ttft_s: float
-    """Of the others."""
+    waited_s: tuple[float, ...]
+    """For the first tokens of the others' requests."""
+    gave_way: int
+
+    @property
+    def p95_ttft_s(self) -> float:
+        return sorted(self.waited_s)[int(0.95 * len(self.waited_s))]
+
+
+def together(runs: list[Had]) -> Had:
+    """A tenth of a second that one request of twenty waits is a matter of luck in one world."""
+    return Had(
+        sum(run.others for run in runs),
+        sum(run.flood for run in runs),
+        tuple(waited_s for run in runs for waited_s in run.waited_s),
+        sum(run.gave_way for run in runs),
+    )
 
 
 def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens) -> Had:
@@ -211,7 +235,7 @@ def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens
         unit_timeout_s=5.0,
         prefill=UnitsConfig(max_requests=8),
         decode=UnitsConfig(max_requests=16),
-        limits=LimitsConfig(max_queued=100_000, request_timeout_s=4000.0, burst_tokens=burst),
+        limits=LimitsConfig(max_queued=MAX_QUEUED, request_timeout_s=4000.0, burst_tokens=burst),
     )
     world = World(
         seed, config, max_context=10_000, pool_blocks=(80, 80), faults=Faults(until_s=0.0)
@@ -232,27 +256,46 @@ def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens
     world.clock.run(0.25)
     watch.begin()
     world.clock.run(SPAN_S)
-    waited_s = sorted(
-        first_s - sent_s[name]
-        for name, first_s in watch.first_s.items()
-        if not name.startswith(FLOOD)
-    )
+    assert not [
+        name
+        for name, client in world.clients.items()
+        if client.final is not None and client.final.error and not name.startswith(FLOOD)
+    ], "nothing of the others is refused"
     return Had(
         sum(watch.num_tokens[tenant] for tenant in OTHERS),
         watch.num_tokens[FLOOD],
-        waited_s[int(0.95 * len(waited_s))],
+        tuple(
+            first_s - sent_s[name]
+            for name, first_s in watch.first_s.items()
+            if not name.startswith(FLOOD)
+        ),
+        world.front.totals.gave_way,
     )
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, fresh().randrange(2**40)])
 def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> None:
-    alone, flooded = had(seed, is_flooded=False), had(seed, is_flooded=True)
-    print("seed", seed, "alone", alone, "flooded", flooded)
+    seeds = range(seed, seed + NUM_TOGETHER)
+    alone, flooded = (
+        together([had(one, is_flooded=is_flooded) for one in seeds]) for is_flooded in (False, True)
+    )
+    print("seed", seed)
+    for name, run in ("alone", alone), ("flooded", flooded):
+        print(
+            f"{name}: others {run.others}, flood {run.flood} tokens; {run.gave_way} gave way;"
+            f" p95 {run.p95_ttft_s:.4f} s of {len(run.waited_s)}"
+        )
     assert alone.flood == 0 < flooded.flood
+    assert flooded.gave_way > 0
     assert flooded.others >= LEAST * alone.others
+    if seed == 1:
+        assert flooded.p95_ttft_s <= MOST * alone.p95_ttft_s + STEP_S
+    # Where the others happen to ask for nearly all there is, they wait for each other too.
+    assert flooded.p95_ttft_s <= MOST_S
 
 
 def test_what_was_not_used_shortens_the_wait_behind_a_flood() -> None:
     without, with_burst = had(1, is_flooded=True, burst=0), had(1, is_flooded=True)
-    print("burst 0", without, "as configured", with_burst)
+    print("burst 0", without.p95_ttft_s, "as configured", with_burst.p95_ttft_s)
     assert with_burst.p95_ttft_s < without.p95_ttft_s

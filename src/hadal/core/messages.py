@@ -821,8 +821,14 @@ class Totals(msgspec.Struct):
     tokens_miss: int = 0
     """The rest of those prompts."""
     retries: int = 0
-    """Attempts that ended before their request did, preemptions among them."""
+    """Attempts that ended before their request did, preemptions among them, those that gave way
+    apart.
+    """
     preemptions: int = 0
+    gave_way: int = 0
+    """Attempts put back so that others' requests have their room: of batches, or of tenants that
+    had more.
+    """
 
 
 class FrontSnapshot(msgspec.Struct, frozen=True):

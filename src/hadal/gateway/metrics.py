@@ -381,6 +381,12 @@ class _FrontCollector(Collector):
         yield CounterMetricFamily(
             "hadal_preemptions", "Attempts put back for want of KV blocks.", totals.preemptions
         )
+        yield CounterMetricFamily(
+            "hadal_gave_way",
+            "Attempts put back for others: of batches, or of tenants that had more. They are no "
+            "retries.",
+            totals.gave_way,
+        )
         ended = CounterMetricFamily(
             "hadal_generations", "Generations by how they ended.", labels=("end",)
         )

@@ -2,8 +2,7 @@
 
 Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back.
 `may_prefill`: prefill starts only what decode can take soon, as prefilled KV that waits under a
-lease is memory that works for nobody; and some of decode is left to tenants that have less than
-their share of it. `fits_decode`: a decode unit takes a request only if a block is left for the
+lease is memory that works for nobody. `fits_decode`: a decode unit takes a request only if a block is left for the
 others to grow.
 """
 
@@ -32,8 +31,6 @@ BATCH_SHARE = 2
 VALLEY_S = 0.05
 """When a batch asks again."""
 NO_VALLEY = "no_valley"
-LEFT_SHARE = 4
-"""Tenants that have their share leave one of so many slots and blocks to others."""
 SLOWER = 1.6
 """A request's steps in decode may take so many times as long beside others' as alone. Twice as long
 is what a tenant is promised from end to end: the rest is left to prefill and to the gateway.
@@ -139,21 +136,24 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     """Whether one more request may start its prefill, `num_blocks_needed` being what decode will
     hold for it.
     """
-    ahead = num_ahead(view.num_slots)
-    if view.num_requests >= num_placed_max(view.num_slots) or view.num_transferring > max(
-        2 * ahead, 2
-    ):
+    if view.num_requests >= num_placed_max(view.num_slots) or is_jammed(view):
         return False
-    num_blocks = view.num_blocks
-    if view.num_tenants_absent and view.num_of_tenant >= share_of(
-        view.num_slots_shared, view.num_tenants
+    share = share_of(view.num_slots_shared, view.num_tenants)
+    if (
+        view.num_tenants_absent
+        and view.num_requests >= view.num_slots_shared
+        and view.num_of_tenant >= share
+        and (view.num_slots_shared < view.num_slots or view.num_waiting_of_tenant > share)
     ):
-        # Another tenant's request that comes now shall neither wait until one of these has ended
-        # nor crawl beside them.
-        num_blocks -= num_blocks // LEFT_SHARE
-        if view.num_requests >= view.num_slots_shared:
-            return False
-    return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= num_blocks
+        # Another tenant's request that comes now shall not crawl beside these; nor shall those of
+        # one that floods be before it where it waits for a slot.
+        return False
+    return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= view.num_blocks
+
+
+def is_jammed(view: DownstreamView) -> bool:
+    """Whether prompts are prefilled faster than decode takes them."""
+    return view.num_transferring > max(2 * num_ahead(view.num_slots), 2)
 
 
 def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float) -> int:
@@ -161,16 +161,17 @@ def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float
 
     A step takes step_s, and request_s more for each request of its busiest rank. The slots are so
     many that beside them one request's steps take at most SLOWER times as long as alone. On a GPU,
-    whose steps hardly depend on how many requests are in them, these are all slots but those of
-    LEFT_SHARE. On a CPU they are few, which costs little, as batching gains little there. They are
-    few, too, while nothing was measured.
+    whose steps hardly depend on how many requests are in them, these are all slots. On a CPU they
+    are few, which costs little, as batching gains little there. They are few, too, while nothing
+    was measured.
     """
-    num_most = num_slots - num_slots // LEFT_SHARE
     if step_s <= 0.0:
         return max(1, num_slots // HEADROOM_SHARE)
     if request_s <= 0.0:
-        return num_most
-    return max(1, min(num_most, int(num_ranks * (SLOWER - 1.0) * (step_s + request_s) / request_s)))
+        return num_slots
+    return max(
+        1, min(num_slots, int(num_ranks * (SLOWER - 1.0) * (step_s + request_s) / request_s))
+    )
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:

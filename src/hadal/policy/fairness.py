@@ -14,6 +14,9 @@ prompt and M all tokens that the requests which are worked on at one time can co
 more if one of them came back with it. Priority
 above 0 makes a request's own work cheaper, so its tenant has as many times more.
 
+Turns alone would leave a tenant that comes to a full fleet waiting until requests end. So a turn may
+take room back (`choose_to_give_way`).
+
 Requests of batches, for which nobody waits, are those of a tenant of its own beside their owner's:
 all of them come after all others, and take turns among themselves.
 
@@ -23,9 +26,11 @@ Within a tenant the order is that of policy/admission.turn_s. Knows no requests 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, TypeVar
+
+from hadal.policy.views import TenantView
 
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
@@ -136,3 +141,35 @@ def in_turns(
         yield one
         if queue:
             heappush(turns, turn(tenant))
+
+
+def choose_to_give_way(
+    asking: TenantView, others: Sequence[TenantView], cost: float, ends_per_step: float
+) -> str | None:
+    """Return the tenant that has to give room back for a request whose turn it is and that finds
+    none; None: it waits until something ends.
+
+    `cost`: of a request like it from its prompt to its last token, over its weight. `ends_per_step`:
+    requests that end in a decode step; where it is 1, there is room about as soon without.
+
+    It is the tenant that was served most, if `asking` stays behind it when its turn is done, and if
+    it has either more waiting still, and would have been served more even when all that `asking`
+    has is done, or keeps more than `asking` has then, over their weights. So what is taken is not
+    taken back by the next turn, and whoever asks for less than its share loses nothing to one that
+    asks for more. It gives the last of its requests in its own order, and keeps the first, which
+    therefore ends.
+    """
+    if ends_per_step >= 1.0:
+        return None
+    held = (asking.num_placed + 1) / asking.weight
+    giving = [
+        other
+        for other in others
+        if other.num_placed > 1
+        and other.service >= asking.service + cost
+        and (
+            (other.is_waiting and other.service >= asking.service + cost * (asking.num_placed + 1))
+            or (other.num_placed - 1) / other.weight > held
+        )
+    ]
+    return max(giving, key=lambda other: (other.service, other.tenant)).tenant if giving else None

@@ -136,6 +136,21 @@ class DownstreamView:
     """Tenants that sent something lately, that one included."""
     num_tenants_absent: int = 0
     """Tenants among those who have nothing that waits now: their requests may come at any time."""
+    num_waiting_of_tenant: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """A tenant where one's request waits for what others' requests have."""
+
+    tenant: str
+    service: float
+    """What it was served, over its weight (policy/fairness)."""
+    weight: float
+    num_placed: int
+    """Its requests that units work on."""
+    is_waiting: bool
+    """Whether more of its requests wait."""
 
 
 @dataclass(frozen=True, slots=True)

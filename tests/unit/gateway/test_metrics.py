@@ -67,6 +67,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
         tokens_out=60,
         retries=4,
         preemptions=3,
+        gave_way=2,
     )
     snapshot = FrontSnapshot(
         True,
@@ -86,6 +87,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
         ("hadal_output_tokens_total",): 60,
         ("hadal_retries_total",): 4,
         ("hadal_preemptions_total",): 3,
+        ("hadal_gave_way_total",): 2,
         ("hadal_generations_total", "finished"): 5,
         ("hadal_generations_total", "refused"): 1,
         ("hadal_generations_now", "queued"): 6,

@@ -104,22 +104,33 @@ def test_prefill_waits_while_many_transfer() -> None:
     assert not may_prefill(downstream(8, 0, 5), 1)
 
 
-def test_a_tenant_with_its_share_leaves_room_for_another_that_may_come() -> None:
-    def view(requests: int, of_tenant: int, used: int = 0, absent: int = 1) -> DownstreamView:
-        return DownstreamView(16, 100, requests, used, 0, 12, of_tenant, 2, absent)
+def test_a_tenant_with_its_share_leaves_room_where_another_would_crawl() -> None:
+    def view(
+        requests: int,
+        of_tenant: int,
+        used: int = 0,
+        absent: int = 1,
+        shared: int = 12,
+        waiting: int = 9,
+    ) -> DownstreamView:
+        return DownstreamView(16, 100, requests, used, 0, shared, of_tenant, 2, absent, waiting)
 
     assert may_prefill(view(11, 11), 1)
     assert not may_prefill(view(12, 12), 1)
     assert may_prefill(view(12, 12, absent=0), 1), "alone, or where all wait, it takes all"
     assert may_prefill(view(15, 5), 1), "whoever has less than a share takes what is left"
-    assert not may_prefill(view(8, 8, used=75), 1), "blocks are left as well"
+    assert may_prefill(view(15, 15, shared=16), 1), "on a GPU it takes all: room is taken back"
+    assert not may_prefill(view(16, 16, shared=16), 1), "but is not before others for a slot"
+    assert may_prefill(view(16, 16, shared=16, waiting=8), 1), "unless it is no flood"
+    assert may_prefill(view(8, 8, used=75), 25), "and all blocks"
+    assert not may_prefill(view(8, 8, used=75), 26)
     assert may_prefill(view(8, 5, used=75), 1)
 
 
 def test_slots_that_several_tenants_fill_are_few_where_a_step_grows_with_them() -> None:
     assert shared_slots(64, 1, 0.0, 0.0) == 8, "nothing is known"
-    assert shared_slots(64, 1, 0.020, 0.0) == 48
-    assert shared_slots(64, 1, 0.020, 0.00001) == 48, "a GPU's steps"
+    assert shared_slots(64, 1, 0.020, 0.0) == 64
+    assert shared_slots(64, 1, 0.020, 0.00001) == 64, "a GPU's steps"
     assert shared_slots(64, 1, 0.010, 0.001) == 6, (
         "a CPU's: with six beside it, one takes 17 ms, not 11"
     )

@@ -12,11 +12,13 @@ from hadal.policy.fairness import (
     Claim,
     ServiceCounters,
     batch_of,
+    choose_to_give_way,
     in_turns,
     is_batch,
     owner_of,
     share_weight,
 )
+from hadal.policy.views import TenantView
 from tests.fresh import fresh
 
 
@@ -150,3 +152,77 @@ def test_batches_come_behind_all_others_and_lift_nobody() -> None:
     assert owner_of(batch_of("a")) == "a"
     assert is_batch(batch_of("a"))
     assert not is_batch("a")
+
+
+def tenant(
+    name: str, service: float, num_placed: int, *, weight: float = 1.0, is_waiting: bool = True
+) -> TenantView:
+    return TenantView(name, service, weight, num_placed, is_waiting)
+
+
+def test_whoever_had_most_gives_way_to_whoever_stays_behind_it() -> None:
+    asking, others = tenant("b", 100.0, 2), [tenant("a", 1000.0, 3), tenant("c", 900.0, 9)]
+    assert choose_to_give_way(asking, others, 200.0, 0.0) == "a"
+    assert choose_to_give_way(asking, others[::-1], 200.0, 0.9) == "a"
+    assert choose_to_give_way(asking, others, 200.0, 1.0) is None, "there is room in a step"
+    assert choose_to_give_way(asking, [], 200.0, 0.0) is None
+
+
+def test_what_is_taken_is_not_taken_back() -> None:
+    asking = tenant("b", 100.0, 2)
+    assert choose_to_give_way(asking, [tenant("a", 700.0, 3)], 200.0, 0.0) == "a"
+    assert choose_to_give_way(asking, [tenant("a", 699.0, 3)], 200.0, 0.0) is None, (
+        "with all that it has done it would be ahead"
+    )
+    assert choose_to_give_way(asking, [tenant("a", 300.0, 5)], 200.0, 0.0) == "a", (
+        "it keeps more than the other has then"
+    )
+    assert choose_to_give_way(asking, [tenant("a", 300.0, 4)], 200.0, 0.0) is None
+    assert choose_to_give_way(asking, [tenant("a", 299.0, 99)], 200.0, 0.0) is None
+
+
+def test_weights_count_in_what_a_tenant_keeps() -> None:
+    asking = tenant("b", 0.0, 2, weight=0.5)
+    heavy = tenant("a", 100.0, 8, weight=1.0, is_waiting=False)
+    assert choose_to_give_way(asking, [heavy], 100.0, 0.0) == "a", "7 against 3 at half the weight"
+    heavier = tenant("a", 100.0, 8, weight=2.0, is_waiting=False)
+    assert choose_to_give_way(asking, [heavier], 100.0, 0.0) is None
+
+
+def test_whoever_asks_for_less_than_its_share_loses_nothing() -> None:
+    flood = tenant("b", 0.0, 15)
+    small = tenant("a", 1e6, 2, is_waiting=False)
+    assert choose_to_give_way(flood, [small], 1.0, 0.0) is None
+    assert choose_to_give_way(tenant("b", 0.0, 0), [tenant("a", 1e6, 1)], 1.0, 0.0) is None, (
+        "its first goes on to its end"
+    )
+
+
+def test_tenants_that_both_wait_do_not_take_from_each_other_without_end() -> None:
+    """Each has as many slots as it takes, all requests cost the same, and a turn is always the
+    turn of whoever was served least: what is taken is far less than what ends.
+    """
+    random, slots, cost = fresh(), 16, 100.0
+    service, left = {"a": 0.0, "b": 3000.0}, {"a": [], "b": []}  # type: ignore[var-annotated]
+    num_taken = num_ended = 0
+
+    def view(name: str) -> TenantView:
+        return tenant(name, service[name], len(left[name]))
+
+    for _ in range(5000):
+        while True:
+            name = min(service, key=service.__getitem__)
+            other = "ab".replace(name, "")
+            if len(left["a"]) + len(left["b"]) == slots:
+                if choose_to_give_way(view(name), [view(other)], cost, 0.0) is None:
+                    break
+                left[other].pop()
+                num_taken += 1
+            left[name].append(random.randint(1, 99))
+        for name in left:
+            service[name] += 2.0 * len(left[name])
+            num_ended += left[name].count(1)
+            left[name] = [one - 1 for one in left[name] if one > 1]
+    print(num_taken, "taken,", num_ended, "ended", service)
+    assert num_taken < 0.1 * num_ended
+    assert abs(service["a"] - service["b"]) < 2 * slots * cost

@@ -61,8 +61,15 @@ from hadal.core.messages import (
 from hadal.core.plans import NO_TOKEN, Score
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
+from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
-from hadal.policy.fairness import ServiceCounters, is_batch
+from hadal.policy.fairness import (
+    INPUT_COST,
+    OUTPUT_COST,
+    ServiceCounters,
+    choose_to_give_way,
+    is_batch,
+)
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
 from hadal.roles.front.tenants import FrontTenants
@@ -611,10 +618,13 @@ class Front:
             ):
                 return  # Nobody waits for it, and nobody is behind it who does.
             chosen = self._choose_prefill(record)
-            if chosen is None:
-                if not self._give_way(now_s, record):
-                    return  # Those behind it wait too: nobody is overtaken.
+            is_stuck = chosen is None
+            if (is_stuck or self.routing.is_full(record)) and self._give_way(
+                now_s, record, is_stuck=is_stuck
+            ):
                 continue
+            if chosen is None:
+                return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Transition.PLACE)
             unit, record.num_cached = chosen
             self.requests.charge_prompt(record)
@@ -623,17 +633,42 @@ class Front:
             self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
 
-    def _give_way(self, now_s: float, record: Record) -> bool:
-        """Put requests of batches back for one that somebody waits for. False: that would not help
-        it.
+    def _give_way(self, now_s: float, record: Record, *, is_stuck: bool) -> bool:
+        """Put others' requests back for one that somebody waits for: those of batches without which it
+        could start (`is_stuck`: it cannot), else one of a tenant that had more. False: none has to.
         """
         if is_batch(record.generation.tenant):
             return False
-        in_the_way = self.routing.in_the_way(record)
-        for one in in_the_way:
+        giving = self.routing.in_the_way(record) if is_stuck else []
+        if not giving and (one := self._beyond_share(now_s, record)) is not None:
+            giving = [one]
+        for one in giving:
             self._let_go(one)
-            self._retry(now_s, one, "others need its room", is_counted=False)
-        return bool(in_the_way)
+            record.num_blocks_taken += one.num_blocks
+            self._requeue(one)
+            self.totals.gave_way += 1
+        return bool(giving)
+
+    def _beyond_share(self, now_s: float, record: Record) -> Record | None:
+        """The request that another tenant has to give back for this one, which takes no more than
+        it needs.
+        """
+        if record.num_blocks_taken >= blocks_for(record.num_tokens + 1) or self.routing.is_jammed(
+            record
+        ):
+            return None
+        requests, totals = self.requests, self.totals
+        asking = requests.tenant_view(record.generation.tenant)
+        others = [
+            requests.tenant_view(tenant)
+            for tenant in requests.tenant_to_placed
+            if tenant != asking.tenant and not is_batch(tenant)
+        ]
+        tokens_each = totals.tokens_out / max(1, totals.finished)
+        cost = INPUT_COST * len(record.generation.prompt) + OUTPUT_COST * tokens_each
+        ends_per_step = self._finished.per_s(now_s) * self.units.decode_step_s()
+        tenant = choose_to_give_way(asking, others, cost / record.share_weight, ends_per_step)
+        return None if tenant is None else requests.last_of(tenant, record.fingerprint)
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
         """Bind a request to the first fingerprint under which a prefill unit takes it now."""
@@ -824,11 +859,15 @@ class Front:
                 503,
             )
             return
-        self.requests.move(record, Transition.LOSE)
-        record.attempt += 1
         if delay_s:
             record.not_before_s = now_s + delay_s
             self._alarm.retry_at(record.not_before_s)
+        self._requeue(record)
+
+    def _requeue(self, record: Record) -> None:
+        """Let a request that its units let go wait under a new attempt."""
+        self.requests.move(record, Transition.LOSE)
+        record.attempt += 1
         self.requests.move(record, Transition.REQUEUE)
 
     def _fail(self, record: Record, error: str, status: int) -> None:

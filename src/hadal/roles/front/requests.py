@@ -36,6 +36,7 @@ from hadal.policy.fairness import (
     is_batch,
     share_weight,
 )
+from hadal.policy.views import TenantView
 
 # One request as the front knows it, from Submit to its last Deliver.
 
@@ -74,6 +75,8 @@ class Record:
     """`max_tokens` was checked against what the units can hold."""
     num_blocks: int = 0
     """Counted against decode while it is placed: its tokens and the one that comes."""
+    num_blocks_taken: int = 0
+    """Held by what gave way to it, since it waits."""
     is_charged: bool = False
     """Its prompt counts as served to its tenant: a retry's is work again, but not the tenant's."""
     row: int = -1
@@ -459,6 +462,8 @@ class FrontRequests:
     """
     tenant_to_open: Counter[str] = field(default_factory=Counter)
     """How many of a tenant's requests there are."""
+    _tenant_to_weight: dict[str, float] = field(default_factory=dict)
+    """Of those tenants, as the last request has it."""
     _num_arrived: int = 0
 
     @property
@@ -494,6 +499,28 @@ class FrontRequests:
             if record.state in PLACED and is_batch(record.generation.tenant)
         ]
 
+    def last_of(self, tenant: str, fingerprint: str) -> Record | None:
+        """The last in its order of a tenant's requests that units work on under a fingerprint, its
+        first of all apart.
+        """
+        placed = sorted(
+            (record for record in self.placed() if record.generation.tenant == tenant),
+            key=lambda record: record.queue_key,
+        )
+        return next(
+            (record for record in reversed(placed[1:]) if record.fingerprint == fingerprint), None
+        )
+
+    def tenant_view(self, tenant: str) -> TenantView:
+        """What policy/fairness sees of a tenant that has requests here."""
+        return TenantView(
+            tenant,
+            self.counters[tenant],
+            self._tenant_to_weight[tenant],
+            self.tenant_to_placed[tenant],
+            tenant in self._tenant_to_queue,
+        )
+
     def num_queued_of(self, tenant: str) -> int:
         """How many of a tenant's requests wait."""
         return len(self._tenant_to_queue.get(tenant, ()))
@@ -523,6 +550,7 @@ class FrontRequests:
         self.by_id[record.request_id] = record
         self.counts[State.QUEUED] += 1
         self.tenant_to_open[generation.tenant] += 1
+        self._tenant_to_weight[generation.tenant] = generation.weight
         self._enqueue(record)
         self._saw(generation.tenant, generation.arrived_s)
         return record
@@ -557,6 +585,7 @@ class FrontRequests:
             placed = self.fingerprint_to_placed[record.fingerprint]
             placed.num_transferring += 1 if after is State.TRANSFERRING else -1
         if before not in PLACED and after in PLACED:
+            record.num_blocks_taken = 0
             record.num_blocks = blocks_for(record.num_tokens + 1)
             self._count_placed(record, 1)
         elif before in PLACED and after not in PLACED:
@@ -567,6 +596,7 @@ class FrontRequests:
             self.tenant_to_open[record.generation.tenant] -= 1
             if not self.tenant_to_open[record.generation.tenant]:
                 del self.tenant_to_open[record.generation.tenant]
+                del self._tenant_to_weight[record.generation.tenant]
 
     def _count_placed(self, record: Record, change: int) -> None:
         """Count a request in, or out again with all that it has become."""

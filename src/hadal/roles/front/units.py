@@ -21,7 +21,7 @@ from hadal.core.messages import BLOCK_TOKENS, Cached, Generation, PrefilledEarly
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
-from hadal.policy.admission import may_prefill, num_placed_max, shared_slots
+from hadal.policy.admission import is_jammed, may_prefill, num_placed_max, shared_slots
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit, usable_blocks
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView, ValleyView
 from hadal.roles.front.requests import FrontRequests, Record
@@ -428,6 +428,11 @@ class FrontUnits:
             unit.num_blocks_used -= num_blocks
 
     # ---- what the policies see ----
+    def decode_step_s(self) -> float:
+        """How long a step of the slowest decode unit takes; 0 while none has measured any."""
+        loads = [unit.load for unit in self.of_role(DECODE) if unit.load is not None]
+        return max([load.step_ms + load.overhead_ms for load in loads], default=0.0) * 1e-3
+
     def open_prefill_units(self) -> list[str]:
         """Those that take one more request."""
         return [
@@ -478,6 +483,7 @@ class FrontUnits:
         num_of_tenant: int = 0,
         num_tenants: int = 1,
         num_tenants_absent: int = 0,
+        num_waiting_of_tenant: int = 0,
     ) -> DownstreamView:
         """The decode units of a fingerprint, with what is bound to it. One that drains or has no
         leader has room for what it holds and for nothing else.
@@ -493,6 +499,7 @@ class FrontUnits:
             num_of_tenant,
             num_tenants,
             num_tenants_absent,
+            num_waiting_of_tenant,
         )
 
     def check(self, placed: Sequence[Record]) -> list[str]:
@@ -760,14 +767,29 @@ class RequestRouting:
             record.generation = msgspec.structs.replace(generation, max_tokens=longest)
         return None
 
+    def is_full(self, record: Record) -> bool:
+        """Whether it would be prefilled ahead of a free slot."""
+        view = self._downstream(record.generation.tenant, record.fingerprint)
+        return view.num_requests >= view.num_slots
+
+    def is_jammed(self, record: Record) -> bool:
+        """Whether it waits for what is on its way to decode, which others' room would not help."""
+        return is_jammed(self._downstream(record.generation.tenant, record.fingerprint))
+
     def _may_prefill(
         self, num_tokens: int, tenant: str, fingerprint: str, without: Sequence[Record] = ()
     ) -> bool:
-        requests, placed = self.requests, self.requests.placed_under(fingerprint)
-        if requests.num_placed - len(without) >= self.limits.max_running:
+        if self.requests.num_placed - len(without) >= self.limits.max_running:
             return False
+        view = self._downstream(tenant, fingerprint, without)
+        return may_prefill(view, blocks_for(num_tokens + 1))
+
+    def _downstream(
+        self, tenant: str, fingerprint: str, without: Sequence[Record] = ()
+    ) -> DownstreamView:
+        requests, placed = self.requests, self.requests.placed_under(fingerprint)
         left = [one for one in without if one.fingerprint == fingerprint]
-        view = self.units.downstream(
+        return self.units.downstream(
             fingerprint,
             placed.num_requests - len(left),
             placed.num_blocks - sum(one.num_blocks for one in left),
@@ -775,5 +797,5 @@ class RequestRouting:
             placed.tenant_to_num[tenant],
             len(requests.tenant_to_seen_s),
             requests.num_tenants_absent(tenant),
+            requests.num_queued_of(tenant),
         )
-        return may_prefill(view, blocks_for(num_tokens + 1))

@@ -680,6 +680,43 @@ def test_a_batch_gives_way_with_no_more_than_is_needed() -> None:
     ok(made)
 
 
+def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() -> None:
+    made = front(burst_tokens=100_000, max_running=4)
+    made.handle(0.0, UnitReport("decode-0", "d1", 20, 0, 0, 4, 0, step_s=0.01))
+    made.handle(0.0, of_tenant("b0", "y"))
+    made.handle(0.0, first_token("b0", finish="length"))
+    for number in range(6):
+        made.handle(0.0, of_tenant(f"a{number}", "x"))
+    for number in range(4):
+        made.handle(0.1, first_token(f"a{number}"))
+        made.handle(0.2, Pulled("decode-0", f"a{number}", 0))
+    made.handle(0.3, tokens(made, "a0", 1), tokens(made, "a3", 1))
+    effects = made.handle(0.4, of_tenant("b1", "y"))
+    assert [one.generation.request_id for one in sent(effects, Prefill)] == ["b1"]
+    assert sent(effects, Cancel) == [Cancel("a3", 0)]
+    assert (made.totals.gave_way, made.totals.retries, made.totals.preemptions) == (1, 0, 0)
+    # What it drew meanwhile comes too late, and its turn comes before those that wait behind it.
+    ok(made)
+    effects = made.handle(0.5, tokens(made, "a0", 2, finish="length"))
+    (again,) = sent(effects, Prefill)
+    assert (again.generation.request_id, again.generation.attempt) == ("a3", 1)
+    assert again.generation.output == (50, 61)
+    assert made.requests.by_id["a3"].num_retries == 0
+    ok(made)
+
+
+def test_the_first_request_of_a_tenant_never_gives_way() -> None:
+    made = front(burst_tokens=100_000, max_running=1)
+    made.handle(0.0, of_tenant("b0", "y"))
+    made.handle(0.0, first_token("b0", finish="length"))
+    for name in ("a0", "a1"):
+        made.handle(0.0, of_tenant(name, "x"))
+    made.handle(0.1, first_token("a0"))
+    assert not sent(made.handle(0.2, of_tenant("b1", "y")), Prefill)
+    assert made.totals.gave_way == 0
+    ok(made)
+
+
 def test_what_one_line_asks_for_waits_and_is_not_refused() -> None:
     made = front(max_running=1)
     assert made.refusal(0.0, "x/batch", 2, 20) is None
