@@ -22,6 +22,10 @@ from tests.sim.world import Faults, World
 NUM_WORLDS = 1000 if FULL else 8
 WEIGHTS = (1.0, 1.0, 1.0, 2.0, 4.0, 0.5)
 END_S = 3000.0
+FLOOD = "a"
+"""Which tenant sends more than its share, where one does; all have the same weight there."""
+BELOW = 0.9
+"""A tenant is below its share where it was served less than so much of what the flood was."""
 
 
 def generation(random: Random, name: str, tenant: str, weight: float, sizes: Sizes) -> Generation:
@@ -51,6 +55,8 @@ class Watch:
     num_tokens: Counter[str] = field(default_factory=Counter)
     first_s: dict[str, float] = field(default_factory=dict)
     """Request -> when its first token came, in virtual seconds."""
+    below: set[str] = field(default_factory=set)
+    """Requests whose tenant had been served less than one that floods when that token came."""
     begun: set[str] = field(default_factory=set)
     ranges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """Of two that wait: least and most that one was ahead by since both do."""
@@ -93,8 +99,10 @@ class Watch:
                 tenant = self.world.clients[effect.request_id].generation.tenant
                 self.served[tenant] += OUTPUT_COST * len(effect.tokens)
                 self.num_tokens[tenant] += len(effect.tokens)
-                if effect.tokens:
-                    self.first_s.setdefault(effect.request_id, now_s)
+                if effect.tokens and effect.request_id not in self.first_s:
+                    self.first_s[effect.request_id] = now_s
+                    if self.served[tenant] < BELOW * self.served[FLOOD]:
+                        self.below.add(effect.request_id)
         self.most = max(
             self.most,
             sum(len(r.generation.prompt) + r.generation.max_tokens for r in requests.placed()),
@@ -185,7 +193,6 @@ def test_service_of_tenants_that_wait_differs_by_no_more_than_the_bound() -> Non
 
 
 OTHERS = ("b", "c", "d")
-FLOOD = "a"
 SPAN_S = 10.0
 TIMES_ITS_SHARE = 20
 """What the flooding tenant asks for, in quarters of what the world can do."""
@@ -194,6 +201,8 @@ MOST = 1.15
 STEP_S = 0.015
 """The longest step: one that computes another's prompt is not called off."""
 NUM_TOGETHER = 4
+AT_ITS_SHARE = 929233319475
+"""Worlds in which one of the others happens to ask for its share and more."""
 MAX_QUEUED = 64
 """Enough for the others' bursts; of the flood, what is more is refused: a longer queue of its own would
 change nothing but the time that this takes.
@@ -209,11 +218,17 @@ class Had:
     flood: int
     waited_s: tuple[float, ...]
     """For the first tokens of the others' requests."""
+    waited_below_s: tuple[float, ...]
+    """The same of tenants that were below their share then."""
     gave_way: int
 
     @property
     def p95_ttft_s(self) -> float:
-        return sorted(self.waited_s)[int(0.95 * len(self.waited_s))]
+        return p95(self.waited_s)
+
+
+def p95(values: tuple[float, ...]) -> float:
+    return sorted(values)[int(0.95 * len(values))]
 
 
 def together(runs: list[Had]) -> Had:
@@ -222,6 +237,7 @@ def together(runs: list[Had]) -> Had:
         sum(run.others for run in runs),
         sum(run.flood for run in runs),
         tuple(waited_s for run in runs for waited_s in run.waited_s),
+        tuple(waited_s for run in runs for waited_s in run.waited_below_s),
         sum(run.gave_way for run in runs),
     )
 
@@ -260,20 +276,22 @@ def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens
         for name, client in world.clients.items()
         if client.final is not None and client.final.error and not name.startswith(FLOOD)
     ], "nothing of the others is refused"
+    name_to_waited_s = {
+        name: first_s - sent_s[name]
+        for name, first_s in watch.first_s.items()
+        if not name.startswith(FLOOD)
+    }
     return Had(
         sum(watch.num_tokens[tenant] for tenant in OTHERS),
         watch.num_tokens[FLOOD],
-        tuple(
-            first_s - sent_s[name]
-            for name, first_s in watch.first_s.items()
-            if not name.startswith(FLOOD)
-        ),
+        tuple(name_to_waited_s.values()),
+        tuple(name_to_waited_s[name] for name in watch.below & name_to_waited_s.keys()),
         world.front.totals.gave_way,
     )
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, fresh().randrange(2**40)])
+@pytest.mark.parametrize("seed", [1, *([AT_ITS_SHARE] if FULL else []), fresh().randrange(2**40)])
 def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> None:
     seeds = range(seed, seed + NUM_TOGETHER)
     alone, flooded = (
@@ -285,11 +303,14 @@ def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> No
             f"{name}: others {run.others}, flood {run.flood} tokens; {run.gave_way} gave way;"
             f" p95 {run.p95_ttft_s:.4f} s of {len(run.waited_s)}"
         )
+    num_below, below_s = len(flooded.waited_below_s), p95(flooded.waited_below_s)
+    print(f"below their share: p95 {below_s:.4f} s of {num_below}")
     assert alone.flood == 0 < flooded.flood
     assert flooded.gave_way > 0
     assert flooded.others >= LEAST * alone.others
-    # Where one of the others happens to ask for all of its share or more, its credit is used up, and
-    # it waits in its turn behind the flood, which is owed a quarter, too: luck of the fresh worlds.
+    # Whoever was served as much as the flood waits in its turn behind it, which is owed as much.
+    assert num_below > 0.3 * len(flooded.waited_s)
+    assert below_s <= MOST * alone.p95_ttft_s + STEP_S
     if seed == 1:
         assert flooded.p95_ttft_s <= MOST * alone.p95_ttft_s + STEP_S
 

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from hadal.core.errors import RequestError
 from hadal.gateway.auth import Tenant
 from hadal.gateway.batches import WINDOW_S, BatchWorker
 from hadal.gateway.description import (
@@ -34,7 +33,7 @@ from hadal.gateway.description import (
     FILES,
 )
 from hadal.gateway.edge import SEEN
-from hadal.gateway.errors import ApiError, as_api_error, overloaded
+from hadal.gateway.errors import ApiError, overloaded
 from hadal.gateway.http import Endpoint, Gateway, discard
 from hadal.gateway.openai import (
     BATCH_ENDPOINTS,
@@ -112,8 +111,6 @@ class BatchPages:
                 said = "Files and batches cannot be had now: their database is down. Try again."
                 after_s = self._gateway.patience.retry_after_s
                 raise overloaded(503, said, after_s, "no_batches") from error
-            except RequestError as error:
-                raise as_api_error(error) from error
 
         return guarded
 

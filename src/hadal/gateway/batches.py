@@ -406,6 +406,7 @@ class BatchWorker:
                 refusal = as_api_error(error)
                 end = str(refusal.status)
             finally:
+                # The facts are here at once: batches are worked on where the front is.
                 self._gateway.end(reply, tenant, end, facts.extend)
             if refusal is None:
                 await self._write(batch, line, request_id, 200, bytes(body), facts)

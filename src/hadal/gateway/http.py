@@ -825,17 +825,17 @@ def _generating(gateway: Gateway) -> list[Endpoint]:
 def _responses_pages(gateway: Gateway) -> list[Endpoint]:
     """Responses that are kept."""
 
-    async def one(request: Request) -> Response:
-        response_id = request.path_params["response_id"]
-        deletes = request.method == "DELETE"
+    async def get(request: Request) -> Response:
         if request.query_params.get("stream") not in (None, "false"):
             raise ApiError(
                 400, "stream: a kept response comes whole; leave it out.", param="stream"
             )
-        kept = await found(request, deletes=deletes)
-        if deletes:
-            return _json({"id": response_id, "object": "response", "deleted": True})
-        return Response(kept.body, media_type="application/json")
+        return Response((await found(request)).body, media_type="application/json")
+
+    async def delete(request: Request) -> Response:
+        await found(request, deletes=True)
+        response_id = request.path_params["response_id"]
+        return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def items(request: Request) -> Response:
         data = msgspec.json.decode((await found(request)).input, type=list[dict[str, Any]])
@@ -856,8 +856,8 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
     path = "/responses/{response_id}"
     inputs = f"{path}/input_items"
     return [
-        Endpoint("GET", f"/v1{path}", one, RESPONSE, (path,)),
-        Endpoint("DELETE", f"/v1{path}", one, RESPONSE_DELETED, (path,)),
+        Endpoint("GET", f"/v1{path}", get, RESPONSE, (path,)),
+        Endpoint("DELETE", f"/v1{path}", delete, RESPONSE_DELETED, (path,)),
         Endpoint("GET", f"/v1{inputs}", items, RESPONSE_INPUT, (inputs,)),
     ]
 

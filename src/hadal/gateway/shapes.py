@@ -223,14 +223,19 @@ class ResponseDeleted(Shape):
     deleted: Literal[True]
 
 
-class ItemList(Shape):
-    """Items of a response's input."""
+class ListPage(Shape):
+    """A page of a list."""
 
     object: Literal["list"]
-    data: list[Json]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class ItemList(ListPage):
+    """Items of a response's input."""
+
+    data: list[Json]
 
 
 # OpenAI's: files and batches.
@@ -256,12 +261,8 @@ class FileObject(Shape):
     status: Literal["processed"]
 
 
-class FileList(Shape):
-    object: Literal["list"]
+class FileList(ListPage):
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class FileDeleted(Shape):
@@ -324,12 +325,8 @@ class BatchObject(Shape):
     metadata: dict[str, str] | None
 
 
-class BatchList(Shape):
-    object: Literal["list"]
+class BatchList(ListPage):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 # Anthropic's.

@@ -2,8 +2,8 @@
 
 Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back.
 `may_prefill`: prefill starts only what decode can take soon, as prefilled KV that waits under a
-lease is memory that works for nobody. `fits_decode`: a decode unit takes a request only if a block is left for the
-others to grow.
+lease is memory that works for nobody. `fits_decode`: a decode unit takes a request only if a block
+is left for the others to grow.
 """
 
 from __future__ import annotations

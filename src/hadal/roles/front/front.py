@@ -62,7 +62,7 @@ from hadal.core.plans import NO_TOKEN, Score
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
-from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
+from hadal.policy.admission import Refusal, admit, admit_batch, is_jammed, refuse_lengths
 from hadal.policy.fairness import (
     INPUT_COST,
     OUTPUT_COST,
@@ -618,10 +618,7 @@ class Front:
             ):
                 return  # Nobody waits for it, and nobody is behind it who does.
             chosen = self._choose_prefill(record)
-            is_stuck = chosen is None
-            if (is_stuck or self.routing.is_full(record)) and self._give_way(
-                now_s, record, is_stuck=is_stuck
-            ):
+            if self._give_way(now_s, record, is_stuck=chosen is None):
                 continue
             if chosen is None:
                 return  # Those behind it wait too: nobody is overtaken.
@@ -637,11 +634,17 @@ class Front:
         """Put others' requests back for one that somebody waits for: those of batches without which it
         could start (`is_stuck`: it cannot), else one of a tenant that had more. False: none has to.
         """
-        if is_batch(record.generation.tenant):
+        tenant = record.generation.tenant
+        if is_batch(tenant) or not self.requests.has_others_placed(tenant):
             return False
+        view = self.routing.downstream(record)
+        if not is_stuck and view.num_requests < view.num_slots:
+            return False  # A slot is free for it.
         giving = self.routing.in_the_way(record) if is_stuck else []
-        if not giving and (one := self._beyond_share(now_s, record)) is not None:
-            giving = [one]
+        # What is on its way to decode is not helped by others' room.
+        if not giving and not is_jammed(view):
+            one = self._beyond_share(now_s, record)
+            giving = [] if one is None else [one]
         for one in giving:
             self._let_go(one)
             record.num_blocks_taken += one.num_blocks
@@ -653,9 +656,7 @@ class Front:
         """The request that another tenant has to give back for this one, which takes no more than
         it needs.
         """
-        if record.num_blocks_taken >= blocks_for(record.num_tokens + 1) or self.routing.is_jammed(
-            record
-        ):
+        if record.num_blocks_taken >= blocks_for(record.num_tokens + 1):
             return None
         requests, totals = self.requests, self.totals
         asking = requests.tenant_view(record.generation.tenant)

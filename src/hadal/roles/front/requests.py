@@ -499,6 +499,10 @@ class FrontRequests:
             if record.state in PLACED and is_batch(record.generation.tenant)
         ]
 
+    def has_others_placed(self, tenant: str) -> bool:
+        """Whether units work on requests of any other tenant, batches' among them."""
+        return len(self.tenant_to_placed) > (tenant in self.tenant_to_placed)
+
     def last_of(self, tenant: str, fingerprint: str) -> Record | None:
         """The last in its order of a tenant's requests that units work on under a fingerprint, its
         first of all apart.

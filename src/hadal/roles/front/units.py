@@ -21,7 +21,7 @@ from hadal.core.messages import BLOCK_TOKENS, Cached, Generation, PrefilledEarly
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
-from hadal.policy.admission import is_jammed, may_prefill, num_placed_max, shared_slots
+from hadal.policy.admission import may_prefill, num_placed_max, shared_slots
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit, usable_blocks
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView, ValleyView
 from hadal.roles.front.requests import FrontRequests, Record
@@ -767,14 +767,9 @@ class RequestRouting:
             record.generation = msgspec.structs.replace(generation, max_tokens=longest)
         return None
 
-    def is_full(self, record: Record) -> bool:
-        """Whether it would be prefilled ahead of a free slot."""
-        view = self._downstream(record.generation.tenant, record.fingerprint)
-        return view.num_requests >= view.num_slots
-
-    def is_jammed(self, record: Record) -> bool:
-        """Whether it waits for what is on its way to decode, which others' room would not help."""
-        return is_jammed(self._downstream(record.generation.tenant, record.fingerprint))
+    def downstream(self, record: Record) -> DownstreamView:
+        """The decode units of its fingerprint, as its tenant stands to them."""
+        return self._downstream(record.generation.tenant, record.fingerprint)
 
     def _may_prefill(
         self, num_tokens: int, tenant: str, fingerprint: str, without: Sequence[Record] = ()
