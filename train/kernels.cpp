@@ -307,7 +307,12 @@ void muon_step(const Tensor& param, const Tensor& grad, const Tensor& buffer, in
   const float move = lr * 0.2 * std::sqrt((double)std::max(rows, cols));
 #pragma omp parallel num_threads(at::get_num_threads())
   {
-    std::vector<float> x(size), y(size), a(side * side), b(side * side);
+    const int64_t square = side * side;
+    std::vector<float> x(size), y(size), a(square), b(square), f(square), all(square);
+    const auto product = [side](const std::vector<float>& left, const std::vector<float>& right,
+                                std::vector<float>& out) {
+      gemm(N, N, side, side, side, 1.f, left.data(), side, right.data(), side, 0.f, out.data(), side);
+    };
 #pragma omp for schedule(dynamic, 16)
     for (int64_t i = 0; i < n; i++) {
       const float* g = gp + i * size;
@@ -319,17 +324,27 @@ void muon_step(const Tensor& param, const Tensor& grad, const Tensor& buffer, in
       }
       const float inverse = 1.f / (std::sqrt(sum) + 1e-12f);
       for (int64_t j = 0; j < size; j++) x[j] *= inverse;
+      // Each Newton-Schulz step multiplies x by a polynomial f of a = x x^T. All of them are polynomials of
+      // the first a, so they commute and stay symmetric: the steps are taken on the short side alone, and x
+      // is multiplied once by their product `all`. That is half the work.
+      if (rows <= cols) gemm(T, N, side, side, cols, 1.f, x.data(), cols, x.data(), cols, 0.f, a.data(), side);
+      else gemm(N, T, side, side, rows, 1.f, x.data(), cols, x.data(), cols, 0.f, a.data(), side);
       for (int step = 0; step < 5; step++) {
-        // a is the symmetric product over the long side, so row or column order does not matter.
-        if (rows <= cols) gemm(T, N, side, side, cols, 1.f, x.data(), cols, x.data(), cols, 0.f, a.data(), side);
-        else gemm(N, T, side, side, rows, 1.f, x.data(), cols, x.data(), cols, 0.f, a.data(), side);
-        gemm(N, N, side, side, side, 2.0315f, a.data(), side, a.data(), side, 0.f, b.data(), side);
-        for (int64_t j = 0; j < side * side; j++) b[j] -= 4.7750f * a[j];
-        for (int64_t j = 0; j < size; j++) y[j] = 3.4445f * x[j];
-        if (rows <= cols) gemm(N, N, cols, rows, rows, 1.f, x.data(), cols, b.data(), side, 1.f, y.data(), cols);
-        else gemm(N, N, cols, rows, cols, 1.f, b.data(), side, x.data(), cols, 1.f, y.data(), cols);
-        std::swap(x, y);
+        product(a, a, f);
+        for (int64_t j = 0; j < square; j++) f[j] = 2.0315f * f[j] - 4.7750f * a[j];
+        for (int64_t j = 0; j < side; j++) f[j * side + j] += 3.4445f;
+        if (step == 0) all = f;
+        else {
+          product(all, f, b);
+          std::swap(all, b);
+        }
+        if (step == 4) break;
+        product(a, f, b);
+        product(b, f, a);
       }
+      if (rows <= cols) gemm(N, N, cols, rows, rows, 1.f, x.data(), cols, all.data(), side, 0.f, y.data(), cols);
+      else gemm(N, N, cols, rows, cols, 1.f, all.data(), side, x.data(), cols, 0.f, y.data(), cols);
+      std::swap(x, y);
       for (int64_t j = 0; j < size; j++) p[j] = keep * p[j] - move * x[j];
     }
   }

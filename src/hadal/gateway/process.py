@@ -16,7 +16,7 @@ import socket
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -72,6 +72,8 @@ _TELL_S = 10.0
 """Time between two lines of the log that say what still runs at the end."""
 _SPENT_S = 1.0
 """Time between two looks whether the ledger has to be read for a tenant with a budget."""
+_AGAIN_S = 1.0
+"""Time until what failed beside the streams begins again."""
 _KEYS_S = 2.0
 """How long a gateway without the front waits for the keys before it asks again."""
 _KEYS_KNOWN_S = 10.0
@@ -271,20 +273,25 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
 
     server = _Server(config, drain)
     fronting = loop.create_task(gateway.host.run())
-    following = loop.create_task(_follow_keys(gateway))
-    batching = loop.create_task(_work_on(worker, gateway))
-    reading = loop.create_task(_read_spent(gateway))
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(_serve_port(server, gateway, listening))
-    counting = loop.create_task(_count_nodes(gateway))
     beating = loop.create_task(_heartbeat(server, gateway.host))
+    beside = [
+        loop.create_task(_kept(what, begin))
+        for what, begin in (
+            ("following the API keys", lambda: _follow_keys(gateway)),
+            ("answering batches", lambda: _work_on(worker, gateway)),
+            ("reading what tenants spent", lambda: _read_spent(gateway)),
+            ("writing down which units are up", lambda: _count_nodes(gateway)),
+        )
+    ]
     done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
     failed = fronting in done
     if failed:
         log.critical("the front ended", exc_info=fronting.exception())
     server.should_exit = True
     await serving
-    ending = (fronting, draining, counting, following, reading, batching)
+    ending = (fronting, draining, *beside)
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
@@ -307,6 +314,19 @@ def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | Non
     """None: there are no batches here. A database that is down now is waited for."""
     url = batches_url(deployment.batches.url, deployment.ledger.url)
     return BatchWorker(gateway, BatchStore(url), deployment.batches) if url else None
+
+
+async def _kept(what: str, begin: Callable[[], Awaitable[None]]) -> None:
+    """Do what streams do not wait for, until cancelled: where it fails it is told and begun again,
+    and no stream ends for it.
+    """
+    while True:
+        try:
+            await begin()
+            return
+        except Exception:
+            log.exception("%s failed; it begins again", what)
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:

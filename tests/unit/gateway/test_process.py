@@ -19,6 +19,7 @@ from hadal.core.messages import SUPERVISOR, AnyMessage, Drain, GatewayHeartbeat
 from hadal.gateway import process
 from hadal.gateway.auth import Tenant, salt_of
 from hadal.gateway.errors import ApiError
+from hadal.gateway.http import Gateway
 from hadal.gateway.process import listener_of, make_gateway, serve
 from hadal.gateway.service import ServedModel
 from hadal.kv.names import extend, root_of
@@ -108,6 +109,41 @@ def test_failed_front_ends_the_process(model: ServedModel) -> None:
                 assert await serving == EXIT_FATAL
 
     asyncio.run(run())
+
+
+def test_what_fails_beside_the_streams_begins_again(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_AGAIN_S", 0.01)
+    looks = 0
+
+    async def count(gateway: Gateway) -> None:
+        nonlocal looks
+        looks += 1
+        if looks < 3:
+            raise ZeroDivisionError("no such unit")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(process, "_count_nodes", count)
+
+    async def run() -> None:
+        units = FakeUnits(spell(model, "abc"))
+        gateway = gateway_of(model, units)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
+            async with asyncio.timeout(10), httpx.AsyncClient(base_url=url) as client:
+                while looks < 3:
+                    await asyncio.sleep(0.01)
+                assert (await client.get("/v1/models")).status_code == 200
+            units.tell(Drain())
+            async with asyncio.timeout(10):
+                assert await serving == 0
+
+    asyncio.run(run())
+    assert looks == 3
+    assert caplog.text.count("writing down which units are up failed") == 2
+    assert "no such unit" in caplog.text
 
 
 def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Path) -> None:

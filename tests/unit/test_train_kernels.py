@@ -1,0 +1,113 @@
+"""The compiled pieces of training give what their plain twins give, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from train import experts, optim
+
+NUM_TOKENS = 70
+NUM_EXPERTS = 16
+BOUNDS = torch.tensor([0, 1, 66, 70])
+"""Sequences shorter and longer than a block of query rows."""
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    experts.kernels.cache_clear()
+    yield
+    experts.kernels.cache_clear()
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> tuple[object, object]:
+    """What `act` returns with the compiled pieces, and without."""
+    monkeypatch.delenv("HADAL_PLAIN", raising=False)
+    if experts.kernels() is None:
+        pytest.skip("there is no C++ compiler here")
+    compiled = act()
+    monkeypatch.setenv("HADAL_PLAIN", "1")
+    experts.kernels.cache_clear()
+    assert experts.kernels() is None
+    return compiled, act()
+
+
+def with_gradients(function: Callable[..., Tensor], *given: Tensor) -> list[Tensor | None]:
+    """The result, and the gradients of a weighted sum of it."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    out = function(*leaves)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def chosen(k: int = 3) -> Tensor:
+    """Experts of each token; none goes to the last one."""
+    return random(NUM_TOKENS, NUM_EXPERTS - 1).topk(k, dim=-1)[1]
+
+
+def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = both_ways(
+        monkeypatch, lambda: experts.route(random(NUM_TOKENS, NUM_EXPERTS), 4, 2, 3).sort()[0]
+    )
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (
+            lambda x, gate_up, down, weights: experts.grouped_experts(
+                x, gate_up, down, weights, chosen()
+            ),
+            [
+                random(NUM_TOKENS, 24),
+                random(NUM_EXPERTS, 16, 24),
+                random(NUM_EXPERTS, 24, 8),
+                random(NUM_TOKENS, 3).sigmoid(),
+            ],
+        ),
+        (
+            lambda q, k, v: experts.packed_attention(q, k, v, BOUNDS, 0.3),
+            [random(NUM_TOKENS, 2, 12), random(NUM_TOKENS, 2, 12) + 1, random(NUM_TOKENS, 2, 8)],
+        ),
+        (
+            lambda x, weight: experts.rms_norm(x, weight, 1e-6),
+            [random(NUM_TOKENS, 24), random(24)],
+        ),
+    ],
+    ids=["experts", "attention", "norm"],
+)
+def test_results_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], given: list[Tensor]
+) -> None:
+    ours, theirs = both_ways(monkeypatch, lambda: with_gradients(function, *given))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(NUM_EXPERTS, 16, 24), (NUM_EXPERTS, 24, 8), (3, 40, 96)])
+def test_muon_steps(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """Two steps, gate and up being two matrices each; some gradients are of rank one, as those of
+    an expert that got one token, and one is 0.
+    """
+
+    def step() -> Tensor:
+        p = nn.Parameter(random(*shape))
+        muon = optim.Muon([p], lr=0.01)
+        for scale in (1.0, 1e-3):
+            gradient = random(*shape) * scale
+            gradient[0] = 0.0
+            gradient[1] = torch.outer(random(shape[1]), random(shape[2]))
+            p.grad = gradient
+            muon.step()
+        return p.detach() - random(*shape)
+
+    ours, theirs = both_ways(monkeypatch, step)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
