@@ -126,6 +126,29 @@ def test_esc_stops_an_answer_and_what_came_stays(server: Server, browser: Browse
         done(page)
 
 
+def test_what_is_too_long_to_send_stays_in_the_field(server: Server, browser: Browser) -> None:
+    with browser.new_context() as opened:
+        page = opened.new_page()
+        page.goto(pages_of(server))
+        page.wait_for_selector("#h-input")
+        long = "é" * 300_000
+        page.evaluate(f"hadal.fill({json.dumps(long)})")
+        page.press("#h-input", "Enter")
+        assert page.evaluate("document.getElementById('h-input').validationMessage") == (
+            "This message has 600,002 bytes; the page sends at most 400,000. Send less of it."
+        )
+        expect(page.locator("#h-input")).to_have_value(long)
+        expect(page.locator(".h-asked-text")).to_have_count(0)
+        # The page still works, and what it does take arrives.
+        page.fill("#h-input", "x" * 390_000)
+        page.press("#h-input", "Enter")
+        expect(page.locator(".h-asked-text")).to_have_count(1, timeout=WAIT_MS)
+        page.keyboard.press("Alt+n")
+        ask(page, "What is 12 + 30?")
+        done(page)
+        expect(page.locator(".h-md").last).to_contain_text("42")
+
+
 def test_what_a_model_writes_runs_nothing_and_fetches_nothing(
     server: Server, browser: Browser
 ) -> None:

@@ -451,7 +451,8 @@ class ChatPage:
         now = self._now
         with ui.dialog() as dialog, ui.card().classes("h-card"):
             ui.html("<h2>This conversation</h2>")
-            system = ui.textarea("System prompt", value=now.system).props("outlined autogrow")
+            system = ui.textarea("System prompt", value=now.system)
+            system.props(f"outlined autogrow maxlength={_PIECE_CHARS}")
             system.classes("h-field")
             own = ui.switch("The model's own temperature", value=now.temperature is None)
             slider = ui.slider(min=0, max=2, step=0.05, value=now.temperature or 0.6)

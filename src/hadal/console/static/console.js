@@ -31,12 +31,20 @@ window.hadal = {
     if (end < text.length && (text.charCodeAt(end - 1) & 0xfc00) === 0xd800) end -= 1;
     return [text.slice(begin, end), end, end === text.length];
   },
+  mostBytes: 400_000,
   grow(field) {
     field.style.height = "auto";
     field.style.height = Math.min(field.scrollHeight, 220) + "px";
   },
   send(field, emit) {
     if (!field.value.trim() || document.querySelector(".h-stop:not(.hidden)")) return;
+    // A page's socket takes no more than a megabyte at once, and would end; quoted twice, a text grows.
+    const size = new Blob([JSON.stringify(field.value)]).size;
+    if (size > hadal.mostBytes) {
+      field.setCustomValidity(`This message has ${size.toLocaleString("en")} bytes; the page sends at most ${hadal.mostBytes.toLocaleString("en")}. Send less of it.`);
+      field.reportValidity();
+      return;
+    }
     emit(field.value);
     field.value = "";
     hadal.grow(field);
@@ -111,7 +119,10 @@ window.hadal = {
       }
     };
     const field = document.getElementById("h-input");
-    field.addEventListener("input", () => hadal.grow(field));
+    field.addEventListener("input", () => {
+      field.setCustomValidity("");
+      hadal.grow(field);
+    });
     const box = document.getElementById("h-scroll");
     let height = 0;
     new ResizeObserver(() => {
