@@ -297,26 +297,42 @@ std::vector<Tensor> norm_backward(const Tensor& dy, const Tensor& x, const Tenso
   return {dx, dw.sum(0)};
 }
 
-// One Muon step of `n` separate matrices [rows, cols] laid one behind the other; each is worked on inside the cache.
-void muon_step(const Tensor& param, const Tensor& grad, const Tensor& buffer, int64_t rows, int64_t cols,
-      double lr, double momentum,
-               double weight_decay) {
-  const int64_t size = rows * cols, n = param.numel() / size, side = std::min(rows, cols);
-  float *pp = param.data_ptr<float>(), *bp = buffer.data_ptr<float>();
-  const float *gp = grad.data_ptr<float>(), mu = momentum, keep = 1.0 - lr * weight_decay;
-  const float move = lr * 0.2 * std::sqrt((double)std::max(rows, cols));
+// One Muon step of parameters that each hold separate matrices of `rows` rows, one laid behind the other; each matrix
+// is worked on inside the cache, by one thread.
+void muon_step(const std::vector<Tensor>& params, const std::vector<Tensor>& grads, const std::vector<Tensor>& buffers,
+               const std::vector<int64_t>& all_rows, double lr, double momentum, double weight_decay) {
+  struct Matrix {
+    int64_t rows, cols;
+    float *param, *buffer;
+    const float* grad;
+    int64_t side() const { return std::min(rows, cols); }
+  };
+  std::vector<Matrix> matrices;
+  for (size_t t = 0; t < params.size(); t++) {
+    const int64_t rows = all_rows[t], cols = params[t].size(-1), size = rows * cols;
+    for (int64_t at = 0; at < params[t].numel(); at += size)
+      matrices.push_back({rows, cols, params[t].data_ptr<float>() + at, buffers[t].data_ptr<float>() + at,
+                          grads[t].data_ptr<float>() + at});
+  }
+  // The large ones first, so that no thread is left with one at the end.
+  std::stable_sort(matrices.begin(), matrices.end(),
+                   [](const Matrix& one, const Matrix& other) { return one.side() > other.side(); });
+  const float mu = momentum, keep = 1.0 - lr * weight_decay;
 #pragma omp parallel num_threads(at::get_num_threads())
   {
-    const int64_t square = side * side;
-    std::vector<float> x(size), y(size), a(square), b(square), f(square), all(square);
-    const auto product = [side](const std::vector<float>& left, const std::vector<float>& right,
-                                std::vector<float>& out) {
-      gemm(N, N, side, side, side, 1.f, left.data(), side, right.data(), side, 0.f, out.data(), side);
-    };
-#pragma omp for schedule(dynamic, 16)
-    for (int64_t i = 0; i < n; i++) {
-      const float* g = gp + i * size;
-      float *m = bp + i * size, *p = pp + i * size, sum = 0.f;
+    std::vector<float> x, y, a, b, f, all;
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < matrices.size(); i++) {
+      const auto [rows, cols, p, m, g] = matrices[i];
+      const int64_t size = rows * cols, side = std::min(rows, cols), square = side * side;
+      const float move = lr * 0.2 * std::sqrt((double)std::max(rows, cols));
+      for (auto* each : {&x, &y}) each->resize(size);
+      for (auto* each : {&a, &b, &f, &all}) each->resize(square);
+      const auto product = [side](const std::vector<float>& left, const std::vector<float>& right,
+                                  std::vector<float>& out) {
+        gemm(N, N, side, side, side, 1.f, left.data(), side, right.data(), side, 0.f, out.data(), side);
+      };
+      float sum = 0.f;
       for (int64_t j = 0; j < size; j++) {
         m[j] += (1.f - mu) * (g[j] - m[j]);
         x[j] = g[j] + mu * (m[j] - g[j]);
@@ -344,8 +360,7 @@ void muon_step(const Tensor& param, const Tensor& grad, const Tensor& buffer, in
       }
       if (rows <= cols) gemm(N, N, cols, rows, rows, 1.f, x.data(), cols, all.data(), side, 0.f, y.data(), cols);
       else gemm(N, N, cols, rows, cols, 1.f, all.data(), side, x.data(), cols, 0.f, y.data(), cols);
-      std::swap(x, y);
-      for (int64_t j = 0; j < size; j++) p[j] = keep * p[j] - move * x[j];
+      for (int64_t j = 0; j < size; j++) p[j] = keep * p[j] - move * y[j];
     }
   }
 }

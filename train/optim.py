@@ -17,7 +17,7 @@ def schedule(progress: float) -> float:
     """
     if progress < 0.015:
         return max(progress, 0.0005) / 0.015
-    return 1.0 - (min(1.0, max(0.0, progress - 0.35) / 0.65)) ** 0.5
+    return 1.0 - (min(1.0, max(0.0, progress - 0.2) / 0.8)) ** 0.5
 
 
 @torch.no_grad()
@@ -46,30 +46,34 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["buffer"] = torch.zeros_like(p)
-                buffer = state["buffer"]
-                if p.ndim == 3 and kernels() is not None:
-                    # Gate and up of an expert are two matrices, one above the other.
-                    rows = p.shape[1] // 2 if p.shape[1] < p.shape[2] else p.shape[1]
-                    rates = group["lr"], group["momentum"], group["weight_decay"]
-                    kernels().muon_step(p, p.grad.contiguous(), buffer, rows, p.shape[2], *rates)
-                    continue
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(buffer, group["momentum"])
-                if (
-                    p.ndim == 3 and p.shape[1] < p.shape[2]
-                ):  # gate and up are two matrices of one expert
-                    update = update.unflatten(1, (2, -1))
-                scale = 0.2 * max(update.shape[-2:]) ** 0.5
-                update = orthogonalise(update).reshape(p.shape)
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(
-                    update, alpha=-group["lr"] * scale
-                )
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["buffer"] = torch.zeros_like(p)
+            rates = group["lr"], group["momentum"], group["weight_decay"]
+            if (fast := kernels()) is not None:
+                grads = [p.grad.contiguous() for p in params]
+                buffers = [self.state[p]["buffer"] for p in params]
+                fast.muon_step(params, grads, buffers, [*map(_num_rows, params)], *rates)
+                continue
+            for p in params:
+                _step(p, self.state[p]["buffer"], *rates)
+
+
+def _num_rows(p: Tensor) -> int:
+    """Rows of each of the matrices in a parameter. Gate and up of an expert are two, one above the
+    other.
+    """
+    is_pair = p.ndim == 3 and p.shape[1] < p.shape[2]
+    return p.shape[-2] // (2 if is_pair else 1)
+
+
+def _step(p: Tensor, buffer: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
+    """One parameter's step, in plain torch."""
+    buffer.lerp_(p.grad, 1 - momentum)
+    update = p.grad.lerp(buffer, momentum).view(-1, _num_rows(p), p.shape[-1])
+    scale = 0.2 * max(update.shape[-2:]) ** 0.5
+    p.mul_(1 - lr * weight_decay).add_(orthogonalise(update).reshape(p.shape), alpha=-lr * scale)
 
 
 def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.progress import Bar
-from train.data import Batch, batches
+from train.data import Batch, made_ahead, make_batch
 from train.export import export
 from train.model import Config, Model, MoE
 from train.optim import make_optimizers, schedule
@@ -93,7 +93,7 @@ def _mean(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _rows(targets: Tensor) -> Tensor:
     """Return the rows with a target, and a few without so that their number is one of few (see
-    `batches`).
+    `make_batch`).
     """
     wanted = (targets >= 0).nonzero()[:, 0]
     spare = (targets < 0).nonzero()[:, 0]
@@ -229,9 +229,9 @@ class Run:
     def train(self, save_every_s: float, check_steps: int = CHECK_STEPS) -> None:
         """Train to the last step, or until it is asked to stop."""
         seed = 1000 + int(self.settings["seed"])
-        stream = batches(self.tokenizer, seed, self.batch_tokens, first=self.step)
-        held_out_stream = batches(self.tokenizer, 5, 2 * self.batch_tokens, want_held_out=True)
-        held_out = [next(held_out_stream) for _ in range(5)]
+        numbers = range(self.step, self.num_steps)
+        stream = iter(made_ahead(self.tokenizer, seed, self.batch_tokens, numbers))
+        held_out = [make_batch(self.tokenizer, 5, i, 2 * self.batch_tokens, True) for i in range(5)]
         last_log, last_save, from_step = self.elapsed, self.elapsed, self.step
         with Bar("train", self.num_steps, period_s=60) as bar:
             while self.step < self.num_steps and not self.stopping:
@@ -277,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("train/runs/hadal-tiny"))
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--lr", type=float, default=0.008)
+    parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-minutes", type=float, default=4)

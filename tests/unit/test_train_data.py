@@ -20,7 +20,7 @@ from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.tools import CallReader, format_of, read_choice, read_tools
 from hadal.gateway.vocabulary import read_vocabulary
 from train import data, experts
-from train.data import Batch, batch, encode, render_calls
+from train.data import Batch, encode, make_batch, render_calls
 from train.model import Config
 from train.tokenizer import CHAT_TEMPLATE, CONTROLS, MARKS, config
 from train.train import Losses, Run
@@ -148,7 +148,7 @@ def test_odd_schemas_are_shown_and_forge_nothing(schema: dict, chat: ChatFormat)
 
 
 def test_batches_follow_from_their_number(tokenizer: Tokenizer) -> None:
-    first, again, other = (batch(tokenizer, 3, index, 2048) for index in (7, 7, 8))
+    first, again, other = (make_batch(tokenizer, 3, index, 2048) for index in (7, 7, 8))
     assert torch.equal(first.tokens, again.tokens)
     assert torch.equal(first.targets, again.targets)
     assert not torch.equal(first.tokens, other.tokens)
@@ -216,7 +216,7 @@ def test_a_resumed_run_gives_what_an_undisturbed_one_does(tmp_path: Path) -> Non
     assert broken.step == 3
     # What was done after the last checkpoint is lost with a kill, and done again.
     lost = run_in(tmp_path / "broken")
-    lost.update(batch(lost.tokenizer, 1000, 3, 256))
+    lost.update(make_batch(lost.tokenizer, 1000, 3, 256))
     resumed = run_in(tmp_path / "broken")
     assert resumed.step == 3
     resumed.train(1e9)
