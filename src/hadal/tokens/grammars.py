@@ -277,6 +277,17 @@ class Follower:
                 self._matcher.consume_tokens(held)
             self._look(self._matcher)
 
+    def _num_reasoning(self, drafts: Sequence[int]) -> int:
+        """How many rows, of the first and those behind each of the drafts, are in a reasoning that
+        something must follow: it may go on as it likes and may not end the reply.
+        """
+        if self._at is not Place.REASONING or self._grammar.opens:
+            return 0
+        for index, token in enumerate(drafts):
+            if self._next(self._at, token) is not Place.REASONING:
+                return index + 1
+        return len(drafts) + 1
+
     def _look(self, matcher: LLMatcher) -> bool:
         """Whether it can still be followed."""
         if self.error is None and matcher.is_error():
@@ -369,6 +380,11 @@ class Grammars:
         with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
         held: list[tuple[Follower, LLMatcher, int, int]] = []
         for follower, first, drafts in all_rows:
+            if num := follower._num_reasoning(drafts):
+                has_mask_R[first : first + num] = True
+                bits_RW[first : first + num] = 0xFFFFFFFF
+                for end in follower._grammar.end_ids:
+                    bits_RW[first : first + num, end // 32] &= 0xFFFFFFFF ^ (1 << end % 32)
             for matcher, row, of_it, begin in follower._stretches(drafts, self._matcher):
                 end = first + row + len(of_it) + 1
                 has_mask_R[first + begin : end] = True

@@ -51,7 +51,8 @@ SAMPLINGS = (
         grammar=Grammar(grammar_text(None, follows_reasoning=True), (1,), begins_after=12),
     ),
 )
-GRAMMARS = Grammars(lambda: read_token_table(model_folder("")), 1536)
+TABLE = read_token_table(model_folder(""))
+GRAMMARS = Grammars(lambda: TABLE, len(TABLE.token_bytes))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,9 @@ from tests.schemas import SCHEMAS
 
 TABLE = read_token_table(model_folder(""))
 END, CLOSE = 1, TABLE.control_ids["</think>"]
-VOCAB_SIZE = 1536
+VOCAB_SIZE = len(TABLE.token_bytes)
+FREE = set(range(VOCAB_SIZE)) - {END}
+"""What may be drawn in a reasoning."""
 NUM_TEXTS = 20 if FULL else 3
 BYTE_TO_ID = {raw: i for i, raw in enumerate(TABLE.token_bytes) if len(raw) == 1}
 
@@ -112,6 +114,18 @@ def test_it_ends_where_the_text_may_end_alone(grammars: Grammars) -> None:
     assert ended == [{END}]
 
 
+def test_a_reasoning_that_something_must_follow_does_not_end_the_reply(grammars: Grammars) -> None:
+    text = grammar_text({"const": 1}, follows_reasoning=True)
+    follower = Follower(Grammar(text, (END,), begins_after=CLOSE), ids("so"))
+    rows = allowed(grammars, follower, [*ids("a"), CLOSE, *ids("1")])
+    assert rows[:2] == [FREE, FREE]
+    assert END not in rows[2]
+    assert rows[3] == {END}
+    # A call that may come, or not.
+    calls = Grammar(text, (END,), begins_after=CLOSE, opens=(5,), closes=7)
+    assert allowed(grammars, Follower(calls, ids("so"))) == [None]
+
+
 @pytest.mark.parametrize("run", [" " * 20, "\t" * 20, "\n\n" + " " * 20, " \r\n\r\n"])
 def test_a_text_is_not_made_of_blanks(grammars: Grammars, run: str) -> None:
     """A model that knows no JSON would go on with them for ever."""
@@ -143,13 +157,13 @@ def test_a_token_need_not_be_the_encoders_own(grammars: Grammars) -> None:
 def test_a_reasoning_comes_first(grammars: Grammars) -> None:
     asked = grammar({"type": "object"}, CLOSE)
     rows = allowed(grammars, Follower(asked, []), [50, CLOSE, *ids("\n{")])
-    assert rows[:2] == [None, None]
+    assert rows[:2] == [FREE, FREE]
     assert all(row is not None for row in rows[2:])
     begun, words = allowed(grammars, Follower(asked, [50, END + 1, CLOSE])), {b"{", b"\n\n", b" "}
     assert begun[0] is not None
     assert words <= {TABLE.token_bytes[token] for token in begun[0]}
     assert allowed(grammars, Follower(asked, [50, END])) == [None]
-    assert allowed(grammars, Follower(asked, [50]), [END, CLOSE]) == [None] * 3
+    assert allowed(grammars, Follower(asked, [50]), [END, CLOSE]) == [FREE, None, None]
 
 
 def test_what_was_never_allowed_ends_it_with_a_reason(grammars: Grammars) -> None:
