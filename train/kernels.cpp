@@ -306,11 +306,12 @@ void muon_step(const std::vector<Tensor>& params, const std::vector<Tensor>& gra
     float *param, *buffer;
     const float* grad;
     int64_t side() const { return std::min(rows, cols); }
+    int64_t size() const { return rows * cols; }
   };
   std::vector<Matrix> matrices;
   for (size_t t = 0; t < params.size(); t++) {
-    const int64_t rows = all_rows[t], cols = params[t].size(-1), size = rows * cols;
-    for (int64_t at = 0; at < params[t].numel(); at += size)
+    const int64_t rows = all_rows[t], cols = params[t].size(-1);
+    for (int64_t at = 0; at < params[t].numel(); at += rows * cols)
       matrices.push_back({rows, cols, params[t].data_ptr<float>() + at, buffers[t].data_ptr<float>() + at,
                           grads[t].data_ptr<float>() + at});
   }
@@ -324,7 +325,7 @@ void muon_step(const std::vector<Tensor>& params, const std::vector<Tensor>& gra
 #pragma omp for schedule(dynamic, 1)
     for (size_t i = 0; i < matrices.size(); i++) {
       const auto [rows, cols, p, m, g] = matrices[i];
-      const int64_t size = rows * cols, side = std::min(rows, cols), square = side * side;
+      const int64_t size = matrices[i].size(), side = matrices[i].side(), square = side * side;
       const float move = lr * 0.2 * std::sqrt((double)std::max(rows, cols));
       for (auto* each : {&x, &y}) each->resize(size);
       for (auto* each : {&a, &b, &f, &all}) each->resize(square);

@@ -17,9 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from hadal.console import tools
+from hadal.console.feed import PERIOD_S
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.chat import ChatFormat
@@ -36,6 +37,8 @@ from tests.unit.gateway.test_tools import BOS, EOS, V31, V31_TEMPLATE, vocabular
 
 PAGES = {"mode": "auto", "port": 0}
 WAIT_MS = 60_000
+MOST_KILLS = 12
+"""Of a rank, until the console sees it gone."""
 
 
 @pytest.fixture(scope="module")
@@ -449,6 +452,15 @@ def kept_busy(server: Server) -> Iterator[None]:
             thread.join()
 
 
+def is_seen_gone(shown: Locator) -> bool:
+    """Whether what is shown goes within two of the console's looks."""
+    try:
+        expect(shown).to_have_count(0, timeout=1000 * 2 * PERIOD_S)
+    except AssertionError:
+        return False
+    return True
+
+
 def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
     server: Server, browser: Browser
 ) -> None:
@@ -457,11 +469,18 @@ def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
         unit = page.locator(".h-unit", has_text="decode-0")
         expect(unit.locator("i[title*=works]")).to_have_count(4)
         with kept_busy(server):
-            old_pid = server.kill("decode-0.1")
-            expect(unit.locator("i[title='rank 1: works']")).to_have_count(0, timeout=WAIT_MS)
-            server.wait_restarted("decode-0.1", old_pid)
-            expect(unit.locator("i[title='rank 1: works']")).to_have_count(1, timeout=WAIT_MS)
-            expect(unit).to_contain_text("started again 1 ×")
+            working = unit.locator("i[title='rank 1: works']")
+            # On a quick machine it is back before the console looks again. Whoever dies once more is
+            # started later each time.
+            for num_killed in range(1, MOST_KILLS + 1):
+                old_pid = server.kill("decode-0.1")
+                was_seen = is_seen_gone(working)
+                server.wait_restarted("decode-0.1", old_pid)
+                if was_seen:
+                    break
+            assert was_seen
+            expect(working).to_have_count(1, timeout=WAIT_MS)
+            expect(unit).to_contain_text(f"started again {num_killed} ×")
             tab(page, "Problems")
             row = (
                 page.locator("tr", has_text="decode-0.1").filter(has_text="killed by SIGKILL").first

@@ -43,8 +43,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     end_ids: tuple[int, ...]
     """Tokens that end a text: drawn only where the grammar accepts."""
     begins_after: int = -1
-    """The token that ends the reasoning before it, up to which any token may be drawn but those that
-    end a text; -1: it begins with the output.
+    """The token that ends the reasoning before it, in which any token may be drawn, but for those that
+    end a text that has to follow; -1: there is no reasoning.
     """
     prefix: tuple[int, ...] = ()
     """Tokens of the text that are in the prompt already."""

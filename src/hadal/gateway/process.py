@@ -276,11 +276,11 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(_serve_port(server, gateway, listening))
     beating = loop.create_task(_heartbeat(server, gateway.host))
+    batching = loop.create_task(_work_on(worker, gateway))
     beside = [
         loop.create_task(_kept(what, begin))
         for what, begin in (
             ("following the API keys", lambda: _follow_keys(gateway)),
-            ("answering batches", lambda: _work_on(worker, gateway)),
             ("reading what tenants spent", lambda: _read_spent(gateway)),
             ("writing down which units are up", lambda: _count_nodes(gateway)),
         )
@@ -291,7 +291,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         log.critical("the front ended", exc_info=fronting.exception())
     server.should_exit = True
     await serving
-    ending = (fronting, draining, *beside)
+    ending = (fronting, draining, batching, *beside)
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
