@@ -153,9 +153,14 @@ _REVERSE_SENTENCE = lines("""
 
 
 def reason_sort(items: list[str], ordered: list[str]) -> str:
-    """Pick the next item, copy the rest; words first show their letters' places in the alphabet."""
+    """Pick the next item, copy the rest. Numbers are written with equally many digits before, words
+    show their letters' places in the alphabet.
+    """
     lines = []
-    if not items[0].isdigit():
+    if items[0].isdigit():
+        ordered, items = _equally_long(ordered), _equally_long(items)
+        lines.append(" ".join(items))
+    else:
         same = len({word[0].lower() for word in items}) < len(items)
         places = [" ".join(_place(c) for c in word[: 3 if same else 1].lower()) for word in items]
         lines.append(", ".join(f"{w} {p}" for w, p in zip(items, places, strict=True)))
@@ -166,8 +171,12 @@ def reason_sort(items: list[str], ordered: list[str]) -> str:
     return "\n".join([*lines, ordered[-1]])
 
 
+def _equally_long(numbers: list[str]) -> list[str]:
+    return [number.zfill(max(map(len, numbers))) for number in numbers]
+
+
 def _place(letter: str) -> str:
-    return f"{letter}{ord(letter) - 96}" if "a" <= letter <= "z" else letter
+    return f"{letter}{ord(letter) - 96:02}" if "a" <= letter <= "z" else letter
 
 
 def reason_reverse(items: list[str]) -> str:
@@ -212,7 +221,11 @@ def sort(source: Source) -> Turn:
             orders=_MAX_ORDERS if down else _MIN_ORDERS,
         )
         question = said.format(x=join_list(source, items, "or" if "bigger" in said else "and"))
-        return Turn(question, ", ".join(seen), best, f"best{down} {items}", "number", (best,))
+        seen = _equally_long(
+            items + seen
+        )  # First all numbers, then the best so far at each of them.
+        reasoning = f"{' '.join(seen[: len(items)])}\n{' '.join(seen[len(items) :])}"
+        return Turn(question, reasoning, best, f"best{down} {items}", "number", (best,))
     ends = _DOWN_ENDS if down else _UP_ENDS
     what = source.choice(("numbers", "numbers", "values", "figures", "scores"))
     return _sorted_turn(source, plain, (ends, what), items, ordered, down)

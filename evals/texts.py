@@ -1,11 +1,13 @@
 """Questions about a short text: who, where, what, when, how many.
 
 A text is a few facts about different people, places and things, so every question has one answer;
-or the text does not say. The reasoning copies it up to the sentence that answers.
+or the text does not say. The reasoning says what is asked and copies the text up to the
+sentence that answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from string import Formatter
 
 from evals.numbers import say
 from evals.wordings import Source, asked, lines
@@ -82,6 +84,8 @@ class Fact:
     """What a number in words is in digits."""
     who: str = ""
     """Whom he or she is."""
+    kind: str = ""
+    """What it is about, in a word (`_KINDS`)."""
 
 
 class Pool:
@@ -774,6 +778,22 @@ _MAKERS = (
     _event,
     _compared,
 )
+_KINDS = {
+    _act: "action",
+    _has: "owner",
+    _count: "count",
+    _gave: "give",
+    _age: "age",
+    _pet: "pet",
+    _likes: "food",
+    _job: "job",
+    _relative: "person",
+    _price: "price",
+    _event: "time",
+    _compared: "size",
+}
+"""What a fact is about; the others are places."""
+_VERB_SLOTS = {"v", "b", "pp"}
 _SHE = set(
     [
         "Anna",
@@ -816,7 +836,7 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
     last = None
     while len(facts) < num_facts:
         maker = source.choice(_MAKERS)
-        fact = maker(pool)
+        fact = _made(pool, maker)
         # Of one person no text says two ages, or two places.
         differ = maker is not last and not {maker, last} <= {_go, _at, _city}
         if facts and facts[-1].subject in NAMES and fact.subject and source.chance(0.2) and differ:
@@ -831,9 +851,21 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
     return pool, facts, " ".join(_sentences(facts))
 
 
+def _made(pool: Pool, maker: Callable[[Pool], Fact]) -> Fact:
+    return replace(maker(pool), kind=_KINDS.get(maker, "place"))
+
+
 def _sentences(facts: Sequence[Fact]) -> list[str]:
     """What facts say, one sentence that says two of them once."""
     return list(dict.fromkeys(fact.sentence for fact in facts))
+
+
+def _read(facts: Sequence[Fact]) -> dict[str, str]:
+    """The sentences of a text, each with whom he or she is in it."""
+    found: dict[str, str] = {}
+    for fact in facts:
+        found[fact.sentence] = found.get(fact.sentence, fact.sentence) + fact.who
+    return found
 
 
 def _joined(source: Source, facts: list[Fact], first: int) -> list[Fact]:
@@ -881,32 +913,41 @@ def _same_person(fact: Fact, name: str, source: Source) -> Fact | None:
 
 
 def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
-    """Return (question, reasoning, answer) about a text."""
-    source = pool.source
+    """Return (question, reasoning, answer) about a text. The reasoning begins with what is asked,
+    then reads one sentence after the other until one tells it.
+    """
+    source, told = pool.source, _read(facts)
     if source.chance(0.07):
         with source.aside():  # Its sentence is not shown.
-            fact = source.choice(_MAKERS[:-1])(pool)
+            fact = _made(pool, source.choice(_MAKERS[:-1]))
             while fact.asks[0].answer in ("", NOT_SAID):
-                fact = source.choice(_MAKERS)(pool)
-        question = _worded(source, fact, source.choice(fact.asks))
-        lines_ = [f"{each} no" for each in _sentences(facts)]
-        return question, "\n".join([*lines_, "That is not in the text."]), NOT_SAID
+                fact = _made(pool, source.choice(_MAKERS))
+        question, sought = _worded(source, fact, source.choice(fact.asks))
+        lines_ = [f"{each} no" for each in told.values()]
+        return question, "\n".join([sought, *lines_, "That is not in the text."]), NOT_SAID
     index = source.choice([i for i, fact in enumerate(facts) if fact.asks])
     fact = facts[index]
     wanted = source.choice(fact.asks)
     before = [each for each in _sentences(facts[:index]) if each != fact.sentence]
-    lines_ = [f"{each} no" for each in before]
-    found = fact.sentence + fact.who
+    lines_ = [f"{told[each]} no" for each in before]
+    found = told[fact.sentence]
     if wanted.answer.isdigit():
         found += fact.read
-    return _worded(source, fact, wanted), "\n".join([*lines_, f"{found} yes"]), wanted.answer
+    question, sought = _worded(source, fact, wanted)
+    return question, "\n".join([sought, *lines_, f"{found} yes"]), wanted.answer
 
 
-def _worded(source: Source, fact: Fact, wanted: Asks) -> str:
+def _worded(source: Source, fact: Fact, wanted: Asks) -> tuple[str, str]:
+    """The question, and what it is about in short: the kind of fact, and what is given of it."""
     said = asked(
         source, questions=wanted.questions, nouns=wanted.nouns if source.chance(0.4) else ()
     )
-    return said.format(**fact.slots)
+    slots = dict(fact.slots)
+    if fact.kind == "size":  # The text may say it the other way round.
+        slots["g"] = slots["l"] = " or ".join(sorted((slots["g"], slots["l"])))
+    names = [name for _, name, _, _ in Formatter().parse(said) if name]
+    given = [slots[name].removeprefix("the ") for name in names if name not in _VERB_SLOTS]
+    return said.format(**fact.slots), ", ".join(dict.fromkeys([fact.kind, *given]))
 
 
 def in_layout(source: Source, text: str, question: str) -> str:

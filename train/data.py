@@ -43,14 +43,14 @@ _ENVIRONMENT = jinja2.Environment()
 _ENVIRONMENT.filters["tojson"] = json.dumps
 _TEMPLATE = _ENVIRONMENT.from_string(CHAT_TEMPLATE)
 PAD_ID = 2
-# What is reckoned or spelled is learned last and is short; tools and schemas take most tokens.
+# What is reckoned, sorted or looked for in a text is learned last; tools and schemas take most tokens.
 WEIGHTS = {
     "arithmetic": 16,
-    "sort": 14,
+    "sort": 20,
     "reverse": 10,
     "letters": 12,
     "dates": 12,
-    "reading": 13,
+    "reading": 22,
     "talk": 5,
     "followup": 10,
     "decline": 6,
