@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -18,64 +19,58 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hadal.progress import Bar
 from train.data import Batch, made_ahead, make_batch
-from train.export import export
+from train.export import export, load
 from train.model import Config, Model, MoE
 from train.optim import make_optimizers, schedule
 from train.tokenizer import load_or_build
 
-MTP_WEIGHT = 0.2
-# Of the MTP layer applied to its own state: a second draft is used less often than a first.
-MTP_SECOND_WEIGHT = 0.1 * MTP_WEIGHT
-# Share of the run after which the MTP layer is trained again: it learns fast on a good model.
-MTP_FROM = 0.72
+DRAFTS_FROM = 0.82
+"""Share of the run after which the model stays as it is and its MTP layer alone is trained: it
+follows a model that has learnt, and until then costs nothing.
+"""
+SECOND_WEIGHT = 0.3
+"""Of the MTP layer applied to its own state: a second draft is used less often than a first."""
 FEW_TARGETS = 1024
 """A batch with fewer counts for less: one long prompt has a single short reply."""
 CHECK_STEPS = 500
-NUM_STEPS = 10_000
+NUM_STEPS = 12_000
 """Three to five hours on two cores with AVX2, by how quiet they are (README.md)."""
 
 
 class Losses(NamedTuple):
-    """What one batch gives: of the next token, of the MTP layer, of its second application, and
-    whether each token's target is the greedy choice. A loss that was not wanted is 0.
+    """What one batch gives: the loss, and what is trained beside it or instead; 0 where there is
+    none.
     """
 
-    main: Tensor
-    mtp: Tensor
-    second: Tensor
-    hits: Tensor
-
-    @property
-    def total(self) -> Tensor:
-        return self.main + MTP_WEIGHT * self.mtp + MTP_SECOND_WEIGHT * self.second
+    total: Tensor
+    main: float = 0.0
+    first: float = 0.0
+    """Of the MTP layer."""
+    second: float = 0.0
+    """Of its application to its own state."""
 
 
-def losses(model: Model, batch: Batch, with_mtp: bool = True, with_second: bool = False) -> Losses:
-    """Return the losses of a batch; `with_second` needs `with_mtp`."""
-    h = model.hidden(batch.tokens, batch.positions, batch.bounds)
+def main_loss(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the loss of the next token, and whether each token's target is the greedy choice."""
     rows = _rows(batch.targets)
-    logits = model.lm_head(h[rows])
-    loss = _mean(logits, batch.targets[rows])
-    mtp_loss = second_loss = torch.zeros(())
-    if with_mtp:
-        # Late, the MTP layer follows the model and does not pull at it.
-        mtp_loss, second_loss = _mtp_losses(model, batch, h.detach(), with_second)
+    logits = model.lm_head(model.hidden(batch.tokens, batch.positions, batch.bounds)[rows])
     greedy = torch.full_like(batch.targets, -100)
     greedy[rows] = logits.detach().argmax(-1)
-    return Losses(loss, mtp_loss, second_loss, greedy == batch.targets)
+    return _mean(logits, batch.targets[rows]), greedy == batch.targets
 
 
-def _mtp_losses(model: Model, batch: Batch, h: Tensor, with_second: bool) -> tuple[Tensor, Tensor]:
+def draft_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the losses of the MTP layer and of its second application; the model is only read."""
+    with torch.no_grad():
+        h = model.hidden(batch.tokens, batch.positions, batch.bounds)
     text = (h, batch.next_tokens, batch.positions, batch.bounds)
     states = model.mtp_hidden(*text)
     rows = _rows(batch.mtp_targets)
     first = _mean(model.lm_head(states[rows]), batch.mtp_targets[rows])
-    if not with_second:
-        return first, torch.zeros(())
     rows = _rows(batch.second_targets).sort()[0]
     # Not detached: the first application learns to leave in its state what the second needs, which
     # gained 19 points of accepted second drafts, detached 11 (README.md). The token is the text's;
@@ -107,16 +102,16 @@ def check(model: Model, held_out: list[Batch]) -> tuple[float, dict[str, float]]
     """
     right, total, sums = defaultdict(int), defaultdict(int), 0.0
     for batch in held_out:
-        found = losses(model, batch, with_mtp=False)
-        sums += found.main.item()
-        wrong = set(batch.sequence[(batch.targets >= 0) & ~found.hits].tolist())
+        loss, is_right = main_loss(model, batch)
+        sums += loss.item()
+        wrong = set(batch.sequence[(batch.targets >= 0) & ~is_right].tolist())
         for index, example in enumerate(batch.examples):
             total[example.task] += 1
             right[example.task] += index not in wrong
     return sums / len(held_out), {task: right[task] / total[task] for task in sorted(total)}
 
 
-def balance(model: Model, gamma: float) -> list[float]:
+def balance(model: nn.Module, gamma: float) -> list[float]:
     """Move every expert's bias a step toward equal load (V3 report 2.1.2); return max/mean load per
     layer.
     """
@@ -136,9 +131,15 @@ class Run:
     """A training run in a folder: model, optimisers, how far it is, and its log."""
 
     def __init__(
-        self, folder: Path, settings: dict[str, float], config: Config | None = None
+        self,
+        folder: Path,
+        settings: dict[str, float],
+        config: Config | None = None,
+        start: Path | None = None,
     ) -> None:
         """`settings`: steps, lr, batch_tokens and seed, the same ones whenever the run goes on.
+        `start`: a published folder whose weights and tokenizer it begins with, not used again
+        when it goes on.
 
         Raises ValueError if the folder's checkpoint is one of other settings, or of another
         tokenizer than the one that is kept beside it.
@@ -147,14 +148,20 @@ class Run:
         self.folder = folder
         self.num_steps, self.batch_tokens = int(settings["steps"]), int(settings["batch_tokens"])
         folder.mkdir(parents=True, exist_ok=True)
+        begins = not (folder / "checkpoint.pt").exists()
+        if start is not None and begins:
+            shutil.copy(start / "tokenizer.json", folder)
         self.tokenizer = load_or_build(folder / "tokenizer.json")
         digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
         self.settings: dict[str, float | str] = {**settings, "tokenizer": digest[:16]}
-        self.model = Model(config or Config(vocab_size=self.tokenizer.get_vocab_size()))
+        if start is not None and begins:
+            self.model = load(start)[0]
+        else:
+            self.model = Model(config or Config(vocab_size=self.tokenizer.get_vocab_size()))
         self.optimizers = make_optimizers(self.model, settings["lr"])
         self.step, self.num_tokens, self.elapsed = 0, 0, 0.0
         self.stopping = False
-        if (folder / "checkpoint.pt").exists():
+        if not begins:
             self._load()
 
     def _load(self) -> None:
@@ -200,13 +207,22 @@ class Run:
     def update(self, batch: Batch) -> tuple[Losses, list[float]]:
         """Take one optimiser step; return the losses and the expert load skew per layer."""
         progress = self.step / self.num_steps
+        if drafts := progress >= DRAFTS_FROM:
+            progress = (progress - DRAFTS_FROM) / (1 - DRAFTS_FROM)
+        else:
+            progress /= DRAFTS_FROM
         # bf16 products are faster where there are such, and good enough, until the end is fitted to
         # the arithmetic of serving.
         torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.97 else "ieee"
-        with_mtp = progress < 0.03 or (progress >= MTP_FROM and self.step % 2 == 0)
-        # A layer that does not draft well yet has nothing to teach its second application.
-        with_second = with_mtp and progress >= MTP_FROM and MTP_SECOND_WEIGHT > 0
-        found = losses(self.model, batch, with_mtp, with_second)
+        self.model.requires_grad_(not drafts)
+        self.model.mtp.requires_grad_(drafts)
+        if drafts:
+            first, second = draft_losses(self.model, batch)
+            total = first + SECOND_WEIGHT * second
+            found = Losses(total, first=first.item(), second=second.item())
+        else:
+            total = main_loss(self.model, batch)[0]
+            found = Losses(total, total.item())
         # A long prompt with one short reply weighs less than forty replies.
         share = min(1.0, int((batch.targets >= 0).sum()) / FEW_TARGETS)
         (found.total * share).backward()
@@ -222,7 +238,7 @@ class Run:
         # Balanced firmly at first so that every expert learns, hardly at all late: real routing
         # stays skewed.
         gamma = max(5e-4, 2e-3 * min(1.0, (1 - progress / 0.6) / 0.6)) if progress < 0.85 else 0.0
-        skew = balance(self.model, gamma)
+        skew = balance(self.model.mtp if drafts else self.model, gamma)
         self.num_tokens += len(batch.tokens)
         return found, skew
 
@@ -257,15 +273,15 @@ class Run:
     def _progress(self, found: Losses, step_s: float) -> str:
         left = round((self.num_steps - self.step) * step_s / 60)
         return (
-            f"step {self.step:,} of {self.num_steps:,}, loss {found.main.item():.3f},"
+            f"step {self.step:,} of {self.num_steps:,}, loss {found.total.item():.3f},"
             f" {left // 60} h {left % 60:02} min left"
         )
 
     def _log_losses(self, found: Losses, skew: list[float], speed: float) -> None:
         self.log(
-            loss=round(found.main.item(), 4),
-            mtp=round(found.mtp.item(), 4),
-            second=round(found.second.item(), 4),
+            loss=round(found.main, 4),
+            first_draft=round(found.first, 4),
+            second_draft=round(found.second, 4),
             tok_s=round(speed),
             mtok=round(self.num_tokens / 1e6, 2),
             skew=[round(s, 1) for s in skew],
@@ -282,6 +298,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-minutes", type=float, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--start", type=Path, help="a published folder to begin with, instead of from nothing"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     settings = {
@@ -290,7 +309,7 @@ def main() -> None:
         "batch_tokens": args.batch_tokens,
         "seed": args.seed,
     }
-    run = Run(args.run, settings)
+    run = Run(args.run, settings, start=args.start)
     print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters", flush=True)
     signal.signal(signal.SIGTERM, run.stop)
     signal.signal(signal.SIGINT, run.stop)

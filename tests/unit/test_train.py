@@ -13,7 +13,7 @@ from train import experts, train
 from train.data import Batch, pack
 from train.evaluate import acceptance
 from train.model import Config, Model, rope_table
-from train.train import losses
+from train.train import draft_losses, main_loss
 
 TOKENIZER = Path(__file__).parents[2] / "models" / "hadal-tiny" / "tokenizer.json"
 NUM_WORDS = 11
@@ -103,7 +103,7 @@ def test_the_second_application_is_the_one_of_serving() -> None:
 
 def test_the_second_loss_reaches_the_layer_and_leaves_the_model_alone() -> None:
     model = Model(TINY)
-    reached = gradients(model, losses(model, counting(9, 12), with_second=True).second)
+    reached = gradients(model, draft_losses(model, counting(9, 12))[1])
     mtp = f"model.layers.{TINY.num_hidden_layers}."
     for name, gradient in reached.items():
         if name.startswith(mtp):
@@ -111,20 +111,6 @@ def test_the_second_loss_reaches_the_layer_and_leaves_the_model_alone() -> None:
             assert gradient.abs().sum() > 0, name
         elif "embed_tokens" not in name and "lm_head" not in name:
             assert gradient is None or not gradient.any(), name
-
-
-def test_with_the_weight_0_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "MTP_SECOND_WEIGHT", 0.0)
-    model, batch = Model(TINY), counting(9, 12)
-    with_second, before = losses(model, batch, with_second=True), losses(model, batch)
-    assert before.second == 0
-    assert with_second.second > 0
-    assert torch.equal(with_second.main, before.main)
-    assert torch.equal(with_second.mtp, before.mtp)
-    expected = gradients(model, before.main + train.MTP_WEIGHT * before.mtp)
-    got = gradients(model, with_second.total)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, rtol=0, atol=0)
 
 
 def interleaved() -> Batch:
@@ -138,26 +124,25 @@ def interleaved() -> Batch:
     return pack(encoded, [])
 
 
-def train_some(weight: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], float]:
+def train_some(weight: float) -> tuple[list[float], float]:
     """Return the second application's losses of some steps with such a weight, and how often its
     drafts are accepted then.
     """
-    monkeypatch.setattr(train, "MTP_SECOND_WEIGHT", weight)
     torch.manual_seed(0)
     model, batch, seen = Model(TINY), interleaved(), []
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for _ in range(25):
-        found = losses(model, batch, with_second=True)
-        found.total.backward()
-        seen.append(found.second.item())
+        first, second = draft_losses(model, batch)
+        (main_loss(model, batch)[0] + 0.2 * (first + weight * second)).backward()
+        seen.append(second.item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return seen, acceptance(model, batch)[1]
 
 
-def test_the_second_application_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, accepted = train_some(0.1, monkeypatch)
-    untaught, accepted_untaught = train_some(0.0, monkeypatch)
+def test_the_second_application_learns() -> None:
+    seen, accepted = train_some(0.5)
+    untaught, accepted_untaught = train_some(0.0)
     assert seen[-1] < 0.1 * seen[0]
     assert seen[-1] < 0.3 * untaught[-1]
     assert accepted > accepted_untaught
@@ -186,27 +171,17 @@ def test_a_second_draft_follows_the_first_draft_and_counts_only_behind_a_right_o
     assert seen == [(looked_at, drafts[looked_at].tolist())]
 
 
-@pytest.mark.parametrize(
-    ("step", "weight", "trained_parts"),
-    [
-        (10, 0.02, (True, False)),
-        (500, 0.02, (False, False)),
-        (801, 0.02, (False, False)),
-        (802, 0.02, (True, True)),
-        (802, 0.0, (True, False)),
-    ],
-)
-def test_the_second_application_is_trained_late(
-    step: int,
-    weight: float,
-    trained_parts: tuple[bool, bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(train, "MTP_SECOND_WEIGHT", weight)
+@pytest.mark.parametrize(("step", "drafts"), [(10, False), (819, False), (820, True), (999, True)])
+def test_the_layer_is_trained_last_and_alone(step: int, drafts: bool, tmp_path: Path) -> None:
     shutil.copy(TOKENIZER, tmp_path / "tokenizer.json")
     settings = {"steps": 1000, "lr": 0.008, "batch_tokens": 27, "seed": 0}
     run = train.Run(tmp_path, settings, TINY)
     run.step = step
+    before = {name: p.clone() for name, p in run.model.state_dict().items()}
     found, _ = run.update(counting(9, 12))
-    assert (found.mtp.item() > 0, found.second.item() > 0) == trained_parts
+    assert (found.main > 0, found.first > 0, found.second > 0) == (not drafts, drafts, drafts)
+    mtp = f"model.layers.{TINY.num_hidden_layers}."
+    changed = {
+        name for name, p in run.model.state_dict().items() if not torch.equal(p, before[name])
+    }
+    assert {name.startswith(mtp) for name in changed} == {drafts}

@@ -21,6 +21,7 @@ from hadal.gateway.tools import CallReader, format_of, read_choice, read_tools
 from hadal.gateway.vocabulary import read_vocabulary
 from train import data, experts
 from train.data import Batch, encode, make_batch, render_calls
+from train.export import export, load
 from train.model import Config
 from train.tokenizer import CHAT_TEMPLATE, CONTROLS, MARKS, config
 from train.train import Losses, Run
@@ -173,7 +174,7 @@ TINY = Config(
     v_head_dim=8,
 )
 SETTINGS = {"steps": 7, "lr": 0.008, "batch_tokens": 256, "seed": 0}
-"""The last step is one that trains the MTP layer, too."""
+"""The last step trains the MTP layer."""
 
 
 @pytest.fixture
@@ -231,3 +232,17 @@ def test_a_resumed_run_gives_what_an_undisturbed_one_does(tmp_path: Path) -> Non
     other.save(str(tmp_path / "broken" / "tokenizer.json"))
     with pytest.raises(ValueError, match="and tokenizer"):
         Run(tmp_path / "broken", SETTINGS, TINY)
+
+
+@pytest.mark.usefixtures("_small_and_plain")
+def test_a_run_begins_with_what_is_published(tmp_path: Path) -> None:
+    before = run_in(tmp_path / "before")
+    export(before.model, before.tokenizer, tmp_path / "published")
+    run = Run(tmp_path / "run", {**SETTINGS, "seed": 1}, start=tmp_path / "published")
+    expected = load(tmp_path / "published")[0].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in run.model.state_dict().items())
+    run.update(make_batch(run.tokenizer, 1001, 0, 256))
+    run.save()
+    again = Run(tmp_path / "run", {**SETTINGS, "seed": 1}, TINY, start=tmp_path / "published")
+    assert again.step == 1
+    assert not torch.equal(again.model.lm_head.weight, expected["lm_head.weight"])
