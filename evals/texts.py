@@ -778,7 +778,7 @@ _MAKERS = (
     _event,
     _compared,
 )
-_KINDS = {
+_KINDS: dict[Callable[[Pool], Fact], str] = {
     _act: "action",
     _has: "owner",
     _count: "count",
