@@ -51,13 +51,13 @@ WEIGHTS = {
     "letters": 12,
     "dates": 12,
     "reading": 22,
-    "talk": 5,
+    "talk": 7,
     "followup": 10,
-    "decline": 6,
+    "decline": 8,
     "tools": 14,
     "schema": 9,
 }
-LONG_SHARE = 0.06
+LONG_SHARE = 0.1
 """Of the batches: they begin with a prompt of up to nearly all their tokens."""
 DIRECT_SHARE = 0.04
 """Of the examples of `_DIRECT`: without reasoning, as for who switches it off."""
