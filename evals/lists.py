@@ -172,7 +172,8 @@ def reason_sort(items: list[str], ordered: list[str]) -> str:
 
 
 def _equally_long(numbers: list[str]) -> list[str]:
-    return [number.zfill(max(map(len, numbers))) for number in numbers]
+    width = max(map(len, numbers))
+    return [number.zfill(width) for number in numbers]
 
 
 def _place(letter: str) -> str:
@@ -221,10 +222,9 @@ def sort(source: Source) -> Turn:
             orders=_MAX_ORDERS if down else _MIN_ORDERS,
         )
         question = said.format(x=join_list(source, items, "or" if "bigger" in said else "and"))
-        seen = _equally_long(
-            items + seen
-        )  # First all numbers, then the best so far at each of them.
-        reasoning = f"{' '.join(seen[: len(items)])}\n{' '.join(seen[len(items) :])}"
+        # First all numbers, then the best so far at each of them.
+        both = _equally_long([*items, *seen])
+        reasoning = f"{' '.join(both[: len(items)])}\n{' '.join(both[len(items) :])}"
         return Turn(question, reasoning, best, f"best{down} {items}", "number", (best,))
     ends = _DOWN_ENDS if down else _UP_ENDS
     what = source.choice(("numbers", "numbers", "values", "figures", "scores"))

@@ -7,6 +7,7 @@ sentence that answers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from string import Formatter
 
 from evals.numbers import say
@@ -848,20 +849,15 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
         facts.insert(place, Fact(source.frame(_NO_FACTS), {}, ()))
     if num_facts > 1 and source.chance(0.22):
         facts = _joined(source, facts, source.randrange(len(facts) - 1))
-    return pool, facts, " ".join(_sentences(facts))
+    return pool, facts, " ".join(_read(facts))
 
 
 def _made(pool: Pool, maker: Callable[[Pool], Fact]) -> Fact:
     return replace(maker(pool), kind=_KINDS.get(maker, "place"))
 
 
-def _sentences(facts: Sequence[Fact]) -> list[str]:
-    """What facts say, one sentence that says two of them once."""
-    return list(dict.fromkeys(fact.sentence for fact in facts))
-
-
 def _read(facts: Sequence[Fact]) -> dict[str, str]:
-    """The sentences of a text, each with whom he or she is in it."""
+    """The sentences of a text, one that says two facts once, each with whom he or she is in it."""
     found: dict[str, str] = {}
     for fact in facts:
         found[fact.sentence] = found.get(fact.sentence, fact.sentence) + fact.who
@@ -909,7 +905,10 @@ def _same_person(fact: Fact, name: str, source: Source) -> Fact | None:
     )
     start = f"Then {who.lower()}" if source.chance(0.15) else who
     slots = {**fact.slots, "n": name}
-    return Fact(f"{start}{rest}", slots, asks, name, fact.read, f" {who} is {name}.")
+    who_is = f" {who} is {name}."
+    return replace(
+        fact, sentence=f"{start}{rest}", slots=slots, asks=asks, subject=name, who=who_is
+    )
 
 
 def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
@@ -925,10 +924,9 @@ def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
         question, sought = _worded(source, fact, source.choice(fact.asks))
         lines_ = [f"{each} no" for each in told.values()]
         return question, "\n".join([sought, *lines_, "That is not in the text."]), NOT_SAID
-    index = source.choice([i for i, fact in enumerate(facts) if fact.asks])
-    fact = facts[index]
+    fact = source.choice([fact for fact in facts if fact.asks])
     wanted = source.choice(fact.asks)
-    before = [each for each in _sentences(facts[:index]) if each != fact.sentence]
+    before = takewhile(lambda sentence: sentence != fact.sentence, told)
     lines_ = [f"{told[each]} no" for each in before]
     found = told[fact.sentence]
     if wanted.answer.isdigit():

@@ -38,16 +38,14 @@ FEW_TARGETS = 1024
 """A batch with fewer counts for less: one long prompt has a single short reply."""
 CHECK_STEPS = 500
 NUM_STEPS = 12_000
-"""Three to five hours on two cores with AVX2, by how quiet they are (README.md)."""
 
 
 class Losses(NamedTuple):
-    """What one batch gives: the loss, and what is trained beside it or instead; 0 where there is
-    none.
-    """
+    """What a step makes smaller, and its parts; 0 for a part that is not trained now."""
 
     total: Tensor
     main: float = 0.0
+    """Of the next token."""
     first: float = 0.0
     """Of the MTP layer."""
     second: float = 0.0
@@ -138,8 +136,7 @@ class Run:
         start: Path | None = None,
     ) -> None:
         """`settings`: steps, lr, batch_tokens and seed, the same ones whenever the run goes on.
-        `start`: a published folder whose weights and tokenizer it begins with, not used again
-        when it goes on.
+        `start`: a published folder with whose shape, weights and tokenizer it begins.
 
         Raises ValueError if the folder's checkpoint is one of other settings, or of another
         tokenizer than the one that is kept beside it.
@@ -154,7 +151,7 @@ class Run:
         self.tokenizer = load_or_build(folder / "tokenizer.json")
         digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
         self.settings: dict[str, float | str] = {**settings, "tokenizer": digest[:16]}
-        if start is not None and begins:
+        if start is not None:
             self.model = load(start)[0]
         else:
             self.model = Model(config or Config(vocab_size=self.tokenizer.get_vocab_size()))

@@ -267,7 +267,7 @@ def test_preemption(start_server: StartServer, folder: Path, marked: Server) -> 
             "temperature": TEMPERATURE,
             "return_token_ids": True,
         }
-        for seed in range(2, 12)  # Seed 1 draws 3e-7 beside the next token (LOG.md).
+        for seed in range(2, 12)  # Seed 1 draws too near to the next token (LOG.md).
     ]
     found = asyncio.run(post_all(marked, "/v1/chat/completions", bodies))
     expected = [reply["choices"] for reply in found]

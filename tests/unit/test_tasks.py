@@ -25,6 +25,7 @@ from evals.tasks import (
     sample_split,
     side,
 )
+from evals.texts import _KINDS
 from evals.wordings import Source, is_frame_held_out, is_one_in, lines
 from evals.words import with_articles
 from hadal.console import tools
@@ -43,6 +44,35 @@ def test_a_seed_makes_the_same_examples(task: str) -> None:
     first, again = ([sample(random.Random(seed), task) for seed in range(20)] for _ in range(2))
     assert first == again
     assert len({repr(example.messages) for example in first}) > 10
+
+
+def test_a_text_is_read_from_what_is_asked_to_the_sentence_that_tells_it() -> None:
+    rng = random.Random(4)
+    num_persons = 0
+    for _ in range(NUM):
+        example = sample(rng, "reading")
+        sought, *read = example.reasoning.split("\n")
+        kind, *given = sought.split(", ")
+        assert kind in {*_KINDS.values(), "place"}, sought
+        question = example.messages[-1]["content"].lower()
+        for each in given:
+            assert any(word in question for word in each.lower().split(" or ")), (sought, question)
+        num_persons += any(re.search(r" (He|She) is \w+\. (yes|no)$", line) for line in read)
+        assert all(line.endswith(" no") for line in read[:-1])
+        assert read[-1].endswith(" yes") or read[-1] == "That is not in the text."
+    assert num_persons > 10
+
+
+def test_numbers_are_compared_with_equally_many_digits() -> None:
+    rng = random.Random(5)
+    num_padded = 0
+    for _ in range(NUM):
+        example = sample(rng, "sort")
+        if example.answer.replace(", ", "").isdigit():
+            numbers = re.findall(r"\d+", example.reasoning)
+            assert len({*map(len, numbers)}) == 1, example.reasoning
+            num_padded += any(number.startswith("0") for number in numbers)
+    assert num_padded > 10
 
 
 def test_training_uses_nothing_that_is_held_out() -> None:

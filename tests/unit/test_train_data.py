@@ -243,6 +243,6 @@ def test_a_run_begins_with_what_is_published(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in run.model.state_dict().items())
     run.update(make_batch(run.tokenizer, 1001, 0, 256))
     run.save()
-    again = Run(tmp_path / "run", {**SETTINGS, "seed": 1}, TINY, start=tmp_path / "published")
+    again = Run(tmp_path / "run", {**SETTINGS, "seed": 1}, start=tmp_path / "published")
     assert again.step == 1
     assert not torch.equal(again.model.lm_head.weight, expected["lm_head.weight"])
