@@ -30,7 +30,7 @@ from tests.fresh import fresh
 from tests.schemas import SCHEMAS, closed
 
 TEMPERATURE = 1.5
-NUM_EACH = 20 if FULL else 3
+NUM_EACH = 20 if FULL else 6
 MAX_TOKENS = 240
 V31 = FORMATS["deepseek-v3.1"]
 OBJECTS = {
@@ -79,22 +79,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bodies_of(seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     bodies: list[dict[str, Any]] = []
-    for _ in range(NUM_EACH):
+    for number in range(NUM_EACH):
         for way in WAYS:
             functions: list[dict[str, Any]] = [
                 {
-                    "name": f"f_{number}",
+                    "name": f"f_{place}",
                     "parameters": OBJECTS[rng.choice(sorted(OBJECTS))],
                     "strict": rng.random() < 0.7,
                 }
-                for number in range(rng.randrange(1, 4))
+                for place in range(rng.randrange(1, 4))
             ]
             bodies.append(
                 {
                     "messages": [{"role": "user", "content": rng.choice(["Hi", "2 + 2?"])}],
                     "tools": [{"type": "function", "function": each} for each in functions],
                     "thinking": rng.random() < 0.3,
-                    "max_tokens": rng.choice([30, MAX_TOKENS]),
+                    # Of every way two in three may go on until a call is whole.
+                    "max_tokens": 30 if number % 3 == 1 else MAX_TOKENS,
                     "seed": rng.randrange(1 << 30),
                     "temperature": TEMPERATURE,
                     "return_token_ids": True,

@@ -257,7 +257,7 @@ def test_a_loss_in_the_generation_before_does_not_end_this_one(
         def late(*arguments: object, **options: object) -> None:
             # What it sees itself: when rank 1 is faster to say so, the thread hears it inside that
             # connection's lock.
-            if not held and options.get("tell", True):
+            if not held and options.get("notifies", True):
                 held.append(arguments)
                 seen.set()
                 assert go_on.wait(DEADLINE_S)
