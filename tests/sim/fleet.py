@@ -6,7 +6,8 @@ and leaders.
                                         fleet
 
 Words between front and fleet are late, lost and doubled, units fail to start, die while they drain.
-After every event the fleet's book is checked, and nothing may be sent to a unit that drains.
+After every event the fleet's book is checked. Nothing may be sent to a unit that drains, but for what
+was being prefilled for its weights when the last decode unit of them began to.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from random import Random
 from typing import Any
 
 from hadal.core.balance import AUTO
-from hadal.core.config import Deployment, FleetConfig, LimitsConfig, UnitsConfig, units_of
+from hadal.core.config import (
+    DECODE,
+    Deployment,
+    FleetConfig,
+    LimitsConfig,
+    UnitsConfig,
+    units_of,
+)
 from hadal.core.messages import (
     AnyMessage,
     Decode,
@@ -134,8 +142,13 @@ class FleetWorld(World):
                 self._perhaps(lambda: self.tell_fleet(message))
                 return
             if name == "front" and isinstance(message, Prefill | Decode | PullEarly):
-                assert self.front.units.by_name[to].drain_by_s is None, (
+                units, unit = self.front.units, self.front.units.by_name[to]
+                is_last = not units.has_open_decode(unit.fingerprint)
+                assert unit.drain_by_s is None or (unit.role == DECODE and is_last), (
                     f"{type(message).__name__} to draining {to}"
+                )
+                assert not (isinstance(message, Prefill) and is_last), (
+                    f"Prefill to {to}, for which no decode unit is open"
                 )
             send(to, message)
 

@@ -114,9 +114,9 @@ class Alarm:
 # The front's part of a fleet that grows and shrinks: units that drain, and what is asked of all of
 # them.
 #
-# A draining unit gets no new request. What it holds goes on there until its deadline; what is left
-# then is the front's to try elsewhere. The fleet decides who drains; said again, it changes
-# nothing.
+# A draining unit gets no new request. What it holds goes on there until its deadline, and so does
+# what is being prefilled where no other decode unit of those weights is left; what is left then is
+# the front's to try elsewhere. The fleet decides who drains; said again, it changes nothing.
 
 
 class FrontFleet:
@@ -161,6 +161,8 @@ class FrontFleet:
         if unit.drain_by_s is not None:
             return
         unit.drain_by_s = now_s + message.timeout_s
+        if not self._units.has_open_decode(unit.fingerprint):
+            return
         # Prompts whose KV was to go there have lost nothing yet: another decode unit is chosen for
         # them.
         for record in self._requests.on_unit(unit.name):
@@ -207,19 +209,27 @@ class FrontFleet:
         return Demand(self._epoch, tokens_in, totals.tokens_out, waiting, outputs_waiting, units)
 
     def _held(self) -> dict[str, int]:
-        """Draining unit -> all that would lose something with it, leased KV included. The others'
-        counts will do.
+        """Draining unit -> all that would lose something with it: leased KV, and prompts that are
+        prefilled for whichever decode unit is left. The others' counts will do.
         """
-        draining = {
-            unit.name: 0 for unit in self._units.by_name.values() if unit.drain_by_s is not None
-        }
+        draining = [unit for unit in self._units.by_name.values() if unit.drain_by_s is not None]
         if not draining:
             return {}
         owners: Counter[str | None] = Counter()
+        fingerprint_to_coming: Counter[str] = Counter()
         for record in self._requests.by_id.values():
             if record.state is not State.QUEUED:
                 owners.update({record.prefill_unit, record.decode_unit})
-        return {name: owners[name] for name in draining}
+                fingerprint_to_coming[record.fingerprint] += record.decode_unit is None
+        return {
+            unit.name: owners[unit.name]
+            + (
+                fingerprint_to_coming[unit.fingerprint]
+                if unit.role == DECODE and not self._units.has_open_decode(unit.fingerprint)
+                else 0
+            )
+            for unit in draining
+        }
 
 
 def _tokens_per_s_max(unit: Unit) -> float:
@@ -672,8 +682,13 @@ class Front:
         return None if tenant is None else requests.last_of(tenant, record.fingerprint)
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
-        """Bind a request to the first fingerprint under which a prefill unit takes it now."""
-        for fingerprint in self.units.serving():
+        """Bind a request to the first fingerprint under which a prefill unit takes it now; one that
+        has tokens already to the one that made them, while that serves.
+        """
+        fingerprints = self.units.serving()
+        if record.num_output and record.fingerprint in fingerprints:
+            fingerprints = [record.fingerprint]
+        for fingerprint in fingerprints:
             record.bind(fingerprint)
             self._name(record)
             chosen = self.routing.prefill_unit(record)

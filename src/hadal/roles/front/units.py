@@ -463,16 +463,26 @@ class FrontUnits:
             for view in views
         ]
 
+    def has_open_decode(self, fingerprint: str) -> bool:
+        return any(
+            unit.is_open and unit.fingerprint == fingerprint for unit in self.of_role(DECODE)
+        )
+
     def decode_views(self, fingerprint: str) -> list[DecodeUnitView]:
-        """The decode units that take what was prefilled under a fingerprint."""
-        views = []
-        for unit in self.of_role(DECODE):
-            if not unit.is_open or unit.fingerprint != fingerprint:
-                continue
+        """The decode units that take what was prefilled under a fingerprint. Where all of them
+        drain, these do: nobody else could go on with its KV, and a part of an answer by other
+        weights is no answer of either.
+        """
+        led = [
+            unit
+            for unit in self.of_role(DECODE)
+            if unit.orphan_by_s is None and unit.fingerprint == fingerprint
+        ]
+        units = [unit for unit in led if unit.drain_by_s is None] or led
+        for unit in units:
             if unit.decode_view is None:
                 unit.decode_view = _decode_view(unit)
-            views.append(unit.decode_view)
-        return views
+        return [unit.decode_view for unit in units if unit.decode_view is not None]
 
     def downstream(
         self,
@@ -775,6 +785,8 @@ class RequestRouting:
         self, num_tokens: int, tenant: str, fingerprint: str, without: Sequence[Record] = ()
     ) -> bool:
         if self.requests.num_placed - len(without) >= self.limits.max_running:
+            return False
+        if not self.units.has_open_decode(fingerprint):
             return False
         view = self._downstream(tenant, fingerprint, without)
         return may_prefill(view, blocks_for(num_tokens + 1))

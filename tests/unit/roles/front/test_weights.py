@@ -8,7 +8,9 @@ import pytest
 from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.messages import (
     Cached,
+    Cancel,
     Decode,
+    Demand,
     DrainUnit,
     FrontUp,
     Generation,
@@ -30,7 +32,8 @@ from hadal.core.messages import (
 from hadal.core.seams import Deliver, Effect, Send, Tick
 from hadal.kv.names import extend, root_of
 from hadal.roles.front.front import Front
-from hadal.roles.reasons import BACKOFF_S, OTHER_WEIGHTS
+from hadal.roles.reasons import BACKOFF_S, OTHER_WEIGHTS, PREEMPTED
+from tests.columns import tokens_message
 from tests.unit.roles.driving import generation, of, sent
 
 OLD, NEW = "old", "new"
@@ -214,6 +217,61 @@ def test_a_drain_loses_nothing_of_what_is_on_its_way() -> None:
     effects = made.handle(7.2, Tick())
     assert placed(effects) == [("a", "prefill-1"), ("b", "prefill-1")]
     assert not of(effects, Deliver)
+    ok(made)
+
+
+def held(made: Front, now_s: float) -> dict[str, int]:
+    """What the fleet is told that draining units hold."""
+    (demand,) = sent(made.handle(now_s, Tick()), Demand)
+    return {facts.unit: facts.num_requests for facts in demand.units if facts.drain_number}
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_what_is_prefilled_ends_with_the_last_decode_unit_of_its_weights(is_early: bool) -> None:
+    """It drains, and the new weights wait beside it: the answer is of the old ones, whole."""
+    made = front(*BOTH[:2])
+    submit(made, "a")
+    if is_early:
+        hint = PrefilledEarly("prefill-0", "a", 0, msgspec.structs.replace(LEASE, num_tokens=160))
+        (early,) = of(made.handle(1.1, hint), Send)
+        assert early.to == "decode-0"
+    up(made, "prefill-1", NEW)
+    up(made, "decode-1", NEW)
+    assert sent(made.handle(1.2, DrainUnit("decode-0", 30.0, 1)), Cancel) == []
+    assert held(made, 1.5) == {"decode-0": 1}
+    assert decoded_on(done(made, "a", "prefill-0")) == ["decode-0"]
+    assert submit(made, "b") == [("b", "prefill-1")]
+    made.handle(2.1, Pulled("decode-0", "a", 0))
+    assert held(made, 3.0) == {"decode-0": 1}
+    attempt_id = made.requests.running.attempt_id_of(made.requests.by_id["a"])
+    made.handle(3.1, tokens_message("decode-0", [(attempt_id, 1, 51, "length")]))
+    assert held(made, 4.5) == {"decode-0": 0}
+    ok(made)
+
+
+def test_another_decode_unit_of_its_weights_is_better_than_one_that_drains() -> None:
+    made = front(*BOTH[:2], ("decode-2", OLD))
+    submit(made, "a")
+    made.handle(1.2, DrainUnit("decode-0", 30.0, 1))
+    assert held(made, 1.5) == {"decode-0": 0}
+    assert decoded_on(done(made, "a", "prefill-0")) == ["decode-2"]
+    ok(made)
+
+
+def test_a_request_that_has_tokens_stays_with_the_weights_that_made_them() -> None:
+    made = front(*BOTH[:2])
+    submit(made, "a")
+    done(made, "a", "prefill-0")
+    made.handle(2.0, Pulled("decode-0", "a", 0))
+    up(made, "prefill-1", NEW)
+    up(made, "decode-1", NEW)
+    effects = made.handle(2.1, Returned("decode-0", "a", 0, PREEMPTED))
+    assert placed(effects) == [("a", "prefill-0")]
+    assert decoded_on(done(made, "a", "prefill-0", 2.2)) == ["decode-0"]
+    ok(made)
+    made.handle(2.3, Pulled("decode-0", "a", 1))
+    made.handle(2.4, UnitDown("prefill-0", "killed"))
+    assert placed(made.handle(2.5, Returned("decode-0", "a", 1, PREEMPTED))) == [("a", "prefill-1")]
     ok(made)
 
 
