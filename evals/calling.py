@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evals.numbers import _ASKS as SUMS_ASKED
-from evals.numbers import _BARE, _NOUNS, _ORDERS, _SIGNS, reason_add
+from evals.numbers import _BARE, _NOUNS, _ORDERS, _SIGNS, operate
 from evals.smalltalk import DECLINES, unknown_turn
 from evals.wordings import Source, asked, lines
 from evals.words import (
@@ -839,7 +839,7 @@ def _pair(source: Source) -> Plan:
         reasoning, answer = f"{k} {values[0]} {sign} {m} {values[1]}", k if sign == ">" else m
     else:
         a, b = map(int, values)
-        reasoning, answer = reason_add(a, b), str(a + b)
+        reasoning, answer = operate("+", a, b)
     tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup")[1:])
     return Plan(question, tools, (Step(why, calls, results),), reasoning, answer, f"tool {calls}")
 

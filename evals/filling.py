@@ -105,6 +105,10 @@ _TEXTS = lines("""
     {name} has a {animal} [called|named] {pet_name}.
     {name}, {age}, has a {animal} whose name is {pet_name}.
     {pet_name} is the {animal} of {name}.
+    {pet_name} is {name}'s {animal}.
+    The {animal} of {name} is {pet_name}.
+    {pet_name}, the {animal}, [belongs to|lives with|is owned by] {owner}.
+    {pet_name} is a {animal}. [Its owner is|It belongs to|It is the pet of] {name}.
     My {animal} {pet_name} is {colour} and {age} years old.
     The {animal} [is called|is named] {pet_name}. It is {colour} and belongs to {owner}.
     {owner} [owns|has] a {colour} {animal} [called|named] {pet_name}.
@@ -160,6 +164,9 @@ _TEXTS = lines("""
     {winner}, {age}, won the {event} on {day}.
     {customer} ordered a {item} for {price} [dollars|euros] and has {paid} paid.
     The bill of {customer} is {price} dollars and was {paid} paid.
+    {customer} got a bill of {price} dollars, which is {paid} paid.
+    The {item} for {customer} costs {price} dollars and was {paid} paid.
+    The bill [for|of] the {item} is {paid} paid. [It|The bill] went to {customer}.
 """)
 _REQUESTS = lines("""
     {t}

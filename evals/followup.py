@@ -7,6 +7,7 @@ from evals.lists import (
     a_word,
     count_turn,
     reason_count,
+    reason_length,
     reason_reverse,
     reason_reverse_word,
     reverse,
@@ -191,7 +192,8 @@ def _after_list(source: Source) -> tuple[Turn, Turn]:
     else:
         at_end = kind > 0.8
         answer = items[-1 if at_end else 0]
-        reasoning = " ".join(f"{i} {item}" for i, item in enumerate(items, 1))
+        numbered = " ".join(f"{i} {item}" for i, item in enumerate(items, 1))
+        reasoning = f"order {'last' if at_end else 'first'}: {numbered}"
         question = asked(source, whole=_LAST if at_end else _FIRST)
     return first, Turn(question, reasoning, answer, f"{first.key} then {question}")
 
@@ -210,7 +212,7 @@ def _after_number(source: Source) -> tuple[Turn, Turn]:
     reasoning, answer = operate(op, a, b)
     is_double = op == "*" and b == 2 and source.chance(0.7)
     question = asked(source, whole=_DOUBLE if is_double else _OPS[op]).format(b=b)
-    return first, Turn(question, f"{a} {op} {b}\n{reasoning}", answer, f"{first.key} then {op} {b}")
+    return first, Turn(question, f"sum: {reasoning}", answer, f"{first.key} then {op} {b}")
 
 
 def _after_word(source: Source) -> tuple[Turn, Turn]:
@@ -225,7 +227,7 @@ def _after_word(source: Source) -> tuple[Turn, Turn]:
     else:
         question, reasoning, answer = (
             asked(source, whole=_LONG),
-            reason_count(word, word),
+            reason_length(word),
             str(len(word)),
         )
     return first, Turn(question, reasoning, answer, f"{first.key} then {question}")
@@ -234,14 +236,14 @@ def _after_word(source: Source) -> tuple[Turn, Turn]:
 def _after_count(source: Source) -> tuple[Turn, Turn]:
     word = a_word(source).lower()
     first = count_turn(source, word, word)
-    letter = first.reasoning[0]
+    letter = first.reasoning.removeprefix("count ")[0]
     if source.random() < 0.5:
         letter = source.choice(word)
         question = asked(source, whole=_OTHER_LETTER).format(c=letter)
     else:
         word = a_word(source).lower()
         question = asked(source, whole=_OTHER_WORD).format(w=word)
-    reasoning = f"{letter}: {reason_count(word, letter)}"
+    reasoning = reason_count(word, letter)
     return first, Turn(
         question, reasoning, str(word.count(letter)), f"{first.key} then {letter} {word}"
     )
@@ -250,7 +252,8 @@ def _after_count(source: Source) -> tuple[Turn, Turn]:
 def _after_date(source: Source) -> tuple[Turn, Turn]:
     first = source.until(lambda: dates(source), lambda turn: turn.kind in ("date", "weekday"))
     days, later = source.randint(2, 20), source.random() < 0.6
-    question = asked(source, whole=_LATER if later else _EARLIER).format(n=span(source, days)[0])
+    text, read = span(source, days)
+    question = asked(source, whole=_LATER if later else _EARLIER).format(n=text)
     if first.kind == "weekday":
         reasoning, answer = reason_weekday(WEEKDAYS.index(first.answer), days, 1 if later else -1)
     else:
@@ -258,6 +261,7 @@ def _after_date(source: Source) -> tuple[Turn, Turn]:
         reasoning, answer = (reason_after if later else reason_before)(
             MONTHS.index(name), int(day), days
         )
+    reasoning = f"{first.kind}: {read}{reasoning}"
     return first, Turn(question, reasoning, answer, f"{first.key} then {later} {days}")
 
 

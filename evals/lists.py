@@ -38,6 +38,8 @@ _ORDERING = lines("""
     [bring|get|place|set|lay out] [these {z}|the {z}|them|everything] {e}: {x}
     [take|look at|here are|here is a list] {x} and [sort|order|arrange] [it|them] {e}
     [rearrange|reorder|sort out|tidy up] {x} {e}
+    [rearrange|reorder|sort out] [these|the {z}|the following {z}] {e}: {x}
+    tidy up [the {z}|these] so that they go {e}: {x}
     go through {x} {e}
     make a list {e} [of|from|out of|with] {x}
 """)
@@ -134,12 +136,16 @@ _REVERSE_LIST_NOUNS = lines("""
     the list {x} [backwards|reversed|in reverse]
     the order {x} turned [around|round]
     {x} [starting|beginning] [from|at|with] the [end|last one|last item]
+    {x} from [back to front|the last to the first|end to start]
+    the items {x} in [reverse|the opposite order|turned order]
 """)
 _REVERSE_LIST_QUESTIONS = lines("""
     What is {x} [backwards|in reverse order|in reverse|from last to first]?
     How does the list {x} [look|go|read] [backwards|in reverse|from the end]?
     The list is {x}. What is it [backwards|in reverse|from the end|reversed]?
     [I have|Here are|Given|Look at] {x}. [What is the opposite order|What is the reverse|Reverse them|Turn them round][?|]
+    [Take|We have|Here is] {x}. [Turn|Put] them [round|around|in the opposite order].
+    [Given|Look at] the list {x}. What is its [opposite|reverse] order?
 """)
 _REVERSE_SENTENCE = lines("""
     reverse the order of the words: {x}
@@ -153,16 +159,15 @@ _REVERSE_SENTENCE = lines("""
 
 
 def reason_sort(items: list[str], ordered: list[str]) -> str:
-    """Pick the next item, copy the rest. Numbers are written with equally many digits before, words
-    show their letters' places in the alphabet.
+    """Pick the next item, copy the rest. Numbers are written with three digits before, words show
+    their first letters' places in the alphabet: neither asks what the other items are.
     """
     lines = []
     if items[0].isdigit():
-        ordered, items = _equally_long(ordered), _equally_long(items)
+        ordered, items = _three_digits(ordered), _three_digits(items)
         lines.append(" ".join(items))
     else:
-        same = len({word[0].lower() for word in items}) < len(items)
-        places = [" ".join(_place(c) for c in word[: 3 if same else 1].lower()) for word in items]
+        places = [" ".join(map(_place, word[:3].lower())) for word in items]
         lines.append(", ".join(f"{w} {p}" for w, p in zip(items, places, strict=True)))
     rest = list(items)
     for item in ordered[:-1]:
@@ -171,9 +176,8 @@ def reason_sort(items: list[str], ordered: list[str]) -> str:
     return "\n".join([*lines, ordered[-1]])
 
 
-def _equally_long(numbers: list[str]) -> list[str]:
-    width = max(map(len, numbers))
-    return [number.zfill(width) for number in numbers]
+def _three_digits(numbers: list[str]) -> list[str]:
+    return [number.zfill(3) for number in numbers]
 
 
 def _place(letter: str) -> str:
@@ -183,7 +187,7 @@ def _place(letter: str) -> str:
 def reason_reverse(items: list[str]) -> str:
     """Number the items forwards, then copy them backwards."""
     numbered = [f"{i} {item}" for i, item in enumerate(items, 1)]
-    return " ".join(numbered) + "\n" + " ".join(reversed(numbered))
+    return f"order: {' '.join(numbered)}\n{' '.join(reversed(numbered))}"
 
 
 def _numbers(source: Source) -> list[str]:
@@ -223,8 +227,8 @@ def sort(source: Source) -> Turn:
         )
         question = said.format(x=join_list(source, items, "or" if "bigger" in said else "and"))
         # First all numbers, then the best so far at each of them.
-        both = _equally_long([*items, *seen])
-        reasoning = f"{' '.join(both[: len(items)])}\n{' '.join(both[len(items) :])}"
+        given, best_so_far = (" ".join(_three_digits(each)) for each in (items, seen))
+        reasoning = f"number {'highest' if down else 'lowest'}: {given}\n{best_so_far}"
         return Turn(question, reasoning, best, f"best{down} {items}", "number", (best,))
     ends = _DOWN_ENDS if down else _UP_ENDS
     what = source.choice(("numbers", "numbers", "values", "figures", "scores"))
@@ -255,7 +259,7 @@ def _first_word(source: Source) -> Turn:
     best = ordered[-1 if at_end else 0]
     said = asked(source, questions=_FIRST_WORD, nouns=_FIRST_WORD_NOUNS)
     question = said.format(e="last" if at_end else "first", x=join_list(source, words, "or"))
-    reasoning = reason_sort(words, ordered)
+    reasoning = f"sort {'last' if at_end else 'first'}: {reason_sort(words, ordered)}"
     return Turn(question, reasoning, best, f"first{at_end} {words}", "words", (best,))
 
 
@@ -289,7 +293,8 @@ def _sorted_turn(
     else:
         said = asked(source, orders=_ORDERING, questions=_BARE_ORDERING)
     question = said.format(x=join_list(source, items), e=source.spelled(ends), z=what)
-    reasoning, key = reason_sort(items, ordered), f"sort{down} {items}"
+    reasoning = f"sort {'down' if down else 'up'}: {reason_sort(items, ordered)}"
+    key = f"sort{down} {items}"
     return Turn(question, reasoning, ", ".join(ordered), key, "list", tuple(ordered))
 
 
@@ -345,6 +350,8 @@ _REVERSE = lines("""
     change {w} so that [it reads backwards|the last letter comes first]
     put the letters of {w} in [reverse|the opposite|backward] order
     swap the letters of {w} end for end
+    [run|walk|go] [back|backwards] through [the letters of |]{w}
+    [say|write|print] {w} the [other|wrong] way [round|around]
 """)
 _REVERSE_NOUNS = lines("""
     {w} [backwards|reversed|in reverse|spelled backwards|back to front|from right to left|mirrored|in mirror writing]
@@ -352,6 +359,8 @@ _REVERSE_NOUNS = lines("""
     the word {w} [backwards|reversed|in reverse|spelled from the end|with its letters turned round]
     the letters of {w} [backwards|in reverse order|from last to first]
     what {w} is [backwards|in reverse|reversed]
+    the word {w} in [mirror image|backward spelling|reversed form]
+    the [backward|backwards|mirrored] [form|version|spelling] of {w}
 """)
 _REVERSE_QUESTIONS = lines("""
     What is {w} [backwards|reversed|in reverse|spelled backwards|from right to left]?
@@ -389,6 +398,7 @@ _COUNT_NOUNS = lines("""
     the count of [the letter |]{c} in {w}
     the amount of {c}['s|] in {w}
     how many times [the letter |]{c} [occurs|is used|appears] in {w}
+    how often one [finds|sees|meets] {c} in {w}
 """)
 _COUNT_ORDERS = lines("""
     count the {c}s in {w}
@@ -400,6 +410,8 @@ _COUNT_ORDERS = lines("""
     check how many {c}['s|s|] [are in|there are in] {w}
     [go|look] through {w} and count [the letter |every |each ]{c}
     spell {w} and count the {c}'s
+    [tell|show] me how [often|many times] {c} [comes up|appears|occurs] in {w}
+    [see|find out|say] how [often|many times] [the letter |]{c} is in {w}
 """)
 _LENGTH = lines("""
     How many letters [are in|are there in|has|make up|does it take to write] [the word |]{w}?
@@ -434,12 +446,18 @@ _SPELL = lines("""
     [split|break|cut|take apart] [the word |]{w} into [letters|its letters|single letters]
     separate the letters of {w} with dashes
     put a dash between the letters of {w}
+    [cut|break|split|take] [the word |]{w} [apart|up] letter by letter
+    [write|print|spell] {w} with [dashes|a dash] between the letters
+    turn {w} into [single letters|a row of its letters]
+    [split|separate|cut] {w} at each letter
 """)
 _SPELL_QUESTIONS = lines("""
     How do you spell [the word |]{w}?
     How is {w} [spelled|spelt|written, letter by letter]?
     What are the letters of [the word |]{w}?
     What is the spelling of {w}?
+    What does the spelling of {w} look like?
+    How does one spell {w}?
 """)
 _VOWELS = lines("""
     How many vowels [are|are there] in [the word |]{w}?
@@ -447,6 +465,8 @@ _VOWELS = lines("""
     How many of the letters [of|in] {w} are vowels?
     {w}: how many vowels?
     How many vowels [has|are needed for] {w}?
+    How many vowels are needed to write {w}?
+    {w} has how many vowels?
     [Look at|Take|Here is] {w}. How many vowels [does it have|are in it]?
 """)
 _VOWELS_NOUNS = lines("""
@@ -511,8 +531,17 @@ def _quote(source: Source, word: str) -> str:
     return f'"{word}"' if style < 0.84 else f"'{word}'"
 
 
-def reason_count(word: str, wanted: str) -> str:
-    """Spell the word with a running count behind every letter that is wanted."""
+def reason_count(word: str, wanted: str, said: str = "") -> str:
+    """Say what is wanted, then spell the word with a running count behind each such letter."""
+    return f"count {said or wanted}: {_counted(word, wanted)}"
+
+
+def reason_length(word: str) -> str:
+    """Spell the word with a number behind every letter."""
+    return f"count letters: {_counted(word, word)}"
+
+
+def _counted(word: str, wanted: str) -> str:
     parts, count = [], 0
     for letter in word:
         parts.append(letter)
@@ -524,7 +553,7 @@ def reason_count(word: str, wanted: str) -> str:
 
 def reason_reverse_word(word: str) -> str:
     """Spell the word, then spell it backwards."""
-    return f"{' '.join(word)}\n{' '.join(word[::-1])}"
+    return f"reverse: {' '.join(word)}\n{' '.join(word[::-1])}"
 
 
 def reverse(source: Source) -> Turn:
@@ -547,18 +576,19 @@ def letters(source: Source) -> Turn:
         return count_turn(source, word, shown)
     n = ""
     if kind == "length":
-        answer, reasoning = str(len(word)), reason_count(word, word)
+        answer, reasoning = str(len(word)), reason_length(word)
         said = asked(source, questions=_LENGTH, nouns=_LENGTH_NOUNS, orders=_LENGTH_ORDERS)
     elif kind == "spell":
-        answer, reasoning = "-".join(word), " ".join(word)
+        answer, reasoning = "-".join(word), f"word: {' '.join(word)}"
         said = asked(source, questions=_SPELL_QUESTIONS, orders=_SPELL)
     elif kind == "vowels":
-        reasoning = reason_count(word, "aeiouAEIOU")
+        reasoning = reason_count(word, "aeiouAEIOU", "aeiou")
         answer = str(sum(letter in "aeiouAEIOU" for letter in word))
         said = asked(source, questions=_VOWELS, nouns=_VOWELS_NOUNS, orders=_VOWELS_ORDERS)
     else:
         place = source.choice([i for i in range(7) if i < len(word) or i == 6])
-        reasoning, answer = reason_count(word, word), word[-1] if place == 6 else word[place]
+        answer = word[-1] if place == 6 else word[place]
+        reasoning = f"letter {'last' if place == 6 else place + 1}: {_counted(word, word)}"
         n = (_SHORT_ORDINALS if source.chance(0.2) else _ORDINALS)[place]
         if place in (0, 6) and source.chance(0.5):
             said = asked(source, questions=_LAST_LETTER if place else _FIRST_LETTER)
@@ -579,7 +609,7 @@ def count_turn(source: Source, word: str, shown: str) -> Turn:
     mark = source.choice((f'"{letter}"', f"'{letter}'")) if source.chance(0.12) else letter
     said = asked(source, questions=_COUNT, nouns=_COUNT_NOUNS, orders=_COUNT_ORDERS)
     question = said.format(c=mark, w=shown)
-    reasoning = f"{letter}: {reason_count(word, letter)}"
+    reasoning = reason_count(word, letter)
     return Turn(
         question, reasoning, str(word.count(letter)), f"count {letter} {word}", "count", (word,)
     )

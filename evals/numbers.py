@@ -86,6 +86,10 @@ _NOUNS = {
         the [subtraction|difference] {a} - {b}
         what is left of {a} after [losing|removing|spending|giving away|deducting] {b}
         the amount by which {a} exceeds {b}
+        the [value|number] {a} [lowered|reduced|cut|diminished|decreased] by {b}
+        what [you get|I get|is left] when {a} is [lowered|reduced|decreased|diminished|cut] by {b}
+        the [result|answer|outcome] when {b} is [subtracted|taken] from {a}
+        {a}, but {b} [less|smaller|lower]
     """),
     "*": lines("""
         the product of {a} and {b}
@@ -99,6 +103,8 @@ _NOUNS = {
         {b} times as [much|many] as {a}
         the total of {a} rows [with|of] {b} each
         {a} times the number {b}
+        the number in {a} [packs|piles|lots|groups|sets|rows] of {b}
+        {a} [packs|piles|groups|sets] with {b} in each
     """),
     "/": lines("""
         the quotient of {a} and {b}
@@ -139,6 +145,8 @@ _ORDERS = {
         start [with|at|from] {a} and [subtract|go down|take off] {b}
         count {b} [back|down] from {a}
             subtract: {a} minus {b}
+            from {a} [remove|subtract|deduct|take] {b}
+            [lower|diminish|cut] the number {a} by {b}
     """),
     "*": lines("""
         multiply {a} by {b}
@@ -170,6 +178,8 @@ _ASKS = {
         What does {a} plus {b} [make|equal|give|come to|add up to]?
         What do {a} and {b} [make|add up to|come to|sum to|give]?
         Which number is {b} [more|greater|larger|higher] than {a}?
+        What is {b} [more|higher|greater|larger] than {a}?
+        Which number is [higher|greater|larger|more] than {a} by {b}?
     """),
     "-": lines("""
         What [is left|remains|stays] [if|when] [you|I|we] take {b} [from|away from] {a}?
@@ -183,6 +193,9 @@ _ASKS = {
         What must be added to {b} to [make|get|reach] {a}?
         How far is it from {b} to {a}?
         What is left [of|from] {a} [once|after|when] {b} [is|are] [gone|removed|taken|spent|used]?
+        By how much is {b} [less|smaller|lower] than {a}?
+        How much [less|smaller|lower] than {a} is {b}?
+        Which number [comes out|results|do I get] when {b} is [subtracted|removed|taken away] from {a}?
     """),
     "*": lines("""
         What do [you get|I get|we get] [if|when] [you|I|we] multiply {a} [by|and|with] {b}?
@@ -282,6 +295,11 @@ _STORIES = {
         A [book|lamp|coat|chair] costs {{a}} [dollars|euros|pounds] and a [pen|cup|hat|table] costs {{b}}. [What do they cost together|How much for both|What is the price of both]?
         {{n}} [scored|got|made] {{a}} points [yesterday|in the first game|at first] and {{b}} [today|in the second|later]. [What is the total score|How many points in total|How many is that]?
         {{n}} is {{a}} years old. How old will {{n}} be in {{b}} years?
+        {{n}} is {{a}} now. How old is {{n}} [in {{b}} years|{{b}} years from now|after {{b}} years]?
+        [Today|Now] {{n}} is {{a}} years old. What age will {{n}} have in {{b}} years?
+        {{n}} sees {{a}} [cats|dogs|birds|cows|goats] and {{b}} [horses|ducks|sheep|rabbits]. How many [animals |]is that?
+        In the [class|club|school] there are {{a}} [boys|men] and {{b}} [girls|women]. How many [are they|is that] in all?
+        We have {{a}} [red|blue|old] cars and {{b}} [green|white|new] ones. How many cars [are there|do we have|is that]?
         The [tower|tree|wall|ladder] was {{a}} [metres|feet|cm] tall and grew by {{b}}. How tall is it now?
         If {{n}} [has|owns] {{a}} {{t}} and [gets|buys|finds] {{b}} more, how many {{t}} [is that|does {{n}} have|are there]?
     """),
@@ -319,6 +337,9 @@ _STORIES = {
         {b} [friends|children|people] share {a} {t} [equally|evenly]. How many [{t} |][does each get|for each|are for each]?
         {a} {t} are packed into {b} [bags|boxes|baskets], the same number in each. How many [{t} |]are in [each|one]?
         {b} [tickets|books|cups|hats] cost {a} [dollars|euros|pounds]. What does one cost?
+        {a} {t} are shared [equally|evenly] [by|among|between] {b} [friends|children|people]. How many [{t} |]does each get?
+        If {b} [friends|children|people] share {a} {t}, how many [{t} |]does each get?
+        {n} puts {a} {t} into {b} [bags|boxes|baskets], [equally|as many in each]. How many [{t} |]are in one?
     """),
 }
 _THREE = lines("""
@@ -409,7 +430,7 @@ def reason_add(a: int, b: int) -> str:
 def reason_subtract(a: int, b: int) -> str:
     """Write a - b out in columns, ones first; a smaller first number turns the two round."""
     if a < b:
-        return f"{a} < {b}, -({b} - {a})\n" + reason_subtract(b, a)
+        return f"-({b} - {a})\n" + reason_subtract(b, a)
     x, y = str(a)[::-1], str(b)[::-1]
     lines, borrow, done = [f"{' '.join(x)} - {' '.join(y)}"], 0, ""
     for i in range(len(x)):
@@ -454,7 +475,7 @@ def _columns(a: int, b: int) -> str:
 
 def reason_divide(a: int, b: int) -> str:
     """Write a / b out for one digit b that divides it, left to right."""
-    lines, left, done = [f"{a} / {b}"], 0, ""
+    lines, left, done = [], 0, ""
     for digit in str(a):
         part = left * 10 + int(digit)
         done += str(part // b)
@@ -470,14 +491,16 @@ def number(source: Source, num_digits_max: int) -> int:
 
 
 def operate(op: str, a: int, b: int) -> tuple[str, str]:
-    """Return (reasoning, answer) of `a op b`."""
+    """Return (reasoning, answer) of `a op b`: first what is reckoned, then how."""
     if op == "+":
-        return reason_add(a, b), str(a + b)
-    if op == "-":
-        return reason_subtract(a, b), str(a - b)
-    if op == "/":
-        return reason_divide(a, b), str(a // b)
-    return reason_multiply(a, b), str(a * b)
+        reasoning, answer = reason_add(a, b), a + b
+    elif op == "-":
+        reasoning, answer = reason_subtract(a, b), a - b
+    elif op == "/":
+        reasoning, answer = reason_divide(a, b), a // b
+    else:
+        reasoning, answer = reason_multiply(a, b), a * b
+    return f"{a} {op} {b}\n{reasoning}", str(answer)
 
 
 def arithmetic(source: Source) -> Turn:
@@ -507,7 +530,7 @@ def arithmetic(source: Source) -> Turn:
         said = _spaced(said)
     question = said.format(a=x, b=y, n=n, m=m, t=source.choice(COUNTED))
     reasoning, answer = operate(op, a, b)
-    return Turn(question, read + reasoning, answer, f"{a}{op}{b}", "number", (answer,))
+    return Turn(question, f"sum: {read}{reasoning}", answer, f"{a}{op}{b}", "number", (answer,))
 
 
 def _spaced(said: str) -> str:
@@ -543,8 +566,7 @@ def _one(source: Source) -> Turn:
     (x,), read = shown(source, [a])
     question = asked(source, nouns=_ONE[op, b], orders=_ONE_ORDERS.get((op, b), ())).format(a=x)
     reasoning, answer = operate(op, a, b)
-    reasoning = f"{read}{a} {op} {b}\n{reasoning}"
-    return Turn(question, reasoning, answer, f"{a}{op}{b}", "number", (answer,))
+    return Turn(question, f"sum: {read}{reasoning}", answer, f"{a}{op}{b}", "number", (answer,))
 
 
 def _three(source: Source) -> Turn:
@@ -552,9 +574,9 @@ def _three(source: Source) -> Turn:
     (x, y, z), read = shown(source, [a, b, c])
     said = asked(source, nouns=_THREE, orders=_THREE_ORDERS)
     question = (_spaced(said) if read else said).format(a=x, b=y, c=z)
-    reasoning = reason_add(a, b) + "\n" + reason_add(a + b, c)
+    reasoning = f"sum: {read}{a} + {b} + {c}\n{reason_add(a, b)}\n{reason_add(a + b, c)}"
     answer = str(a + b + c)
-    return Turn(question, read + reasoning, answer, f"{a}+{b}+{c}", "number", (answer,))
+    return Turn(question, reasoning, answer, f"{a}+{b}+{c}", "number", (answer,))
 
 
 # Dates, weekdays, months.
@@ -739,6 +761,9 @@ _LEAP = lines("""
     [Is|Was] the year {y} a leap year?
     [Does|Did] {y} have a leap day?
     {y}: leap year or not? Say yes or no.
+    Is {y} a leap year? [Say|Answer] yes or no.
+    [Say yes or no|Yes or no]: is {y} a leap year?
+    leap year or no leap year: {y}?
     leap year {y}?
     [Does|Did] the year {y} have [366 days|an extra day]?
     Is there a February 29 in {y}?
@@ -801,7 +826,7 @@ def reason_before(month: int, day: int, days: int) -> tuple[str, str]:
 
 def reason_weekday(weekday: int, days: int, sign: int) -> tuple[str, str]:
     """Take whole weeks off the offset, then walk day by day. Returns (reasoning, answer)."""
-    left, lines = days % 7, []
+    left, lines = days % 7, [f"{WEEKDAYS[weekday]} {'+' if sign > 0 else '-'} {days}"]
     if days >= 7:
         lines.append(f"{days} - {days - left} = {left}")
     walk = [f"{i} {WEEKDAYS[(weekday + sign * i) % 7]}" for i in range(left + 1)]
@@ -813,7 +838,7 @@ def span(source: Source, days: int) -> tuple[str, str]:
     if days == 7 and source.chance(0.7):
         return source.choice(("one week", "a week", "1 week")), "7\n"
     if days == 14 and source.chance(0.7):
-        return source.choice(("two weeks", "2 weeks", "a fortnight", "14 days")), "14\n"
+        return source.choice(("two weeks", "2 weeks", "a fortnight")), "14\n"
     if days in (21, 28) and source.chance(0.6):
         weeks = days // 7
         text = source.choice((f"{weeks} weeks", f"{say(source, weeks)} weeks"))
@@ -836,7 +861,7 @@ def _leap(source: Source) -> Turn:
     said = asked(source, questions=(_LEAP, _FEBRUARY, _YEAR)[kind])
     short = year % 100
     verdict = "leap year" if leap else "not a leap year"
-    reasoning = f"{short} / 4 = {short // 4}, {short % 4} left\n{verdict}"
+    reasoning = f"leap: {short} / 4 = {short // 4}, {short % 4} left\n{verdict}"
     answer = (("no", "yes"), ("28", "29"), ("365", "366"))[kind][leap]
     question = said.format(y=year)
     return Turn(question, reasoning, answer, f"leap {kind} {year}", "number", (answer,))
@@ -864,7 +889,8 @@ def _calendar(source: Source) -> Turn:
     small = source.chance(0.2)
     said = asked(source, questions=questions, nouns=nouns)
     question = said.format(m=name.lower() if small else name, w=day.lower() if small else day)
-    reasoning = f"{name if kind < 3 else day}: {answer}"
+    sought = ("days in", "date after", "date before", "day after", "day before")[kind]
+    reasoning = f"{sought} {name if kind < 3 else day}: {answer}"
     return Turn(question, reasoning, answer, "", "fact", (answer,))
 
 
@@ -911,7 +937,12 @@ def dates(source: Source) -> Turn:
         reasoning, answer = reason(month, day, days)
     question = said.format(n=text, d=_show(source, month, day), w=source.choice(NAMES))
     return Turn(
-        question, read + reasoning, answer, f"{kind} {month} {day} {days}", "date", (answer,)
+        question,
+        f"date: {read}{reasoning}",
+        answer,
+        f"{kind} {month} {day} {days}",
+        "date",
+        (answer,),
     )
 
 
@@ -928,6 +959,4 @@ def _weekday_turn(source: Source, sign: int) -> Turn:
     question = said.format(n=text, w=shown_day, p=source.choice(NAMES))
     reasoning, answer = reason_weekday(weekday, days, sign)
     key = f"weekday {weekday} {days} {sign}"
-    return Turn(
-        question, f"{read}{shown_day.capitalize()}\n{reasoning}", answer, key, "weekday", (answer,)
-    )
+    return Turn(question, f"weekday: {read}{reasoning}", answer, key, "weekday", (answer,))

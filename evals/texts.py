@@ -5,6 +5,7 @@ or the text does not say. The reasoning says what is asked and copies the text u
 sentence that answers.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -50,6 +51,11 @@ _LAYOUTS = lines("""
     [According to|Based on|From] [this text|this|the story|the following]: {t}\\n{q}
     [Answer the question|Answer with the text|Answer this]. {q} {t}
     [I read|I heard|They say|My friend wrote|The paper says]: {t} {q}
+    [They|People|My friends] say: {t}\\n{q}
+    [I heard|I read|The paper wrote] [this|the following]: {t} {q}
+    [A friend|My friend|My mother] [wrote|told me|says]: {t} {q}
+    [Here's|Here is|This is] what happened: {t} {q}
+    {q} [Using|From|Use] [this|the story|this text]: {t}
 """)
 _NO_FACTS = lines("""
     It was a [sunny|cold|rainy|quiet|busy|warm|nice|long] [day|morning|evening|week].
@@ -69,6 +75,15 @@ class Asks:
     answer: str
     questions: tuple[str, ...]
     nouns: tuple[str, ...] = ()
+    kind: str = ""
+    """What it is about, in a word, where that is not what its fact is about."""
+    role: str = ""
+    """What of it is asked; the first question's first word unless told otherwise."""
+
+    def about(self, fact: "Fact") -> tuple[str, str]:
+        first = re.match(r"\W*(\w+)", self.questions[0])
+        assert first is not None
+        return self.kind or fact.kind, self.role or first[1].lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +102,13 @@ class Fact:
     """Whom he or she is."""
     kind: str = ""
     """What it is about, in a word (`_KINDS`)."""
+
+    def tells(self, given: str) -> bool:
+        """True if what a question gives is said of this fact."""
+        values = {_bare(value) for value in self.slots.values()}
+        if self.kind == "size":  # The question may say it the other way round.
+            values.add(_either(self.slots))
+        return given in values
 
 
 class Pool:
@@ -148,7 +170,6 @@ _VERBS = [
         "threw/throw/thrown",
         "built/build/built",
         "packed/pack/packed",
-        "got/get/got",
         "ordered/order/ordered",
         "caught/catch/caught",
         "counted/count/counted",
@@ -208,6 +229,14 @@ _COLOUR = (
 _COLOUR_NOUNS = ("the colour of the {t}", "what colour the {t} is")
 
 
+def _bare(words: str) -> str:
+    return re.sub(r"^(the|an?) ", "", words)
+
+
+def _either(slots: dict[str, str]) -> str:
+    return " or ".join(sorted((slots["g"], slots["l"])))
+
+
 def _a(word: str) -> str:
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
@@ -226,7 +255,7 @@ def _act(pool: Pool) -> Fact:
         word, read = _in_words(source, k)
         said = obj = f"{word} {t}"
         slots |= {"o": f"the {t}", "t": t}
-        asks = [Asks(k, _MANY, _MANY_NOUNS), Asks(obj, _WHAT, _WHAT_NOUNS)]
+        asks = [Asks(k, _MANY, _MANY_NOUNS, "count"), Asks(obj, _WHAT, _WHAT_NOUNS)]
     else:
         t, colour = pool.draw(THINGS), source.choice(COLOURS) if source.chance(0.35) else ""
         full = f"{colour} {t}".strip()
@@ -234,7 +263,7 @@ def _act(pool: Pool) -> Fact:
         slots |= {"o": f"the {t}", "t": t}
         asks = [Asks(obj, _WHAT, _WHAT_NOUNS)]
         if colour:
-            asks.append(Asks(colour, _COLOUR, _COLOUR_NOUNS))
+            asks.append(Asks(colour, _COLOUR, _COLOUR_NOUNS, "colour"))
     asks.append(Asks(n, _WHO, _WHO_NOUNS))
     if source.chance(0.4):
         prep, p = source.choice(("in", "at", "near", "behind", "in")), pool.draw(PLACES)
@@ -272,7 +301,7 @@ def _in_words(source: Source, value: str) -> tuple[str, str]:
     if not source.chance(0.25):
         return value, ""
     word = say(source, int(value))
-    return word, f" {word} = {value}."
+    return word, f"\n{word} = {value}"
 
 
 def _told(pool: Pool, sentence: str, slots: dict[str, str], *asks: Asks, subject: str = "") -> Fact:
@@ -359,7 +388,7 @@ def _has(pool: Pool) -> Fact:
             ),
             ("the owner of the {t}",),
         ),
-        Asks(c, (*_COLOUR, "What color is {n}'s {t}?"), _COLOUR_NOUNS),
+        Asks(c, (*_COLOUR, "What color is {n}'s {t}?"), _COLOUR_NOUNS, "colour"),
         subject=n,
     )
 
@@ -383,7 +412,12 @@ def _count(pool: Pool) -> Fact:
             ),
             ("the number of {t} {n} has", "the number of {t}"),
         ),
-        Asks(n, ("Who has [{k} |the ]{t}?", "Who owns {k} {t}?"), ("the person with {k} {t}",)),
+        Asks(
+            n,
+            ("Who has [{k} |the ]{t}?", "Who owns {k} {t}?"),
+            ("the person with {k} {t}",),
+            "owner",
+        ),
         subject=n,
     )
     return replace(fact, read=read)
@@ -407,6 +441,7 @@ def _gave(pool: Pool) -> Fact:
                 "Who did {m} get the {t} from?",
             ),
             ("the person who gave {m} the {t}",),
+            role="from",
         ),
         Asks(
             f"the {t}",
@@ -423,9 +458,9 @@ def _gave(pool: Pool) -> Fact:
                 "Who [got|received] the {t}?",
                 "Who did {n} give the {t} to?",
                 "To whom did {n} give the {t}?",
-                "Who has the {t} now?",
             ),
             ("the person who got the {t}",),
+            role="to",
         ),
     )
 
@@ -481,6 +516,7 @@ def _pet(pool: Pool) -> Fact:
             n,
             ("Who [has|owns] {x}?", "Who is {m}'s owner?", "Whose {a} is {m}?"),
             ("the owner of {m}", "the owner of the {a}"),
+            "owner",
         ),
         Asks(
             _a(a),
@@ -780,12 +816,12 @@ _MAKERS = (
     _compared,
 )
 _KINDS: dict[Callable[[Pool], Fact], str] = {
-    _act: "action",
+    _act: "did",
     _has: "owner",
     _count: "count",
     _gave: "give",
     _age: "age",
-    _pet: "pet",
+    _pet: "animal",
     _likes: "food",
     _job: "job",
     _relative: "person",
@@ -900,8 +936,7 @@ def _same_person(fact: Fact, name: str, source: Source) -> Fact | None:
     who = "She" if name in _SHE else "He"
     rest = fact.sentence[len(fact.subject) :]
     asks = tuple(
-        Asks(name if ask.answer == fact.subject else ask.answer, ask.questions, ask.nouns)
-        for ask in fact.asks
+        replace(ask, answer=name if ask.answer == fact.subject else ask.answer) for ask in fact.asks
     )
     start = f"Then {who.lower()}" if source.chance(0.15) else who
     slots = {**fact.slots, "n": name}
@@ -911,41 +946,87 @@ def _same_person(fact: Fact, name: str, source: Source) -> Fact | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """What a question is about in short: its kind, what of it is asked, and what is given."""
+
+    kind: str
+    role: str
+    given: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.kind} {self.role}", *self.given])
+
+    def looked_for(self, facts: Sequence[Fact]) -> tuple[str, bool]:
+        """How far the facts of one sentence tell it, and whether one tells it all."""
+        kinds = {ask.about(fact)[0] for fact in facts for ask in fact.asks}
+        if not kinds:
+            return "no", False
+        if self.kind not in kinds:
+            return f"{facts[0].kind} no", False
+        fit = [f for f in facts if any(a.about(f) == (self.kind, self.role) for a in f.asks)]
+        if not fit:
+            return f"{self.kind} no", False
+        told = max((list(takewhile(fact.tells, self.given)) for fact in fit), key=len)
+        is_told = len(told) == len(self.given)
+        found = ", ".join([f"{self.kind} {self.role}", *told])
+        return f"{found} {'yes' if is_told else 'no'}", is_told
+
+
 def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
     """Return (question, reasoning, answer) about a text. The reasoning begins with what is asked,
-    then reads one sentence after the other until one tells it.
+    then reads one sentence after the other, each with how far it tells that, until one does.
     """
     source, told = pool.source, _read(facts)
+    read: list[tuple[str, bool]] = []
+    question, sought = "", Sought("", "", ())
+
+    def look(fact: Fact, wanted: Asks) -> None:
+        nonlocal question, sought
+        question, sought = _worded(source, fact, wanted)
+        read.clear()
+        for sentence, text in told.items():
+            found, is_told = sought.looked_for([f for f in facts if f.sentence == sentence])
+            read.append((f"{text} {found}", is_told))
+
+    def shown(num: int) -> str:
+        return "\n".join([f"read: {sought}", *(line for line, _ in read[:num])])
+
     if source.chance(0.07):
-        with source.aside():  # Its sentence is not shown.
-            fact = _made(pool, source.choice(_MAKERS[:-1]))
-            while fact.asks[0].answer in ("", NOT_SAID):
-                fact = _made(pool, source.choice(_MAKERS))
-        question, sought = _worded(source, fact, source.choice(fact.asks))
-        lines_ = [f"{each} no" for each in told.values()]
-        return question, "\n".join([sought, *lines_, "That is not in the text."]), NOT_SAID
-    fact = source.choice([fact for fact in facts if fact.asks])
-    wanted = source.choice(fact.asks)
-    before = takewhile(lambda sentence: sentence != fact.sentence, told)
-    lines_ = [f"{told[each]} no" for each in before]
-    found = told[fact.sentence]
-    if wanted.answer.isdigit():
-        found += fact.read
-    question, sought = _worded(source, fact, wanted)
-    return question, "\n".join([sought, *lines_, f"{found} yes"]), wanted.answer
+
+        def other() -> bool:
+            with source.aside():  # Its sentence is not shown.
+                fact = _made(pool, source.choice(_MAKERS[:-1]))
+            look(fact, source.choice(fact.asks))
+            return not any(is_told for _, is_told in read)
+
+        source.until(other, bool)
+        return question, f"{shown(len(read))}\nThat is not in the text.", NOT_SAID
+
+    def one() -> tuple[Fact, Asks, int]:
+        fact = source.choice([fact for fact in facts if fact.asks])
+        wanted = source.choice(fact.asks)
+        look(fact, wanted)
+        return fact, wanted, [is_told for _, is_told in read].index(True)
+
+    # The first sentence that seems to tell it has to be the one that does.
+    sentences = list(told)
+    fact, wanted, at = source.until(one, lambda found: sentences[found[2]] == found[0].sentence)
+    reading = fact.read if wanted.answer.isdigit() else ""
+    return question, shown(at + 1) + reading, wanted.answer
 
 
-def _worded(source: Source, fact: Fact, wanted: Asks) -> tuple[str, str]:
-    """The question, and what it is about in short: the kind of fact, and what is given of it."""
+def _worded(source: Source, fact: Fact, wanted: Asks) -> tuple[str, Sought]:
+    """The question, and what it is about in short."""
     said = asked(
         source, questions=wanted.questions, nouns=wanted.nouns if source.chance(0.4) else ()
     )
     slots = dict(fact.slots)
-    if fact.kind == "size":  # The text may say it the other way round.
-        slots["g"] = slots["l"] = " or ".join(sorted((slots["g"], slots["l"])))
+    if fact.kind == "size":
+        slots["g"] = slots["l"] = _either(slots)
     names = [name for _, name, _, _ in Formatter().parse(said) if name]
-    given = [slots[name].removeprefix("the ") for name in names if name not in _VERB_SLOTS]
-    return said.format(**fact.slots), ", ".join(dict.fromkeys([fact.kind, *given]))
+    given = [_bare(slots[name]) for name in names if name not in _VERB_SLOTS]
+    return said.format(**fact.slots), Sought(*wanted.about(fact), tuple(dict.fromkeys(given)))
 
 
 def in_layout(source: Source, text: str, question: str) -> str:

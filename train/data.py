@@ -57,7 +57,7 @@ WEIGHTS = {
     "tools": 14,
     "schema": 9,
 }
-LONG_SHARE = 0.1
+LONG_SHARE = 0.18
 """Of the batches: they begin with a prompt of up to nearly all their tokens."""
 DIRECT_SHARE = 0.04
 """Of the examples of `_DIRECT`: without reasoning, as for who switches it off."""
