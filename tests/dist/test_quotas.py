@@ -10,15 +10,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 
+from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.recorder import RECORD, read_recordings
+from tests.dist.postgres import postgres
 from tests.dist.serving import Server, StartServer, wait_until
 from tests.dist.test_ledger_serving import report, rows, wait_for_rows
 from tests.dist.test_replay import check as replayed
@@ -97,14 +100,24 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
     assert statuses(first) == {200}
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ledger(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
+    """Where a ledger is to be kept, as `--ledger` has it."""
+    if request.param == "sqlite":
+        yield str(folder / "l.sqlite")
+        return
+    with postgres() as server:
+        yield server.url
+
+
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_a_budget_is_kept_over_the_end_of_the_gateway(
-    start_server: StartServer, folder: Path, gateways: int
+    start_server: StartServer, folder: Path, ledger: str, gateways: int
 ) -> None:
     """The ledger says what was spent: never more than the budget, and after kill -9 the rest of it
     and not all of it again.
     """
-    path, ledger = folder / "keys.txt", folder / "l.sqlite"
+    path = folder / "keys.txt"
     # A token read costs 1 micro-dollar and one drawn 2: 10 + 2 x 4 for each request at most.
     budget_micro_usd = 500
     key = keys_command(path, "add", "spender", "--dollars-per-day", "0.0005")
@@ -114,15 +127,15 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
         str(gateways),
         "--api-keys-file",
         str(path),
-        ledger={"url": str(ledger), "prices": "1/1/2"},
+        ledger={"url": ledger, "prices": "1/1/2"},
     )
     model = model_of(server, other)
+    engine = sa.create_engine(ledger_url(ledger), poolclass=sa.NullPool)
 
     def spent_micro_usd() -> int:
-        found = rows(
-            ledger, "SELECT sum(income_pico_usd) FROM hadal_requests WHERE tenant = 'spender'"
-        )
-        return int(found[0][0] or 0) // 10**6
+        query = "SELECT sum(income_pico_usd) FROM hadal_requests WHERE tenant = 'spender'"
+        with engine.connect() as connection:
+            return int(connection.execute(sa.text(query)).scalar() or 0) // 10**6
 
     def spend(until: Callable[[], bool]) -> Counter[int]:
         statuses: Counter[int] = Counter()
