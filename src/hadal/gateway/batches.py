@@ -3,8 +3,9 @@
     file --POST /batches--> validating --lines are read--> in progress --all answered--> completed
 
 Every gateway takes files and batches (gateway/batch_pages); the one with the front works on them. A
-line is begun where the front says that the load leaves room (policy/admission.admit_batch), one after
-the other, tenants in turns, of each its oldest batch.
+line is begun where the front says that the load leaves room (policy/admission.admit_batch) and that
+its tenant's quota lets in all its generations. Tenants take turns, line by line. Of a tenant's
+batches the oldest is worked on.
 
     answer and facts, one commit --settle--> ledger --it has them--> facts are dropped
 
@@ -19,13 +20,13 @@ import asyncio
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.types import Message
@@ -34,10 +35,11 @@ from hadal.core.config import BatchesConfig
 from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, RequestFact
 from hadal.gateway.auth import EVERYONE, Tenant
-from hadal.gateway.errors import ApiError, as_api_error
-from hadal.gateway.http import Gateway
+from hadal.gateway.errors import ApiError, as_api_error, internal_error
+from hadal.gateway.http import Formatter, Gateway
+from hadal.gateway.openai import BATCH_ENDPOINTS
 from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Reply, Times
-from hadal.gateway.service import Work
+from hadal.gateway.service import Service, Work
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
 from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import NEVER_CODE
@@ -73,6 +75,26 @@ _AHEAD = 16
 _LATER = (429, 500, 503, 504)
 """Statuses after which a line is tried again."""
 _BATCH_SALT = b"hadal-batch-1"
+
+
+class _Endpoint(NamedTuple):
+    """How requests of one kind are named, read and answered."""
+
+    id_prefix: str
+    read: Callable[[Service, bytes, str, Tenant], Awaitable[Work]]
+    formatter: Formatter
+
+
+_ENDPOINTS = dict(
+    zip(
+        BATCH_ENDPOINTS,
+        (
+            _Endpoint("chatcmpl", Service.chat, ChatFormatter),
+            _Endpoint("cmpl", Service.completion, CompletionFormatter),
+        ),
+        strict=True,
+    )
+)
 
 
 class BatchWorker:
@@ -183,14 +205,25 @@ class BatchWorker:
         )
         busy: set[str] = set()
         for batch in batches:
-            if batch.status == CANCELLING or self._unix_s() >= batch.expires_s:
+            if batch.status == CANCELLING or self._is_late(batch):
                 self._stopped.add(batch.id)
-            is_in_turn = batch.tenant not in busy or batch.id in self._stopped
+            is_in_turn = (
+                batch.tenant not in busy
+                or batch.status == VALIDATING  # Its mistakes are told at once.
+                or batch.id in self._stopped
+            )
             busy.add(batch.tenant)
             if batch.id not in self._drivers and is_in_turn and not self._gateway.host.draining:
                 task = asyncio.get_running_loop().create_task(self._drive(batch))
                 self._drivers[batch.id] = task
                 task.add_done_callback(partial(self._ended, batch.id))
+
+    def _is_late(self, batch: BatchRow) -> bool:
+        return self._unix_s() >= batch.expires_s
+
+    def _is_over(self, batch: BatchRow) -> bool:
+        """True if no line of it is to be begun any more, here."""
+        return batch.id in self._stopped or self._gateway.host.draining
 
     def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._drivers[batch_id]
@@ -204,8 +237,7 @@ class BatchWorker:
                 await self._validate(batch)
                 return
             tenant = self._tenant(batch.tenant)
-            is_late = self._unix_s() >= batch.expires_s
-            if batch.status == IN_PROGRESS and tenant is not None and not is_late:
+            if batch.status == IN_PROGRESS and tenant is not None and not self._is_late(batch):
                 if not await self._answer_all(batch, tenant):
                     return  # It goes on after a look at how it stands now.
             elif tenant is None and self._gateway.keys.is_known:
@@ -229,12 +261,12 @@ class BatchWorker:
         if now is None:
             return
         is_whole = now.status == IN_PROGRESS and now.num_completed + now.num_failed == now.num_total
-        is_late = (
-            self._unix_s() >= batch.expires_s
-            and now.status in (VALIDATING, IN_PROGRESS)
-            and not is_whole
-        )
-        status = CANCELLED if now.status == CANCELLING else EXPIRED if is_late else COMPLETED
+        if now.status == CANCELLING:
+            status = CANCELLED
+        elif self._is_late(now) and now.status in (VALIDATING, IN_PROGRESS) and not is_whole:
+            status = EXPIRED
+        else:
+            status = COMPLETED
         if status == COMPLETED:
             await self.call(self.store.finalize, now, self._unix_s())
         ids = (f"file-{uuid.uuid4().hex}", f"file-{uuid.uuid4().hex}")
@@ -260,6 +292,9 @@ class BatchWorker:
     def _read(self, batch: BatchRow) -> tuple[list[BatchLine], list[dict[str, Any]]]:
         lines: list[BatchLine] = []
         errors: list[dict[str, Any]] = []
+        if self.store.file(batch.tenant, batch.input_file_id) is None:
+            said = f"The input file {batch.input_file_id!r} was deleted before it was read."
+            return lines, [_error("file_not_found", said, "input_file_id", None)]
         seen: set[str] = set()
         for number, raw in enumerate(_lines_of(self.store.contents(batch.input_file_id)), 1):
             if not raw.strip():
@@ -301,7 +336,7 @@ class BatchWorker:
                     batch, partial(self.store.waiting, batch.id, after, _AHEAD)
                 ):
                     for line in lines:
-                        if batch.id in self._stopped or self._gateway.host.draining:
+                        if self._is_over(batch):
                             return False
                         after, begun = line.number, begun + 1
                         await self._begin(batch, line, tenant, tries, tasks)
@@ -318,28 +353,15 @@ class BatchWorker:
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Read a line, wait for room, and let it run as one of `tasks`."""
-        request_id = f"{'chatcmpl' if 'chat' in batch.endpoint else 'cmpl'}-{uuid.uuid4().hex}"
+        request_id = f"{_ENDPOINTS[batch.endpoint].id_prefix}-{uuid.uuid4().hex}"
         try:
             work = await self._prepared(batch, line, tenant, request_id)
-            generations = self._gateway.priced(work, tenant, is_batch=True)
-            if not await self._has_room(batch, tenant, generations):
-                return
-        except HadalError as error:
-            await self._refuse(batch, line, request_id, as_api_error(error), tries)
+            reply = await self._let_in(batch, tenant, work, request_id)
+        except Exception as error:
+            await self._refuse(batch, line, request_id, _api_error(error), tries)
             return
-        # Only now: a tenant whose quota fills again takes no slot from the others meanwhile.
-        await self._slots.acquire()
-        is_begun = False
-        try:
-            if batch.id not in self._stopped and not self._gateway.host.draining:
-                formatter = ChatFormatter if "chat" in batch.endpoint else CompletionFormatter
-                times = Times(self._gateway.now())
-                reply = self._gateway.begin(work, formatter, generations, request_id, times)
-                tasks.create_task(self._run(batch, line, tenant, reply, request_id, tries))
-                is_begun = True
-        finally:
-            if not is_begun:
-                self._slots.release()
+        if reply is not None:
+            tasks.create_task(self._run(batch, line, tenant, reply, request_id, tries))
 
     async def _prepared(
         self, batch: BatchRow, line: BatchLine, tenant: Tenant, request_id: str
@@ -349,38 +371,65 @@ class BatchWorker:
             tenant.salt or blake2b(tenant.name.encode(), digest_size=32, key=_BATCH_SALT).digest()
         )  # A hashed key is not known while nobody sends it.
         asking = replace(tenant, given_name=name, salt=salt)
-        service = self._gateway.service
-        make = service.chat if "chat" in batch.endpoint else service.completion
-        work = await make(line.body, request_id, asking)
+        work = await _ENDPOINTS[batch.endpoint].read(
+            self._gateway.service, line.body, request_id, asking
+        )
         if work.ask.stream:
             raise ApiError(400, "stream: a batch has no streams; leave it out.", param="stream")
         return work
 
-    async def _has_room(
-        self, batch: BatchRow, tenant: Tenant, generations: tuple[Any, ...]
-    ) -> bool:
-        """Wait until the load leaves room for this, and the tenant's quota lets it in. False: it is
-        not to be begun any more. Raises ApiError where no waiting helps.
+    async def _let_in(
+        self, batch: BatchRow, tenant: Tenant, work: Work, request_id: str
+    ) -> Reply | None:
+        """Begin a line where the load leaves room and its tenant's quota lets it in, in one of the
+        slots, which `_run` gives back. None: it is not to be begun any more. Raises ApiError where
+        no waiting helps.
         """
-        host, name = self._gateway.host, batch_of(tenant.name)
+        generations = self._gateway.priced(work, tenant, is_batch=True)
         num_tokens = sum(len(one.prompt) for one in generations)
-        most = sum(one.most_pico_usd for one in generations)
-        while batch.id not in self._stopped and not host.draining:
-            wait_s = 0.0
+        most_pico_usd = sum(one.most_pico_usd for one in generations)
+        check = partial(
+            self._gateway.host.check_room,
+            batch_of(tenant.name),
+            len(generations),
+            num_tokens,
+            most_pico_usd,
+        )
+        formatter = _ENDPOINTS[batch.endpoint].formatter
+        while not self._is_over(batch):
             async with self._turn:
-                while batch.id not in self._stopped and not host.draining and not wait_s:
-                    try:
-                        host.check_room(name, len(generations), num_tokens, most)
-                        return True
-                    except ApiError as refusal:
-                        if refusal.code == NEVER_CODE:
-                            raise
-                        if refusal.code != NO_VALLEY:
-                            wait_s = float(refusal.headers.get("Retry-After", 1))
-                        else:
-                            await asyncio.sleep(VALLEY_S)
-            await asyncio.sleep(min(wait_s, _LOOK_S))
-        return False
+                await self._slots.acquire()
+                reply = None
+                try:
+                    refusal = await self._until_valley(batch, check)
+                    if refusal is None and not self._is_over(batch):
+                        # Nothing is awaited since the front was asked: all of them are let in.
+                        times = Times(self._gateway.now())
+                        reply = self._gateway.begin(work, formatter, generations, request_id, times)
+                        return reply
+                finally:
+                    if reply is None:
+                        self._slots.release()
+            # A tenant whose quota fills again keeps neither turn nor slot from the others meanwhile.
+            if refusal is not None:
+                wait_s = float(refusal.headers.get("Retry-After", 1))
+                await asyncio.sleep(min(wait_s, _LOOK_S))
+        return None
+
+    async def _until_valley(self, batch: BatchRow, check: Callable[[], None]) -> ApiError | None:
+        """Wait until the load leaves room. Returns what still refuses: a quota, or the load where
+        the batch is over.
+        """
+        while True:
+            try:
+                check()
+                return None
+            except ApiError as refusal:
+                if refusal.code == NEVER_CODE:
+                    raise
+                if refusal.code != NO_VALLEY or self._is_over(batch):
+                    return refusal
+            await asyncio.sleep(VALLEY_S)
 
     async def _run(
         self,
@@ -402,8 +451,8 @@ class BatchWorker:
         try:
             try:
                 end = str(await reply.send_whole(send))
-            except HadalError as error:
-                refusal = as_api_error(error)
+            except Exception as error:
+                refusal = _api_error(error)
                 end = str(refusal.status)
             finally:
                 # The facts are here at once: batches are worked on where the front is.
@@ -440,7 +489,7 @@ class BatchWorker:
             try:
                 return await self.call(function)
             except BatchesDown as error:
-                if self._unix_s() >= batch.expires_s:
+                if self._is_late(batch):
                     raise
                 log.error("%s waits: %s", batch.id, error)
                 await asyncio.sleep(_AGAIN_S)
@@ -461,6 +510,14 @@ class BatchWorker:
             await asyncio.sleep(_LOOK_S)
         else:
             await self._write(batch, line, request_id, error.status, error.body, facts)
+
+
+def _api_error(error: Exception) -> ApiError:
+    """What a line's error says. A fault of ours is that line's alone, not its batch's."""
+    if not isinstance(error, HadalError):
+        log.error("a line of a batch failed", exc_info=error)
+        return internal_error()
+    return as_api_error(error)
 
 
 def _lines_of(pieces: Iterator[bytes]) -> Iterator[bytes]:

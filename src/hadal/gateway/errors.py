@@ -140,6 +140,10 @@ def as_api_error(error: HadalError) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
+    return internal_error()
+
+
+def internal_error() -> ApiError:
     return ApiError(
         500, "The server failed to handle this request; its log says why.", code="internal_error"
     )

@@ -20,10 +20,14 @@ import pytest
 
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.facts import RequestFact
+from hadal.core.messages import Quota
 from hadal.gateway import batches
 from hadal.gateway.accounting import Accounting
+from hadal.gateway.auth import EVERYONE
+from hadal.gateway.errors import ApiError
 from hadal.gateway.http import Patience
-from hadal.gateway.service import ServedModel
+from hadal.gateway.service import ServedModel, Service, Work
+from hadal.policy.admission import NO_VALLEY
 from hadal.runtime.batches import BatchesDown, BatchRow, BatchStore
 from hadal.runtime.ledger.store import ledger_url
 
@@ -92,11 +96,11 @@ async def life(
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def begin(it: World) -> str:
-    """A batch of NUM_LINES; its id."""
+async def begin(it: World, bodies: Sequence[dict[str, Any]] = (CHAT,) * NUM_LINES) -> str:
+    """A batch of these; its id."""
     lines = [
-        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
-        for n in range(NUM_LINES)
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for n, body in enumerate(bodies)
     ]
     raw = "\n".join(json.dumps(one) for one in lines).encode()
     form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", raw)}}
@@ -107,17 +111,26 @@ async def begin(it: World) -> str:
     return str(reply.json()["id"])
 
 
-async def end(it: World, batch_id: str) -> list[str]:
-    """Wait for a batch; the ids of its answers."""
+async def reach(it: World, batch_id: str, statuses: Sequence[str] = ENDED) -> dict[str, Any]:
+    """Wait until a batch has one of these statuses."""
     async with asyncio.timeout(20):
         while True:
             batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
-            if batch["status"] in ENDED:
-                break
+            if batch["status"] in statuses:
+                return dict(batch)
             await asyncio.sleep(0.01)
+
+
+async def rows_of(it: World, file_id: str) -> list[dict[str, Any]]:
+    text = (await it.client.get(f"/v1/files/{file_id}/content")).text
+    return [json.loads(row) for row in text.splitlines()]
+
+
+async def end(it: World, batch_id: str) -> list[str]:
+    """Wait for a batch; the ids of its answers."""
+    batch = await reach(it, batch_id)
     assert batch["status"] == "completed"
-    output = (await it.client.get(f"/v1/files/{batch['output_file_id']}/content")).text
-    rows = [json.loads(row) for row in output.splitlines()]
+    rows = await rows_of(it, batch["output_file_id"])
     assert [row["custom_id"] for row in rows] == [f"r{n}" for n in range(NUM_LINES)]
     return [row["response"]["request_id"] for row in rows]
 
@@ -217,6 +230,93 @@ def test_what_nobody_thought_of_is_said_and_the_work_goes_on(
 
     asyncio.run(steps())
     assert caplog.text.count("nobody thought of this") >= 2
+
+
+def test_a_line_s_choices_are_let_in_together(model: ServedModel, tmp_path: Path) -> None:
+    """What the first of them draws from its key's tokens a minute refuses none of the others."""
+
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store) as (it, _):
+            reply = await it.client.post("/v1/chat/completions", json=CHAT)
+            quota = 2 * reply.json()["usage"]["prompt_tokens"] + 2
+            it.gateway.host.set_quotas(it.gateway.unix_time(), (Quota(EVERYONE, quota),))
+            batch = await reach(it, await begin(it, [CHAT | {"n": 2}]))
+            assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+            (row,) = await rows_of(it, batch["output_file_id"])
+            assert len(row["response"]["body"]["choices"]) == 2
+
+    asyncio.run(steps())
+
+
+def test_a_second_batch_is_read_while_the_first_waits(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store) as (it, _):
+            check_room, is_full = it.gateway.host.check_room, True
+
+            def check(*given: Any) -> None:
+                if is_full:
+                    raise ApiError(429, "No valley.", code=NO_VALLEY)
+                check_room(*given)
+
+            monkeypatch.setattr(it.gateway.host, "check_room", check)
+            first = await begin(it)
+            await reach(it, first, ["in_progress"])
+            second = await begin(it)
+            await reach(it, second, ["in_progress"])
+            assert (await reach(it, await begin(it, [])))["status"] == "failed"
+            is_full = False
+            await end(it, first)
+            await end(it, second)
+
+    asyncio.run(steps())
+
+
+def test_an_input_that_is_deleted_first_is_named(model: ServedModel, tmp_path: Path) -> None:
+    path = ledger_url(str(tmp_path / "b.sqlite"))
+
+    async def steps() -> None:
+        async with life(model, BatchStore(path), runs=False) as (it, _):
+            batch_id = await begin(it)
+            batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
+            await it.client.delete(f"/v1/files/{batch['input_file_id']}")
+        async with life(model, BatchStore(path)) as (it, _):
+            batch = await reach(it, batch_id)
+            assert batch["status"] == "failed"
+            assert [error["code"] for error in batch["errors"]["data"]] == ["file_not_found"]
+
+    asyncio.run(steps())
+
+
+def test_a_fault_in_one_line_is_that_line_s_alone(
+    model: ServedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store) as (it, _):
+            chat = Service.chat
+
+            async def faulty(service: Service, body: bytes, *given: Any) -> Work:
+                if b"seed" in body:
+                    raise RuntimeError("nobody thought of this")
+                return await chat(service, body, *given)
+
+            endpoint = batches._ENDPOINTS["/v1/chat/completions"]._replace(read=faulty)
+            monkeypatch.setitem(batches._ENDPOINTS, "/v1/chat/completions", endpoint)
+            batch = await reach(it, await begin(it, [CHAT, CHAT | {"seed": 1}, CHAT]))
+            assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+            (row,) = await rows_of(it, batch["error_file_id"])
+            assert row["custom_id"] == "r1"
+            assert row["response"]["status_code"] == 500
+
+    asyncio.run(steps())
+    assert "nobody thought of this" in caplog.text
 
 
 def test_a_store_that_is_down_at_the_start_is_waited_for(
