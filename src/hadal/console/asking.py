@@ -17,6 +17,8 @@ _CONNECT_S = 5.0
 _SILENCE_S = 120.0
 """A server that says nothing for so long, not even a keep-alive, is given up."""
 _PAGE_S = 5.0
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+"""Every answer that comes in has a connection, however many pages are open."""
 _BUSY = (429, 503)
 """Statuses of a server that may have room later."""
 
@@ -34,6 +36,14 @@ class AskError(HadalError):
         self.again_s = again_s
 
 
+class _ModelName(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_ModelName]
+
+
 class Asking:
     """A client of one gateway. `url`: without /v1."""
 
@@ -41,7 +51,9 @@ class Asking:
         self.url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
         # A proxy in the environment is not for this machine's own gateway.
-        self._client = httpx.AsyncClient(base_url=self.url, timeout=timeout, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=self.url, timeout=timeout, limits=_LIMITS, trust_env=False
+        )
 
     async def close(self) -> None:
         """Close its connections."""
@@ -61,9 +73,11 @@ class Asking:
 
     async def model(self, key: str) -> str:
         """Name of the model that is served. Raises AskError."""
-        found = msgspec.json.decode(await self.page("/v1/models", key))
-        models = found.get("data") or [{}]
-        return str(models[0].get("id", ""))
+        try:
+            found = msgspec.json.decode(await self.page("/v1/models", key), type=_Models)
+        except msgspec.MsgspecError as error:
+            raise AskError(f"{self.url} is no server of this kind ({error}).") from error
+        return found.data[0].id if found.data else ""
 
     async def stream(self, body: dict[str, Any], key: str) -> AsyncIterator[dict[str, Any]]:
         """Events of an answer; leaving the loop makes the server stop its work. Raises AskError."""
@@ -81,12 +95,12 @@ class Asking:
                     if "error" in event:
                         raise AskError(str(event["error"].get("message", event["error"])))
                     yield event
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
             raise AskError(f"The connection to the server broke ({_named(error)}).") from error
 
 
-def _headers(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
+def _headers(key: str) -> dict[bytes, bytes]:
+    return {b"Authorization": b"Bearer " + key.encode()} if key else {}
 
 
 def _named(error: Exception) -> str:

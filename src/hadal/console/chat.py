@@ -34,6 +34,8 @@ from hadal.console.shell import Door, TopBar, head, store
 _PREFIX = "hadal.chat."
 _SHOW_S = 0.06
 """Time between two looks of a page at an answer that comes in: more often nobody reads."""
+_SHOW_CHARS_PER_S = 50_000
+"""Each look renders and sends the whole text: a long one is looked at less often."""
 _MAX_ROUNDS = 8
 """Answers of one turn: a model that calls tools for ever is stopped."""
 _MAX_SHOWN = 20_000
@@ -403,6 +405,9 @@ class ChatPage:
         if self._opening != one.id:
             return  # Meanwhile something else was wanted.
         self._opening = ""
+        if found is self._now:
+            self._hide_list()
+            return
         if found is None:
             with self._body:
                 ui.notify("The browser does not keep this conversation any more.")
@@ -559,7 +564,7 @@ class ChatPage:
         async for event in self._events(body, view):
             now_s = time.monotonic()
             answer.take(event, now_s - start_s)
-            if now_s - shown_s >= _SHOW_S:
+            if now_s - shown_s >= _SHOW_S + len(answer.content) / _SHOW_CHARS_PER_S:
                 shown_s = now_s
                 view.show(answer, is_over=False)
             if now_s >= keep_s:  # A page that is reloaded comes back with it.

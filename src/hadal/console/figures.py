@@ -23,7 +23,7 @@ def rounded(value: float, num_figures: int = 3) -> str:
     return f"{Decimal(f'{value:.{num_figures}g}'):,f}"
 
 
-def number(value: float | None, unit: str = "") -> str:
+def number(value: float | None) -> str:
     """Three figures, thousands shortened: 12.3 k."""
     if value is None or not math.isfinite(value):
         return NOTHING
@@ -32,9 +32,8 @@ def number(value: float | None, unit: str = "") -> str:
     for limit, letter in _SCALES:
         if size >= limit:
             scale = 1e3 if letter == "k" else limit
-            return f"{rounded(value / scale)} {letter}{unit}"
-    text = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else rounded(value)
-    return f"{text} {unit}" if unit else text
+            return f"{rounded(value / scale)} {letter}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else rounded(value)
 
 
 def milliseconds(value: float | None) -> str:

@@ -5,7 +5,6 @@ up to date.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from hadal.console.feed import Feed, Watcher
 from hadal.console.series import Series
 from hadal.console.shell import Door, TopBar, head
 from hadal.core.config import ROLES
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.overview import LayerMove, Overview
 from hadal.gateway.frames import ConsoleFrame
 from hadal.overlap.trace import covered_share, duration_s, shares
@@ -239,7 +239,7 @@ def _facts(overview: Overview, series: Series, frame: ConsoleFrame) -> str:
             (
                 "KV memory",
                 figures.percent(100 * used / all_blocks if all_blocks else None),
-                f"{figures.number(all_blocks)} blocks of 64 tokens",
+                f"{figures.number(all_blocks)} blocks of {BLOCK_TOKENS} tokens",
             ),
             (
                 "From cache",
@@ -787,7 +787,8 @@ class ConsolePage:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._panel: Panel | None = None
-        self._name = ""
+        self._shown_s = 0.0
+        """The time of what is shown."""
 
     async def build(self) -> None:
         """Make the page, and fill it when the browser is there."""
@@ -841,21 +842,22 @@ class ConsolePage:
                 self._bar.model.set_text(frame.place or frame.overview.model)
             self._problem.set_text(frame.problem)
             self._problem.set_visibility(bool(frame.problem))
-            shown_s = frame.overview.unix_s if frame.place and frame.overview else frame.unix_s
-            self._said.set_text(
-                charts.clock(shown_s) if frame.place else f"as of {charts.clock(time.time())}"
-            )
+            if frame.overview is not None or frame.place:
+                self._shown_s = frame.unix_s if frame.overview is None else frame.overview.unix_s
+            if self._shown_s:
+                said = "" if frame.place else "as of "
+                self._said.set_text(f"{said}{charts.clock(self._shown_s)}")
             if self._panel is not None:
                 self._panel.show(frame, self._feed.series)
             # What the tests time: everything of this frame was sent before it.
             ui.run_javascript("window.hadalFrames = (window.hadalFrames || 0) + 1")
 
     def _leave(self, reason: str) -> None:
+        """Show nothing any more but why: not even tabs, which would show what others still see."""
+        self._panel = None
+        self._body.clear()
         with self._body:
-            self._content.clear()
-            self._panel = None
-            self._problem.set_text(reason)
-            self._problem.set_visibility(True)
+            ui.label(reason).classes("h-problem")
 
 
 _PANELS: dict[str, Callable[[Watcher], Panel]] = {

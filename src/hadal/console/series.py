@@ -79,7 +79,6 @@ class Series:
         pairs = {
             "rate in": (before[1].tokens_in, now.tokens_in),
             "rate out": (before[1].tokens_out, now.tokens_out),
-            "rate requests": (before[1].submitted, now.submitted),
         }
         return {name: max(0.0, (b - a) / took_s) for name, (a, b) in pairs.items()}
 

@@ -116,13 +116,9 @@ class Door:
         self._what = what
         self._try = try_key
 
-    async def key(self) -> str:
-        """The key that is let in; empty where none is needed."""
-        return await stored(_KEY)
-
     async def open(self, into: ui.element, then: Callable[[str], Awaitable[None]]) -> None:
         """Call `then` with a key that is let in: at once, or after the form in `into` was filled."""
-        kept = await self.key()
+        kept = await stored(_KEY)
         try:
             await self._try(kept)
         except AskError as error:

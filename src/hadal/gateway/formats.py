@@ -14,7 +14,7 @@ from hadal.core.errors import RequestError
 from hadal.gateway.openai import AnswerFormat
 from hadal.gateway.stream import Calls
 from hadal.gateway.template import ConfinedProcess
-from hadal.gateway.tools import Choosing, Tool
+from hadal.gateway.tools import Tool
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25
@@ -64,7 +64,7 @@ class Formats:
         strict = [tool for tool in choosing.callable if tool.is_strict]
         for first in range(0, len(strict), _TOGETHER):
             group = strict[first : first + _TOGETHER]
-            self._check_tools(group, choosing)
+            self._check_tools(group)
         looked_at, followed = (
             calls_text(
                 format.call_list(choosing, ids),
@@ -78,7 +78,7 @@ class Formats:
             raise RequestError(f"tools: these cannot be followed together: {found[1]}.", "tools")
         return followed
 
-    def _check_tools(self, tools: Sequence[Tool], choosing: Choosing) -> None:
+    def _check_tools(self, tools: Sequence[Tool]) -> None:
         texts = tuple(grammar_text(tool.arguments, follows_reasoning=False) for tool in tools)
         if (found := self._check(texts)) is None:
             return
@@ -86,8 +86,7 @@ class Formats:
         if at < 0:
             names = ", ".join(repr(tool.name) for tool in tools)
             raise RequestError(f"Invalid schemas for tools {names}: {why}.", "tools")
-        where = f"tools[{choosing.tools.index(tools[at])}].function.parameters"
-        raise RequestError(f"Invalid schema for tool {tools[at].name!r}: {why}.", where)
+        raise RequestError(f"Invalid schema for tool {tools[at].name!r}: {why}.", tools[at].schema_field)
 
     def _check_content(self, text: str, wanted: AnswerFormat, prefix: str) -> None:
         if (found := self._check((text,), prefix)) is not None:

@@ -39,7 +39,7 @@ from hadal.gateway.openai import (
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.replies import Head, Outcome, Usage
 from hadal.gateway.stream import Piece
-from hadal.gateway.tools import read_choice, read_tools
+from hadal.gateway.tools import ToolWords, read_choice, read_tools
 from hadal.gateway.vocabulary import Vocabulary
 
 _BLOCK_TYPE = re.compile(r"content\[\d+\]\.type$")
@@ -197,8 +197,9 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
     choice = request.tool_choice or ToolChoice("auto")
     choosing = read_choice(
         _choice_of(choice),
-        read_tools(_tools_of(request.tools or [])),
+        read_tools(_tools_of(request.tools or []), _WORDS),
         not choice.disable_parallel_tool_use,
+        _WORDS,
     )
     turns, prefix = _turns(request)
     format = _format_of(output)
@@ -220,6 +221,11 @@ def _format_of(output: OutputConfig) -> AnswerFormat | None:
     if output.format is None:
         return None
     return schema_format("answer", bytes(output.format.schema), "output_config.format")
+
+
+_WORDS = ToolWords(
+    "", "input_schema", "one of type 'any'", 'one of {"type": "tool", "name": ...}'
+)
 
 
 def _tools_of(tools: Sequence[ClientTool]) -> list[dict[str, Any]]:
@@ -306,14 +312,16 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
             case ToolUseBlock(id, name, input):
                 check_depth(input, f"{where}.content[{number}].input")
                 calls.append(PastCall(id, name, json.dumps(input, ensure_ascii=False)))
-            case ToolResultBlock(tool_use_id, content):
+            case ToolResultBlock(tool_use_id, content, is_error):
                 if not tool_use_id:
                     raise RequestError(
                         f"{where}.content[{number}].tool_use_id is empty.",
                         f"{where}.content[{number}].tool_use_id",
                     )
                 num_results += 1
-                yield Turn("tool", _joined(content or ""), call_id=tool_use_id)
+                # Templates have no other place to say that a call failed.
+                failed = "Error: " if is_error else ""
+                yield Turn("tool", failed + _joined(content or ""), call_id=tool_use_id)
             case _:
                 continue  # Thinking, which is not read again.
     if texts or calls or not num_results:

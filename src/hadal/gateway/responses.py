@@ -43,7 +43,7 @@ from hadal.gateway.openai import (
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.replies import KEEP_ALIVE, Head, Outcome, Usage
 from hadal.gateway.stream import Piece
-from hadal.gateway.tools import NO_TOOLS, read_choice, read_tools
+from hadal.gateway.tools import ToolWords, read_choice, read_tools
 from hadal.gateway.vocabulary import Vocabulary
 
 
@@ -164,13 +164,12 @@ def parse_response(body: bytes) -> ResponseAsk:
     _check_served(request, decode(body, _NotServed))
     reasoning = request.reasoning or ReasoningOptions()
     thinking, told = with_effort(None, reasoning.effort, "reasoning.effort")
-    choosing = NO_TOOLS
-    if request.tools or request.tool_choice is not None:
-        choosing = read_choice(
-            _choice_of(request.tool_choice),
-            read_tools(_tools_of(request.tools or [])),
-            request.parallel_tool_calls,
-        )
+    choosing = read_choice(
+        _choice_of(request.tool_choice),
+        read_tools(_tools_of(request.tools or []), _WORDS),
+        request.parallel_tool_calls,
+        _WORDS,
+    )
     format = _format_of(request.text or TextOptions())
     common = Common(
         model=request.model,
@@ -214,6 +213,9 @@ def _format_of(text: TextOptions) -> AnswerFormat | None:
         said = str(error).replace("response_format.json_schema", "text.format")
         raise RequestError(said.replace("response_format", "text.format"), "text.format") from None
     return None if found is None else replace(found, field="text.format")
+
+
+_WORDS = ToolWords("", "parameters", "'required'", '{"type": "function", "name": ...}')
 
 
 def _tools_of(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
@@ -442,19 +444,17 @@ class ResponseFormatter:
 
     def _item(self, part: ReplyPart, status: str, *, is_empty: bool = False) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(part), "status": status}
-        text = "" if is_empty else part.text
+        if part.kind is PartKind.CALL:
+            return item | {
+                "type": "function_call",
+                "call_id": part.call_id,
+                "name": part.name,
+                "arguments": "" if is_empty else part.text,
+            }
+        content = [] if is_empty else [_content_of(part.kind, part.text)]
         if part.kind is PartKind.REASONING:
-            content = [] if is_empty else [{"type": "reasoning_text", "text": text}]
             return item | {"type": "reasoning", "summary": [], "content": content}
-        if part.kind is PartKind.TEXT:
-            content = [] if is_empty else [_output_text(text)]
-            return item | {"type": "message", "role": "assistant", "content": content}
-        return item | {
-            "type": "function_call",
-            "call_id": part.call_id,
-            "name": part.name,
-            "arguments": text,
-        }
+        return item | {"type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, part: ReplyPart) -> str:
         return f"{_PREFIXES[part.kind]}_{self._head.id.rpartition('_')[2]}{part.index:04x}"
@@ -466,8 +466,9 @@ class ResponseFormatter:
         if change.stage is PartStage.BEGUN:
             item = self._item(part, "in_progress", is_empty=True)
             data = self._event("response.output_item.added", output_index=part.index, item=item)
-            if kind is PartKind.TEXT:
-                data += self._event("response.content_part.added", **inner, part=_output_text(""))
+            if kind is not PartKind.CALL:
+                part_begun = _content_of(kind, "")
+                data += self._event("response.content_part.added", **inner, part=part_begun)
             return data
         if change.stage is PartStage.GROWN:
             if kind is PartKind.REASONING:
@@ -482,11 +483,13 @@ class ResponseFormatter:
             data = self._event("response.reasoning_text.done", **inner, text=text)
         elif kind is PartKind.TEXT:
             data = self._event("response.output_text.done", **inner, text=text, logprobs=[])
-            data += self._event("response.content_part.done", **inner, part=_output_text(text))
         else:
             data = self._event(
                 "response.function_call_arguments.done", **at, name=part.name, arguments=text
             )
+        if kind is not PartKind.CALL:
+            whole = _content_of(kind, text)
+            data += self._event("response.content_part.done", **inner, part=whole)
         # A part that ended before the last one is complete, though both came in one piece.
         is_cut = part is self._fold.parts[-1] and (self._finish or "") in INCOMPLETE
         status = "incomplete" if is_cut else "completed"
@@ -548,7 +551,10 @@ def _choice_fields(choice: Any) -> Any:
     return choice or "auto"
 
 
-def _output_text(text: str) -> dict[str, Any]:
+def _content_of(kind: PartKind, text: str) -> dict[str, Any]:
+    """The only part of an item's content."""
+    if kind is PartKind.REASONING:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

@@ -27,15 +27,9 @@ from hadal.gateway.vocabulary import Vocabulary
 # Find the first of several strings in a text that arrives in pieces, and hold back what may be the
 # start of one.
 #
-#     text so far   "The answer is 4.
-#
-# Que"          patterns  "
-#
-# Question", "</s>"
+#     text so far   "The answer is 4.\n\nQue"     patterns  "\n\nQuestion", "</s>"
 #     given out     "The answer is 4."
-#     held back                     "
-#
-# Que"          until the next piece decides
+#     held back                     "\n\nQue"     until the next piece decides
 #
 # Which pattern matches, and where, depends on the text alone and not on how it was cut: the match
 # that ends first wins, and of those that end together the one that starts first.

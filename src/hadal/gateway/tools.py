@@ -22,7 +22,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -48,6 +48,8 @@ class Tool:
     fields: dict[str, Any]
     is_strict: bool = False
     """Its arguments are held to its parameters."""
+    schema_field: str = field(default="", compare=False)
+    """The request's field that has its parameters."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -55,6 +57,24 @@ class Tool:
         if not self.is_strict:
             return ANY_JSON_OBJECT
         return self.fields["function"].get("parameters") or _NO_ARGUMENTS
+
+
+@dataclass(frozen=True)
+class ToolWords:
+    """How an API writes what is said of tools: errors name what its client sent."""
+
+    function: str
+    """Between a tool and what it is made of."""
+    schema: str
+    forced: str
+    """The `tool_choice` that demands some call."""
+    named: str
+    """The one that demands a call of one tool."""
+
+
+CHAT_WORDS = ToolWords(
+    ".function", "parameters", "'required'", '{"type": "function", "function": {"name": ...}}'
+)
 
 
 @dataclass(frozen=True)
@@ -197,13 +217,15 @@ def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
-    """Tools as a client describes them. Raises RequestError."""
+def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Tool, ...]:
+    """Tools as a client describes them, in /chat/completions' form; `words`: those that errors
+    use. Raises RequestError.
+    """
     if len(given) > MAX_TOOLS:
         raise RequestError(
             f"tools has {len(given)} entries; at most {MAX_TOOLS} are allowed.", "tools"
         )
-    tools = tuple(_read_tool(each, f"tools[{index}]") for index, each in enumerate(given))
+    tools = tuple(_read_tool(each, f"tools[{index}]", words) for index, each in enumerate(given))
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -213,7 +235,7 @@ def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
     num_bytes = sum(len(json.dumps(tool.arguments)) for tool in tools if tool.is_strict)
     if num_bytes > MAX_STRICT_BYTES:
         raise RequestError(
-            f"tools: the parameters of strict ones have {num_bytes} bytes; at most"
+            f"tools: the {words.schema} of strict ones have {num_bytes} bytes; at most"
             f" {MAX_STRICT_BYTES} are allowed.",
             "tools",
         )
@@ -223,7 +245,7 @@ def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def _read_tool(given: Any, where: str) -> Tool:
+def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
     if not isinstance(given, dict) or given.get("type") != "function":
         raise RequestError(f"{where}.type: only tools of type 'function' are supported.", where)
     function = given.get("function")
@@ -231,28 +253,27 @@ def _read_tool(given: Any, where: str) -> Tool:
         raise RequestError(f"{where}.function is missing; send an object with a name.", where)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
+        wrong = f"{where}{words.function}.name"
         raise RequestError(
-            f"{where}.function.name: 1 to 64 letters, digits, underscores and dashes are needed.",
-            f"{where}.function.name",
+            f"{wrong}: 1 to 64 letters, digits, underscores and dashes are needed.", wrong
         )
-    for key, kind in (("description", str), ("parameters", dict)):
-        if not isinstance(function.get(key), kind | None):
-            raise RequestError(
-                f"{where}.function.{key} is no {'text' if kind is str else 'object'}.",
-                f"{where}.function.{key}",
-            )
+    if not isinstance(function.get("description"), str | None):
+        wrong = f"{where}{words.function}.description"
+        raise RequestError(f"{wrong} is no text.", wrong)
+    schema, schema_field = function.get("parameters"), f"{where}{words.function}.{words.schema}"
+    if not isinstance(schema, dict | None):
+        raise RequestError(f"{schema_field} is no object.", schema_field)
     is_strict = function.get("strict")
     if not isinstance(is_strict, bool | None):
-        raise RequestError(f"{where}.function.strict is no boolean.", f"{where}.function.strict")
-    if is_strict and function.get("parameters"):
-        where_of_schema = f"{where}.function.parameters"
-        check_schema(function["parameters"], where_of_schema, where_of_schema)
-        if function["parameters"].get("type") != "object":
+        wrong = f"{where}{words.function}.strict"
+        raise RequestError(f"{wrong} is no boolean.", wrong)
+    if is_strict and schema:
+        check_schema(schema, schema_field, schema_field)
+        if schema.get("type") != "object":
             raise RequestError(
-                f"{where}.function.parameters: those of a strict tool need 'type': 'object'.",
-                f"{where}.function.parameters",
+                f"{schema_field}: a strict tool's needs 'type': 'object'.", schema_field
             )
-    return Tool(name, {"type": "function", "function": function}, bool(is_strict))
+    return Tool(name, {"type": "function", "function": function}, bool(is_strict), schema_field)
 
 
 MAX_SCHEMA_BYTES = 1 << 16
@@ -283,11 +304,20 @@ def is_deeper(value: Any, depth: int) -> bool:
     return bool(level)
 
 
-def read_choice(choice: Any, tools: tuple[Tool, ...], is_parallel: bool | None) -> Choosing:
-    """What `tool_choice` and `parallel_tool_calls` say. Raises RequestError."""
+def read_choice(
+    choice: Any,
+    tools: tuple[Tool, ...],
+    is_parallel: bool | None,
+    words: ToolWords = CHAT_WORDS,
+) -> Choosing:
+    """What `tool_choice` and `parallel_tool_calls` say, in /chat/completions' form. Raises
+    RequestError.
+    """
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not tools:
-            raise RequestError("tool_choice is 'required', and there are no tools.", "tool_choice")
+            raise RequestError(
+                f"tool_choice is {words.forced}, and there are no tools.", "tool_choice"
+            )
         offered = () if choice == "none" else tools
         return Choosing(offered, choice == "required", "", is_parallel is not False)
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -298,8 +328,7 @@ def read_choice(choice: Any, tools: tuple[Tool, ...], is_parallel: bool | None) 
         or not isinstance(name, str)
     ):
         raise RequestError(
-            "tool_choice: send 'auto', 'none', 'required', or"
-            ' {"type": "function", "function": {"name": ...}}.',
+            f"tool_choice: send 'auto', 'none', {words.forced}, or {words.named}.",
             "tool_choice",
         )
     if not any(tool.name == name for tool in tools):

@@ -16,6 +16,7 @@ a time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ VALIDATING, IN_PROGRESS, FAILED = "validating", "in_progress", "failed"
 CANCELLING, CANCELLED = "cancelling", "cancelled"
 FINALIZING, COMPLETED, EXPIRED = "finalizing", "completed", "expired"
 OPEN = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
-"""What somebody has to do something about."""
+"""Statuses of batches that have not ended."""
 _FROM = {
     IN_PROGRESS: (VALIDATING,),
     FAILED: (VALIDATING,),
@@ -372,9 +373,9 @@ class BatchStore:
     def end(
         self, batch: BatchRow, status: str, now_s: int, file_ids: tuple[str, str], expired: bytes
     ) -> BatchRow | None:
-        """End a batch with what was answered; `file_ids` are of its output and its errors, made
-        where there are any. `expired`: the answer of lines that have none, b"": they are left out.
-        Returns it; None if it does not stand any more where it can end so.
+        """End a batch with what was answered, and return it; None if its status may not be followed
+        by this one. `file_ids` are of its output and its errors, made where there are any.
+        `expired` is the answer that lines without one get; b"" leaves them out.
         """
         mine = _batches.c.id == batch.id
         with self._begin() as connection:
@@ -396,7 +397,7 @@ class BatchStore:
                 answers = _answers(connection, batch.id, is_error=is_error)
                 first = next(answers, None)
                 if first is not None:
-                    made[name] = _add_file(connection, row, _chained(first, answers)).id
+                    made[name] = _add_file(connection, row, itertools.chain((first,), answers)).id
             connection.execute(sa.delete(_lines).where(_lines.c.batch_id == batch.id))
             if made:
                 connection.execute(sa.update(_batches).where(mine).values(made))
@@ -507,14 +508,9 @@ def _answers(connection: sa.Connection, batch_id: str, *, is_error: bool) -> Ite
             return
 
 
-def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
-
-
 def _move(connection: sa.Connection, batch_id: str, status: str, now_s: int, **values: Any) -> bool:
-    """Take a batch to a status, and hold its row until the transaction's end. False: it is nowhere
-    that this may follow.
+    """Take a batch to a status, and hold its row until the transaction's end. False: its status may
+    not be followed by this one.
     """
     chosen = _batches.c.id == batch_id
     query = sa.select(_batches.c.status, _batches.c.times).where(chosen)
