@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import msgspec
@@ -74,11 +76,23 @@ _MAX_FILES, _MAX_BATCHES = 10_000, 100
 """In one page of a list."""
 
 
+@dataclass
+class _Upload:
+    """A file that comes in."""
+
+    num_kept: int
+    """Bytes of its tenant's files when it began."""
+    num_bytes: int = 0
+    """That have come so far."""
+
+
 class BatchPages:
     """Files and batches over HTTP. `worker`: also where another gateway works on them."""
 
     def __init__(self, gateway: Gateway, worker: BatchWorker) -> None:
         self._gateway, self._worker, self._store = gateway, worker, worker.store
+        self._arriving: Counter[str] = Counter()
+        """Bytes of each tenant's uploads that are on their way."""
 
     def endpoints(self) -> list[Endpoint]:
         """All of them."""
@@ -116,10 +130,19 @@ class BatchPages:
 
     # ---- files ----
     async def _upload(self, request: Request, tenant: Tenant) -> Response:
-        had = await self._worker.call(self._store.num_bytes, tenant.name)
+        upload = _Upload(await self._worker.call(self._store.num_bytes, tenant.name))
+        try:
+            kept = await self._add_file(request, tenant, upload)
+        finally:
+            self._arriving[tenant.name] -= upload.num_bytes
+        if kept is None:
+            raise self._too_many_bytes(upload.num_kept)
+        return self._json(self._file(kept))
+
+    async def _add_file(self, request: Request, tenant: Tenant, upload: _Upload) -> FileRow | None:
         async with self._gateway.bodies.wait(tenant.name, UPLOAD_S):
             try:
-                within = Request(request.scope, self._within(request, had))
+                within = Request(request.scope, self._within(request, tenant.name, upload))
                 form = await within.form(max_files=1, max_fields=8)
             except (MultiPartException, AssertionError, KeyError, ValueError) as error:
                 raise ApiError(
@@ -137,29 +160,28 @@ class BatchPages:
             name = re.sub(r"[^\x20-\x7e]|[/\\]", "_", file.filename or "")[:255] or "file"
             row = FileRow(f"file-{uuid.uuid4().hex}", tenant.name, BATCH, name, 0, self._unix_s())
             most, data = self._worker.config.max_tenant_mb << 20, _read_file(file.file)
-            kept = await self._worker.call(self._store.add_file, row, data, most)
+            return await self._worker.call(self._store.add_file, row, data, most)
         finally:
             await form.close()
-        if kept is None:
-            raise self._too_many_bytes(had)
-        return self._json(self._file(kept))
 
-    def _within(self, request: Request, had: int) -> Receive:
+    def _within(self, request: Request, tenant: str, upload: _Upload) -> Receive:
         """A body's messages, counted as they come: what says how long it is may be missing or a
-        lie. `had`: bytes of the tenant's other files. Raises ApiError 413.
+        lie, and all that a tenant sends at once lies on the disk. Raises ApiError 413.
         """
-        config, received = self._worker.config, 0
-        most = config.max_file_mb << 20
-        most_of_tenant = (config.max_tenant_mb << 20) - had
+        config = self._worker.config
+        max_bytes = config.max_file_mb << 20
+        max_tenant_bytes = (config.max_tenant_mb << 20) - upload.num_kept
 
         async def receive() -> Message:
-            nonlocal received
             message = await request.receive()
-            received += len(message.get("body", b""))
-            if received > min(most, most_of_tenant) + _MULTIPART_BYTES:
+            num_bytes = len(message.get("body", b""))
+            upload.num_bytes += num_bytes
+            self._arriving[tenant] += num_bytes
+            if self._arriving[tenant] > max_tenant_bytes + _MULTIPART_BYTES:
                 await discard(request)
-                if most_of_tenant < most:
-                    raise self._too_many_bytes(had)
+                raise self._too_many_bytes(upload.num_kept)
+            if upload.num_bytes > max_bytes + _MULTIPART_BYTES:
+                await discard(request)
                 raise ApiError(
                     413,
                     f"The file is larger than {config.max_file_mb} MiB; send several.",
@@ -170,11 +192,12 @@ class BatchPages:
 
         return receive
 
-    def _too_many_bytes(self, had: int) -> ApiError:
-        most_mb = self._worker.config.max_tenant_mb
+    def _too_many_bytes(self, num_kept: int) -> ApiError:
+        max_mb = self._worker.config.max_tenant_mb
         return ApiError(
             413,
-            f"Your files have {had >> 20} MiB, and {most_mb} MiB are the most; delete some.",
+            f"Your files have {num_kept >> 20} MiB, and with those that you send now more than the"
+            f" {max_mb} MiB that you may have; delete some.",
             code="files_too_large",
             headers={"Connection": "close"},
         )

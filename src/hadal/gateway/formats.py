@@ -86,7 +86,9 @@ class Formats:
         if at < 0:
             names = ", ".join(repr(tool.name) for tool in tools)
             raise RequestError(f"Invalid schemas for tools {names}: {why}.", "tools")
-        raise RequestError(f"Invalid schema for tool {tools[at].name!r}: {why}.", tools[at].schema_field)
+        raise RequestError(
+            f"Invalid schema for tool {tools[at].name!r}: {why}.", tools[at].schema_field
+        )
 
     def _check_content(self, text: str, wanted: AnswerFormat, prefix: str) -> None:
         if (found := self._check((text,), prefix)) is not None:

@@ -223,9 +223,7 @@ def _format_of(output: OutputConfig) -> AnswerFormat | None:
     return schema_format("answer", bytes(output.format.schema), "output_config.format")
 
 
-_WORDS = ToolWords(
-    "", "input_schema", "one of type 'any'", 'one of {"type": "tool", "name": ...}'
-)
+_WORDS = ToolWords("", "input_schema", "one of type 'any'", 'one of {"type": "tool", "name": ...}')
 
 
 def _tools_of(tools: Sequence[ClientTool]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from sqlalchemy import exc
 
 from hadal.core.errors import HadalError
 from hadal.core.facts import RequestFact
-from hadal.runtime.ledger.store import engine_of, file_of, ledger_url
+from hadal.runtime.ledger.store import IS_READING, engine_of, file_of, ledger_url
 
 FILE_NAME = "batches.sqlite"
 PIECE_BYTES = 1 << 20
@@ -212,7 +212,7 @@ class BatchStore:
     def file(self, tenant: str, file_id: str) -> FileRow | None:
         """A tenant's file; None if it has none with this id."""
         chosen = (_files.c.id == file_id) & (_files.c.tenant == tenant)
-        with self._begin() as connection:
+        with self._begin(is_reading=True) as connection:
             found = connection.execute(sa.select(_files).where(chosen)).one_or_none()
         return None if found is None else _file_of(found)
 
@@ -230,7 +230,7 @@ class BatchStore:
 
     def num_bytes(self, tenant: str) -> int:
         """Of all of a tenant's files."""
-        with self._begin() as connection:
+        with self._begin(is_reading=True) as connection:
             return _num_bytes(connection, tenant)
 
     def contents(self, file_id: str) -> Iterator[bytes]:
@@ -238,7 +238,7 @@ class BatchStore:
         number = 0
         while True:
             chosen = (_pieces.c.file_id == file_id) & (_pieces.c.number == number)
-            with self._begin() as connection:
+            with self._begin(is_reading=True) as connection:
                 data = connection.execute(sa.select(_pieces.c.data).where(chosen)).scalar()
             if data is None:
                 return
@@ -265,7 +265,7 @@ class BatchStore:
     def batch(self, tenant: str, batch_id: str) -> BatchRow | None:
         """A tenant's batch; None if it has none with this id."""
         chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
-        with self._begin() as connection:
+        with self._begin(is_reading=True) as connection:
             found = connection.execute(sa.select(_batches).where(chosen)).one_or_none()
         return None if found is None else _batch_of(found)
 
@@ -278,7 +278,7 @@ class BatchStore:
     def open_batches(self) -> list[BatchRow]:
         """Batches of all tenants that have not ended, the oldest first."""
         chosen = sa.select(_batches).where(_batches.c.status.in_(OPEN)).order_by(_batches.c.number)
-        with self._begin() as connection:
+        with self._begin(is_reading=True) as connection:
             return [_batch_of(row) for row in connection.execute(chosen)]
 
     def cancel(self, tenant: str, batch_id: str, now_s: int) -> BatchRow | None:
@@ -318,7 +318,7 @@ class BatchStore:
         chosen &= _lines.c.answer.is_(None)
         columns = (_lines.c.number, _lines.c.custom_id, _lines.c.body)
         query = sa.select(*columns).where(chosen).order_by(_lines.c.number).limit(limit)
-        with self._begin() as connection:
+        with self._begin(is_reading=True) as connection:
             return [BatchLine(*row) for row in connection.execute(query)]
 
     def answer(
@@ -354,7 +354,7 @@ class BatchStore:
     def charges(self) -> list[RequestFact]:
         """What written lines cost and the ledger is not known to have, the oldest MAX_CHARGES."""
         chosen = sa.select(_charges.c.fact).order_by(_charges.c.number).limit(MAX_CHARGES)
-        with self._begin() as connection:
+        with self._begin(is_reading=True) as connection:
             return [_decode_fact(fact) for fact in connection.execute(chosen).scalars()]
 
     def drop_charges(self, request_ids: Collection[str]) -> None:
@@ -424,7 +424,7 @@ class BatchStore:
         is_ascending: bool,
     ) -> list[Any] | None:
         number = table.c.number
-        with self._begin() as connection:
+        with self._begin(is_reading=True) as connection:
             if after:
                 mine = (table.c.id == after) & (table.c.tenant == tenant)
                 at = connection.execute(sa.select(number).where(mine)).scalar()
@@ -446,11 +446,11 @@ class BatchStore:
         self._is_prepared = True
 
     @contextlib.contextmanager
-    def _begin(self) -> Iterator[sa.Connection]:
+    def _begin(self, *, is_reading: bool = False) -> Iterator[sa.Connection]:
         try:
             if not self._is_prepared:
                 self._prepare()
-            with self._engine.begin() as connection:
+            with self._engine.execution_options(**{IS_READING: is_reading}).begin() as connection:
                 yield connection
         except (exc.SQLAlchemyError, OSError) as error:
             cause = getattr(error, "orig", None) or error

@@ -395,19 +395,48 @@ def test_an_upload_is_refused_as_soon_as_it_is_too_long(
     store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
         with socket.create_connection(it.address, 10) as client:
-            client.sendall(
-                b"POST /v1/files HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
-                b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
-            )
-            for data in (FORM, *[b"y" * (1 << 18)] * 6):
-                client.sendall(b"%x\r\n%s\r\n" % (len(data), data))
-            reply = b""
-            while more := client.recv(65536):
-                reply += more
+            upload(client, 6)
+            reply = read_all(client)
         assert reply.startswith(b"HTTP/1.1 413 ")
         assert code.encode() in reply
         listed = httpx.get(f"{it.url}/v1/files", timeout=10).json()
         assert listed["data"] == []
+
+
+def test_uploads_at_once_have_one_limit_together(model: ServedModel, tmp_path: Path) -> None:
+    store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+    config = BatchesConfig(max_file_mb=2, max_tenant_mb=2)
+    with serving(model, spell(model, TEXT), store=store, batches=config) as it:
+        with socket.create_connection(it.address, 10) as first:
+            upload(first, 6)
+            with socket.create_connection(it.address, 10) as second:
+                upload(second, 6)
+                reply = read_all(second)
+            assert reply.startswith(b"HTTP/1.1 413 ")
+            assert b"files_too_large" in reply
+        with socket.create_connection(it.address, 10) as third:
+            upload(third, 6)
+            third.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(b"\r\n--x--\r\n"), b"\r\n--x--\r\n"))
+            assert third.recv(65536).startswith(b"HTTP/1.1 200 "), (
+                "what was given up is not counted"
+            )
+
+
+def upload(client: socket.socket, num_pieces: int) -> None:
+    """Send so many pieces of 256 KiB of a file whose end does not come."""
+    client.sendall(
+        b"POST /v1/files HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+    )
+    for data in (FORM, *[b"y" * (1 << 18)] * num_pieces):
+        client.sendall(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+def read_all(client: socket.socket) -> bytes:
+    reply = b""
+    while more := client.recv(65536):
+        reply += more
+    return reply
 
 
 def test_a_file_that_nobody_reads_is_given_up(

@@ -133,7 +133,8 @@ BUSY_S = 5.0
 """How long a write waits for another process' write."""
 CONNECT_S = 5.0
 STATEMENT_S = 10.0
-_IS_READING = "hadal_is_reading"
+IS_READING = "hadal_is_reading"
+"""Option of a connection that writes nothing: in SQLite it waits for no writer."""
 
 
 class StoreDown(HadalError):
@@ -268,7 +269,7 @@ class Store:
     @contextmanager
     def _begin(self, *, is_reading: bool = False) -> Iterator[sa.Connection]:
         try:
-            with self._engine.execution_options(**{_IS_READING: is_reading}).begin() as connection:
+            with self._engine.execution_options(**{IS_READING: is_reading}).begin() as connection:
                 yield connection
         except HadalError:
             raise
@@ -336,7 +337,7 @@ def _sqlite(url: str) -> sa.Engine:
     @sa.event.listens_for(engine, "begin")
     def take_lock(connection: sa.Connection) -> None:
         # A report sees one instant, and nobody waits for it.
-        is_reading = connection.get_execution_options().get(_IS_READING)
+        is_reading = connection.get_execution_options().get(IS_READING)
         connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
 
     return engine
