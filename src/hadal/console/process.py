@@ -99,9 +99,7 @@ class Guard:
         await self._app(scope, receive, send_marked)
 
 
-def make_app(
-    asking: Asking | None, feed: Feed, settings: GatewayConfig, host: str, *, has_keys: bool
-) -> ASGIApp:
+def make_app(asking: Asking | None, feed: Feed, settings: GatewayConfig, host: str) -> ASGIApp:
     """The pages as an ASGI application. `asking`: None where there is nobody to chat with; then the
     console is at both addresses.
     """
@@ -121,7 +119,7 @@ def make_app(
         show_welcome_message=False,
         tailwind=False,  # Its script reads the whole page at every change.
     )
-    return Guard(app, Edge(app, settings, host, has_keys=has_keys, now=time.monotonic))
+    return Guard(app, Edge(app, settings, host, has_keys=False, now=time.monotonic))
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
@@ -173,7 +171,7 @@ def serve_alone(
         settings, ledger = deployment.gateway, deployment.ledger.url
         asking = Asking(status.url)
         source = LiveSource(asking, folder, ledger_url(ledger) if ledger else "")
-    server = server_of(make_app(asking, Feed(source), settings, host, has_keys=False))
+    server = server_of(make_app(asking, Feed(source), settings, host))
     with open_listener(host, port) as listening:
         announce(url_of(listening, host))
         with contextlib.suppress(KeyboardInterrupt):
@@ -199,7 +197,7 @@ def main() -> int:
     asking = Asking(status.url)
     ledger = deployment.ledger.url
     feed = Feed(LiveSource(asking, arguments.folder, ledger_url(ledger) if ledger else ""))
-    app = make_app(asking, feed, deployment.gateway, deployment.host, has_keys=False)
+    app = make_app(asking, feed, deployment.gateway, deployment.host)
     server = server_of(app)
 
     async def beat() -> None:

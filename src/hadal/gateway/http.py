@@ -830,7 +830,7 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
             raise ApiError(
                 400, "stream: a kept response comes whole; leave it out.", param="stream"
             )
-        return Response((await found(request)).body, media_type="application/json")
+        return Response((await found(request, "body")).body, media_type="application/json")
 
     async def delete(request: Request) -> Response:
         await found(request, deletes=True)
@@ -838,12 +838,14 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def items(request: Request) -> Response:
-        data = msgspec.json.decode((await found(request)).input, type=list[dict[str, Any]])
+        kept = await found(request, "input")
+        data = msgspec.json.decode(kept.input, type=list[dict[str, Any]])
         return _json(input_page(data, request.query_params))
 
-    async def found(request: Request, *, deletes: bool = False) -> KeptResponse:
+    async def found(request: Request, part: str = "", *, deletes: bool = False) -> KeptResponse:
         tenant, response_id = gateway.tenant_of(request), request.path_params["response_id"]
-        kept = await gateway.responses.get(tenant.name, response_id, deletes=deletes)
+        request.scope[SEEN].tenant = tenant.name
+        kept = await gateway.responses.get(tenant.name, response_id, part, deletes=deletes)
         if kept is None:
             raise ApiError(
                 404,

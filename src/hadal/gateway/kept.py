@@ -2,10 +2,10 @@
 
     resp_1_0f3a...    kept by the second gateway, in its memory, for its tenant alone
 
-Each gateway keeps what it answered; the number in an id says which one that is, and whoever is asked for
-another's asks there: the one with the front directly, the others by way of it. A gateway that ends takes
-what it kept with it. Nothing is written to a disk. Of many bytes those of the tenant that has most go
-first, its oldest before its others.
+Each gateway keeps what it answered, and the number in an id says which one that is. A gateway that is
+asked for another's asks the other: the one with the front directly, the others by way of it. A gateway
+that ends takes what it kept with it. Nothing is written to a disk. Of many bytes those of the tenant
+that has most go first, its oldest before its others.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class _KeptEntry:
     response: KeptResponse
     num_bytes: int
     until_s: float
+
+
+_NOTHING = KeptResponse(b"", b"", ())
 
 
 class KeptResponses:
@@ -156,10 +159,11 @@ class Responses:
         return f"resp_{self._gateways.index(self._name)}_"
 
     async def get(
-        self, tenant: str, response_id: str, *, deletes: bool = False
+        self, tenant: str, response_id: str, part: str = "", *, deletes: bool = False
     ) -> KeptResponse | None:
-        """A tenant's response, wherever it is kept; None where it is not. `deletes`: and is not from
-        now on. Raises ApiError 503 where the gateway that keeps it does not answer.
+        """A tenant's response, wherever it is kept; None where it is not. Where that is another
+        gateway, `part` is the one of its fields that comes, the others are empty. `deletes`: it is
+        kept no longer. Raises ApiError 503 where the gateway that keeps it does not answer.
         """
         found = _ID.fullmatch(response_id)
         owner = (
@@ -173,7 +177,12 @@ class Responses:
                 self.own.delete(tenant, response_id)
             return response
         has_front = self._name == GATEWAY
-        query = {"id": response_id, "tenant": tenant, "deletes": "1" if deletes else ""}
+        query = {
+            "id": response_id,
+            "tenant": tenant,
+            "part": part,
+            "deletes": "1" if deletes else "",
+        }
         answer = await self._host.pages.ask(owner if has_front else FRONT, PATH, query, WAIT_S)
         if answer is None or answer.status == 503:
             raise overloaded(
@@ -190,7 +199,7 @@ class Responses:
         """
         if response_id is None:
             return ()
-        kept = await self.get(tenant, response_id)
+        kept = await self.get(tenant, response_id, "turns")
         if kept is None:
             raise _not_kept(response_id, self.own.keep_s)
         return kept.turns
@@ -212,12 +221,17 @@ class Responses:
     async def page(self, query: Mapping[str, str]) -> tuple[int, bytes]:
         """The answer to another gateway, which may be a third one's."""
         try:
+            part = query["part"]
             response = await self.get(
-                query["tenant"], query["id"], deletes=bool(query.get("deletes"))
+                query["tenant"], query["id"], part, deletes=bool(query.get("deletes"))
             )
         except ApiError as error:
             return error.status, b""
-        return 200, b"" if response is None else msgspec.msgpack.encode(response)
+        if response is None:
+            return 200, b""
+        # Of a conversation of megabytes, what nobody wants is not worth its way.
+        wanted = {part: getattr(response, part)} if part else {}
+        return 200, msgspec.msgpack.encode(msgspec.structs.replace(_NOTHING, **wanted))
 
 
 def _not_kept(response_id: str, keep_s: float) -> RequestError:
