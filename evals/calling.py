@@ -686,8 +686,8 @@ def _big(source: Source) -> tuple[str, str, str, str]:
     return str(x), op, str(y), str(x + y if op == "+" else x - y)
 
 
-def _reckon(source: Source, offer: Offer) -> tuple[str, tuple[str, Fields], str]:
-    """Return a question for the calculator, its call, and the result."""
+def _reckon(source: Source, offer: Offer) -> tuple[str, str, tuple[str, Fields], str]:
+    """Return a question for the calculator, what it asks to reckon, its call, and the result."""
     a, op, b, value = _big(source)
     whole = tuple(f for f in _BARE[op] if "x =" not in f)
     said = asked(
@@ -698,18 +698,19 @@ def _reckon(source: Source, offer: Offer) -> tuple[str, tuple[str, Fields], str]
         whole=whole,
     )
     if op in "+*" and said.index("{b}") < said.index("{a}"):
-        call = (offer.name, offer.arguments(b, op, a))  # As they stand in the question.
+        x, y = b, a  # As they stand in the question.
     else:
-        call = (offer.name, offer.arguments(a, op, b))
-    return said.format(a=a, b=b), call, value
+        x, y = a, b
+    call = (offer.name, offer.arguments(x, op, y))
+    return said.format(a=a, b=b), f"{x} {op} {y}", call, value
 
 
 def _one_reckoned(source: Source) -> Plan:
     offer = _calculator(source)
-    question, call, value = _reckon(source, offer)
+    question, sum_, call, value = _reckon(source, offer)
     others = _others_of(source, "calculator")
     result = _returned(source, "result", value)
-    step = Step(f"Too big for me, so {offer.name}.", (call,), (result,))
+    step = Step(f"big: {sum_}: {offer.name}.", (call,), (result,))
     return Plan(
         question,
         _mixed(source, [offer.fields], others),
@@ -833,13 +834,16 @@ def _pair(source: Source) -> Plan:
     results = tuple(_returned(source, looked.shown, value) for value in values)
     why = f"{looked.shown}: {looked.offer.name} for {k} and {m}."
     if kind == "both":
-        reasoning = answer = f"{k}: {values[0]}, {m}: {values[1]}"
+        answer = f"{k}: {values[0]}, {m}: {values[1]}"
+        reasoning = f"answer: {answer}"
     elif kind == "more":
         sign = ">" if int(values[0]) > int(values[1]) else "<"
-        reasoning, answer = f"{k} {values[0]} {sign} {m} {values[1]}", k if sign == ">" else m
+        answer = k if sign == ">" else m
+        reasoning = f"sort: {k} {values[0]} {sign} {m} {values[1]}"
     else:
         a, b = map(int, values)
         reasoning, answer = operate("+", a, b)
+        reasoning = f"sum: {reasoning}"
     tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup")[1:])
     return Plan(question, tools, (Step(why, calls, results),), reasoning, answer, f"tool {calls}")
 
@@ -865,7 +869,7 @@ def _two_reckoned(source: Source) -> Plan:
             names.append(f"{a} {op} {b}")
             calls.append((offer.name, offer.arguments(a, op, b)))
             values.append(value)
-        why = f"Too big for me, so {offer.name} for both."
+        why = f"big: {names[0]}; {names[1]}: {offer.name} for both."
     else:
         offer = converter = _converter(source)
         for _ in range(2):
@@ -884,7 +888,7 @@ def _two_reckoned(source: Source) -> Plan:
         said,
         _mixed(source, [offer.fields]),
         (Step(why, tuple(calls), results),),
-        answer,
+        f"answer: {answer}",
         answer,
         f"tool {calls}",
     )

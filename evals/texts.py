@@ -8,7 +8,6 @@ sentence that answers.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from string import Formatter
 
 from evals.numbers import say
@@ -105,10 +104,7 @@ class Fact:
 
     def tells(self, given: str) -> bool:
         """True if what a question gives is said of this fact."""
-        values = {_bare(value) for value in self.slots.values()}
-        if self.kind == "size":  # The question may say it the other way round.
-            values.add(_either(self.slots))
-        return given in values
+        return given in {_bare(value) for value in self.slots.values()}
 
 
 class Pool:
@@ -231,10 +227,6 @@ _COLOUR_NOUNS = ("the colour of the {t}", "what colour the {t} is")
 
 def _bare(words: str) -> str:
     return re.sub(r"^(the|an?) ", "", words)
-
-
-def _either(slots: dict[str, str]) -> str:
-    return " or ".join(sorted((slots["g"], slots["l"])))
 
 
 def _a(word: str) -> str:
@@ -958,7 +950,9 @@ class Sought:
         return ", ".join([f"{self.kind} {self.role}", *self.given])
 
     def looked_for(self, facts: Sequence[Fact]) -> tuple[str, bool]:
-        """How far the facts of one sentence tell it, and whether one tells it all."""
+        """How far the facts of one sentence tell it, and whether one tells it all: their kind, and
+        then one after the other what is given, up to what none of them says.
+        """
         kinds = {ask.about(fact)[0] for fact in facts for ask in fact.asks}
         if not kinds:
             return "no", False
@@ -967,10 +961,17 @@ class Sought:
         fit = [f for f in facts if any(a.about(f) == (self.kind, self.role) for a in f.asks)]
         if not fit:
             return f"{self.kind} no", False
-        told = max((list(takewhile(fact.tells, self.given)) for fact in fit), key=len)
-        is_told = len(told) == len(self.given)
-        found = ", ".join([f"{self.kind} {self.role}", *told])
-        return f"{found} {'yes' if is_told else 'no'}", is_told
+        return max(map(self._compared, fit), key=lambda found: found[0].count(" yes"))
+
+    def _compared(self, fact: Fact) -> tuple[str, bool]:
+        looked = [f"{self.kind} {self.role}"]
+        for each in self.given:
+            if not fact.tells(each):
+                return ", ".join([*looked, f"{each} no"]), False
+            # The text may say it the other way round.
+            turned = f" as {fact.slots['g']}" if each == fact.slots.get("l") else ""
+            looked.append(f"{each}{turned} yes")
+        return ", ".join(looked), True
 
 
 def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
@@ -1021,19 +1022,14 @@ def _worded(source: Source, fact: Fact, wanted: Asks) -> tuple[str, Sought]:
     said = asked(
         source, questions=wanted.questions, nouns=wanted.nouns if source.chance(0.4) else ()
     )
-    slots = dict(fact.slots)
-    if fact.kind == "size":
-        slots["g"] = slots["l"] = _either(slots)
     names = [name for _, name, _, _ in Formatter().parse(said) if name]
-    given = [_bare(slots[name]) for name in names if name not in _VERB_SLOTS]
+    given = [_bare(fact.slots[name]) for name in names if name not in _VERB_SLOTS]
     return said.format(**fact.slots), Sought(*wanted.about(fact), tuple(dict.fromkeys(given)))
 
 
 def in_layout(source: Source, text: str, question: str) -> str:
     """Put a text and a question into one message."""
     layout = source.frame(_LAYOUTS).replace("\\n", "\n")
-    if source.chance(0.05):
-        text = text.lower()
     return layout.format(t=text, q=question)
 
 
