@@ -7,7 +7,7 @@ Tools are named and described in many ways, some of which are held out.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -633,6 +633,10 @@ def _mixed(
     return tuple(found)
 
 
+def _keys(calls: Sequence[tuple[str, Fields]]) -> str:
+    return "\n".join(f"tool {call}" for call in calls)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Calls made at once, with why, and what they return."""
@@ -717,7 +721,7 @@ def _one_reckoned(source: Source) -> Plan:
         (step,),
         f"The result is {value}.",
         value,
-        f"tool {call}",
+        _keys([call]),
     )
 
 
@@ -757,11 +761,11 @@ def _one_looked_up(source: Source) -> Plan:
             (Step(why, (call,), (error,)),),
             "The tool found nothing.",
             NOTHING_FOUND,
-            f"tool {call}",
+            _keys([call]),
         )
     value = _value(source, looked.values)
     step = Step(why, (call,), (_returned(source, looked.shown, value),))
-    return Plan(question, tools, (step,), f"The result is {value}.", value, f"tool {call}")
+    return Plan(question, tools, (step,), f"The result is {value}.", value, _keys([call]))
 
 
 def _units(source: Source, offer: Converter) -> tuple[str, str]:
@@ -799,7 +803,7 @@ def _one_converted(source: Source) -> Plan:
         (step,),
         f"The result is {value}.",
         answer,
-        f"tool {call}",
+        _keys([call]),
     )
 
 
@@ -845,7 +849,7 @@ def _pair(source: Source) -> Plan:
         reasoning, answer = operate("+", a, b)
         reasoning = f"sum: {reasoning}"
     tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup")[1:])
-    return Plan(question, tools, (Step(why, calls, results),), reasoning, answer, f"tool {calls}")
+    return Plan(question, tools, (Step(why, calls, results),), reasoning, answer, _keys(calls))
 
 
 _BOTH_SUMS = lines("""
@@ -890,7 +894,7 @@ def _two_reckoned(source: Source) -> Plan:
         (Step(why, tuple(calls), results),),
         f"answer: {answer}",
         answer,
-        f"tool {calls}",
+        _keys(calls),
     )
 
 
@@ -933,7 +937,7 @@ def _chain(source: Source) -> Plan:
         (first, second_step),
         f"The result is {result}.",
         result,
-        f"tool {first.calls}",
+        _keys([*first.calls, call]),
     )
 
 
@@ -1051,7 +1055,7 @@ def _once_more(source: Source) -> Turn:
         question,
         f"{looked.shown}: {name} for {m}.",
         "",
-        f"tool {name} {k} then {m}",
+        _keys([(name, arguments(each)) for each in (k, m)]),
         "calls",
         tools=_mixed(source, [looked.offer.fields], _others_of(source, "lookup")),
         calls=((name, arguments(m)),),

@@ -188,14 +188,14 @@ def _after_list(source: Source) -> tuple[Turn, Turn]:
     kind = source.random()
     if kind < 0.6:
         answer, reasoning = ", ".join(reversed(items)), reason_reverse(items)
-        question = asked(source, whole=_FLIP)
+        question, key = asked(source, whole=_FLIP), f"reverse {items}"
     else:
         at_end = kind > 0.8
         answer = items[-1 if at_end else 0]
         numbered = " ".join(f"{i} {item}" for i, item in enumerate(items, 1))
         reasoning = f"order {'last' if at_end else 'first'}: {numbered}"
-        question = asked(source, whole=_LAST if at_end else _FIRST)
-    return first, Turn(question, reasoning, answer, f"{first.key} then {question}")
+        question, key = asked(source, whole=_LAST if at_end else _FIRST), first.key
+    return first, Turn(question, reasoning, answer, key)
 
 
 def _after_number(source: Source) -> tuple[Turn, Turn]:
@@ -212,25 +212,17 @@ def _after_number(source: Source) -> tuple[Turn, Turn]:
     reasoning, answer = operate(op, a, b)
     is_double = op == "*" and b == 2 and source.chance(0.7)
     question = asked(source, whole=_DOUBLE if is_double else _OPS[op]).format(b=b)
-    return first, Turn(question, f"sum: {reasoning}", answer, f"{first.key} then {op} {b}")
+    return first, Turn(question, f"sum: {reasoning}", answer, f"{a}{op}{b}")
 
 
 def _after_word(source: Source) -> tuple[Turn, Turn]:
     first = source.until(lambda: reverse(source), lambda turn: turn.kind == "word")
     word = first.answer
     if source.random() < 0.6:
-        question, reasoning, answer = (
-            asked(source, whole=_BACK),
-            reason_reverse_word(word),
-            word[::-1],
-        )
-    else:
-        question, reasoning, answer = (
-            asked(source, whole=_LONG),
-            reason_length(word),
-            str(len(word)),
-        )
-    return first, Turn(question, reasoning, answer, f"{first.key} then {question}")
+        question = asked(source, whole=_BACK)
+        return first, Turn(question, reason_reverse_word(word), word[::-1], f"reverse {word}")
+    question = asked(source, whole=_LONG)
+    return first, Turn(question, reason_length(word), str(len(word)), f"length {word}")
 
 
 def _after_count(source: Source) -> tuple[Turn, Turn]:
@@ -244,9 +236,7 @@ def _after_count(source: Source) -> tuple[Turn, Turn]:
         word = a_word(source).lower()
         question = asked(source, whole=_OTHER_WORD).format(w=word)
     reasoning = reason_count(word, letter)
-    return first, Turn(
-        question, reasoning, str(word.count(letter)), f"{first.key} then {letter} {word}"
-    )
+    return first, Turn(question, reasoning, str(word.count(letter)), f"count {letter} {word}")
 
 
 def _after_date(source: Source) -> tuple[Turn, Turn]:
@@ -255,14 +245,15 @@ def _after_date(source: Source) -> tuple[Turn, Turn]:
     text, read = span(source, days)
     question = asked(source, whole=_LATER if later else _EARLIER).format(n=text)
     if first.kind == "weekday":
-        reasoning, answer = reason_weekday(WEEKDAYS.index(first.answer), days, 1 if later else -1)
+        weekday, sign = WEEKDAYS.index(first.answer), 1 if later else -1
+        reasoning, answer = reason_weekday(weekday, days, sign)
+        key = f"weekday {weekday} {days} {sign}"
     else:
         name, day = first.answer.split()
-        reasoning, answer = (reason_after if later else reason_before)(
-            MONTHS.index(name), int(day), days
-        )
-    reasoning = f"{first.kind}: {read}{reasoning}"
-    return first, Turn(question, reasoning, answer, f"{first.key} then {later} {days}")
+        month = MONTHS.index(name)
+        reasoning, answer = (reason_after if later else reason_before)(month, int(day), days)
+        key = f"{'after' if later else 'before'} {month} {day} {days}"
+    return first, Turn(question, f"{first.kind}: {read}{reasoning}", answer, key)
 
 
 def _after_text(source: Source) -> tuple[Turn, Turn]:
@@ -272,15 +263,14 @@ def _after_text(source: Source) -> tuple[Turn, Turn]:
     question, reasoning, answer = ask(pool, facts)
     if source.random() < 0.4:
         question = "And " + question[0].lower() + question[1:]
-    return first, Turn(question, reasoning, answer, f"{text} then {question}")
+    return first, Turn(question, reasoning, answer, text)
 
 
 def _after_name(source: Source) -> tuple[Turn, Turn]:
     first = name_turn(source)
     name = first.subject[0]
     question = asked(source, whole=_MY_NAME)
-    key = f"{first.key} then {question}"
-    return first, Turn(question, f"The name is {name}.", f"Your name is {name}.", key)
+    return first, Turn(question, f"The name is {name}.", f"Your name is {name}.", first.key)
 
 
 _MAKERS = (

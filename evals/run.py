@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from evals.foreign import foreign_examples
@@ -260,12 +261,12 @@ def run(
     wrong = [a for a in answers if not a.correct]
     for answer in wrong[:show_wrong]:
         question = answer.example.messages[-1]["content"]
-        console.print(
-            f"[red]wrong[/] {answer.example.task}: {question!r}\n  wanted"
+        said = (
+            f" {answer.example.task}: {question!r}\n  wanted"
             f" {answer.example.calls or answer.example.answer!r}, got"
-            f" {answer.calls or answer.text!r}" + (f" ({answer.error})" if answer.error else ""),
-            markup=True,
+            f" {answer.calls or answer.text!r}" + (f" ({answer.error})" if answer.error else "")
         )
+        console.print(f"[red]wrong[/]{escape(said)}")
     share = 1 - len(wrong) / max(len(answers), 1)
     if as_json:
         rows = [

@@ -109,7 +109,7 @@ def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example
         turn.reasoning,
         turn.answer,
         task,
-        tuple(each.key for each in last if each.key),
+        tuple(key for each in last for key in each.key.splitlines()),
         turn.tools,
         turn.calls,
         turn.forced,
@@ -153,7 +153,8 @@ def is_correct(
         return _sorted(calls) == _sorted(example.calls)
     if example.task == "schema":
         try:
-            return bool(json.loads(said) == json.loads(example.answer))
+            # As texts: to Python 1 and true are the same.
+            return _canonical(json.loads(said)) == _canonical(json.loads(example.answer))
         except ValueError:
             return False
     if example.answer in DECLINES:
@@ -161,8 +162,12 @@ def is_correct(
     return said == example.answer or said in example.also_right
 
 
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def _sorted(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    return sorted(json.dumps([name, arguments], sort_keys=True) for name, arguments in calls)
+    return sorted(_canonical([name, arguments]) for name, arguments in calls)
 
 
 def _turns(source: Source, task: str) -> list[Turn]:

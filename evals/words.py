@@ -122,8 +122,9 @@ class Turn:
     """A user's question and what the model should think and answer.
 
     `key` is the content that must not be seen in training when the turn is held out: the operands,
-    the list, the text; not the wording. `subject` is what a later turn may refer to ("now sort it
-    the other way").
+    the list, the text; not the wording. It is the same whichever task asks it, and of several
+    contents each has a line. `subject` is what a later turn may refer to ("now sort it the other
+    way").
     """
 
     question: str

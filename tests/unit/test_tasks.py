@@ -5,6 +5,7 @@ the gateway reads as they were meant.
 import json
 import random
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +80,24 @@ def test_numbers_are_compared_with_three_digits_each() -> None:
             assert {*map(len, numbers)} == {3}, example.reasoning
             num_padded += any(number.startswith("0") for number in numbers)
     assert num_padded > 10
+
+
+def test_a_content_is_held_out_whichever_task_asks_it() -> None:
+    """A sum, a count or a call of a second turn is one that training may see by itself, too."""
+    rng = random.Random(6)
+    num_seen: Counter[str] = Counter()
+    for _ in range(NUM * 4):
+        example = sample_split(rng, rng.choice(("followup", "tools")), False)
+        keys = [f"tool {call}" for call in example.calls]
+        if found := re.match(r"sum: (\d+) ([-+*/]) (\d+)\n", example.reasoning):
+            keys.append("".join(found.groups()))
+        if found := re.match(r"count ([a-z]): ([a-z0-9 ]+)$", example.reasoning):
+            keys.append(f"count {found[1]} {re.sub('[0-9 ]', '', found[2])}")
+        assert not any(is_one_in(key, 20) for key in keys), (keys, example)
+        num_seen.update(key.split(" ")[0] for key in keys)
+    assert num_seen["tool"] > 50
+    assert num_seen["count"] > 20
+    assert num_seen.total() > 150
 
 
 def test_training_uses_nothing_that_is_held_out() -> None:
@@ -185,7 +204,7 @@ def test_a_second_word_is_asked_about_as_it_is_counted() -> None:
     rng = random.Random(9)
     for _ in range(NUM):
         first, then = _after_count(Source(rng.getrandbits(64)))
-        letter, _, word = then.key.rpartition(" then ")[2].partition(" ")
+        _, letter, word = then.key.split(" ")
         assert word == word.lower()
         assert then.answer == str(word.lower().count(letter))
         assert first.subject[0] == first.subject[0].lower()
