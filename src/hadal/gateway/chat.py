@@ -113,6 +113,7 @@ class ChatFormat:
             *(text for turn in turns for call in turn.calls for text in astuple(call)),
             *(turn.call_id for turn in turns),
             *(value for value in kwargs.values() if isinstance(value, str)),
+            prefix,
             json.dumps([given, schema], ensure_ascii=False),
         ]
         shield, end = _unused_chars(texts)

@@ -63,6 +63,8 @@ is noticed sooner.
 """
 _SAY_AGAIN_S = RECENT_S / 2
 """How long after it a charge is said again to a new front."""
+_LET_IN_S = 1.0
+"""A front that still spoke so long after a generation was sent had let it in."""
 _NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
 
 
@@ -72,6 +74,7 @@ class _Sent:
 
     mailbox: Mailbox
     generation: Generation
+    sent_s: float
     output: list[int] = field(default_factory=list)
     """The generation's tokens so far."""
     is_resumed: bool = False
@@ -79,8 +82,13 @@ class _Sent:
     before.
     """
 
-    def again(self) -> Generation:
-        """Return the generation as another attempt, which begins where this one is."""
+    def again(self, front_spoke_s: float) -> Generation:
+        """Return the generation for another front: as another attempt, which begins where this one
+        is; or as it was, for quotas to be asked, where the front before may never have seen it.
+        """
+        is_new = not self.output and not self.generation.attempt
+        if is_new and front_spoke_s < self.sent_s + _LET_IN_S:
+            return self.generation
         self.is_resumed = bool(self.output)
         self.generation = msgspec.structs.replace(
             self.generation, output=tuple(self.output), attempt=self.generation.attempt + 1
@@ -174,7 +182,8 @@ class FarHost(Doors):
         mailbox, begun = mailbox_for(generations, self.close)
         if begun:
             self._sent |= {
-                generation.request_id: _Sent(mailbox, generation) for generation in begun
+                generation.request_id: _Sent(mailbox, generation, self._now())
+                for generation in begun
             }
             self._idle.clear()
             self._wire.send(FRONT, Open(self._name, begun, mailbox.log_id))
@@ -219,7 +228,7 @@ class FarHost(Doors):
         return answer.status, answer.body
 
     def _front_spoke(self, heartbeat: FrontHeartbeat) -> None:
-        self._heard_s = self._now()
+        spoke_s, self._heard_s = self._heard_s, self._now()
         self._snapshot, self._gateways = heartbeat.snapshot, heartbeat.gateways
         self._names.fingerprint = heartbeat.snapshot.fingerprint
         if heartbeat.epoch == self._epoch:
@@ -240,7 +249,7 @@ class FarHost(Doors):
         # that has a generation already does not begin it twice.
         for _, group in groupby(list(self._sent.values()), key=lambda sent: id(sent.mailbox)):
             choices = list(group)
-            again = tuple(sent.generation if is_first else sent.again() for sent in choices)
+            again = tuple(sent.again(spoke_s) for sent in choices)
             self._wire.send(FRONT, Open(self._name, again, choices[0].mailbox.log_id))
 
     def _delivered(self, delivers: Iterable[Deliver]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -253,6 +254,8 @@ class Host(Doors):
         self.pages = Pages(FRONT, wire.send)
         self._epoch = epoch
         self._outboxes = {name: Outbox() for name in others}
+        self._let_in_now: defaultdict[str, list[Generation]] = defaultdict(list)
+        """By tenant: others' generations that came together, before they are submitted."""
         self._expected = set(self._outboxes)
         """Other gateways that may be there, and were not heard yet."""
         self._present: dict[str, int] = {}
@@ -307,6 +310,7 @@ class Host(Doors):
             self._apply(effect)
         while True:
             messages = await self._wire.receive_async()
+            self._let_in_now.clear()
             self._handle([event for message in messages for event in self._events_of(message)])
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 self._on_units()
@@ -530,22 +534,30 @@ class Host(Doors):
             )
 
     def _let_in(self, generations: Sequence[Generation]) -> Iterator[Event]:
-        """All of a request, or none. Those that a front before this one let in go on."""
+        """All of a request, or none, beside those that came with it and are not submitted yet.
+        Those that a front before this one let in go on.
+        """
         new = [generation for generation in generations if not generation.attempt]
-        num_tokens = sum(len(generation.prompt) for generation in new)
-        most = sum(generation.most_pico_usd for generation in new)
-        refusal = (
-            self._front.refusal(self._now(), new[0].tenant, len(new), num_tokens, most)
-            if new
-            else None
-        )
+        refusal = None
+        if new:
+            tenant = new[0].tenant
+            wanted = [*self._let_in_now[tenant], *new]
+            refusal = self._front.refusal(
+                self._now(),
+                tenant,
+                len(wanted),
+                sum(len(generation.prompt) for generation in wanted),
+                sum(generation.most_pico_usd for generation in wanted),
+            )
+            if refusal is None:
+                self._let_in_now[tenant] = wanted
         for generation in generations:
             if refusal is None or generation.attempt:
                 yield Submit(generation)
             else:
                 self._apply(refused(generation.request_id, refusal))
         if refusal is not None and refusal.is_for_room:
-            yield TurnedAway(len(new), num_tokens)
+            yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
         """Turn a message into events for the front: another gateway's becomes what it would be if

@@ -232,9 +232,13 @@ class Service:
 
     async def completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         """Begin a completion, as `chat` begins a chat."""
-        if len(body) <= OFF_LOOP_BYTES and b"response_format" not in body:
-            return self._completion(body, request_id, tenant)
-        return await self.off_loop(tenant, lambda: self._completion(body, request_id, tenant))
+        if len(body) <= OFF_LOOP_BYTES:
+            parsed = self._parse_completion(body)
+            if parsed.ask.format is None:  # A schema is looked at, which takes as long as it takes.
+                return self._completion(parsed, request_id, tenant)
+        return await self.off_loop(
+            tenant, lambda: self._completion(self._parse_completion(body), request_id, tenant)
+        )
 
     async def tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
         """The tokens that a prompt or a chat has, as vLLM says it. Raises RequestError, ApiError."""
@@ -246,10 +250,18 @@ class Service:
 
     async def off_loop(self, tenant: Tenant, make: Callable[[], T]) -> T:
         """Make something of a request in the thread, one body of a tenant at a time: so tenants
-        take turns there.
+        take turns there. Raises ApiError 504 at the request's deadline.
         """
-        async with self._tenant_to_turn[tenant.name]:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        timeout_s = self.limits.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), self._tenant_to_turn[tenant.name]:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"The request was not read after {timeout_s:g} s: many others are before it.",
+                code="request_timeout",
+            ) from None
 
     def close(self) -> None:
         """End the tokenising thread, and the process that looks at formats."""
@@ -325,9 +337,11 @@ class Service:
             self._check_prompt_ids(tuple(asked.tokens), "tokens")
         return {"prompt": self.model.vocabulary.decode(asked.tokens)}
 
-    def _completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
+    def _parse_completion(self, body: bytes) -> CompletionAsk:
         check_num_ids(body, self._max_prompt_tokens)
-        parsed = parse_completion(body)
+        return parse_completion(body)
+
+    def _completion(self, parsed: CompletionAsk, request_id: str, tenant: Tenant) -> Work:
         self._check(parsed.ask, tenant)
         vocabulary = self.model.vocabulary
         prompts: list[tuple[Prompt, str]] = []

@@ -24,10 +24,11 @@ from hadal.core.messages import (
     Delivered,
     Drain,
     GatewayHeartbeat,
+    Quota,
     UnitDown,
 )
 from hadal.gateway import far_host, replies
-from hadal.gateway.auth import Keys
+from hadal.gateway.auth import EVERYONE, Keys
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, make_app
@@ -275,6 +276,45 @@ def test_requests_wait_for_a_front(model: ServedModel) -> None:
             it.start_front()
             assert [text_of((await reply).text) for reply in asking] == [TEXT] * 3
             assert it.front.totals.submitted == 3
+
+    run(scene)
+
+
+def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            assert text_of((await it.client.post("/v1/completions", json=COMPLETION)).text) == TEXT
+            await it.kill_front()
+            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
+            await asyncio.sleep(0.05)
+            it.start_front()
+            it.host.set_quotas(time.time(), (Quota(EVERYONE, tokens_per_minute=1),))
+            assert (await asking).status_code == 429
+            assert it.units.submitted == []
+
+    run(scene)
+
+
+def test_requests_that_come_together_are_let_in_one_after_the_other(model: ServedModel) -> None:
+    """All generations of a request or none, also of the second."""
+
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            it.units.go.clear()
+            async with asyncio.timeout(5):
+                while not it.far.snapshot().can_serve:
+                    await asyncio.sleep(0.005)
+            it.host.set_quotas(time.time(), (Quota(EVERYONE, requests=6),))
+            body = {**COMPLETION, "n": 4}
+            asking = [
+                asyncio.create_task(it.client.post("/v1/completions", json=body)) for _ in range(2)
+            ]
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            assert [(await reply).status_code for reply in done] == [429]
+            assert len(it.units.submitted) == 4
+            it.units.go.set()
+            assert sorted([(await reply).status_code for reply in asking]) == [200, 429]
+            await it.settle()
 
     run(scene)
 

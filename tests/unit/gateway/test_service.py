@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway import chat
 from hadal.gateway.auth import PRIORITY, Tenant, salt_of, salt_within
+from hadal.gateway.errors import ApiError
+from hadal.gateway.formats import Formats
 from hadal.gateway.openai import SamplingDefaults
 from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
 from hadal.gateway.template import ConfinedProcess
@@ -183,6 +187,49 @@ def test_seeds(model: ServedModel) -> None:
 def test_long_bodies_give_the_same_in_the_thread(model: ServedModel) -> None:
     short, long = work_of(model, {"user": "u"}), work_of(model, {"user": "u" * OFF_LOOP_BYTES})
     assert short.choices[0].generation == long.choices[0].generation
+
+
+@pytest.mark.parametrize("field", ["response_format", r"response\u005fformat"])
+def test_a_schema_is_looked_at_in_the_thread(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """However its field is written: to look at it may take long."""
+    threads: list[threading.Thread] = []
+    text = Formats.text
+
+    def noted(formats: Formats, *given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return text(formats, *given, **named)
+
+    monkeypatch.setattr(Formats, "text", noted)
+    service = Service(model, LimitsConfig(), NAMES)
+    body = f'{{"model": "small", "prompt": "hi", "{field}": {{"type": "json_object"}}}}'
+    try:
+        asyncio.run(service.completion(body.encode(), "r", TENANT))
+    finally:
+        service.close()
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) -> None:
+    service = Service(model, LimitsConfig(request_timeout_s=0.05), NAMES)
+    go = threading.Event()
+
+    async def ask() -> None:
+        held = asyncio.create_task(service.off_loop(TENANT, lambda: go.wait(20)))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match=r"not read after 0\.05 s") as caught:
+            await service.off_loop(TENANT, lambda: None)
+        assert caught.value.status == 504
+        go.set()
+        with suppress(ApiError):
+            await held
+
+    try:
+        asyncio.run(ask())
+    finally:
+        service.close()
 
 
 def test_a_template_that_hangs_holds_up_nobody_elses_request(

@@ -682,13 +682,8 @@ class Front:
         return None if tenant is None else requests.last_of(tenant, record.fingerprint)
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
-        """Bind a request to the first fingerprint under which a prefill unit takes it now; one that
-        has tokens already to the one that made them, while that serves.
-        """
-        fingerprints = self.units.serving()
-        if record.num_output and record.fingerprint in fingerprints:
-            fingerprints = [record.fingerprint]
-        for fingerprint in fingerprints:
+        """Bind a request to the first fingerprint under which a prefill unit takes it now."""
+        for fingerprint in self.routing.fingerprints(record):
             record.bind(fingerprint)
             self._name(record)
             chosen = self.routing.prefill_unit(record)

@@ -2,7 +2,7 @@
 which of them a request may go to. Snapshots for the policies are made here.
 
 Counts are the front's own, raised when it sends and lowered when it takes back, so they are never
-late; the units' Load messages are kept for the metrics and as heartbeats.
+late; the units' reports are kept for the metrics and as heartbeats.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -686,10 +687,25 @@ class RequestRouting:
 
     def has_room(self, generation: Generation) -> bool:
         """Whether a new request could start now; else it has to wait."""
-        return self._has_room(len(generation.prompt) + len(generation.output), generation.tenant)
+        num_tokens = len(generation.prompt) + len(generation.output)
+        return self._has_room(num_tokens, generation.tenant, self.units.serving())
 
-    def _has_room(self, num_tokens: int, tenant: str, without: Sequence[Record] = ()) -> bool:
-        """The same if those were not on units."""
+    def fingerprints(self, record: Record) -> list[str]:
+        """Those of the weights that may take a request: one that has tokens stays with those that
+        made them, while they serve.
+        """
+        serving = self.units.serving()
+        is_bound = record.num_output and record.fingerprint in serving
+        return [record.fingerprint] if is_bound else serving
+
+    def _has_room(
+        self,
+        num_tokens: int,
+        tenant: str,
+        fingerprints: Sequence[str],
+        without: Sequence[Record] = (),
+    ) -> bool:
+        """Whether a request could start under one of these if those `without` were on no units."""
         prefilling = Counter(one.prefill_unit for one in without if one.state is State.PREFILLING)
         return any(
             self._may_prefill(num_tokens, tenant, fingerprint, without)
@@ -704,30 +720,32 @@ class RequestRouting:
                 num_tokens,
             )
             is not None
-            for fingerprint in self.units.serving()
+            for fingerprint in fingerprints
         )
 
     def in_the_way(self, record: Record) -> list[Record]:
         """Requests of batches without which it could start now, the latest and no more than that
         takes; none where it could not even without all of them.
         """
-        num_tokens, tenant = record.num_tokens, record.generation.tenant
+        has_room = partial(
+            self._has_room, record.num_tokens, record.generation.tenant, self.fingerprints(record)
+        )
         placed = [
             one
             for one in reversed(self.requests.placed_of_batches())
             if one.decode_unit is None
             or ((unit := self.units.by_name.get(one.decode_unit)) is not None and unit.is_open)
         ]
-        if not placed or not self._has_room(num_tokens, tenant, placed):
+        if not placed or not has_room(placed):
             return []
         chosen: list[Record] = []
         for one in placed:
             chosen.append(one)
-            if self._has_room(num_tokens, tenant, chosen):
+            if has_room(chosen):
                 break
         for one in chosen[:-1]:  # One may hold nothing of what is needed.
             others = [other for other in chosen if other is not one]
-            if self._has_room(num_tokens, tenant, others):
+            if has_room(others):
                 chosen = others
         return chosen
 
