@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from hadal.core.balance import AUTO
-from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     SUPERVISOR,
@@ -983,6 +983,7 @@ class Front:
     # ---- time ----
     def _tick(self, now_s: float) -> None:
         self.tenants.tick(now_s)
+        self.requests.forget_tenants(now_s)
         for record in self.requests.overdue(now_s):
             timeout_s = self._config.limits.request_timeout_s
             if record.state is State.QUEUED:
@@ -991,7 +992,8 @@ class Front:
                 self._fail(record, f"the request took longer than {timeout_s:g} s.", 504)
         for name, reason in self.units.frozen(now_s):
             self._send(SUPERVISOR, UnitDown(name, reason))
-            if self.units.by_name[name].is_of_many_ranks:
+            # Of many ranks the leader is a process by itself.
+            if units_of(self._config, self.units.by_name[name].role).ranks > 1:
                 self._leader_down(now_s, name, reason)
             else:
                 self._unit_down(now_s, name, reason)

@@ -457,9 +457,7 @@ class FrontRequests:
     counters: ServiceCounters = field(default_factory=ServiceCounters)
     """What tenants were served: by it they take turns."""
     tenant_to_seen_s: dict[str, float] = field(default_factory=dict)
-    """When a tenant's last request came. One that sent none for LATELY_S is forgotten when the next
-    request comes.
-    """
+    """When a tenant's last request came, those of LATELY_S."""
     tenant_to_open: Counter[str] = field(default_factory=Counter)
     """How many of a tenant's requests there are."""
     _tenant_to_weight: dict[str, float] = field(default_factory=dict)
@@ -533,6 +531,11 @@ class FrontRequests:
         """How many tenants have requests that wait, this one counted in any case."""
         return len({name for name in self._tenant_to_queue if not is_batch(name)} | {tenant})
 
+    def num_tenants_lately(self, tenant: str) -> int:
+        """How many tenants sent something lately or wait, this one counted in any case."""
+        waiting = {name for name in self._tenant_to_queue if not is_batch(name)}
+        return len(self.tenant_to_seen_s.keys() | waiting | {tenant})
+
     def num_tenants_absent(self, tenant: str) -> int:
         """How many others sent something lately of whom nobody waits now."""
         return len(self.tenant_to_seen_s.keys() - self._tenant_to_queue.keys() - {tenant})
@@ -565,10 +568,13 @@ class FrontRequests:
         """
         if is_batch(tenant):
             return
+        self.tenant_to_seen_s.pop(tenant, None)
+        self.tenant_to_seen_s[tenant] = now_s
+
+    def forget_tenants(self, now_s: float) -> None:
+        """Those that sent nothing lately are absent no more."""
         seen_s = self.tenant_to_seen_s
-        seen_s.pop(tenant, None)
-        seen_s[tenant] = now_s
-        while seen_s[first := next(iter(seen_s))] < now_s - LATELY_S:
+        while seen_s and seen_s[first := next(iter(seen_s))] < now_s - LATELY_S:
             del seen_s[first]
 
     def move(self, record: Record, move: Transition) -> None:

@@ -196,11 +196,6 @@ class Unit:
         """New requests may be sent there."""
         return self.drain_by_s is None and self.orphan_by_s is None
 
-    @property
-    def is_of_many_ranks(self) -> bool:
-        """Whether its leader is a process by itself."""
-        return self.load is not None and self.load.num_ranks > 1
-
     def changed(self) -> None:
         """The unit is not as the policies saw it any more."""
         self.prefill_view = self.decode_view = None
@@ -820,7 +815,7 @@ class RequestRouting:
             placed.num_blocks - sum(one.num_blocks for one in left),
             placed.num_transferring - sum(one.state is State.TRANSFERRING for one in left),
             placed.tenant_to_num[tenant],
-            len(requests.tenant_to_seen_s),
+            requests.num_tenants_lately(tenant),
             requests.num_tenants_absent(tenant),
             requests.num_queued_of(tenant),
         )

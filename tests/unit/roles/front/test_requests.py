@@ -96,7 +96,9 @@ def test_a_tenant_that_sends_nothing_for_long_is_not_expected() -> None:
     of_tenant(membership, "a0", "a", 0.0)
     of_tenant(membership, "b0", "b", LATELY_S)
     of_tenant(membership, "c0", "c", LATELY_S + 1.0)
+    membership.forget_tenants(LATELY_S + 1.0)
     assert list(membership.tenant_to_seen_s) == ["b", "c"]
+    assert (membership.num_tenants_lately("c"), membership.num_tenants_absent("c")) == (3, 0)
 
 
 def test_one_that_backs_off_is_passed_over_until_then() -> None:
