@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hadal.commands.bench_load import Level
 
 EXIT_CONFIG = 2
-EXIT_STOPPED = 130
 EPILOG = examples(
     ("hadal bench", "the server on this machine, with 1, 4 and 16 requests at once"),
     (

@@ -42,7 +42,7 @@ _NO_CLOSING = Closing("", "", 0)
 
 
 class Sink(Protocol):
-    """The part of runtime/ledger/writer that the books need."""
+    """The part of runtime/ledger/writer that accounting needs."""
 
     on_kept: Kept
 

@@ -110,7 +110,7 @@ class Questions(Generic[M]):
 # What one gateway asks another for, by path as HTTP has it: what only the front's process knows,
 # or another's counts.
 #
-# Knows the wire's Ask and Answer, and no page. Used by the event loop's thread.
+# Knows the wire's Query and QueryReply, and no page. Used by the event loop's thread.
 
 
 log = logging.getLogger("hadal.gateway")

@@ -1,7 +1,7 @@
 """The routes: OpenAI's endpoints with and without /v1, health and metrics.
 
-Each handler checks the key, the state of the service and its limits, in this order, before it reads
-a body. Every refusal leaves as an ApiError.
+A handler that generates checks the key, the state of the service and its limits, in this order,
+before it reads a body. Every refusal leaves as an ApiError.
 """
 
 from __future__ import annotations
@@ -883,12 +883,8 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
     endpoints = _generating(gateway)
     documents: dict[bool, bytes] = {}
 
-    async def count(request: Request) -> Response:
-        tenant = gateway.tenant_of(request)
-        request.scope[SEEN].tenant = tenant.name
-        body = await gateway.body_of(request, tenant)
-        with gateway.permits.take(tenant.name):
-            return _json({"input_tokens": await service.count(body, tenant, parse_count)})
+    async def count(body: bytes, tenant: Tenant) -> dict[str, object]:
+        return {"input_tokens": await service.count(body, tenant, parse_count)}
 
     async def openapi(request: Request) -> Response:
         is_open = gateway.keys.is_open
@@ -926,7 +922,13 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
     counts = "/messages/count_tokens"
     model = "/models/{model_id:path}"
     endpoints += [
-        Endpoint("POST", f"/v1{counts}", count, COUNT, (counts, f"/anthropic/v1{counts}")),
+        Endpoint(
+            "POST",
+            f"/v1{counts}",
+            _answering(gateway, count),
+            COUNT,
+            (counts, f"/anthropic/v1{counts}"),
+        ),
         *_token_pages(gateway),
         *_responses_pages(gateway),
         *more,

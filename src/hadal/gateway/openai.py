@@ -31,7 +31,7 @@ from hadal.gateway.tools import (
 # The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
 #
 # Field names are the API's. Unknown fields are ignored, as clients send extras. Ranges that need no
-# other field are checked here; the rest in openai.py.
+# other field are checked with them, the rest below.
 
 
 T = TypeVar("T")

@@ -242,7 +242,7 @@ class Assembler:
         """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning.
         `calls`: set calls of tools apart; None: none are offered.
 
-        `stop_repetition`: a text that goes round in circles (gateway/stream) ends, as one that
+        `stop_repetition`: a text that goes round in circles ends, as one that
         reached its length. Stop strings count only in what comes after `min_tokens` tokens.
         """
         self.num_tokens = 0

@@ -41,6 +41,7 @@ MAX_COUNTERS = 4096
 _BATCH = "/batch"
 """What the name of such a tenant ends in; no other has a slash."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -110,6 +111,14 @@ class Claim(NamedTuple):
     """Of serving it, over its weight."""
 
 
+def turn_of(tenant: str, service: float, num_held: int, first: S) -> tuple[bool, float, int, S]:
+    """A tenant's place among those of whom something waits, as a key to sort by: whoever had less
+    service is first, then whoever holds less, then whoever waits longest (`first`, of what it has
+    that waits). Batches are behind all others.
+    """
+    return is_batch(tenant), service, num_held, first
+
+
 def in_turns(
     waiting: Iterable[T],
     claim_of: Callable[[T], Claim],
@@ -119,22 +128,21 @@ def in_turns(
     """Yield those that wait in the order in which they are to be served; `waiting` is in the order
     that a tenant's own keep.
 
-    What is yielded counts as served, here only. Of equal tenants the one that has least of
-    `tenant_to_held` is first, and then whoever waits longest.
+    What is yielded counts as served, here only. `tenant_to_held`: as `turn_of` has it.
     """
     tenant_to_queue: dict[str, deque[tuple[int, T]]] = {}
     for number, one in enumerate(waiting):
         tenant_to_queue.setdefault(claim_of(one).tenant, deque()).append((number, one))
     service = {tenant: counters[tenant] for tenant in tenant_to_queue}
 
-    def turn(tenant: str) -> tuple[bool, float, int, int, str]:
+    def turn(tenant: str) -> tuple[tuple[bool, float, int, int], str]:
         held, first = tenant_to_held.get(tenant, 0), tenant_to_queue[tenant][0][0]
-        return is_batch(tenant), service[tenant], held, first, tenant
+        return turn_of(tenant, service[tenant], held, first), tenant
 
     turns = [turn(tenant) for tenant in tenant_to_queue]
     heapify(turns)
     while turns:
-        *_, tenant = heappop(turns)
+        _, tenant = heappop(turns)
         queue = tenant_to_queue[tenant]
         one = queue.popleft()[1]
         service[tenant] += claim_of(one).cost

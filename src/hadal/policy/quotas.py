@@ -21,9 +21,9 @@ AGAIN_S = 1.0
 """When to ask again where nobody knows when there will be room."""
 RATE_CODE = "rate_limit_exceeded"
 BUDGET_CODE = "insufficient_quota"
+"""OpenAI's code for a budget that is used up."""
 NEVER_CODE = "request_too_large"
 """Of a batch's request that no waiting helps. Of others the code says which quota it is."""
-"""OpenAI's code for a budget that is used up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from hadal.policy.fairness import (
     ServiceCounters,
     is_batch,
     share_weight,
+    turn_of,
 )
 from hadal.policy.views import TenantView
 
@@ -473,10 +474,6 @@ class FrontRequests:
         return sum(placed.num_blocks for placed in self.fingerprint_to_placed.values())
 
     @property
-    def num_queued(self) -> int:
-        return self.counts[State.QUEUED]
-
-    @property
     def num_waiting(self) -> int:
         """How many wait, those of batches left out."""
         queues = self._tenant_to_queue.items()
@@ -647,10 +644,9 @@ class FrontRequests:
         return min(heads, key=self._turn, default=None)
 
     def _turn(self, head: Record) -> tuple[bool, float, int, QueueKey]:
-        """As policy/fairness.in_turns orders the first of each tenant."""
         tenant = head.generation.tenant
-        served, num_placed = self.counters[tenant], self.tenant_to_placed[tenant]
-        return is_batch(tenant), served, num_placed, head.queue_key
+        num_placed = self.tenant_to_placed[tenant]
+        return turn_of(tenant, self.counters[tenant], num_placed, head.queue_key)
 
     def charge_prompt(self, record: Record) -> None:
         """A unit begins with a request: what it has to read of the prompt is its tenant's."""

@@ -566,11 +566,6 @@ class FrontUnits:
         )
 
 
-# Where a request of the front may go: its tables put before the policies, one request at a time.
-#
-# Looks, and changes neither table. The front applies what comes of it.
-
-
 # The front's part of the hand-over: which decode unit a prompt's KV goes to, and from when on.
 #
 #     PREFILLING     hint: choose a unit, count the request there, PullEarly | more hints: the same unit
@@ -648,7 +643,9 @@ class Handover:
 
 @dataclass(frozen=True)
 class RequestRouting:
-    """The tables that are looked into, and the limits beside them."""
+    """Where a request of the front may go: its tables put before the policies, one request at a
+    time. Looks, and changes neither table. The front applies what comes of it.
+    """
 
     requests: FrontRequests
     units: FrontUnits

@@ -29,7 +29,7 @@ def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
     membership.move(first, Transition.LOSE)
     membership.move(first, Transition.REQUEUE)
     assert membership.next_queued(0.0) is first
-    assert membership.num_queued == 3
+    assert membership.counts[State.QUEUED] == 3
 
 
 def test_priority_is_worth_so_much_waiting_and_no_more() -> None:

@@ -29,6 +29,7 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
+from hadal.core.request import State
 from hadal.core.seams import Deliver, Effect, Send, Tick
 from hadal.kv.names import extend, root_of
 from hadal.roles.front.front import Front
@@ -149,7 +150,7 @@ def test_both_of_a_pair_are_replaced_one_after_the_other() -> None:
         assert submit(made, "a") == []
         assert submit(made, "b") == []
         made.handle(1.1, UnitDown(second, "is replaced"))
-        assert made.requests.num_queued == 2
+        assert made.requests.counts[State.QUEUED] == 2
         assert placed(up(made, second, NEW)) == [("a", "prefill-0"), ("b", "prefill-0")]
         ok(made)
 
