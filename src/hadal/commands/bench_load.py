@@ -261,7 +261,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Of the endpoint."""
+        """The endpoint's, behind /v1."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def body(self, prompt: str, tokens_out: int, *, is_streamed: bool) -> dict[str, Any]:
@@ -492,9 +492,9 @@ class LoadPlan:
     """What every level is given."""
 
     duration_s: float
-    """Nothing is sent after it."""
+    """Nothing is sent later than this after its start."""
     num_requests: int
-    """Nor more than so many."""
+    """No more than so many are sent."""
     tokens_in: Lengths
     tokens_out: Lengths
     trace: TraceLoad | None = None

@@ -44,7 +44,7 @@ class BenchOptions:
     out: Path | None
     as_json: bool
     words: Mapping[str, Any]
-    """Of lengths, as they were written."""
+    """The lengths as they were written on the command line."""
 
 
 def run(asked: BenchOptions) -> int:

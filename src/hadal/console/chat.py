@@ -289,7 +289,7 @@ class ChatPage:
             words.append("system prompt")
         self._settings_label.set_text(", ".join(words) or "Settings")
         self._state(is_running=self._is_running)
-        self._client.run_javascript("hadal.bottom(true); hadal.focus()")
+        self._client.run_javascript("hadal.bottom(); hadal.focus()")
 
     def _list_row(self, one: KeptChat) -> None:
         row = ui.element("div").classes("h-row" + (" h-row-now" if one.id == self._now.id else ""))

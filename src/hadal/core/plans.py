@@ -43,8 +43,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     end_ids: tuple[int, ...]
     """Tokens that end a text: drawn only where the grammar accepts."""
     begins_after: int = -1
-    """The token that ends the reasoning before it, in which any token may be drawn, but for those that
-    end a text that has to follow; -1: there is no reasoning.
+    """The token that ends the reasoning before the text; -1: there is none. In a reasoning any token
+    may be drawn, except those that end the reply where a text has to follow.
     """
     prefix: tuple[int, ...] = ()
     """Tokens of the text that are in the prompt already."""

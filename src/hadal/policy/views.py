@@ -159,7 +159,7 @@ class ValleyView:
 
     is_draining: bool
     num_waiting: int
-    """Requests that wait, of which somebody waits for."""
+    """Requests that wait and are no batches': somebody waits for their answers."""
     num_placed: int
     """Requests that units work on, of batches and others."""
     num_of_batches: int

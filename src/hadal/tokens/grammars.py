@@ -224,7 +224,7 @@ class Follower:
         """Why it cannot be followed any further; nothing is allowed then."""
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
-        """Of the present stretch."""
+        """The matcher of the present stretch; None outside of one."""
         self._unread = list(tokens)
         self._at = Place.REASONING if grammar.begins_after >= 0 else self._begun
 
@@ -278,8 +278,8 @@ class Follower:
             self._look(self._matcher)
 
     def _num_reasoning(self, drafts: Sequence[int]) -> int:
-        """How many rows, of the first and those behind each of the drafts, are in a reasoning that
-        something must follow: it may go on as it likes and may not end the reply.
+        """In how many rows the reply is in a reasoning that something must follow: there it may go on
+        as it likes and may not end. The rows are the first one and one behind each draft.
         """
         if self._at is not Place.REASONING or self._grammar.opens:
             return 0
@@ -297,10 +297,10 @@ class Follower:
     def _stretches(
         self, drafts: Sequence[int], make: Callable[[Grammar], LLMatcher]
     ) -> Iterator[tuple[LLMatcher, int, list[int], int]]:
-        """(matcher, row, drafts, first): the matcher knows what comes behind nothing in row `row`,
-        behind the first of these drafts in the next one, and so on; rows from `first` on are held.
-        Row i comes behind `drafts[:i]`. What is drawn behind an end, before it is known to be one,
-        is for nobody.
+        """Yield (matcher, row, drafts, first) of each stretch. The matcher stands at row `row`; each
+        of these drafts takes it one row further. Rows from `first` on are held to it. Row i is what
+        comes behind `drafts[:i]`. What is drawn behind an end, before it is known to be one, is for
+        nobody.
         """
         if not drafts:  # Most steps, of most deployments.
             if self._at is Place.HELD:

@@ -59,9 +59,9 @@ window.hadal = {
     const field = document.getElementById("h-input");
     if (field && matchMedia("(pointer: fine)").matches) field.focus();
   },
-  bottom(always) {
+  bottom() {
     const box = document.getElementById("h-scroll");
-    if (box && (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120)) box.scrollTop = box.scrollHeight;
+    if (box) box.scrollTop = box.scrollHeight;
   },
   heat(id, columns, cells) {
     // A pixel a cell; the browser makes them large.

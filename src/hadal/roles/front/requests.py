@@ -57,9 +57,7 @@ class Record:
     output: list[int]
     """Tokens so far; empty where the front keeps no text."""
     num_output: int = 0
-    """Tokens so far. While it runs, this and `num_blocks` are counted
-    there.
-    """
+    """Tokens so far. While it runs, `Running` counts this and `num_blocks`."""
     state: State = State.QUEUED
     attempt: int = 0
     prefill_unit: str | None = None
