@@ -41,7 +41,7 @@ from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront
-from hadal.runtime.batches import BatchStore, batches_url
+from hadal.runtime.batches import BatchesDown, BatchStore, batches_url
 from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.spent import read_spent
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
@@ -281,7 +281,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         loop.create_task(_kept(what, begin))
         for what, begin in (
             ("following the API keys", lambda: _follow_keys(gateway)),
-            ("reading what tenants spent", lambda: _read_spent(gateway)),
+            ("reading what tenants spent", lambda: _read_spent(gateway, worker)),
             ("writing down which units are up", lambda: _count_nodes(gateway)),
         )
     ]
@@ -367,7 +367,7 @@ async def _follow_keys(gateway: Gateway) -> None:
         await follow(gateway.keys_changed, gateway.take_keys)
 
 
-async def _read_spent(gateway: Gateway) -> None:
+async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
     """Tell the front what tenants with budgets spent today, once of each, until cancelled."""
     host, loop = gateway.host, asyncio.get_running_loop()
     was_said = False
@@ -375,10 +375,13 @@ async def _read_spent(gateway: Gateway) -> None:
         gateway.keep_time()
         if tenants := host.unread():
             try:
+                of_batches: list[RequestFact] = []
+                if worker is not None:
+                    with suppress(BatchesDown):  # Then some may count twice, and none too little.
+                        of_batches = await worker.call(worker.store.charges)
+                url, unix_s = gateway.ledger_url, gateway.unix_time()
                 host.spent(
-                    await loop.run_in_executor(
-                        None, read_spent, gateway.ledger_url, tenants, gateway.unix_time()
-                    )
+                    await loop.run_in_executor(None, read_spent, url, tenants, unix_s, of_batches)
                 )
                 was_said = False
             except (HadalError, OSError, sqlite3.Error) as error:

@@ -1,12 +1,13 @@
-"""What tenants were charged today, as it is kept: in the ledger, and in the outbox beside it.
+"""What tenants were charged today, as it is kept: in the ledger, in the outbox beside it, and where
+batches keep what their lines cost.
 
-The outbox is read first: a fact goes from there to the ledger and is removed then, so it is found
-in one of them, or in both and counted once.
+The others are read before the ledger: a fact goes from there to the ledger and is removed then, so
+it is found in one of them, or in several and counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hadal.core.facts import RequestFact, micros
@@ -17,15 +18,17 @@ from hadal.runtime.ledger.store import Store, outbox_of
 from hadal.stats.prices import DAY_S
 
 
-def read_spent(url: str, tenants: Collection[str], unix_s: float) -> Spent:
-    """Read it for the day of UTC that it is. Raises HadalError, OSError or sqlite3.Error where one
-    of the two cannot be read.
+def read_spent(
+    url: str, tenants: Collection[str], unix_s: float, of_batches: Iterable[RequestFact] = ()
+) -> Spent:
+    """Read it for the day of UTC that it is. `of_batches`: what lines cost that may not have been
+    charged yet. Raises HadalError, OSError or sqlite3.Error where ledger or outbox cannot be read.
     """
     day = int(unix_s // DAY_S)
     recent_us = micros(unix_s - RECENT_S)
     waiting = {
         fact.request_id: fact
-        for fact in _waiting(outbox_of(url))
+        for fact in (*of_batches, *_waiting(outbox_of(url)))
         if fact.tenant in tenants and micros(fact.completed_s) // 1_000_000 // DAY_S == day
     }
     store = Store(url)

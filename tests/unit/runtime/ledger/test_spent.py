@@ -47,10 +47,11 @@ def test_all_of_a_day_is_found_once(tmp_path: Path) -> None:
     outbox = LedgerOutbox(outbox_of(url))
     outbox.append(PackedFacts((both, fact("waits", "b", 1000), fact("y", "b", 3, DAY_S))))
     outbox.close()
-    spent = read_spent(url, ("a", "b", "c"), NOW_S)
+    of_batches = [fact("old", "a", 1, DAY_S / 4), fact("line", "c", 9, DAY_S / 4)]
+    spent = read_spent(url, ("a", "b", "c"), NOW_S, of_batches)
     assert spent.day == DAY
-    assert spent.tenant_to_pico_usd == {"a": 111, "b": 1000, "c": 0}
-    assert set(spent.request_ids) == {"new", "both", "waits"}
+    assert spent.tenant_to_pico_usd == {"a": 111, "b": 1000, "c": 9}
+    assert set(spent.request_ids) == {"new", "both", "waits", "old", "line"}
     assert list(LedgerOutbox(outbox_of(url)).waiting()), "what waits is only looked at"
 
 
