@@ -26,6 +26,7 @@ import uvloop
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
 from hadal.core.errors import ConfigError, HadalError
+from hadal.core.facts import RequestFact
 from hadal.core.messages import FRONT
 from hadal.gateway.accounting import HEARTBEAT_S, Accounting
 from hadal.gateway.auth import Keys
