@@ -31,6 +31,7 @@ from hadal.gateway.vocabulary import Vocabulary
 from tests.dist.browser import NARROW, browsing, looking
 from tests.dist.conftest import Server, StartServer, starting
 from tests.dist.serving import RANKED, wait_until
+from tests.dist.test_quotas import keys_command
 from tests.unit.gateway.fake_units import Script
 from tests.unit.gateway.serving import serving
 from tests.unit.gateway.test_tools import BOS, EOS, V31, V31_TEMPLATE, vocabulary_of
@@ -532,6 +533,25 @@ def test_keys_guard_chat_and_console(start_server: StartServer, browser: Browser
     log = server.log()
     assert "asks-only" not in log
     assert "runs-all" not in log
+
+
+def test_a_key_that_is_withdrawn_sees_nothing_any_more(
+    start_server: StartServer, browser: Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.txt"
+    key, _ = (
+        keys_command(path, "add", "op", "--right", "operator"),
+        keys_command(path, "add", "other"),
+    )
+    server = start_server("--api-keys-file", str(path), console=PAGES)
+    with looking(browser, pages_of(server), "/console") as page:
+        page.fill(".h-door input", key)
+        page.press(".h-door input", "Enter")
+        expect(page.locator(".h-unit", has_text="decode-0")).to_be_visible(timeout=WAIT_MS)
+        keys_command(path, "revoke", "op")
+        expect(page.locator(".h-problem")).to_contain_text("not known", timeout=WAIT_MS)
+        assert page.locator(".h-tabs button").count() == 0, "they would show what others still see"
+        assert page.locator(".h-unit").count() == 0
 
 
 def test_278_nodes_are_shown_within_200_ms(browser: Browser, tmp_path: Path) -> None:

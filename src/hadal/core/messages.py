@@ -95,6 +95,10 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """The tenant's, by which what is scarce is shared (policy/fairness)."""
     most_pico_usd: int = 0
     """What it can cost at most, where its tenant has a budget."""
+    is_let_in: bool = False
+    """Quotas and room were asked for it already: by the front before this one, in whose place it
+    still is, or a moment ago with others.
+    """
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

@@ -85,16 +85,11 @@ class _Endpoint(NamedTuple):
     formatter: Formatter
 
 
-_ENDPOINTS = dict(
-    zip(
-        BATCH_ENDPOINTS,
-        (
-            _Endpoint("chatcmpl", Service.chat, ChatFormatter),
-            _Endpoint("cmpl", Service.completion, CompletionFormatter),
-        ),
-        strict=True,
-    )
-)
+_CHAT, _TEXT = BATCH_ENDPOINTS
+_ENDPOINTS = {
+    _CHAT: _Endpoint("chatcmpl", Service.chat, ChatFormatter),
+    _TEXT: _Endpoint("cmpl", Service.completion, CompletionFormatter),
+}
 
 
 class BatchWorker:
@@ -395,6 +390,8 @@ class BatchWorker:
             num_tokens,
             most_pico_usd,
         )
+        # What the first of them takes of room and quota is no reason to refuse the others.
+        let_in = tuple(msgspec.structs.replace(one, is_let_in=True) for one in generations)
         formatter = _ENDPOINTS[batch.endpoint].formatter
         while not self._is_over(batch):
             async with self._turn:
@@ -403,9 +400,9 @@ class BatchWorker:
                 try:
                     refusal = await self._until_valley(batch, check)
                     if refusal is None and not self._is_over(batch):
-                        # Nothing is awaited since the front was asked: all of them are let in.
+                        # Nothing is awaited since the front was asked.
                         times = Times(self._gateway.now())
-                        reply = self._gateway.begin(work, formatter, generations, request_id, times)
+                        reply = self._gateway.begin(work, formatter, let_in, request_id, times)
                         return reply
                 finally:
                     if reply is None:

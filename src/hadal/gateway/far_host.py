@@ -83,15 +83,16 @@ class _Sent:
     """
 
     def again(self, front_spoke_s: float) -> Generation:
-        """Return the generation for another front: as another attempt, which begins where this one
-        is; or as it was, for quotas to be asked, where the front before may never have seen it.
+        """Return the generation as another attempt, which begins where this one is. The next front
+        asks for quotas where the one before, which spoke last then, may never have seen it.
         """
-        is_new = not self.output and not self.generation.attempt
-        if is_new and front_spoke_s < self.sent_s + _LET_IN_S:
-            return self.generation
+        is_seen = bool(self.output) or front_spoke_s >= self.sent_s + _LET_IN_S
         self.is_resumed = bool(self.output)
         self.generation = msgspec.structs.replace(
-            self.generation, output=tuple(self.output), attempt=self.generation.attempt + 1
+            self.generation,
+            output=tuple(self.output),
+            attempt=self.generation.attempt + 1,
+            is_let_in=self.generation.is_let_in or is_seen,
         )
         return self.generation
 
@@ -249,7 +250,7 @@ class FarHost(Doors):
         # that has a generation already does not begin it twice.
         for _, group in groupby(list(self._sent.values()), key=lambda sent: id(sent.mailbox)):
             choices = list(group)
-            again = tuple(sent.again(spoke_s) for sent in choices)
+            again = tuple(sent.generation if is_first else sent.again(spoke_s) for sent in choices)
             self._wire.send(FRONT, Open(self._name, again, choices[0].mailbox.log_id))
 
     def _delivered(self, delivers: Iterable[Deliver]) -> None:

@@ -537,7 +537,7 @@ class Host(Doors):
         """All of a request, or none, beside those that came with it and are not submitted yet.
         Those that a front before this one let in go on.
         """
-        new = [generation for generation in generations if not generation.attempt]
+        new = [generation for generation in generations if not generation.is_let_in]
         refusal = None
         if new:
             tenant = new[0].tenant
@@ -552,7 +552,7 @@ class Host(Doors):
             if refusal is None:
                 self._let_in_now[tenant] = wanted
         for generation in generations:
-            if refusal is None or generation.attempt:
+            if refusal is None or generation.is_let_in:
                 yield Submit(generation)
             else:
                 self._apply(refused(generation.request_id, refusal))

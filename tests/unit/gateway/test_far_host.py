@@ -291,6 +291,13 @@ def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: ServedModel
             it.host.set_quotas(time.time(), (Quota(EVERYONE, tokens_per_minute=1),))
             assert (await asking).status_code == 429
             assert it.units.submitted == []
+            await it.kill_front()
+            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
+            await asyncio.sleep(0.05)
+            it.start_front()
+            assert text_of((await asking).text) == TEXT
+            # What units may still say of it to the front before is not what they say to this one.
+            assert [one.attempt for one in it.units.submitted] == [1]
 
     run(scene)
 

@@ -521,16 +521,11 @@ class Front:
         # Asked only where it matters: with a queue that may hold nobody.
         may_hold_none = self._config.limits.max_queued == self.requests.num_waiting == 0
         is_placeable = may_hold_none and self.routing.has_room(generation)
-        # One that is no first attempt was let in by the front before this one, in whose place it
-        # still is. A batch asked a moment ago (`refusal`), for all that one line asks for: what the
-        # first of these takes of room and quota is no reason to refuse the others.
         refusal = None
-        if not generation.attempt and not is_batch(generation.tenant):
+        if not generation.is_let_in:
             refusal = self._quota_refusal(
                 now_s, generation.tenant, 1, len(generation.prompt), generation.most_pico_usd
             ) or self._admit(now_s, generation.tenant, 1, int(is_placeable))
-        elif not generation.attempt and self.is_draining:
-            refusal = self._admit(now_s, generation.tenant, 1, int(is_placeable))
         if refusal is not None:
             # More units would not let in what a quota keeps out.
             self._count_refused(1, len(generation.prompt) if refusal.is_for_room else 0)

@@ -40,6 +40,7 @@ from hadal.core.messages import (
 from hadal.core.plans import NO_TOKEN
 from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
 from hadal.policy.admission import AGE_S, NO_VALLEY
+from hadal.policy.fairness import is_batch
 from hadal.roles.front.front import ORPHAN_S, Front
 from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
@@ -132,7 +133,11 @@ def test_what_a_request_spoils_by_itself_is_not_tried_again() -> None:
 
 
 def of_tenant(name: str, tenant: str, **options: Any) -> Submit:
-    return Submit(msgspec.structs.replace(generation(name, **options), tenant=tenant))
+    # Batches ask before (`refusal`), for all that a line asks for.
+    made = msgspec.structs.replace(
+        generation(name, **options), tenant=tenant, is_let_in=is_batch(tenant)
+    )
+    return Submit(made)
 
 
 def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
@@ -226,7 +231,7 @@ def test_what_another_front_let_in_is_not_refused() -> None:
     """It goes on from its tokens, and its place was another gateway's to give."""
     made = front(max_running=1, max_queued=0)
     made.handle(0.0, Submit(generation("a")), Drain())
-    goes_on = msgspec.structs.replace(generation("b"), output=(7, 8), attempt=1)
+    goes_on = msgspec.structs.replace(generation("b"), output=(7, 8), attempt=1, is_let_in=True)
     assert finals(made.handle(0.1, Submit(goes_on))) == []
     assert finals(made.handle(0.1, Submit(generation("c")))) == [("c", 503)]
     (prefill,) = sent(made.handle(0.2, Cancel("a", -1)), Prefill)
