@@ -1,7 +1,8 @@
 """What a response_format costs: decode steps of hadal-tiny in which every request has a grammar,
 beside the same without.
 
-`python -m bench.grammars [--model mid] [--batch 32] [--drafts 0]`. The two take turns, a round each; figures are
+`python -m bench.grammars [--model mid | mid-v3] [--batch 32] [--drafts 0]`; mid-v3 has as many
+tokens in its vocabulary as V3. The two take turns, a round each; figures are
 those of the median step and of the tenth quickest of a hundred, which other work on the machine
 disturbs less. `wait` is how long a step stood still for masks; the rest of what they take runs
 beside the step, on cores that it shares. `CPU` is processor time a step, of the thread that computes
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.checkpoints import mid_model
+from bench.checkpoints import V3_VOCAB_SIZE, mid_model
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import MASK, Chunk, DecodePlan, Grammar, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
@@ -46,6 +47,11 @@ ITEM = {
 }
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 """So that no request ends."""
+MODELS = {
+    "hadal-tiny": lambda: model_folder(""),
+    "mid": mid_model,
+    "mid-v3": lambda: mid_model(V3_VOCAB_SIZE),
+}
 CONTEXT, NUM_STEPS, NUM_WARM, NUM_ROUNDS = 64, 60, 3, 6
 
 
@@ -131,14 +137,13 @@ class Rank:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for requests without a grammar, and one for those with."""
     parser = argparse.ArgumentParser(prog="bench.grammars")
-    parser.add_argument("--model", choices=("hadal-tiny", "mid"), default="hadal-tiny")
+    parser.add_argument("--model", choices=tuple(MODELS), default="hadal-tiny")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
-    folder = mid_model() if asked.model == "mid" else model_folder("")
-    rank = Rank(folder, asked.batch, asked.drafts)
+    rank = Rank(MODELS[asked.model](), asked.batch, asked.drafts)
     grammar = Grammar(grammar_text(SCHEMA, follows_reasoning=False), (1,))
     kinds: dict[str, Grammar | None] = {"free": None, "json_schema": grammar}
     rounds: dict[str, list[Round]] = {name: [] for name in kinds}

@@ -40,11 +40,11 @@ class Offer:
 
 
 def _tool(
-    source: Source, name: str, describe: Callable[[], str], parameters: dict[str, Fields]
+    source: Source, name: "Name", describe: Callable[[], str], parameters: dict[str, Fields]
 ) -> Fields:
     """What OpenAI's API wants to know of a function. Some are not described."""
-    function: Fields = {"name": name}
-    if not source.chance(0.12):
+    function: Fields = {"name": name.text}
+    if not name.tells or not source.chance(0.12):
         function["description"] = describe()
     if source.chance(0.45):
         for key, text in list(parameters.items()):
@@ -57,15 +57,33 @@ def _tool(
     return {"type": "function", "function": function}
 
 
-def _styled(source: Source, name: str) -> str:
-    """A name as this client's programmers write names."""
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Of a tool; some do not tell what it does."""
+
+    text: str
+    tells: bool = True
+
+
+def _styled(source: Source, name: str) -> Name:
+    """A name as this client's programmers write names. One in six is any word: what is called has
+    to be read in the request.
+    """
+    tells = not source.chance(0.16)
+    if not tells:
+        name = "_".join(source.sample(ALL_LOWER, source.randint(1, 2)))
     style = source.random()
     parts = name.split("_")
     if style < 0.8 or len(parts) == 1:
-        return name
+        return Name(name, tells)
     if style < 0.93:
-        return parts[0] + "".join(part.capitalize() for part in parts[1:])
-    return "-".join(parts)
+        return Name(parts[0] + "".join(part.capitalize() for part in parts[1:]), tells)
+    return Name("-".join(parts), tells)
+
+
+def _argument(source: Source, key: str) -> str:
+    """What the only argument of a tool is called."""
+    return source.choice(ALL_LOWER) if source.chance(0.12) else key
 
 
 _CALCULATORS = lines("""
@@ -90,18 +108,21 @@ def _calculator(source: Source) -> Offer:
     name = _styled(source, source.frame(_CALCULATORS))
     says = lambda: source.frame(_CALCULATOR_SAYS)  # noqa: E731
     if source.chance(0.6):
-        key = source.choice(
-            (
-                "expression",
-                "expression",
-                "expr",
-                "formula",
-                "input",
-                "query",
-                "calculation",
-                "term",
-                "sum",
-            )
+        key = _argument(
+            source,
+            source.choice(
+                (
+                    "expression",
+                    "expression",
+                    "expr",
+                    "formula",
+                    "input",
+                    "query",
+                    "calculation",
+                    "term",
+                    "sum",
+                )
+            ),
         )
         described = source.choice(
             (
@@ -112,7 +133,7 @@ def _calculator(source: Source) -> Offer:
             )
         )
         fields = _tool(source, name, says, {key: {"type": "string", "description": described}})
-        return Offer(name, fields, lambda a, op, b: {key: f"{a} {op} {b}"})
+        return Offer(name.text, fields, lambda a, op, b: {key: f"{a} {op} {b}"})
     first, second = source.choice(
         (
             ("a", "b"),
@@ -144,7 +165,7 @@ def _calculator(source: Source) -> Offer:
         given = {first: json.loads(a), second: json.loads(b), key: _WORDED[op] if words else op}
         return {each: given[each] for each in spec}
 
-    return Offer(name, fields, arguments)
+    return Offer(name.text, fields, arguments)
 
 
 # What is looked up: (of what, the property, what its values are)
@@ -308,7 +329,7 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             "number",
         )
     shown = name.replace("_", " ")
-    key = source.choice(_KEYS[entity])
+    key = _argument(source, source.choice(_KEYS[entity]))
     described = source.choice(
         (f"The {entity}.", f"Name of the {entity}.", f"Which {entity}.", "What to look up.")
     )
@@ -351,7 +372,8 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             )
         ).replace("_", " ")
         fields = _tool(source, called, lambda: with_articles(says), spec)
-        return Looked(Offer(called, fields, lambda k: {table: name, row: k}), entity, shown, values)
+        offer = Offer(called.text, fields, lambda k: {table: name, row: k})
+        return Looked(offer, entity, shown, values)
     called = _styled(source, source.frame(_NAMED).format(v=source.choice(_VERBS), p=name, e=entity))
     spec = {key: {"type": "string", "description": described}}
     of = key.replace("_", " ") if source.chance(0.5) else entity
@@ -361,7 +383,7 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
         return with_articles(text[0].upper() + text[1:])
 
     fields = _tool(source, called, describe, spec)
-    return Looked(Offer(called, fields, lambda k: {key: k}), entity, shown, values)
+    return Looked(Offer(called.text, fields, lambda k: {key: k}), entity, shown, values)
 
 
 def _entities(source: Source, entity: str, count: int) -> list[str]:
@@ -569,7 +591,7 @@ def _converter(source: Source) -> Converter:
         given = {value: json.loads(a), begin: written.get(u, u), end: written.get(v, v)}
         return {each: given[each] for each in spec}
 
-    return Converter(name, fields, arguments, known)
+    return Converter(name.text, fields, arguments, known)
 
 
 _OTHERS = (

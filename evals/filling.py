@@ -107,6 +107,21 @@ _TEXTS = lines("""
     {pet_name} is the {animal} of {name}.
     {pet_name} is {name}'s {animal}.
     The {animal} of {name} is {pet_name}.
+    {name}'s {animal} is [called|named] {pet_name}.
+    The name of {name}'s {animal} is {pet_name}.
+    {name} has a {animal}. [It|The {animal}] is [called|named] {pet_name}.
+    The {animal} [that {name} has|which {name} keeps] is [called|named] {pet_name}.
+    The owner of {pet_name}, a {animal}, is {owner}.
+    {name} calls the {animal} {pet_name}.
+    {name}'s {animal} {pet_name} is {colour}.
+    [This is|Look, here is] {pet_name}, the {animal} of {name}.
+    The {animal} of {name} is {colour} and [called|named] {pet_name}.
+    The friend of {name} is a {animal}, {pet_name}.
+    The {item} of {owner} is {colour}.
+    The {job} of {city} is {name}.
+    The price of the {item} is {price} dollars and its colour is {colour}.
+    The author of {title} is {author}.
+    The winner of the {event} in {city} is {winner}.
     {pet_name}, the {animal}, [belongs to|lives with|is owned by] {owner}.
     {pet_name} is a {animal}. [Its owner is|It belongs to|It is the pet of] {name}.
     My {animal} {pet_name} is {colour} and {age} years old.
@@ -121,6 +136,10 @@ _TEXTS = lines("""
     Order: {quantity} {counted} for {customer}[, to {city}|].
     Please send {quantity} {counted} to {customer} in {city} [by|before|on] {day}.
     {quantity} {counted} were [ordered|bought] by {customer} on {day}.
+    {customer} spent {price} [dollars|euros] on {quantity} {counted}.
+    For {quantity} {counted}, {customer} paid {price} [dollars|euros].
+    {quantity} {counted} cost {customer} {price} [dollars|euros].
+    {customer} took {quantity} {counted} and paid {price} dollars.
     customer: {customer}, item: {counted}, quantity: {quantity}
     [The|A|One] {colour} {item} costs {price} [dollars|euros|pounds].
     The {item} is {colour} and costs {price} [dollars|euros].
@@ -140,6 +159,8 @@ _TEXTS = lines("""
     There will be a {event} in the {place} on {day}. [It|Entry] costs {price} [dollars|euros].
     {name} invites you to a {event} on {day} in the {place}.
     [Reminder|Note|Invitation]: {event}, {day}, {hour} o'clock, {place}.
+    {event}: {day}, {hour} o'clock, {city}
+    [When|Date]: {day}, {hour} o'clock. What: {event}. Where: {place}.
     {event} - {day} - {place} - {price} dollars
     {author} wrote {title} in {year}.
     {title} [by|was written by] {author}[ was published|] in {year}.

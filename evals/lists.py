@@ -159,17 +159,18 @@ _REVERSE_SENTENCE = lines("""
 
 
 def reason_sort(items: list[str], ordered: list[str]) -> str:
-    """Pick the next item, copy the rest. Numbers are written with three digits before, words show
-    their first letters' places in the alphabet: neither asks what the other items are.
+    """Pick the next item, copy the rest, always from the line above. Numbers are written with three
+    digits, words show their first letters' places in the alphabet before: neither asks what the
+    other items are.
     """
     lines = []
     if items[0].isdigit():
         ordered, items = _three_digits(ordered), _three_digits(items)
-        lines.append(" ".join(items))
     else:
         places = [" ".join(map(_place, word[:3].lower())) for word in items]
         lines.append(", ".join(f"{w} {p}" for w, p in zip(items, places, strict=True)))
     rest = list(items)
+    lines.append(f"| {' '.join(rest)}")
     for item in ordered[:-1]:
         rest.remove(item)
         lines.append(f"{item} | {' '.join(rest)}")
@@ -389,6 +390,10 @@ _COUNT = lines("""
     How many of the letter {c} [are|do you find|can be found] in {w}?
     If I [spell|write] {w}, how many {c}['s|] do I [need|write|use]?
     Does {w} have one {c} or more? How many?
+    How many letters in {w} are {c}?
+    Are there letters {c} in {w}, and how many?
+    I see [the letter|letters] {c} in {w}. How many [are there|are they]?
+    How many of the letters are {c} in the word {w}?
 """)
 _COUNT_NOUNS = lines("""
     the number of {c}['s|s|] in [the word |]{w}
@@ -399,6 +404,9 @@ _COUNT_NOUNS = lines("""
     the amount of {c}['s|] in {w}
     how many times [the letter |]{c} [occurs|is used|appears] in {w}
     how often one [finds|sees|meets] {c} in {w}
+    how many letters {c} {w} has
+    the number of letters {c} [in|of] {w}
+    how many letters of {w} are {c}
 """)
 _COUNT_ORDERS = lines("""
     count the {c}s in {w}
@@ -412,6 +420,8 @@ _COUNT_ORDERS = lines("""
     spell {w} and count the {c}'s
     [tell|show] me how [often|many times] {c} [comes up|appears|occurs] in {w}
     [see|find out|say] how [often|many times] [the letter |]{c} is in {w}
+    [count|find|add up] the letters {c} [of|in] {w}
+    count how many letters {c} [the word |]{w} has
 """)
 _LENGTH = lines("""
     How many letters [are in|are there in|has|make up|does it take to write] [the word |]{w}?

@@ -73,6 +73,8 @@ _NOUNS = {
     """),
     "-": lines("""
         the difference [between|of] {a} and {b}
+        the difference [that|which] {a} and {b} have
+        the difference [from {b} to {a}|if {b} is taken from {a}]
         {a} [decreased|reduced|lowered|diminished|cut] by {b}
         the [result|answer|outcome] of [subtracting {b} from {a}|taking {b} from {a}|{a} minus {b}]
         the number that is {b} [less|smaller|lower|fewer] than {a}

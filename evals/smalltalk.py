@@ -11,12 +11,12 @@ from evals.words import (
     ALL_LOWER,
     ANIMALS,
     CITIES,
-    COUNTED,
     JOBS,
     NAMES,
     PLACES,
     THINGS,
     Turn,
+    jumble,
     num_pieces,
     random_letters,
     with_articles,
@@ -444,13 +444,13 @@ def _styled(source: Source, text: str) -> str:
 def talk(source: Source) -> Turn:
     """Return a line of small talk."""
     kind = source.random()
-    if kind < 0.66:
+    if kind < 0.58:
         frames, about, answer = source.choice(_SAID)
         question = _styled(source, source.wording(source.frame(frames)))
         if source.chance(0.06):
             question = question.lower()
         return Turn(question, f"This is {about}.", answer, "", "talk")
-    return name_turn(source) if kind < 0.8 else _repeat(source)
+    return name_turn(source) if kind < 0.7 else _repeat(source)
 
 
 def name_turn(source: Source) -> Turn:
@@ -462,14 +462,7 @@ def name_turn(source: Source) -> Turn:
 
 
 def _repeat(source: Source) -> Turn:
-    pool = (ALL_LOWER, NAMES, COUNTED, THINGS)
-    words = [source.choice(source.choice(pool)) for _ in range(source.randint(1, 6))]
-    for i in range(len(words)):
-        if source.chance(0.25):
-            words[i] = (
-                random_letters(source, 2, 6) if source.chance(0.7) else str(source.randint(0, 999))
-            )
-    text = " ".join(words)
+    text = jumble(source, source.randint(1, source.choice((6, 6, 14))))
     said = source.wording(source.frame(_REPEAT)).format(x=text)
     return Turn(said, "Repeat the words.", text, text, "talk")
 

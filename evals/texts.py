@@ -24,6 +24,7 @@ from evals.words import (
     THINGS,
     WEEKDAYS,
     Turn,
+    jumble,
     random_letters,
 )
 
@@ -307,7 +308,10 @@ def _go(pool: Pool) -> Fact:
         pool,
         f"""{{n}} {_GOES} to the {{p}}.
         {{n}} {_GOES} to the {{p}} [by bus|by train|with friends|after lunch|at night|this morning].
-        [Yesterday|Today|Later|On Sunday|Then], {{n}} {_GOES} to the {{p}}.""",
+        [Yesterday|Today|Later|On Sunday|Then], {{n}} {_GOES} to the {{p}}.
+        {{n}} [is going|has gone|is on the way|was sent] to the {{p}}.
+        {{n}} [left for|entered|visited|reached] the {{p}}[ this morning|].
+        The {{p}} is where {{n}} went.""",
         slots,
         Asks(
             f"the {p}",
@@ -325,8 +329,9 @@ def _go(pool: Pool) -> Fact:
                 "Who [went|came|travelled] to the {p}?",
                 "Who has gone to the {p}?",
                 "Who visited the {p}?",
+                "Who was it that went to the {p}?",
             ),
-            ("the person who went to the {p}",),
+            ("the person who went to the {p}", "the visitor of the {p}", "who went to the {p}"),
         ),
         subject=n,
     )
@@ -368,7 +373,9 @@ def _has(pool: Pool) -> Fact:
         pool,
         """{n} [has|owns|has got|holds|carries] {x}.
         {n}'s {t} is {c}.
-        The {t} [of {n}|that belongs to {n}|{n} owns] is {c}.""",
+        The {t} [of {n}|that belongs to {n}|{n} owns] is {c}.
+        The {c} {t} [belongs to|is owned by|is the one of] {n}.
+        In {n}'s [hands|house|room] is {x}.""",
         slots,
         Asks(
             n,
@@ -393,7 +400,9 @@ def _count(pool: Pool) -> Fact:
         pool,
         """{n} [has|owns|has got|keeps] {k} {t}.
         {n} has a [box|bag|drawer] with {k} {t}.
-        [There are|We see] {k} {t} in {n}'s [bag|room|house|car].""",
+        [There are|We see] {k} {t} in {n}'s [bag|room|house|car].
+        The {k} {t} [belong to|are owned by] {n}.
+        In {n}'s [bag|room|house] there are {k} {t}.""",
         slots,
         Asks(
             k,
@@ -422,7 +431,12 @@ def _gave(pool: Pool) -> Fact:
         pool,
         """{n} [gave|handed|sent|lent|passed|sold] the {t} to {m}.
         {n} [gave|handed|sent|lent|brought] {m} the {t}.
-        {m} [got|received|borrowed|bought] the {t} from {n}.""",
+        {m} [got|received|borrowed|bought] the {t} from {n}.
+        From {n}, {m} [got|received] the {t}.
+        {m} [took|has|keeps] the {t} from {n}.
+        {m} was [given|sent|handed] the {t} by {n}.
+        The {t} [came|went] to {m} from {n}.
+        {n} was the one who gave the {t} to {m}.""",
         slots,
         Asks(
             n,
@@ -431,8 +445,10 @@ def _gave(pool: Pool) -> Fact:
                 "Who gave {m} the {t}?",
                 "From whom did {m} get the {t}?",
                 "Who did {m} get the {t} from?",
+                "Who [handed|sent|passed] the {t} to {m}?",
+                "Who was it that gave {m} the {t}?",
             ),
-            ("the person who gave {m} the {t}",),
+            ("the person who gave {m} the {t}", "the giver of the {t}", "who {m} got the {t} from"),
             role="from",
         ),
         Asks(
@@ -450,8 +466,10 @@ def _gave(pool: Pool) -> Fact:
                 "Who [got|received] the {t}?",
                 "Who did {n} give the {t} to?",
                 "To whom did {n} give the {t}?",
+                "Who [took|got|received] the {t} from {n}?",
+                "Who was given the {t}[ by {n}|]?",
             ),
-            ("the person who got the {t}",),
+            ("the person who got the {t}", "the receiver of the {t}", "who {n} gave the {t} to"),
             role="to",
         ),
     )
@@ -464,7 +482,9 @@ def _age(pool: Pool) -> Fact:
         """{n} is {k} years old.
         {n} is {k}.
         {n} [turned|became] {k} [last week|in May|yesterday].
-        {n}, who is {k} [years old|years of age], [is here|likes music|lives nearby].""",
+        {n}, who is {k} [years old|years of age], [is here|likes music|lives nearby].
+        The age of {n} is {k}.
+        {n} has been {k} [years old |]for a month.""",
         {"n": n, "k": k},
         Asks(
             k,
@@ -492,7 +512,9 @@ def _pet(pool: Pool) -> Fact:
         """{n} [has|owns|keeps] {x} [named|called] {m}.
         {n}'s {a} is [named|called] {m}.
         {m} is the {a} of {n}.
-        {n} has {x}, and it is called {m}.""",
+        {n} has {x}, and it is called {m}.
+        The {a} of {n} is [called|named] {m}.
+        {m}, {x}, belongs to {n}.""",
         {"n": n, "a": a, "m": m, "x": _a(a)},
         Asks(
             m,
@@ -532,7 +554,9 @@ def _thing_at(pool: Pool) -> Fact:
         pool,
         """The {t} [is|was|lies|stands|is lying|is kept|can be found] {r} the {p}.
         There is {x} {r} the {p}.
-        [Somebody|Someone|They|We] [put|left|hid] the {t} {r} the {p}.""",
+        [Somebody|Someone|They|We] [put|left|hid] the {t} {r} the {p}.
+        You [can see|find|get] the {t} {r} the {p}.
+        The {t} [was left|was seen|stayed|is still] {r} the {p}.""",
         {"t": t, "p": p, "r": prep, "x": _a(t)},
         Asks(
             where,
@@ -561,7 +585,9 @@ def _likes(pool: Pool) -> Fact:
         pool,
         """{n} [likes|loves|eats|wants|prefers|orders|always has] {f}.
         {n} [ate|had|cooked|ordered] {f} [for lunch|for dinner|for breakfast|last night].
-        {n}'s favourite [food|dish|meal] is {f}.""",
+        {n}'s favourite [food|dish|meal] is {f}.
+        The favourite [food|dish] of {n} is {f}.
+        {n} [asked for|paid for|would like] {f}.""",
         {"n": n, "f": f},
         Asks(
             f,
@@ -589,7 +615,10 @@ def _job(pool: Pool) -> Fact:
         """{n} is {x}.
         {n} works as {x}.
         {n} [became|was|wants to be] {x}[ for ten years| last year|].
-        The {j} is [called|named] {n}.""",
+        The {j} is [called|named] {n}.
+        The name of the {j} is {n}.
+        {n} [has worked|is working|started] as {x}[ since May|].
+        Our {j}, {n}, [is here|likes music|lives nearby].""",
         {"n": n, "j": j, "x": _a(j)},
         Asks(
             _a(j),
@@ -615,7 +644,10 @@ def _city(pool: Pool) -> Fact:
     return _told(
         pool,
         """{n} [lives|was born|works|grew up|studies|has a house] in {c}.
-        {n} [comes from|is from|moved to|flew to|travelled to|visited] {c}.""",
+        {n} [comes from|is from|moved to|flew to|travelled to|visited] {c}.
+        The home of {n} is [in |]{c}.
+        {n}'s [home|house|family] is in {c}.
+        In {c} lives {n}.""",
         {"n": n, "c": c},
         Asks(
             c,
@@ -661,7 +693,10 @@ def _relative(pool: Pool) -> Fact:
         """{n} is {m}'s {r}.
         {n} is the {r} of {m}.
         {m}'s {r} is [called |named |]{n}.
-        {m} has {x} [called|named] {n}.""",
+        {m} has {x} [called|named] {n}.
+        The {r} of {m} is [called |named |]{n}.
+        {n}, {m}'s {r}, [is here|likes music|lives nearby].
+        {n}, the {r} of {m}, [is here|called|wrote].""",
         {"n": n, "m": m, "r": r, "x": _a(r)},
         Asks(
             n,
@@ -683,7 +718,10 @@ def _price(pool: Pool) -> Fact:
         pool,
         """The {t} [costs|cost] {k} [dollars|euros|pounds|coins].
         The price of the {t} is {k} [dollars|euros|pounds].
-        [You pay|We paid|They want] {k} [dollars|euros|pounds] for the {t}.""",
+        [You pay|We paid|They want] {k} [dollars|euros|pounds] for the {t}.
+        The {t} is [sold|offered|yours] for {k} [dollars|euros|pounds].
+        The {t} has a price of {k} [dollars|euros|coins].
+        For the {t} [we paid|they want|you pay] {k} [dollars|euros|pounds].""",
         {"t": t, "k": k},
         Asks(
             k,
@@ -739,7 +777,9 @@ def _event(pool: Pool) -> Fact:
         pool,
         """The {e} is on {d}.
         The {e} [starts|begins|was|takes place|will be|happens] on {d}.
-        [We have|There is|They planned] the {e} on {d}.""",
+        [We have|There is|They planned] the {e} on {d}.
+        On {d} [we have|there is|comes] the {e}.
+        The day of the {e} is {d}.""",
         slots,
         Asks(
             d,
@@ -770,7 +810,10 @@ def _compared(pool: Pool) -> Fact:
     return _told(
         pool,
         """{n} is {g} than {m}.
-        {n} is [much|a little|a bit] {g} than {m}.""",
+        {n} is [much|a little|a bit] {g} than {m}.
+        {n} [was|became|seems] {g} than {m}.
+        Of {n} and {m}, {n} is {g}.
+        Compared to {m}, {n} is {g}.""",
         {"n": n, "m": m, "g": more, "l": less},
         Asks(
             n,
@@ -875,6 +918,10 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
     if source.chance(0.12):
         place = source.randint(0, len(facts))
         facts.insert(place, Fact(source.frame(_NO_FACTS), {}, ()))
+    if source.chance(0.12):
+        said = jumble(source, source.randint(3, 8))
+        place = source.randint(0, len(facts))
+        facts.insert(place, Fact(f"{said[0].upper()}{said[1:]}.", {}, ()))
     if num_facts > 1 and source.chance(0.22):
         facts = _joined(source, facts, source.randrange(len(facts) - 1))
     return pool, facts, " ".join(_read(facts))
@@ -913,6 +960,12 @@ def _joined(source: Source, facts: list[Fact], first: int) -> list[Fact]:
         "At",
         "On",
         "Then",
+        "You",
+        "For",
+        "From",
+        "Of",
+        "Our",
+        "Compared",
     ):
         rest = rest[0].lower() + rest[1:]
     glue = source.choice((", and ", " and ", ", but ", " while ", "; ", ", "))

@@ -169,6 +169,22 @@ def join_list(rng: random.Random, items: list[str], word: str = "and") -> str:
     return (" - ", "; ", " / ", "\n")[rng.randrange(4)].join(items)
 
 
+_SMALL_WORDS = ["the", "The", "a", "of", "in", "was", "is", "and", "to", "It", "A"]
+
+
+def jumble(source: random.Random, size: int) -> str:
+    """So many words that mean nothing, of few different ones: whoever copies them has to know where
+    they are in the text, not what comes next in other texts.
+    """
+    words = source.sample((*ALL_LOWER, *NAMES, *COUNTED, *THINGS), 2 + size // 2)
+    words += source.sample(_SMALL_WORDS, source.randint(0, 2))
+    for i in range(len(words)):
+        if source.random() < 0.2:
+            made_up = source.random() < 0.7
+            words[i] = random_letters(source, 2, 6) if made_up else str(source.randint(0, 999))
+    return " ".join(source.choice(words) for _ in range(size))
+
+
 def random_letters(rng: random.Random, low: int, high: int) -> str:
     """Return a made-up word; every other letter is often a vowel so that some read like words."""
     size = rng.randint(low, high)

@@ -47,22 +47,22 @@ PAD_ID = 2
 WEIGHTS = {
     "arithmetic": 16,
     "sort": 20,
-    "reverse": 10,
+    "reverse": 8,
     "letters": 12,
-    "dates": 12,
+    "dates": 11,
     "reading": 22,
-    "talk": 7,
-    "followup": 10,
+    "talk": 8,
+    "followup": 12,
     "decline": 8,
-    "tools": 14,
-    "schema": 9,
+    "tools": 16,
+    "schema": 12,
 }
 LONG_SHARE = 0.18
 """Of the batches: they begin with a prompt of up to nearly all their tokens."""
 DIRECT_SHARE = 0.04
 """Of the examples of `_DIRECT`: without reasoning, as for who switches it off."""
 _DIRECT = {"talk", "decline", "reading", "schema", "tools"}
-SPELLED_SHARE = 0.12
+SPELLED_SHARE = 0.16
 """Of the examples: some words of the request are read letter by letter, as unknown words are."""
 _CONTENT = frozenset(
     (
