@@ -6,6 +6,7 @@ torch. Letters in shapes: T tokens, E experts, D model width, F expert width, K 
 heads.
 """
 
+import fcntl
 import functools
 import os
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hadal.kernels.build import cache_folder
 
 
 @functools.cache
@@ -24,11 +27,19 @@ def kernels():
         from torch.utils.cpp_extension import load
 
         flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp"]
-        return load(
-            "hadal_train_kernels",
-            [str(Path(__file__).with_name("kernels.cpp"))],
-            extra_cflags=flags,
-        )
+        folder = cache_folder() / "train"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "building").open("w") as building:
+            fcntl.flock(building, fcntl.LOCK_EX)
+            # torch's own lock outlives a builder that was killed, and whoever came next waited for
+            # ever. Nobody else builds now.
+            (folder / "lock").unlink(missing_ok=True)
+            return load(
+                "hadal_train_kernels",
+                [str(Path(__file__).with_name("kernels.cpp"))],
+                extra_cflags=flags,
+                build_directory=str(folder),
+            )
     except (OSError, RuntimeError, ImportError) as error:
         print(f"no compiled kernels, training the plain way: {error}")
         return None

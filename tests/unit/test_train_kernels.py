@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hadal.kernels.build import cache_folder
 from train import experts, optim
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 70
 NUM_EXPERTS = 16
 BOUNDS = torch.tensor([0, 1, 66, 70])
@@ -111,3 +116,11 @@ def test_muon_steps(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> 
 
     ours, theirs = both_ways(monkeypatch, step)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+
+
+def test_a_builder_that_was_killed_holds_up_nobody() -> None:
+    if experts.kernels() is None:
+        pytest.skip("there is no C++ compiler here")
+    (cache_folder() / "train" / "lock").touch()  # What a killed one leaves.
+    code = "from train.experts import kernels; assert kernels() is not None"
+    subprocess.run([sys.executable, "-c", code], timeout=300, check=True, cwd=ROOT)
