@@ -159,7 +159,8 @@ _REVERSE_SENTENCE = lines("""
 
 
 def reason_sort(items: list[str], ordered: list[str]) -> str:
-    """Pick the next item, copy the rest, always from the line above. Numbers are written with three
+    """Pick the next item, copy the rest, always from the line above. All items have a space before
+    them: one at the start of a line is another token. Numbers are written with three
     digits, words show their first letters' places in the alphabet before: neither asks what the
     other items are.
     """
@@ -173,8 +174,8 @@ def reason_sort(items: list[str], ordered: list[str]) -> str:
     lines.append(f"| {' '.join(rest)}")
     for item in ordered[:-1]:
         rest.remove(item)
-        lines.append(f"{item} | {' '.join(rest)}")
-    return "\n".join([*lines, ordered[-1]])
+        lines.append(f"- {item} | {' '.join(rest)}")
+    return "\n".join([*lines, f"- {ordered[-1]}"])
 
 
 def _three_digits(numbers: list[str]) -> list[str]:

@@ -1029,7 +1029,8 @@ class Sought:
 
 def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
     """Return (question, reasoning, answer) about a text. The reasoning begins with what is asked,
-    then reads one sentence after the other, each with how far it tells that, until one does.
+    then reads one sentence after the other, behind a dash and a space as it stands in the text,
+    each with how far it tells that, until one does.
     """
     source, told = pool.source, _read(facts)
     read: list[tuple[str, bool]] = []
@@ -1041,7 +1042,7 @@ def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
         read.clear()
         for sentence, text in told.items():
             found, is_told = sought.looked_for([f for f in facts if f.sentence == sentence])
-            read.append((f"{text} {found}", is_told))
+            read.append((f"- {text} {found}", is_told))
 
     def shown(num: int) -> str:
         return "\n".join([f"read: {sought}", *(line for line, _ in read[:num])])

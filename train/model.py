@@ -6,6 +6,7 @@ begins. Knows nothing of data, optimisers or files. The equations are those of t
 and 2.2.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -270,6 +271,24 @@ class Model(nn.Module):
                     std=p.shape[1] ** -0.5
                     * (0.5 if "o_proj" in name or "down_proj" in name else 1.0),
                 )
+
+    @torch.no_grad()
+    def begin_alike(self, spellings: Sequence[tuple[str, bool, bool]]) -> None:
+        """Begin with embeddings of which those of one word are alike, and with a head that names
+        the token whose embedding it is given.
+
+        `spellings`: of each token its word, whether it has a space before it and whether it begins
+        with a capital. So what a layer learns of copying one token, or of writing it without its
+        space, it has learnt of the others, those too that are seldom wanted.
+        """
+        embedding = self.model.embed_tokens.weight
+        space, capital = torch.randn(2, embedding.shape[1])
+        words: dict[str, Tensor] = {}
+        for row, (word, has_space, is_capital) in zip(embedding, spellings, strict=True):
+            of_word = words.setdefault(word, torch.randn_like(row))
+            marks = 0.5 * (has_space * space + is_capital * capital)
+            row.copy_(0.5 * (of_word + marks) / (1 + 0.25 * has_space + 0.25 * is_capital) ** 0.5)
+        self.lm_head.weight.copy_(embedding * (0.02 / 0.5))
 
     @property
     def mtp(self) -> MTPLayer:

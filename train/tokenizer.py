@@ -152,6 +152,18 @@ def build(num_examples: int = 60_000) -> Tokenizer:
     return tokenizer
 
 
+def spellings(tokenizer: Tokenizer) -> list[tuple[str, bool, bool]]:
+    """Of each token its word in lower case, whether it has a space before it, and whether it begins
+    with a capital.
+    """
+    pieces = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+    words = [piece[1:] if piece[0] == "Ġ" and len(piece) > 1 else piece for piece in pieces]
+    return [
+        (word.lower(), word != piece, word[0].isupper())
+        for word, piece in zip(words, pieces, strict=True)
+    ]
+
+
 def config() -> dict:
     """Return tokenizer_config.json."""
     return {

@@ -26,7 +26,7 @@ from train.data import Batch, made_ahead, make_batch
 from train.export import export, load
 from train.model import Config, Model, MoE
 from train.optim import make_optimizers, schedule
-from train.tokenizer import load_or_build
+from train.tokenizer import load_or_build, spellings
 
 DRAFTS_FROM = 0.82
 """Share of the run after which the model stays as it is and its MTP layer alone is trained: it
@@ -155,6 +155,8 @@ class Run:
             self.model = load(start)[0]
         else:
             self.model = Model(config or Config(vocab_size=self.tokenizer.get_vocab_size()))
+            if begins:
+                self.model.begin_alike(spellings(self.tokenizer))
         self.optimizers = make_optimizers(self.model, settings["lr"])
         self.step, self.num_tokens, self.elapsed = 0, 0, 0.0
         self.stopping = False

@@ -4,6 +4,7 @@ what serving computes, that it learns, and when it is trained.
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from train import experts, train
 from train.data import Batch, pack
 from train.evaluate import acceptance
 from train.model import Config, Model, rope_table
+from train.tokenizer import load_or_build, spellings
 from train.train import draft_losses, main_loss
 
 TOKENIZER = Path(__file__).parents[2] / "models" / "hadal-tiny" / "tokenizer.json"
@@ -175,7 +177,8 @@ def test_a_second_draft_follows_the_first_draft_and_counts_only_behind_a_right_o
 def test_the_layer_is_trained_last_and_alone(step: int, drafts: bool, tmp_path: Path) -> None:
     shutil.copy(TOKENIZER, tmp_path / "tokenizer.json")
     settings = {"steps": 1000, "lr": 0.008, "batch_tokens": 27, "seed": 0}
-    run = train.Run(tmp_path, settings, TINY)
+    num_words = load_or_build(TOKENIZER).get_vocab_size()
+    run = train.Run(tmp_path, settings, replace(TINY, vocab_size=num_words))
     run.step = step
     before = {name: p.clone() for name, p in run.model.state_dict().items()}
     found, _ = run.update(counting(9, 12))
@@ -185,3 +188,18 @@ def test_the_layer_is_trained_last_and_alone(step: int, drafts: bool, tmp_path: 
         name for name, p in run.model.state_dict().items() if not torch.equal(p, before[name])
     }
     assert {name.startswith(mtp) for name in changed} == {drafts}
+
+
+def test_spellings_of_a_word_begin_alike_and_the_head_names_what_it_is_given() -> None:
+    tokenizer = load_or_build(TOKENIZER)
+    ids = tokenizer.get_vocab()
+    model = Model(replace(TINY, vocab_size=len(ids), hidden_size=192))
+    model.begin_alike(spellings(tokenizer))
+    embedding = model.model.embed_tokens.weight.detach()
+    alike = torch.nn.functional.normalize(embedding) @ torch.nn.functional.normalize(embedding).T
+    for word, same in (("Ġmorning", "morning"), ("ĠLisa", "Lisa")):
+        nearest = alike[ids[word]].topk(2)[1].tolist()
+        assert nearest == [ids[word], ids[same]]
+    assert embedding.std() == pytest.approx(0.5, rel=0.1)
+    named = model.lm_head(embedding).argmax(-1)
+    assert (named == torch.arange(len(ids))).float().mean() > 0.95
