@@ -76,12 +76,9 @@ MID: dict[str, Any] = {
 EMBEDDING_STD, HEAD_STD, WEIGHT_STD = 1.0, 0.25, 0.02
 
 
-V3_VOCAB_SIZE = 129_280
-
-
 def mid_model(vocab_size: int = MID["vocab_size"]) -> Path:
     """Return the folder of the generated model, making it on the first call (seconds, 1.3 GB; with
-    V3_VOCAB_SIZE tokens minutes, 1.9 GB).
+    as many tokens as V3 minutes, 1.9 GB).
     """
     folder = MODELS / ("mid" if vocab_size == MID["vocab_size"] else f"mid-{vocab_size}")
     config = {**MID, "vocab_size": vocab_size}

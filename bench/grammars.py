@@ -24,13 +24,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.checkpoints import V3_VOCAB_SIZE, mid_model
+from bench.checkpoints import mid_model
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import MASK, Chunk, DecodePlan, Grammar, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import AS_STORED, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
+from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.runtime.resolve import model_folder
 from hadal.tokens.grammars import Grammars, grammar_text
 from hadal.tokens.table import read_token_table
@@ -50,7 +51,7 @@ SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 MODELS = {
     "hadal-tiny": lambda: model_folder(""),
     "mid": mid_model,
-    "mid-v3": lambda: mid_model(V3_VOCAB_SIZE),
+    "mid-v3": lambda: mid_model(DEEPSEEK_V3.vocab_size),
 }
 CONTEXT, NUM_STEPS, NUM_WARM, NUM_ROUNDS = 64, 60, 3, 6
 

@@ -39,8 +39,16 @@ class Offer:
     arguments: Callable[..., Fields]
 
 
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Of a tool; some do not tell what it does."""
+
+    text: str
+    tells: bool = True
+
+
 def _tool(
-    source: Source, name: "Name", describe: Callable[[], str], parameters: dict[str, Fields]
+    source: Source, name: Name, describe: Callable[[], str], parameters: dict[str, Fields]
 ) -> Fields:
     """What OpenAI's API wants to know of a function. Some are not described."""
     function: Fields = {"name": name.text}
@@ -57,28 +65,19 @@ def _tool(
     return {"type": "function", "function": function}
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """Of a tool; some do not tell what it does."""
-
-    text: str
-    tells: bool = True
-
-
 def _styled(source: Source, name: str) -> Name:
-    """A name as this client's programmers write names. One in six is any word: what is called has
-    to be read in the request.
+    """A name as this client's programmers write names. One in six is any word or two, so that names
+    have to be copied from the request.
     """
     tells = not source.chance(0.16)
     if not tells:
         name = "_".join(source.sample(ALL_LOWER, source.randint(1, 2)))
     style = source.random()
     parts = name.split("_")
-    if style < 0.8 or len(parts) == 1:
-        return Name(name, tells)
-    if style < 0.93:
-        return Name(parts[0] + "".join(part.capitalize() for part in parts[1:]), tells)
-    return Name("-".join(parts), tells)
+    if len(parts) > 1 and style >= 0.8:
+        camel = parts[0] + "".join(part.capitalize() for part in parts[1:])
+        name = camel if style < 0.93 else "-".join(parts)
+    return Name(name, tells)
 
 
 def _argument(source: Source, key: str) -> str:
@@ -101,6 +100,7 @@ _CALCULATOR_SAYS = lines("""
     [Exact arithmetic|Arithmetic|Maths][: a op b| with two numbers|, exactly].
     [Reckons|Multiplies, adds, subtracts and divides] [numbers|big numbers].
 """)
+_EXPRESSION_KEYS = ("expression", "expr", "formula", "input", "query", "calculation", "term", "sum")
 _WORDED = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 
 
@@ -108,22 +108,7 @@ def _calculator(source: Source) -> Offer:
     name = _styled(source, source.frame(_CALCULATORS))
     says = lambda: source.frame(_CALCULATOR_SAYS)  # noqa: E731
     if source.chance(0.6):
-        key = _argument(
-            source,
-            source.choice(
-                (
-                    "expression",
-                    "expression",
-                    "expr",
-                    "formula",
-                    "input",
-                    "query",
-                    "calculation",
-                    "term",
-                    "sum",
-                )
-            ),
-        )
+        key = _argument(source, source.choice(_EXPRESSION_KEYS))
         described = source.choice(
             (
                 "The expression, such as 2 + 3.",
@@ -329,7 +314,7 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             "number",
         )
     shown = name.replace("_", " ")
-    key = _argument(source, source.choice(_KEYS[entity]))
+    key = source.choice(_KEYS[entity])
     described = source.choice(
         (f"The {entity}.", f"Name of the {entity}.", f"Which {entity}.", "What to look up.")
     )
@@ -375,8 +360,9 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
         offer = Offer(called.text, fields, lambda k: {table: name, row: k})
         return Looked(offer, entity, shown, values)
     called = _styled(source, source.frame(_NAMED).format(v=source.choice(_VERBS), p=name, e=entity))
-    spec = {key: {"type": "string", "description": described}}
     of = key.replace("_", " ") if source.chance(0.5) else entity
+    key = _argument(source, key)
+    spec = {key: {"type": "string", "description": described}}
 
     def describe() -> str:
         text = source.frame(_LOOKUP_SAYS).format(q=shown, e=of)

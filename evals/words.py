@@ -169,20 +169,27 @@ def join_list(rng: random.Random, items: list[str], word: str = "and") -> str:
     return (" - ", "; ", " / ", "\n")[rng.randrange(4)].join(items)
 
 
-_SMALL_WORDS = ["the", "The", "a", "of", "in", "was", "is", "and", "to", "It", "A"]
+_SMALL_WORDS = _words(
+    "the The a of in was is and to It A given got handed sent lent passed sold brought received"
+    " borrowed bought belongs owned called named years old lives works born comes moved visited"
+    " price costs pay dollars euros pounds home house room favourite likes loves eats friend owner"
+    " rained snowed day evening week weather good bad late Later Today Yesterday Then There"
+    " starts begins clock table row use exact check value result find show convert units from than"
+)
+"""Of texts and names, that are otherwise seldom or never part of a reply."""
 
 
-def jumble(source: random.Random, size: int) -> str:
+def jumble(rng: random.Random, size: int) -> str:
     """So many words that mean nothing, of few different ones: whoever copies them has to know where
     they are in the text, not what comes next in other texts.
     """
-    words = source.sample((*ALL_LOWER, *NAMES, *COUNTED, *THINGS), 2 + size // 2)
-    words += source.sample(_SMALL_WORDS, source.randint(0, 2))
+    words = rng.sample((*ALL_LOWER, *NAMES, *COUNTED, *THINGS), 2 + size // 2)
+    words += rng.sample(_SMALL_WORDS, rng.randint(1, 3))
     for i in range(len(words)):
-        if source.random() < 0.2:
-            made_up = source.random() < 0.7
-            words[i] = random_letters(source, 2, 6) if made_up else str(source.randint(0, 999))
-    return " ".join(source.choice(words) for _ in range(size))
+        if rng.random() < 0.2:
+            made_up = rng.random() < 0.7
+            words[i] = random_letters(rng, 2, 6) if made_up else str(rng.randint(0, 999))
+    return " ".join(rng.choice(words) for _ in range(size))
 
 
 def random_letters(rng: random.Random, low: int, high: int) -> str:

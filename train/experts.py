@@ -6,7 +6,6 @@ torch. Letters in shapes: T tokens, E experts, D model width, F expert width, K 
 heads.
 """
 
-import fcntl
 import functools
 import os
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hadal.kernels.build import cache_folder
+from hadal.kernels.build import cache_folder, only_one
 
 
 @functools.cache
@@ -29,10 +28,9 @@ def kernels():
         flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp"]
         folder = cache_folder() / "train"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "building").open("w") as building:
-            fcntl.flock(building, fcntl.LOCK_EX)
-            # torch's own lock outlives a builder that was killed, and whoever came next waited for
-            # ever. Nobody else builds now.
+        with only_one(folder / "building"):
+            # torch's own lock outlives a builder that is killed, and whoever comes next would wait
+            # for ever.
             (folder / "lock").unlink(missing_ok=True)
             return load(
                 "hadal_train_kernels",

@@ -21,6 +21,9 @@ from train.experts import (
     route,
 )
 
+EMBEDDING_STD, HEAD_STD = 0.5, 0.02
+"""What they begin with."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -262,8 +265,8 @@ class Model(nn.Module):
         self.c = c
         self.model = Body(c)
         self.lm_head = _linear(c.hidden_size, c.vocab_size)
-        nn.init.normal_(self.model.embed_tokens.weight, std=0.5)
-        nn.init.normal_(self.lm_head.weight, std=0.02)
+        nn.init.normal_(self.model.embed_tokens.weight, std=EMBEDDING_STD)
+        nn.init.normal_(self.lm_head.weight, std=HEAD_STD)
         for name, p in self.named_parameters():
             if (p.ndim == 2 and name.endswith("proj.weight")) or "proj_with_mqa" in name:
                 nn.init.normal_(
@@ -286,9 +289,9 @@ class Model(nn.Module):
         words: dict[str, Tensor] = {}
         for row, (word, has_space, is_capital) in zip(embedding, spellings, strict=True):
             of_word = words.setdefault(word, torch.randn_like(row))
-            marks = 0.5 * (has_space * space + is_capital * capital)
-            row.copy_(0.5 * (of_word + marks) / (1 + 0.25 * has_space + 0.25 * is_capital) ** 0.5)
-        self.lm_head.weight.copy_(embedding * (0.02 / 0.5))
+            spelling = of_word + 0.5 * (has_space * space + is_capital * capital)
+            row.copy_(EMBEDDING_STD * spelling / (1 + 0.25 * (has_space + is_capital)) ** 0.5)
+        self.lm_head.weight.copy_(embedding * (HEAD_STD / EMBEDDING_STD))
 
     @property
     def mtp(self) -> MTPLayer:

@@ -102,7 +102,7 @@ def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
         if library.exists():
             return library
         start_s = time.monotonic()
-        with _only_one(
+        with only_one(
             folder / f"kernels-{key}.lock", lambda: on_elapsed(time.monotonic() - start_s)
         ):
             if not library.exists():  # Another process may have built it while this one waited.
@@ -157,8 +157,10 @@ def _cpu_features() -> bytes:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Processes that start together compile once; the lock dies with its holder."""
+def only_one(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Processes that start together compile once; the lock dies with its holder. `waiting` hears
+    while another one holds it.
+    """
     with path.open("w") as file:
         while True:
             try:
