@@ -20,9 +20,9 @@ import asyncio
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -105,6 +105,8 @@ class BatchWorker:
         """Batch id -> who works on it."""
         self._stopped: set[str] = set()
         """Batches of which no line is to be begun any more."""
+        self._waits: dict[str, asyncio.Timeout] = {}
+        """Batch id -> what ends its line's wait for room."""
         self._charged: set[str] = set()
         """Facts that the ledger was given, by request id, and the store has."""
         self._kept: deque[str] = deque()
@@ -201,7 +203,7 @@ class BatchWorker:
         busy: set[str] = set()
         for batch in batches:
             if batch.status == CANCELLING or self._is_late(batch):
-                self._stopped.add(batch.id)
+                self._stop(batch.id)
             is_in_turn = (
                 batch.tenant not in busy
                 or batch.status == VALIDATING  # Its mistakes are told at once.
@@ -212,6 +214,22 @@ class BatchWorker:
                 task = asyncio.get_running_loop().create_task(self._drive(batch))
                 self._drivers[batch.id] = task
                 task.add_done_callback(partial(self._ended, batch.id))
+
+    def _stop(self, batch_id: str) -> None:
+        """Begin no more lines of a batch, nor let the one that waits for room hold up its end."""
+        self._stopped.add(batch_id)
+        if wait := self._waits.get(batch_id):
+            wait.reschedule(0.0)
+
+    @asynccontextmanager
+    async def _until_stopped(self, batch: BatchRow) -> AsyncIterator[None]:
+        """What is awaited inside is given up as soon as the batch is stopped."""
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as self._waits[batch.id]:
+                    yield
+        finally:
+            del self._waits[batch.id]
 
     def _is_late(self, batch: BatchRow) -> bool:
         return self._unix_s() >= batch.expires_s
@@ -349,9 +367,11 @@ class BatchWorker:
     ) -> None:
         """Read a line, wait for room, and let it run as one of `tasks`."""
         request_id = f"{_ENDPOINTS[batch.endpoint].id_prefix}-{uuid.uuid4().hex}"
+        reply = None
         try:
             work = await self._prepared(batch, line, tenant, request_id)
-            reply = await self._let_in(batch, tenant, work, request_id)
+            async with self._until_stopped(batch):
+                reply = await self._let_in(batch, tenant, work, request_id)
         except Exception as error:
             await self._refuse(batch, line, request_id, _api_error(error), tries)
             return

@@ -275,6 +275,36 @@ def test_a_second_batch_is_read_while_the_first_waits(
     asyncio.run(steps())
 
 
+def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store, keys=("sk-alice", "sk-bob")) as (it, _):
+            asked = []
+
+            def check(tenant: str, *given: Any) -> None:
+                asked.append(tenant)
+                raise ApiError(429, "No valley.", code=NO_VALLEY)
+
+            monkeypatch.setattr(it.gateway.host, "check_room", check)
+            ids = []
+            for key in ("sk-alice", "sk-bob"):
+                it.client.headers["Authorization"] = f"Bearer {key}"
+                ids.append(await begin(it))
+                await reach(it, ids[-1], ["in_progress"])
+            assert it.worker is not None
+            async with asyncio.timeout(10):
+                while len(it.worker._waits) < 2:
+                    await asyncio.sleep(0.01)
+            assert len({*asked}) == 1  # Bob's line waits behind Alice's.
+            await it.client.post(f"/v1/batches/{ids[1]}/cancel")
+            assert (await reach(it, ids[1]))["status"] == "cancelled"
+            assert [*it.worker._waits] == ids[:1]
+
+    asyncio.run(steps())
+
+
 def test_an_input_that_is_deleted_first_is_named(model: ServedModel, tmp_path: Path) -> None:
     path = ledger_url(str(tmp_path / "b.sqlite"))
 
