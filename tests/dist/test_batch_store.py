@@ -231,6 +231,33 @@ def test_what_a_tenant_may_have_is_counted_where_it_is_written(
     assert add(1) is None
 
 
+def test_uploads_at_one_instant_are_counted_together(
+    stores: tuple[BatchStore, BatchStore],
+) -> None:
+    """One has counted and is not yet committed when the other is written."""
+    mine, theirs = stores
+    tenant = uuid.uuid4().hex
+    kept: list[FileRow | None] = []
+
+    def add(store: BatchStore) -> None:
+        row = FileRow(f"file-{uuid.uuid4().hex}", tenant, BATCH, "a", 0, 1)
+        kept.append(store.add_file(row, iter([b"x" * 60]), 100))
+
+    thread = threading.Thread(target=add, args=(theirs,))
+    theirs.batches(tenant, "", 1)  # It is connected.
+
+    @sa.event.listens_for(mine._engine, "after_cursor_execute")
+    def interrupt(connection: Any, cursor: Any, statement: str, *given: Any) -> None:
+        if statement.startswith("SELECT coalesce(sum(") and not thread.ident:
+            thread.start()
+            thread.join(1.0)  # As long as it may take without a lock.
+
+    add(mine)
+    thread.join(TIMEOUT_S)
+    assert sum(row is not None for row in kept) == 1
+    assert mine.num_bytes(tenant) == 60
+
+
 def test_a_name_with_a_null_is_nobody_s(stores: tuple[BatchStore, BatchStore]) -> None:
     mine, _ = stores
     assert mine.file("alice", "a\0b") is None

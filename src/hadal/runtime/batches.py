@@ -49,7 +49,7 @@ _FROM = {
 }
 """Status -> those that it may follow."""
 _LOCK = 0x48414442
-"""PostgreSQL's advisory lock while the tables are made ("HADB")."""
+"""The first half of PostgreSQL's advisory locks here ("HADB")."""
 MAX_CHARGES = 4096
 """What lines cost is read so many facts at a time."""
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
@@ -204,6 +204,7 @@ class BatchStore:
         """
         with self._begin() as connection:
             kept = _add_file(connection, row, contents)
+            _lock(connection, row.tenant)  # Else two uploads at once count without each other.
             if _num_bytes(connection, row.tenant) <= most_bytes:
                 return kept
             connection.rollback()
@@ -440,8 +441,7 @@ class BatchStore:
         if self._path is not None:
             _make_private(self._path)
         with self._engine.begin() as connection:
-            if connection.dialect.name == "postgresql":  # SQLite's transaction holds the only lock.
-                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            _lock(connection, "")
             _tables.create_all(connection)
         self._is_prepared = True
 
@@ -462,6 +462,13 @@ def _make_private(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def _lock(connection: sa.Connection, name: str) -> None:
+    """Let nobody else pass here with this name until the transaction's end."""
+    if connection.dialect.name == "postgresql":  # SQLite's transaction holds the only lock.
+        asked = sa.text("SELECT pg_advisory_xact_lock(:key, hashtext(:name))")
+        connection.execute(asked, {"key": _LOCK, "name": name})
 
 
 def _num_bytes(connection: sa.Connection, tenant: str) -> int:
