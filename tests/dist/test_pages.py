@@ -287,6 +287,35 @@ def test_five_megabytes_of_conversations_are_listed_and_opened(browser: Browser)
         expect(page.locator(".h-row-title")).to_have_count(4, timeout=WAIT_MS)
 
 
+def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
+    browser: Browser,
+) -> None:
+    with (
+        caller() as model,
+        serving(model, ticking(model.vocabulary), step_s=0.05, has_heartbeat=True) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        expect(page.locator(".h-empty")).to_be_visible(timeout=WAIT_MS)
+        fill = """() => {
+            for (let num = 1 << 22; num >= 1; num >>= 1)
+                try { for (let n = 0; ; n += 1) localStorage.setItem(`f${num}.${n}`, "x".repeat(num)); } catch {}
+        }"""
+        said = page.get_by_text("This browser keeps nothing more")
+        for name in ("first", "second"):
+            page.evaluate(fill)
+            ask(page, name)
+            expect(said).to_be_visible(timeout=WAIT_MS)
+            page.click("text=OK")
+            expect(said).to_be_hidden(timeout=WAIT_MS)
+            expect(page.locator(".h-answer").last).to_contain_text("tock tick tock")
+            page.wait_for_timeout(1500)  # It would have been kept again meanwhile.
+            expect(said).to_be_hidden()
+            page.evaluate("localStorage.clear()")
+            page.keyboard.press("Escape")
+            page.wait_for_function("JSON.stringify(localStorage).includes('tick tock')")
+
+
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
     """Another conversation is opened, and then the page is loaded anew, while an answer comes in."""
     with (

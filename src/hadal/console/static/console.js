@@ -4,8 +4,16 @@ window.hadal = {
     try {
       if (text) localStorage.setItem(name, text);
       else localStorage.removeItem(name);
-    } catch (error) {
-      console.warn("The browser keeps nothing more:", error.name);
+      hadal.isFull = false;
+    } catch {
+      // Said once: an answer that comes in is kept again every second.
+      if (!hadal.isFull) Quasar.Notify.create({
+        type: "warning",
+        message: "This browser keeps nothing more, so what is new here goes with the page. Delete conversations to make room.",
+        timeout: 0,
+        actions: [{ label: "OK", color: "dark" }],
+      });
+      hadal.isFull = true;
     }
   },
   // What is kept, without its text: a page's socket takes no more than a megabyte at once.
