@@ -57,7 +57,7 @@ WEIGHTS = {
     "tools": 16,
     "schema": 12,
 }
-LONG_SHARE = 0.18
+LONG_SHARE = 0.07
 """Of the batches: they begin with a prompt of up to nearly all their tokens."""
 DIRECT_SHARE = 0.04
 """Of the examples of `_DIRECT`: without reasoning, as for who switches it off."""

@@ -23,6 +23,8 @@ from train.experts import (
 
 EMBEDDING_STD, HEAD_STD = 0.5, 0.02
 """What they begin with."""
+MAX_LETTERS = 12
+"""Of a word: embeddings begin with so many."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,13 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(self, h: Tensor, table: Tensor, bounds: Tensor) -> Tensor:
+    def forward(
+        self, h: Tensor, table: Tensor, bounds: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """`rows`: of which tokens the state after the layer is wanted; None: of all."""
         h = h + self.self_attn(self.input_layernorm(h), table, bounds)
+        if rows is not None:
+            h = h[rows]
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -257,6 +264,11 @@ class Body(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
+def _marked(own: Tensor, marks: Sequence[Tensor]) -> Tensor:
+    """Return `own` and half of each of the marks, none longer than the others, as long as `own`."""
+    return (own + 0.5 * sum(marks)) / (1 + 0.25 * len(marks)) ** 0.5
+
+
 class Model(nn.Module):
     """The whole model. `model.layers[-1]` is the MTP layer, as in DeepSeek's checkpoints."""
 
@@ -277,33 +289,45 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def begin_alike(self, spellings: Sequence[tuple[str, bool, bool]]) -> None:
-        """Begin with embeddings of which those of one word are alike, and with a head that names
-        the token whose embedding it is given.
+        """Begin with embeddings that say how a token is spelled, and with a head that names the
+        token whose embedding it is given.
 
         `spellings`: of each token its word, whether it has a space before it and whether it begins
-        with a capital. So what a layer learns of copying one token, or of writing it without its
-        space, it has learnt of the others, those too that are seldom wanted.
+        with a capital. What a layer learns of copying one token, of spelling it or of writing it
+        without its space, it has learnt of the others, those too that are seldom wanted.
         """
         embedding = self.model.embed_tokens.weight
         space, capital = torch.randn(2, embedding.shape[1])
+        letters = torch.randn(MAX_LETTERS, 26, embedding.shape[1])
         words: dict[str, Tensor] = {}
         for row, (word, has_space, is_capital) in zip(embedding, spellings, strict=True):
-            of_word = words.setdefault(word, torch.randn_like(row))
-            spelling = of_word + 0.5 * (has_space * space + is_capital * capital)
-            row.copy_(EMBEDDING_STD * spelling / (1 + 0.25 * (has_space + is_capital)) ** 0.5)
+            if word not in words:
+                is_spelled = len(word) > 1 and word.isascii() and word.isalpha()
+                of_letters = [
+                    letters[place, ord(letter) - ord("a")]
+                    for place, letter in enumerate(word[:MAX_LETTERS] if is_spelled else "")
+                ]
+                words[word] = _marked(torch.randn_like(row), of_letters)
+            marks = [space] * has_space + [capital] * is_capital
+            row.copy_(EMBEDDING_STD * _marked(words[word], marks))
         self.lm_head.weight.copy_(embedding * (HEAD_STD / EMBEDDING_STD))
 
     @property
     def mtp(self) -> MTPLayer:
         return self.model.layers[-1]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
-        """Return the states [T, D] after the last norm."""
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, bounds: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return the states [T, D] after the last norm, or those of `rows` alone: the last layer's
+        experts are asked for no others, nor is their load counted.
+        """
         table = rope_table(self.c, positions)
         h = self.model.embed_tokens(tokens)
-        for layer in self.model.layers[:-1]:
+        *layers, last = self.model.layers[:-1]
+        for layer in layers:
             h = layer(h, table, bounds)
-        return self.model.norm(h)
+        return self.model.norm(last(h, table, bounds, rows))
 
     def mtp_hidden(
         self, h: Tensor, next_tokens: Tensor, positions: Tensor, bounds: Tensor

@@ -55,7 +55,7 @@ class Losses(NamedTuple):
 def main_loss(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the loss of the next token, and whether each token's target is the greedy choice."""
     rows = _rows(batch.targets)
-    logits = model.lm_head(model.hidden(batch.tokens, batch.positions, batch.bounds)[rows])
+    logits = model.lm_head(model.hidden(batch.tokens, batch.positions, batch.bounds, rows))
     greedy = torch.full_like(batch.targets, -100)
     greedy[rows] = logits.detach().argmax(-1)
     return _mean(logits, batch.targets[rows]), greedy == batch.targets

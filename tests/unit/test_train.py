@@ -2,6 +2,7 @@
 what serving computes, that it learns, and when it is trained.
 """
 
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -103,6 +104,12 @@ def test_the_second_application_is_the_one_of_serving() -> None:
         torch.testing.assert_close(got[index], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_states_of_some_rows_are_those_of_all() -> None:
+    model, batch, rows = Model(TINY), counting(9, 12), torch.tensor([2, 17, 9])
+    text = (batch.tokens, batch.positions, batch.bounds)
+    torch.testing.assert_close(model.hidden(*text, rows), model.hidden(*text)[rows])
+
+
 def test_the_second_loss_reaches_the_layer_and_leaves_the_model_alone() -> None:
     model = Model(TINY)
     reached = gradients(model, draft_losses(model, counting(9, 12))[1])
@@ -190,7 +197,7 @@ def test_the_layer_is_trained_last_and_alone(step: int, drafts: bool, tmp_path: 
     assert {name.startswith(mtp) for name in changed} == {drafts}
 
 
-def test_spellings_of_a_word_begin_alike_and_the_head_names_what_it_is_given() -> None:
+def test_tokens_begin_with_how_they_are_spelled_and_the_head_names_what_it_is_given() -> None:
     tokenizer = load_or_build(TOKENIZER)
     ids = tokenizer.get_vocab()
     model = Model(replace(TINY, vocab_size=len(ids), hidden_size=192))
@@ -200,6 +207,16 @@ def test_spellings_of_a_word_begin_alike_and_the_head_names_what_it_is_given() -
     for word, same in (("Ġmorning", "morning"), ("ĠLisa", "Lisa")):
         nearest = alike[ids[word]].topk(2)[1].tolist()
         assert nearest == [ids[word], ids[same]]
+    # A direction that was found with some words tells the fourth letter of others.
+    found = {word: token for token, (word, _, _) in enumerate(spellings(tokenizer))}
+    words = [word for word in found if word.isascii() and word.isalpha() and len(word) > 4]
+    random.Random(1).shuffle(words)
+    vectors = embedding[[found[word] for word in words]]
+    is_n = torch.tensor([word[3] == "n" for word in words])
+    known, asked = slice(0, len(words) // 2), slice(len(words) // 2, None)
+    reads = vectors[known][is_n[known]].mean(0) - vectors[known][~is_n[known]].mean(0)
+    says = vectors[asked] @ reads
+    assert says[is_n[asked]].mean() > says[~is_n[asked]].mean() + 2 * says[~is_n[asked]].std()
     assert embedding.std() == pytest.approx(0.5, rel=0.1)
     named = model.lm_head(embedding).argmax(-1)
     assert (named == torch.arange(len(ids))).float().mean() > 0.95
