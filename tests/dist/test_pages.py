@@ -298,8 +298,10 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
     ):
         expect(page.locator(".h-empty")).to_be_visible(timeout=WAIT_MS)
         fill = """() => {
-            for (let num = 1 << 22; num >= 1; num >>= 1)
-                try { for (let n = 0; ; n += 1) localStorage.setItem(`f${num}.${n}`, "x".repeat(num)); } catch {}
+            for (let size = 1 << 22; size; size >>= 1)
+                try {
+                    for (let n = 0; ; n += 1) localStorage[`${size}.${n}`] = "x".repeat(size);
+                } catch {}
         }"""
         said = page.get_by_text("This browser keeps nothing more")
         for name in ("first", "second"):

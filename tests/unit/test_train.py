@@ -107,7 +107,11 @@ def test_the_second_application_is_the_one_of_serving() -> None:
 def test_states_of_some_rows_are_those_of_all() -> None:
     model, batch, rows = Model(TINY), counting(9, 12), torch.tensor([2, 17, 9])
     text = (batch.tokens, batch.positions, batch.bounds)
-    torch.testing.assert_close(model.hidden(*text, rows), model.hidden(*text)[rows])
+    of_all = model.hidden(*text)[rows]
+    counts = model.model.layers[-2].mlp.counts
+    counts.zero_()
+    torch.testing.assert_close(model.hidden(*text, rows), of_all)
+    assert counts.sum() == len(rows) * TINY.num_experts_per_tok, "no others were computed"
 
 
 def test_the_second_loss_reaches_the_layer_and_leaves_the_model_alone() -> None:

@@ -218,18 +218,21 @@ class BatchWorker:
     def _stop(self, batch_id: str) -> None:
         """Begin no more lines of a batch, nor let the one that waits for room hold up its end."""
         self._stopped.add(batch_id)
-        if wait := self._waits.get(batch_id):
+        if wait := self._waits.pop(batch_id, None):
             wait.reschedule(0.0)
 
     @asynccontextmanager
     async def _until_stopped(self, batch: BatchRow) -> AsyncIterator[None]:
         """What is awaited inside is given up as soon as the batch is stopped."""
+        wait = self._waits[batch.id] = asyncio.timeout(None)
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None) as self._waits[batch.id]:
-                    yield
+            async with wait:
+                yield
+        except TimeoutError:
+            if not wait.expired():
+                raise
         finally:
-            del self._waits[batch.id]
+            self._waits.pop(batch.id, None)
 
     def _is_late(self, batch: BatchRow) -> bool:
         return self._unix_s() >= batch.expires_s
