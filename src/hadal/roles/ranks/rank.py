@@ -366,19 +366,20 @@ class RankRole:
 
     def _do(self, effect: PoolEffect) -> None:
         """Note what is asked of the pool, and let the host do it."""
+        if not self.formation:
+            self.num_stale += 1  # Meant for the process that had the name before.
+            return
         match effect:
             case Named(named):
                 self._holdings.name(named)
                 return  # Only to be known here.
+            case Freed(block_ids):
+                self._holdings.freed(block_ids)
             case ReadBlocks():
                 self._holdings.loaded(effect.into)
-        if not self.formation:
-            self.num_stale += 1
-            return
-        if isinstance(effect, Freed):
-            self._holdings.freed(effect.block_ids)
-        else:
-            self._num_asked += 1
+                self._num_asked += 1
+            case _:
+                self._num_asked += 1
         self._out.append(effect)
 
     # ---- what comes of it ----

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.cache import DiskLocation
+from hadal.core.cache import NAME_BYTES, NO_NAME, DiskLocation
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     KvLease,
@@ -31,6 +31,7 @@ from hadal.core.plans import (
     FormPlan,
     KvPulled,
     Member,
+    NamedBlocks,
     Staged,
     StagePlan,
     StepDone,
@@ -39,6 +40,7 @@ from hadal.core.seams import (
     Execute,
     Form,
     Freed,
+    Named,
     Pull,
     ReadBlocks,
     Send,
@@ -232,6 +234,23 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
     assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == [], (
         "it asks for the process that was here before"
     )
+
+
+def test_blocks_that_were_named_for_its_predecessor_are_none_of_its_own() -> None:
+    """A block of this process has nothing in it yet: whoever found it by that name would read on
+    from KV that was never computed.
+    """
+    rank = make_rank()
+    rank.start(0.0)
+    named = RankDo(Named(NamedBlocks((6,), b"n" * NAME_BYTES, NO_NAME), 2))
+    assert rank.handle(0.0, named) == []
+    assert rank.num_stale == 1
+    rank.handle(0.0, form(1))
+    (held,) = sent(rank.handle(0.1, RankWho("e1")), RankHeld)
+    assert held.held.named.block_ids == ()
+    assert rank.handle(0.1, named) == []
+    (held,) = sent(rank.handle(0.2, RankWho("e1")), RankHeld)
+    assert held.held.named == named.effect.named
 
 
 def test_one_that_was_never_led_only_says_that_it_is_up() -> None:
