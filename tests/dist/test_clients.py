@@ -32,5 +32,8 @@ def test_what_a_client_tries_works(tiny: str, name: str) -> None:
     model = httpx.get(f"{tiny}/v1/models", timeout=30).json()["data"][0]["id"]
     trials = tried(name, tiny, model)
     assert trials
+    for trial in trials:
+        if trial.what == "installs" and not trial.ok:
+            pytest.skip(f"{name} does not install here: {trial.seen}")
     wrong = [trial for trial in trials if not trial.ok and trial.what not in REFUSED]
     assert not wrong, "\n".join(f"{t.client}, {t.what}: {t.seen}" for t in wrong)

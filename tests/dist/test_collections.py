@@ -94,7 +94,7 @@ def test_schemas(server: Server) -> None:
             continue
         if reply.status_code == 422:
             # Its masks would have held up everybody's steps (hadal.tokens.grammars).
-            assert "cannot be held to response_format any further" in reply.text
+            assert "cannot be held to its format any further" in reply.text
             told["too costly"] += 1
             continue
         assert reply.status_code == 200, reply.text

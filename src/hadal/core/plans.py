@@ -43,17 +43,19 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     end_ids: tuple[int, ...]
     """Tokens that end a text: drawn only where the grammar accepts."""
     begins_after: int = -1
-    """The token that ends the reasoning before the text; -1: there is none. In a reasoning any token
-    may be drawn, except those that end the reply where a text has to follow.
+    """The token that ends the reasoning before the text; -1: there is none. In that reasoning any
+    token may be drawn but those of `end_ids` and `barred`.
     """
     prefix: tuple[int, ...] = ()
     """Tokens of the text that are in the prompt already."""
     opens: tuple[int, ...] = ()
     """Tokens that begin a stretch of output which is such a text, each its first token; outside of
-    them any token may be drawn. Empty: all of the output is the text.
+    them any token may be drawn, in a reasoning or not. Empty: all of the output is the text.
     """
     closes: int = -1
     """The token that ends a stretch."""
+    barred: tuple[int, ...] = ()
+    """Marks of the text that mean nothing in the reasoning before it."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

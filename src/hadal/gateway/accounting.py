@@ -158,12 +158,20 @@ class Accounting:
         for fact in facts:
             tier = STANDARD if fact.model == self._model else BATCH_TIER
             self.tier_to_pico_usd[tier] += fact.income_pico_usd
-            if self.on_charged is not None:
-                day = micros(fact.completed_s) // 1_000_000 // DAY_S
-                self.on_charged(Charged(fact.request_id, fact.tenant, day, fact.income_pico_usd))
+            self._say_charged(fact, fact.income_pico_usd)
             self._sink.add(fact)
         if self._unix_time() - self._looked_s >= _LOOK_S:
             self.look()
+
+    def waive(self, facts: Iterable[RequestFact]) -> None:
+        """Nobody is charged for these: what was put aside for them is free again."""
+        for fact in facts:
+            self._say_charged(fact, 0)
+
+    def _say_charged(self, fact: RequestFact, pico_usd: int) -> None:
+        if self.on_charged is not None:
+            day = micros(fact.completed_s) // 1_000_000 // DAY_S
+            self.on_charged(Charged(fact.request_id, fact.tenant, day, pico_usd))
 
     def hear(self, kept: Kept) -> None:
         """Call this, in the ledger's thread, with facts that are durable."""

@@ -34,6 +34,7 @@ from starlette.types import Message
 from hadal.core.config import BatchesConfig
 from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, RequestFact
+from hadal.core.messages import Generation
 from hadal.gateway.auth import EVERYONE, Tenant
 from hadal.gateway.errors import ApiError, as_api_error, internal_error
 from hadal.gateway.http import Formatter, Gateway
@@ -202,7 +203,7 @@ class BatchWorker:
         )
         busy: set[str] = set()
         for batch in batches:
-            if batch.status == CANCELLING or self._is_late(batch):
+            if batch.status == CANCELLING or self._is_late(batch) or self._is_withdrawn(batch):
                 self._stop(batch.id)
             is_in_turn = (
                 batch.tenant not in busy
@@ -234,12 +235,18 @@ class BatchWorker:
         finally:
             self._waits.pop(batch.id, None)
 
+    def _is_withdrawn(self, batch: BatchRow) -> bool:
+        """True if nobody has its tenant's key any more."""
+        return self._gateway.keys.is_known and self._tenant(batch.tenant) is None
+
     def _is_late(self, batch: BatchRow) -> bool:
         return self._unix_s() >= batch.expires_s
 
-    def _is_over(self, batch: BatchRow) -> bool:
-        """True if no line of it is to be begun any more, here."""
-        return batch.id in self._stopped or self._gateway.host.draining
+    def _tenant_of(self, batch: BatchRow) -> Tenant | None:
+        """As whom its next line is begun; None: no line of it is to be begun any more, here."""
+        if batch.id in self._stopped or self._gateway.host.draining:
+            return None
+        return self._tenant(batch.tenant)
 
     def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._drivers[batch_id]
@@ -254,9 +261,9 @@ class BatchWorker:
                 return
             tenant = self._tenant(batch.tenant)
             if batch.status == IN_PROGRESS and tenant is not None and not self._is_late(batch):
-                if not await self._answer_all(batch, tenant):
+                if not await self._answer_all(batch):
                     return  # It goes on after a look at how it stands now.
-            elif tenant is None and self._gateway.keys.is_known:
+            elif self._is_withdrawn(batch):
                 log.warning(
                     "%s is cancelled: tenant %s has no key any more", batch.id, batch.tenant
                 )
@@ -342,7 +349,7 @@ class BatchWorker:
             return keys.check(None) if name == EVERYONE else None
         return next((tenant for tenant in keys.tenants if tenant.name == name), None)
 
-    async def _answer_all(self, batch: BatchRow, tenant: Tenant) -> bool:
+    async def _answer_all(self, batch: BatchRow) -> bool:
         """Answer all lines; False if some have no answer, as the batch or the server is to end."""
         tries: Counter[int] = Counter()
         while batch.id not in self._stopped:
@@ -352,7 +359,8 @@ class BatchWorker:
                     batch, partial(self.store.waiting, batch.id, after, _AHEAD)
                 ):
                     for line in lines:
-                        if self._is_over(batch):
+                        tenant = self._tenant_of(batch)
+                        if tenant is None:
                             return False
                         after, begun = line.number, begun + 1
                         await self._begin(batch, line, tenant, tries, tasks)
@@ -374,7 +382,7 @@ class BatchWorker:
         try:
             work = await self._prepared(batch, line, tenant, request_id)
             async with self._until_stopped(batch):
-                reply = await self._let_in(batch, tenant, work, request_id)
+                reply = await self._let_in(batch, work, request_id)
         except Exception as error:
             await self._refuse(batch, line, request_id, _api_error(error), tries)
             return
@@ -396,60 +404,62 @@ class BatchWorker:
             raise ApiError(400, "stream: a batch has no streams; leave it out.", param="stream")
         return work
 
-    async def _let_in(
-        self, batch: BatchRow, tenant: Tenant, work: Work, request_id: str
-    ) -> Reply | None:
+    async def _let_in(self, batch: BatchRow, work: Work, request_id: str) -> Reply | None:
         """Begin a line where the load leaves room and its tenant's quota lets it in, in one of the
         slots, which `_run` gives back. None: it is not to be begun any more. Raises ApiError where
         no waiting helps.
         """
-        generations = self._gateway.priced(work, tenant, is_batch=True)
-        num_tokens = sum(len(one.prompt) for one in generations)
-        most_pico_usd = sum(one.most_pico_usd for one in generations)
-        check = partial(
-            self._gateway.host.check_room,
-            batch_of(tenant.name),
-            len(generations),
-            num_tokens,
-            most_pico_usd,
-        )
-        # What the first of them takes of room and quota is no reason to refuse the others.
-        let_in = tuple(msgspec.structs.replace(one, is_let_in=True) for one in generations)
         formatter = _ENDPOINTS[batch.endpoint].formatter
-        while not self._is_over(batch):
+        while self._tenant_of(batch) is not None:
             async with self._turn:
                 await self._slots.acquire()
                 reply = None
                 try:
-                    refusal = await self._until_valley(batch, check)
-                    if refusal is None and not self._is_over(batch):
+                    found = await self._until_valley(batch, work)
+                    if isinstance(found, tuple):
                         # Nothing is awaited since the front was asked.
                         times = Times(self._gateway.now())
-                        reply = self._gateway.begin(work, formatter, let_in, request_id, times)
+                        reply = self._gateway.begin(work, formatter, found, request_id, times)
                         return reply
                 finally:
                     if reply is None:
                         self._slots.release()
             # A tenant whose quota fills again keeps neither turn nor slot from the others meanwhile.
-            if refusal is not None:
-                wait_s = float(refusal.headers.get("Retry-After", 1))
+            if found is not None:
+                wait_s = float(found.headers.get("Retry-After", 1))
                 await asyncio.sleep(min(wait_s, _LOOK_S))
         return None
 
-    async def _until_valley(self, batch: BatchRow, check: Callable[[], None]) -> ApiError | None:
-        """Wait until the load leaves room. Returns what still refuses: a quota, or the load where
-        the batch is over.
+    async def _until_valley(
+        self, batch: BatchRow, work: Work
+    ) -> tuple[Generation, ...] | ApiError | None:
+        """Wait until the load leaves room. Returns what to begin, or what its tenant's quota says
+        against it; None if it is not to be begun any more.
         """
-        while True:
+        while (tenant := self._tenant_of(batch)) is not None:
             try:
-                check()
-                return None
+                return self._room_for(work, tenant)
             except ApiError as refusal:
                 if refusal.code == NEVER_CODE:
                     raise
-                if refusal.code != NO_VALLEY or self._is_over(batch):
+                if refusal.code != NO_VALLEY:
                     return refusal
             await asyncio.sleep(VALLEY_S)
+        return None
+
+    def _room_for(self, work: Work, tenant: Tenant) -> tuple[Generation, ...]:
+        """What to begin for a line, with what it can cost where its tenant has a budget now.
+        Raises ApiError where there is no room for it.
+        """
+        generations = self._gateway.priced(work, tenant, is_batch=True)
+        self._gateway.host.check_room(
+            batch_of(tenant.name),
+            len(generations),
+            sum(len(one.prompt) for one in generations),
+            sum(one.most_pico_usd for one in generations),
+        )
+        # What the first of them takes of room and quota is no reason to refuse the others.
+        return tuple(msgspec.structs.replace(one, is_let_in=True) for one in generations)
 
     async def _run(
         self,
@@ -527,6 +537,8 @@ class BatchWorker:
         tries[line.number] += 1
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
+            if self._gateway.accounting is not None:
+                self._gateway.accounting.waive(facts)
             await asyncio.sleep(_LOOK_S)
         else:
             await self._write(batch, line, request_id, error.status, error.body, facts)

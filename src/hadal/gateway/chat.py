@@ -14,12 +14,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hadal.core.documents import MAX_CONFIG_BYTES, read_text, shown
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway.openai import Turn
+from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.template import ConfinedProcess
 from hadal.gateway.tools import NO_TOOLS, Choosing, described, format_of
 from hadal.gateway.vocabulary import Vocabulary
@@ -41,6 +42,21 @@ _RESERVED = {
     *("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"),
     "answer_schema",
 }
+
+
+_SAMPLE = PastCall("functions.sample_tool:0", "sample_tool", '{"key": "some value"}')
+"""A call with which is found out how a template takes calls."""
+
+
+class CallsForm(NamedTuple):
+    """How a template takes a turn of calls."""
+
+    has_content: bool = True
+    """Whether one without text has the empty text for content, else none. Where it has none, what
+    is said before calls is a message of its own, for with a text the template leaves calls out.
+    """
+    is_parsed: bool = False
+    """Arguments are objects, not texts."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,8 @@ class ChatFormat:
             json.dumps([given, schema], ensure_ascii=False),
         ]
         shield, end = _unused_chars(texts)
-        messages = [self._message(turn, shield) for turn in turns]
+        ids = self._own_ids(turns)
+        messages = [message for turn in turns for message in self._messages(turn, shield, ids)]
         if goes_on:
             messages[-1]["content"] += end
         tools: list[dict[str, Any]] | None = self._shielded_in(given, shield) or None
@@ -155,13 +172,13 @@ class ChatFormat:
         check_length(
             self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages"
         )
-        ids = tuple(self._encode(text, shield))
+        tokens = tuple(self._encode(text, shield))
         return Prompt(
-            ids,
+            tokens,
             thinks,
             prefix,
             tuple(self._vocabulary.encode_plain(prefix)),
-            self._num_public(turns, values, shield, ids) if is_public else 0,
+            self._num_public(turns, values, shield, tokens) if is_public else 0,
         )
 
     def _check(self, turns: Sequence[Turn], kwargs: Mapping[str, Any], choosing: Choosing) -> None:
@@ -177,21 +194,52 @@ class ChatFormat:
                 "tools",
             )
 
-    def _message(self, turn: Turn, shield: str) -> dict[str, Any]:
-        """A turn as templates expect it."""
+    @cached_property
+    def _calls_form(self) -> CallsForm:
+        """The first in which the template renders a call's name and its arguments as JSON; models
+        of one family have been published with templates of several. It is the plain one for a
+        template that writes arguments otherwise.
+        """
+        asked = {"role": "user", "content": "a"}
+        for form in itertools.starmap(CallsForm, itertools.product((True, False), (False, True))):
+            message = {
+                "role": "assistant",
+                "content": "" if form.has_content else None,
+                "tool_calls": _calls_of([_SAMPLE], {}, is_parsed=form.is_parsed),
+            }
+            with contextlib.suppress(RequestError):
+                text = self._render([asked, message], {}, _CHARS_PER_MESSAGE)
+                if _SAMPLE.name in text and _SAMPLE.arguments in text:
+                    return form
+        return CallsForm()
+
+    def _own_ids(self, turns: Sequence[Turn]) -> dict[str, str]:
+        """A call's id -> the one that stands in its head, where a model is taught such ids: a chat
+        may have begun elsewhere.
+        """
+        if self.tools is None or not self.tools.prefix:
+            return {}
+        calls = [call for turn in turns for call in turn.calls]
+        own = ((call, f"{self.tools.prefix}{call.name}:") for call in calls)
+        return {
+            call.id: f"{begin}{number}"
+            for number, (call, begin) in enumerate(own)
+            if not call.id.startswith(begin)
+        }
+
+    def _messages(self, turn: Turn, shield: str, ids: Mapping[str, str]) -> list[dict[str, Any]]:
+        """A turn as the template expects it. `ids`: calls' ids that are others there."""
         message: dict[str, Any] = {"role": turn.role, "content": _answer_of(turn)}
+        messages = [message]
         if turn.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in turn.calls
-            ]
+            has_content, is_parsed = self._calls_form
+            if not has_content:
+                said, message = message, {**message, "content": None}
+                messages = [said, message] if said["content"] else [message]
+            message["tool_calls"] = _calls_of(turn.calls, ids, is_parsed=is_parsed)
         if turn.call_id:
-            message["tool_call_id"] = turn.call_id
-        shielded: dict[str, Any] = self._shielded_in(message, shield)
+            message["tool_call_id"] = ids.get(turn.call_id, turn.call_id)
+        shielded: list[dict[str, Any]] = self._shielded_in(messages, shield)
         return shielded
 
     def _shielded_in(self, value: Any, shield: str) -> Any:
@@ -365,6 +413,20 @@ def _field(field: Any) -> dict[str, Any]:
     if isinstance(field.get("items"), dict):
         kept["items"] = {"type": "", **_field(field["items"])}
     return kept
+
+
+def _calls_of(
+    calls: Sequence[PastCall], ids: Mapping[str, str], *, is_parsed: bool
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for call in calls:
+        arguments: Any = call.arguments
+        if is_parsed:
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        function = {"name": call.name, "arguments": arguments}
+        found.append({"id": ids.get(call.id, call.id), "type": "function", "function": function})
+    return found
 
 
 def _answer_of(turn: Turn) -> str:

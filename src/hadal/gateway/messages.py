@@ -451,7 +451,9 @@ def _object_of(arguments: str) -> Any:
 
 
 def _reason(piece: Piece) -> str | None:
-    return "stop_sequence" if piece.stop is not None else STOP_REASONS.get(piece.finish or "")
+    if piece.stop is not None and piece.finish == "stop":  # Else there are calls to be answered.
+        return "stop_sequence"
+    return STOP_REASONS.get(piece.finish or "")
 
 
 def _usage(usage: Usage) -> dict[str, int]:

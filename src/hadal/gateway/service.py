@@ -472,7 +472,9 @@ class Service:
         is_held = calls is not None and calls.choosing.is_held
         if ask.format is None and not is_held:
             return None
-        control_ids, thinks = self.model.vocabulary.control_ids, prompt.thinks
+        # Where an answer may be anything, calls are held from their mark on, wherever it comes.
+        is_opened = calls is not None and ask.format is None and not calls.choosing.is_forced
+        control_ids, thinks = self.model.vocabulary.control_ids, prompt.thinks and not is_opened
         begins_after = control_ids.get(THINK_CLOSE, -1) if thinks else -1
         if not self.model.eos_ids or (thinks and begins_after < 0):
             what, param = "tools that are strict or have to be called are", "tools"
@@ -488,8 +490,6 @@ class Service:
             assert ask.format is not None
             text = self._formats.text(ask.format, follows_reasoning=thinks, prefix=prompt.prefix)
             return replace(grammar, text=text, prefix=prompt.prefix_ids)
-        # Where an answer may be anything, calls are held from their mark on, wherever it comes.
-        is_opened = ask.format is None and not calls.choosing.is_forced
         format = None if calls.choosing.is_forced else ask.format
         text = self._formats.calls_text(
             calls,
@@ -499,17 +499,13 @@ class Service:
             is_opened=is_opened,
             prefix=prompt.prefix if format is not None else "",
         )
+        begins = control_ids[calls.format.calls_begin], control_ids[calls.format.call_begin]
         if is_opened:
-            begin, call_begin, end = (
-                control_ids[mark]
-                for mark in (
-                    calls.format.calls_begin,
-                    calls.format.call_begin,
-                    calls.format.calls_end,
-                )
-            )
-            return replace(grammar, text=text, opens=(begin, call_begin), closes=end)
-        return replace(grammar, text=text, prefix=prompt.prefix_ids if format is not None else ())
+            closes = control_ids[calls.format.calls_end]
+            return replace(grammar, text=text, opens=begins, closes=closes)
+        # A call is told by its mark (gateway/stream), in a reasoning as elsewhere.
+        prefix = prompt.prefix_ids if format is not None else ()
+        return replace(grammar, text=text, prefix=prefix, barred=begins)
 
     def _generation(
         self,

@@ -261,10 +261,15 @@ class Assembler:
         self._calls = calls
         self._reader: CallReader | None = None
         """From the first mark of calls on."""
+        self._gap: list[Token] = []
+        """Blanks before and behind calls: theirs, unless something is said behind them."""
         self._id_to_mark: dict[int, str] = {}
+        self._begins: tuple[int, ...] = ()
+        """Marks that begin calls wherever they come."""
         if calls is not None:
-            ids = vocabulary.control_ids
-            self._id_to_mark = {ids[mark]: mark for mark in calls.format.marks}
+            ids, format = vocabulary.control_ids, calls.format
+            self._id_to_mark = {ids[mark]: mark for mark in format.marks}
+            self._begins = ids[format.calls_begin], ids[format.call_begin]
         self._start = ""
         self._close = Matcher((THINK_CLOSE,) if self._close_id is None else ())
         marks = (*sorted(vocabulary.marks | {THINK_OPEN, THINK_CLOSE}),) if sections else ()
@@ -312,10 +317,14 @@ class Assembler:
         if token.finish == "stop":  # A stop id: it has no text.
             self._end("stop", piece)
             return
-        i = token.token
-        if self._section is Section.CALLS or i in self._id_to_mark:
+        if self._section is Section.CALLS or token.token in self._begins:
             self._take_call(token, piece)
-            return
+        else:
+            self._take_text(token, piece)
+
+    def _take_text(self, token: Token, piece: Piece) -> None:
+        """A token that is no call's."""
+        i = token.token
         if self._logprobs:
             self._waiting.append((self._num_chars, token))
         if self._section is not Section.CONTENT and self._is_mark(i, piece):
@@ -343,7 +352,12 @@ class Assembler:
         if self.finish is not None or self._reader is None:
             return
         i = token.token
-        if (mark := self._id_to_mark.get(i)) is not None:
+        mark = self._id_to_mark.get(i)
+        if mark is None and self._reader.is_between:
+            self._take_between(token, piece)
+            return
+        self._gap.clear()
+        if mark is not None:
             self._reader.text(self._decoder.decode(b"", final=True))
             self._decoder.reset()
             self._reader.mark(mark)
@@ -355,6 +369,19 @@ class Assembler:
         is_enough = not self._calls.choosing.is_parallel and self._reader.num_ended
         if token.finish is not None or is_enough:
             self._end(token.finish or "stop", piece)
+
+    def _take_between(self, token: Token, piece: Piece) -> None:
+        """A token of the section of calls that is in none: what is said there is content again."""
+        i = token.token
+        self._gap.append(token)
+        if i not in self._hidden and 0 <= i < len(self._bytes) and self._bytes[i].strip():
+            tokens, self._gap = self._gap, []
+            self._section = Section.CONTENT
+            for each in tokens:
+                if self.finish is None:
+                    self._take_text(each, piece)
+        elif token.finish is not None:
+            self._end(token.finish, piece)
 
     def _show_calls(self, piece: Piece) -> None:
         if self._reader is not None:
@@ -503,7 +530,7 @@ class Assembler:
     def _end(self, finish: str, piece: Piece) -> None:
         if self._section is Section.CALLS and self._reader is not None:
             self._reader.text(self._decoder.decode(b"", final=True))
-            self._reader.end()
+            self._reader.end(is_complete=finish == "stop")
             self._show_calls(piece)
             self._section = Section.CONTENT
         else:

@@ -364,6 +364,8 @@ class CallReader:
         self.num_ended = 0
         self.is_over = False
         """The section's end was read."""
+        self._is_empty = False
+        """Nothing but blanks came of the present call's arguments."""
         self._new_id = new_id
         self._ids: set[str] = set()
         self._at = At.BETWEEN
@@ -373,6 +375,11 @@ class CallReader:
         """Of a head, or of arguments: what may be part of something else."""
         self._deltas: list[CallDelta] = []
         self._shown = ""
+
+    @property
+    def is_between(self) -> bool:
+        """No call has begun that has not ended."""
+        return self._at is At.BETWEEN
 
     def mark(self, text: str) -> None:
         """A control token."""
@@ -388,23 +395,22 @@ class CallReader:
             self.is_over = text == format.calls_end
 
     def text(self, text: str) -> None:
-        """Plain text."""
+        """Plain text of a call."""
         if self._at is At.ARGUMENTS:
             self._arguments(text)
-            return
-        if self._at is At.BETWEEN:
-            self._shown += text if text.strip() else ""  # Space between two calls is theirs.
             return
         self._raw += text
         self._held += text
         if self._at is At.NAME:
             self._read_name()
 
-    def end(self) -> None:
-        """The present call is over, if there is one."""
+    def end(self, *, is_complete: bool = True) -> None:
+        """The present call is over, if there is one. `is_complete`: the model said so."""
         if self._at is At.ARGUMENTS:
             rest, self._held = self._held, ""
             self._add(rest.rstrip().removesuffix("```").rstrip() if self.format.is_fenced else rest)
+            if self._is_empty and is_complete:
+                self._add("{}")  # Clients read them as JSON.
             self.num_ended += 1
         else:
             self._shown += self._raw  # No call came of it.
@@ -446,7 +452,7 @@ class CallReader:
         self._ids.add(own)
         self._deltas.append(CallDelta(self.num_calls, "", own, name))
         self.num_calls += 1
-        self._at, self._raw, self._held = At.ARGUMENTS, "", ""
+        self._at, self._raw, self._held, self._is_empty = At.ARGUMENTS, "", "", True
 
     def _arguments(self, text: str) -> None:
         text = self._held + text
@@ -459,4 +465,5 @@ class CallReader:
 
     def _add(self, text: str) -> None:
         if text:
+            self._is_empty = self._is_empty and not text.strip()
             self._deltas.append(CallDelta(self.num_calls - 1, text))

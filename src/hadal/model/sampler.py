@@ -191,7 +191,7 @@ class Sampler:
         """Why nothing could be drawn."""
         why = None if self._masks is None else self._masks.error(slot)
         if status == NOTHING_LEFT and why is not None:
-            return f"{NO_TOKEN}: its text cannot be held to response_format any further ({why})"
+            return f"{NO_TOKEN}: its text cannot be held to its format any further ({why})"
         return _REASONS[status]
 
     def _leave_grammar(self, slot: int) -> None:

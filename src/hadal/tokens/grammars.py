@@ -226,11 +226,9 @@ class Follower:
         self._matcher: LLMatcher | None = None
         """The matcher of the present stretch; None outside of one."""
         self._unread = list(tokens)
-        self._at = Place.REASONING if grammar.begins_after >= 0 else self._begun
-
-    @property
-    def _begun(self) -> Place:
-        return Place.FREE if self._grammar.opens else Place.HELD
+        self._at = Place.FREE if grammar.opens else Place.HELD
+        if grammar.begins_after >= 0:
+            self._at = Place.REASONING
 
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens were drawn."""
@@ -242,7 +240,7 @@ class Follower:
         if token in grammar.end_ids or at is Place.ENDED:
             return Place.ENDED
         if at is Place.REASONING:
-            return self._begun if token == grammar.begins_after else at
+            return Place.HELD if token == grammar.begins_after else at
         if at is Place.FREE:
             return Place.HELD if token in grammar.opens else at
         return Place.FREE if token == grammar.closes else at
@@ -278,10 +276,10 @@ class Follower:
             self._look(self._matcher)
 
     def _num_reasoning(self, drafts: Sequence[int]) -> int:
-        """In how many rows the reply is in a reasoning that something must follow: there it may go on
-        as it likes and may not end. The rows are the first one and one behind each draft.
+        """In how many rows the reply is in a reasoning, which something must follow. The rows are the
+        first one and one behind each draft.
         """
-        if self._at is not Place.REASONING or self._grammar.opens:
+        if self._at is not Place.REASONING:
             return 0
         for index, token in enumerate(drafts):
             if self._next(self._at, token) is not Place.REASONING:
@@ -383,8 +381,8 @@ class Grammars:
             if num := follower._num_reasoning(drafts):
                 has_mask_R[first : first + num] = True
                 bits_RW[first : first + num] = 0xFFFFFFFF
-                for end in follower._grammar.end_ids:
-                    bits_RW[first : first + num, end // 32] &= 0xFFFFFFFF ^ (1 << end % 32)
+                for token in (*follower._grammar.end_ids, *follower._grammar.barred):
+                    bits_RW[first : first + num, token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
             for matcher, row, of_it, begin in follower._stretches(drafts, self._matcher):
                 end = first + row + len(of_it) + 1
                 has_mask_R[first + begin : end] = True

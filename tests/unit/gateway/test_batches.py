@@ -20,12 +20,13 @@ import pytest
 
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.facts import RequestFact
-from hadal.core.messages import Quota
+from hadal.core.messages import Charged, Quota
 from hadal.gateway import batches
 from hadal.gateway.accounting import Accounting
-from hadal.gateway.auth import EVERYONE
+from hadal.gateway.auth import EVERYONE, Keys
 from hadal.gateway.errors import ApiError
 from hadal.gateway.http import Patience
+from hadal.gateway.replies import Reply
 from hadal.gateway.service import ServedModel, Service, Work
 from hadal.policy.admission import NO_VALLEY
 from hadal.runtime.batches import BatchesDown, BatchRow, BatchStore
@@ -301,6 +302,106 @@ def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
             await it.client.post(f"/v1/batches/{ids[1]}/cancel")
             assert (await reach(it, ids[1]))["status"] == "cancelled"
             assert [*it.worker._waits] == ids[:1]
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_withdrawn_key_ends_its_batch(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    """Lines that have begun are answered; no other is begun, in its turn or behind another's."""
+
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
+            host, worker, asked = it.gateway.host, it.worker, list[str]()
+            assert worker is not None
+            check_room, is_full = host.check_room, True
+
+            def check(tenant: str, *given: Any) -> None:
+                asked.append(tenant)
+                if is_full:
+                    raise ApiError(429, "No valley.", code=NO_VALLEY)
+                check_room(tenant, *given)
+
+            monkeypatch.setattr(host, "check_room", check)
+            tenants = ("bob", "alice") if waits else ("alice",)
+            for at, tenant in enumerate(tenants):
+                it.client.headers["Authorization"] = f"Bearer sk-{tenant}"
+                batch_id = await begin(it)
+                async with asyncio.timeout(10):
+                    while len(worker._waits) <= at or not asked:
+                        await asyncio.sleep(0.01)
+            it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+            async with asyncio.timeout(10):
+                while True:
+                    row = await worker.call(store.batch, "alice", batch_id)
+                    assert row is not None
+                    if row.status in ENDED:
+                        break
+                    await asyncio.sleep(0.01)
+                    is_full = is_full and waits
+            assert (row.status, row.num_completed, row.num_failed) == ("cancelled", 0, 0)
+
+    asyncio.run(steps())
+
+
+def test_a_line_is_priced_by_the_quota_of_its_moment(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget that is set while lines wait counts for those."""
+
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store, keys=("sk-alice name=alice",)) as (it, _):
+            most = []
+
+            def check(tenant: str, num_wanted: int, num_tokens: int, most_pico_usd: int) -> None:
+                most.append(most_pico_usd)
+                raise ApiError(429, "No valley.", code=NO_VALLEY)
+
+            monkeypatch.setattr(it.gateway.host, "check_room", check)
+            it.client.headers["Authorization"] = "Bearer sk-alice"
+            await begin(it)
+            async with asyncio.timeout(10):
+                while not most:
+                    await asyncio.sleep(0.01)
+                it.gateway.take_keys(Keys(("sk-alice name=alice dollars_per_day=1",)))
+                while not most[-1]:
+                    await asyncio.sleep(0.01)
+            assert not most[0]
+
+    asyncio.run(steps())
+
+
+def test_what_a_failed_try_could_cost_is_free_again(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store) as (it, sink):
+            said: list[Charged] = []
+            assert it.gateway.accounting is not None
+            it.gateway.accounting.on_charged = said.append
+            send_whole, num_tries = Reply.send_whole, 0
+
+            async def failing(reply: Reply, send: Any) -> Any:
+                nonlocal num_tries
+                num_tries += 1
+                if num_tries == 1:
+                    raise ApiError(503, "A unit went away.", code="no_units")
+                return await send_whole(reply, send)
+
+            monkeypatch.setattr(Reply, "send_whole", failing)
+            request_ids = await end(it, await begin(it))
+            await charged(sink, request_ids)
+            free = [one for one in said if not one.pico_usd]
+            assert len(free) == 1
+            assert num_tries == NUM_LINES + 1
+            paid = {one.request_id for one in said if one.pico_usd}
+            assert len(paid) == NUM_LINES
+            assert free[0].request_id not in paid
 
     asyncio.run(steps())
 

@@ -4,10 +4,13 @@ arguments of their schemas, in each family's own format.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -16,18 +19,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages import Token
 from hadal.core.plans import Grammar
+from hadal.gateway.auth import Tenant, salt_of
+from hadal.gateway.chat import ChatFormat
 from hadal.gateway.formats import Formats
 from hadal.gateway.openai import AnswerFormat
+from hadal.gateway.service import Service
 from hadal.gateway.stream import Assembler, Calls, Piece
 from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
+from hadal.roles.front.requests import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
 from tests.fresh import FULL
 from tests.schemas import SCHEMAS, closed
 
-from .test_tools import EOS, KIMI, V3, V31, VOCABULARY, read, written
+from .test_tools import BOS, EOS, KIMI, LISTING, V3, V31, VOCABULARY, read, written
+from .tool_model import tool_model
 
 END, CLOSE = VOCABULARY.control_ids[EOS], VOCABULARY.control_ids["</think>"]
 GRAMMARS = Grammars(lambda: VOCABULARY.table, len(VOCABULARY))
@@ -52,11 +61,11 @@ def held(format: ToolFormat, choosing: Choosing, **more: Any) -> Grammar:
     """As the service makes it, without looking whether it can be followed."""
     ids = VOCABULARY.control_ids
     text = calls_text(format.call_list(choosing, ids), **more)
-    grammar = Grammar(text, (END,), CLOSE if more.get("follows_reasoning") else -1)
-    if not more.get("is_opened"):
-        return grammar
-    opens = ids[format.calls_begin], ids[format.call_begin]
-    return Grammar(text, (END,), opens=opens, closes=ids[format.calls_end])
+    begins = ids[format.calls_begin], ids[format.call_begin]
+    if more.get("is_opened"):
+        return Grammar(text, (END,), opens=begins, closes=ids[format.calls_end])
+    begins_after = CLOSE if more.get("follows_reasoning") else -1
+    return Grammar(text, (END,), begins_after, barred=begins)
 
 
 def allowed(follower: Follower, drafts: Sequence[int] = ()) -> list[set[int] | None]:
@@ -143,11 +152,15 @@ def choosings(draw: st.DrawFn) -> Choosing:
 def test_forced_calls_are_right_whatever_is_drawn(
     format: ToolFormat, choosing: Choosing, seed: int, thinks: bool
 ) -> None:
-    grammar = held(format, choosing, follows_reasoning=thinks)
-    begin = [*b"hm", CLOSE] if thinks else []
-    tokens = drawn(grammar, random.Random(seed), begin)
+    grammar, rng = held(format, choosing, follows_reasoning=thinks), random.Random(seed)
+    begin: list[int] = []
+    if thinks:
+        (row,) = allowed(Follower(grammar, []))
+        marks = set(VOCABULARY.control_ids.values()) & (row or set())
+        begin = [*b"hm", *rng.choices([*b"hm", *(marks - {CLOSE})], k=5), CLOSE]
+    tokens = drawn(grammar, rng, begin)
     piece = replied(format, tokens, choosing, thinks)
-    assert (piece.content.strip(), piece.reasoning) == ("", "hm" if thinks else "")
+    assert (piece.content.strip(), piece.reasoning[:2]) == ("", "hm" if thinks else "")
     num = check(piece, choosing, END in tokens)
     if END in tokens:
         assert num == 1 or (choosing.is_parallel and num > 1)
@@ -162,14 +175,17 @@ def test_forced_calls_are_right_whatever_is_drawn(
 def test_chosen_calls_are_right_wherever_they_come(
     format: ToolFormat, choosing: Choosing, seed: int, before: str
 ) -> None:
-    """Also without the mark that begins their list, and in a second list behind the first."""
+    """Also without the mark that begins their list, in a second list behind the first, and in a
+    reasoning.
+    """
     choosing = Choosing(choosing.tools, is_parallel=choosing.is_parallel)
     ids, rng = VOCABULARY.control_ids, random.Random(seed)
     begin = [*before.encode("utf-8", "replace"), ids[format.calls_begin]]
     if rng.random() < 0.5:
         begin[-1] = ids[format.call_begin]
     tokens = drawn(held(format, choosing, is_opened=True), rng, begin)
-    check(replied(format, tokens, choosing, False), choosing, END in tokens)
+    for thinks in (False, True):
+        check(replied(format, tokens, choosing, thinks), choosing, END in tokens)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -196,13 +212,12 @@ def test_drafts_change_no_mask(format: ToolFormat) -> None:
     too.
     """
     choosing, rng = Choosing((CITY,)), random.Random(5)
-    text = "hm</think>So" + written(format, ("city", '{"name": "a", "size": 1}')) + ", "
+    text = "hm" + written(format, ("city", '{"name": "a", "size": 1}')) + "</think>So, "
     tokens = [
         *VOCABULARY.encode_controlled(text + written(format, ("city", '{"name": "", "size": 0}'))),
         END,
     ]
-    opened = held(format, choosing, is_opened=True)
-    grammar = Grammar(opened.text, (END,), CLOSE, opens=opened.opens, closes=opened.closes)
+    grammar = held(format, choosing, is_opened=True)
     for width in (1, 3, 40, 400):
         follower, at = Follower(grammar, []), 0
         while at < len(tokens):
@@ -246,6 +261,35 @@ def test_an_answer_goes_on_from_a_prefix() -> None:
     rows = allowed(Follower(grammar, [*b'"']))
     assert rows[0] is not None
     assert {ord(char) for char in ", "} <= rows[0] <= {ord(char) for char in ", \t\r\n"}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_reasoning_s_calls_are_held_or_barred(choice: str) -> None:
+    """Strict tools that may be called are held from the first mark on; what has to be called is not
+    called in the reasoning before it.
+    """
+    strict = {"type": "function", "function": {**CITY.fields["function"], "strict": True}}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    body |= {"model": "small", "tools": [strict], "tool_choice": choice}
+    template = f"{LISTING}<｜User｜>{{{{ messages[0].content }}}}<｜Assistant｜><think>\n"
+    with (
+        closing(ChatFormat(VOCABULARY, template, BOS, EOS, "here")) as chat,
+        tool_model() as taught,
+    ):
+        model = replace(taught, chat=chat)
+        service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))
+        tenant = Tenant(salt_of(b"key"))
+        try:
+            work = asyncio.run(service.chat(json.dumps(body).encode(), "r", tenant))
+        finally:
+            service.close()
+    (asked,) = work.choices
+    assert asked.generation.sampling.grammar == held(
+        V31, Choosing((CITY,)), **{"is_opened" if choice == "auto" else "follows_reasoning": True}
+    )
+    marks = {VOCABULARY.control_ids[mark] for mark in (V31.calls_begin, V31.call_begin)}
+    (row,) = allowed(Follower(asked.generation.sampling.grammar, [*b"hm"]))
+    assert row is None if choice == "auto" else row is not None and not row & {*marks, END}
 
 
 # ---- what is looked at before ----

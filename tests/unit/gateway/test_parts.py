@@ -108,6 +108,16 @@ def test_any_cut_of_any_reply_adds_up_to_the_whole_one(name: str, data: st.DataO
     assert kept[0][1].content == at_once.content
 
 
+def test_calls_are_to_be_answered_though_a_stop_came_behind_them() -> None:
+    text = written(V31, ("weather", "[1]")) + " So halt."
+    ids = VOCABULARY.encode_controlled(text)
+    pieces = pieces_of(V31, ids, range(len(ids)), stops=("halt",))
+    for found in (message(pieces), whole_message(added(pieces))):
+        assert found["stop_reason"] == "tool_use"
+    plain = pieces_of(V31, VOCABULARY.encode_controlled("So halt."), (), stops=("halt",))
+    assert message(plain)["stop_reason"] == "stop_sequence"
+
+
 def test_parts_come_in_their_order() -> None:
     text = (
         f"<think>Two.</think>See.{written(V31, ('weather', '[1]'))} And {written(V31, ('f', ''))}."
@@ -122,7 +132,7 @@ def test_parts_come_in_their_order() -> None:
             (PartKind.TEXT, "", "See."),
             (PartKind.CALL, "weather", "[1]"),
             (PartKind.TEXT, "", " And "),
-            (PartKind.CALL, "f", ""),
+            (PartKind.CALL, "f", "{}"),
             (PartKind.TEXT, "", "."),
         ]
 

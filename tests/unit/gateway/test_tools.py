@@ -188,6 +188,42 @@ def _split(text: str) -> list[str]:
     return [part for part in text.split("\0") if part]
 
 
+BLANK = st.text(st.sampled_from(" \n\t"), max_size=3)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("is_closed", [True, False])
+@given(said=PLAIN, more=PLAIN, gap=BLANK, strays=st.lists(st.integers(0, 2), max_size=2))
+def test_what_is_said_beside_calls_comes_as_it_was_said(
+    format: ToolFormat, is_closed: bool, said: str, more: str, gap: str, strays: list[int]
+) -> None:
+    """Also where the list is left open, and where marks stand that begin nothing. What lies between
+    two calls is no text.
+    """
+    marks = [mark for mark in format.marks if mark not in (format.calls_begin, format.call_begin)]
+    stray = "".join(marks[at] for at in strays)
+    calls = written(format, ("weather", '{"city": 1}'), ("f", ""))
+    calls = calls.replace(
+        format.call_end + format.call_begin, format.call_end + gap + format.call_begin
+    )
+    if not is_closed:
+        calls = calls.removesuffix(format.calls_end)
+    text = f"{said}{stray}b{calls}{gap}a{more}{stray}b{gap}c"
+    found = read(VOCABULARY, format, VOCABULARY.encode_controlled(text))
+    assert found.content == f"{said}b{gap}a{more}b{gap}c"
+    assert found.calls == [["weather", '{"city": 1}'], ["f", "{}"]]
+
+
+def test_a_stop_behind_calls_ends_the_reply() -> None:
+    calls = Calls(V31, Choosing((WEATHER,)))
+    assembler = Assembler(VOCABULARY, sections=True, logprobs=True, stops=("halt",), calls=calls)
+    text = written(V31, ("weather", "{}")).removesuffix(V31.calls_end) + " Now halt. Or not."
+    ids = VOCABULARY.encode_controlled(text)
+    piece = assembler.push([Token("r", 0, i, token, None, -1.0) for i, token in enumerate(ids)])
+    assert (piece.content, piece.stop, piece.finish) == (" Now ", "halt", "tool_calls")
+    assert bytes(token.token for token in piece.content_tokens) == b" Now "
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=10_000 if FULL else 100)
 @given(data=st.data())
@@ -318,6 +354,79 @@ def test_a_conversation_with_calls_and_results(vocabulary: Vocabulary, chat: Cha
     )
     ids = chat.prompt(turns, max_tokens=100_000).ids
     assert ids.count(vocabulary.control_ids[V31.calls_begin]) == 1, "the result's is plain text"
+
+
+def _past(call: str, *, role: str = "m['tool_calls']") -> str:
+    """A template whose assistant's turns are `call` for each of `c`, or else the text."""
+    return (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+        "{% elif m['role'] == 'tool' %}{{ '<out ' + m['tool_call_id'] + '>' + m['content'] }}"
+        f"{{% elif {role} %}}{{{{ '<｜Assistant｜>' + (m['content'] or '') }}}}"
+        f"{{% for c in m['tool_calls'] %}}{{{{ {call} }}}}{{% endfor %}}{{{{ eos_token }}}}"
+        "{% else %}{{ '<｜Assistant｜>' + m['content'].strip() + eos_token }}{% endif %}{% endfor %}"
+    )
+
+
+_NAMED = "c.function.name + '(' + (c.function.arguments ARGUMENTS) + ')'"
+_TURN = '{"a": 1})g({"b": "<｜User｜>"})<end>'
+
+
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [
+        (_past(_NAMED.replace("ARGUMENTS", "")), f"Wait.f({_TURN}"),
+        # As DeepSeek-V3's and R1's first ones: calls are looked for where there is no text.
+        (
+            _past(_NAMED.replace("ARGUMENTS", ""), role="m['content'] is none"),
+            f"Wait.<end><｜Assistant｜>f({_TURN}",
+        ),
+        # As others have written DeepSeek-V3.1's.
+        (_past(_NAMED.replace("ARGUMENTS", "| tojson")), f"Wait.f({_TURN}"),
+        (
+            _past("c.id + c.function.arguments"),
+            'Wait.one{"a": 1}functions.g:7{"b": "<｜User｜>"}<end>',
+        ),
+    ],
+    ids=["plain", "no content", "parsed", "ids alone"],
+)
+def test_calls_are_rendered_in_the_form_the_template_takes(template: str, turn: str) -> None:
+    calls = (
+        PastCall("one", "f", '{"a": 1}'),
+        PastCall("functions.g:7", "g", '{"b": "<｜User｜>"}'),
+    )
+    vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", *V31.marks])
+    with closing(ChatFormat(vocabulary, template, BOS, EOS, "here")) as chat:
+        for said in ("Wait.", ""):
+            turns = [
+                Turn("user", "a"),
+                Turn("assistant", said, calls),
+                Turn("tool", "2", (), "one"),
+            ]
+            text = turn if said else turn.removeprefix("Wait.").removeprefix("<end><｜Assistant｜>")
+            ids = chat.prompt(turns, max_tokens=9999).ids
+            expected = f"<｜User｜>a<｜Assistant｜>{text}<out one>2".replace("<end>", EOS)
+            assert vocabulary.decode(ids) == expected
+            assert ids.count(vocabulary.control_ids["<｜User｜>"]) == 1
+
+
+def test_calls_of_a_chat_that_began_elsewhere_have_the_model_s_ids() -> None:
+    """Kimi-K2 is taught a call's name by its id alone."""
+    vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", *KIMI.marks])
+    turns = [
+        Turn("user", "a"),
+        Turn("assistant", "", (PastCall("toolu_1", "f", "{}"),)),
+        Turn("tool", "2", (), "toolu_1"),
+        Turn("assistant", "", (PastCall("functions.f:1", "f", "[]"), PastCall("x", "g", "{}"))),
+        Turn("tool", "3", (), "x"),
+    ]
+    with closing(
+        ChatFormat(vocabulary, _past("c.id + c.function.arguments"), BOS, EOS, "x")
+    ) as chat:
+        text = rendered(vocabulary, chat, turns)
+    assert text == (
+        "<｜User｜>a<｜Assistant｜>functions.f:0{}<eos><out functions.f:0>2"
+        "<｜Assistant｜>functions.f:1[]functions.g:2{}<eos><out functions.g:2>3"
+    ).replace("<eos>", EOS)
 
 
 def test_tools_follow_the_system_prompt_where_the_template_lists_none(
