@@ -373,7 +373,7 @@ class World:
         """
         if not isinstance(host, RankHost):
             unit = self.front.units.by_name.get(host.name) if self.fronts else None
-            if unit is None or unit.orphan_by_s is not None:
+            if unit is None or unit.orphan_s is not None:
                 self.kill_unit(
                     host.name
                 )  # The front does not miss it, or not this successor: the supervisor does.

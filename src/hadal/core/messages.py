@@ -681,6 +681,8 @@ class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     named: NamedBlocks
     rank: int
+    are_all: bool = False
+    """What could be found before can be found no more."""
 
 
 class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -91,10 +91,16 @@ class _Sent:
         self.generation = msgspec.structs.replace(
             self.generation,
             output=tuple(self.output),
-            attempt=self.generation.attempt + 1,
+            attempt=self.generation.attempt + ATTEMPTS_OF_A_FRONT,
             is_let_in=self.generation.is_let_in or is_seen,
         )
         return self.generation
+
+
+ATTEMPTS_OF_A_FRONT = 1 << 20
+"""More than a front tries a generation again: no attempt of the next one is taken for one that a
+unit still has of it.
+"""
 
 
 class FarHost(Doors):

@@ -29,7 +29,7 @@ from hadal.core.messages import (
 )
 from hadal.gateway import far_host, replies
 from hadal.gateway.auth import EVERYONE, Keys
-from hadal.gateway.far_host import FarHost
+from hadal.gateway.far_host import ATTEMPTS_OF_A_FRONT, FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, make_app
 from hadal.gateway.metrics import Metrics
@@ -297,7 +297,7 @@ def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: ServedModel
             it.start_front()
             assert text_of((await asking).text) == TEXT
             # What units may still say of it to the front before is not what they say to this one.
-            assert [one.attempt for one in it.units.submitted] == [1]
+            assert [one.attempt for one in it.units.submitted] == [ATTEMPTS_OF_A_FRONT]
 
     run(scene)
 

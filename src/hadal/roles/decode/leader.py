@@ -657,6 +657,7 @@ class DecodeLeader:
         is_first = not self._reporter.has_front
         if self._reporter.is_new_front(event):
             self.arrivals.clear()
+            self._tracer.forget()
             for slot in self.slots.key_to_slot.copy().values():
                 self.slots.close(slot, self._done_step_id)
             if not is_first:

@@ -376,8 +376,6 @@ RESERVE_S = 30.0
 """How much longer than a request may take, what it can cost is put aside: its gateway says what it
 did cost when all of the HTTP request has ended.
 """
-ORPHAN_S = 10.0
-"""How long a unit's requests wait for a leader that takes its ranks over."""
 RESUME_BATCH = 64
 """Requests in one message to it."""
 CLOSED_STATUS = 499
@@ -908,7 +906,7 @@ class Front:
         # Before any work is sent there: a unit drops what it has when it first hears of a front, so
         # a later FrontUp would cost it what this one had sent.
         self._send(message.unit, FrontUp(self._epoch))
-        is_successor = unit is not None and (unit.orphan_by_s is not None or bool(message.held))
+        is_successor = unit is not None and (unit.orphan_s is not None or bool(message.held))
         if (
             unit is not None
             and is_successor
@@ -951,7 +949,7 @@ class Front:
         if unit is None or unit.role != DECODE:
             self._unit_down(now_s, name, reason)
             return
-        self.units.orphaned(unit, now_s + ORPHAN_S)
+        self.units.orphaned(unit, now_s)
         for record in self.requests.on_unit(name):
             if record.state is not State.DECODING and not self.handover.drop_destination(
                 record, name

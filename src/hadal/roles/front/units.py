@@ -138,6 +138,10 @@ def _num_first(keys: array[int], known: Mapping[int, None]) -> int:
 _NOTHING: Mapping[str, int] = {}
 _SMOOTHING = 0.1
 """Weight of a step's tokens per request: that of its time, which they stand beside (roles/unit)."""
+ORPHAN_S = 10.0
+"""How long a unit's requests wait for a leader that takes its ranks over."""
+LAST_WORDS_S = 1.0
+"""How long a leader's reports may still come once it has ended."""
 
 
 @dataclass(slots=True)
@@ -179,22 +183,22 @@ class Unit:
     """Until when what it holds may stay, while nothing new is sent there (roles/front/front); None:
     it does not drain.
     """
-    orphan_by_s: float | None = None
-    """Until when what its ranks hold is kept for a new leader; None: they have one."""
+    orphan_s: float | None = None
+    """Since when what its ranks hold is kept for a new leader; None: they have one."""
 
     @property
     def num_ranks(self) -> int:
         """Ranks that live and are led. One that has not reported said that it is up, which it is
         with one at least.
         """
-        if self.orphan_by_s is not None:
+        if self.orphan_s is not None:
             return 0
         return self.load.num_ranks if self.load is not None else 1
 
     @property
     def is_open(self) -> bool:
         """New requests may be sent there."""
-        return self.drain_by_s is None and self.orphan_by_s is None
+        return self.drain_by_s is None and self.orphan_s is None
 
     def changed(self) -> None:
         """The unit is not as the policies saw it any more."""
@@ -310,15 +314,15 @@ class FrontUnits:
         )
         return [one for one in reversed(self._fingerprint_to_num) if one in prefill & decode]
 
-    def orphaned(self, unit: Unit, by_s: float) -> None:
+    def orphaned(self, unit: Unit, now_s: float) -> None:
         """A unit's leader is gone. Said again, it changes nothing."""
         unit.changed()
-        unit.orphan_by_s = by_s if unit.orphan_by_s is None else unit.orphan_by_s
+        unit.orphan_s = now_s if unit.orphan_s is None else unit.orphan_s
 
     def succeeded(self, unit: Unit, message: UnitUp, now_s: float) -> None:
         """A unit has a new leader, and what was sent there still counts."""
         unit.changed()
-        unit.epoch, unit.orphan_by_s, unit.seen_s, unit.load = message.epoch, None, now_s, None
+        unit.epoch, unit.orphan_s, unit.seen_s, unit.load = message.epoch, None, now_s, None
         unit.num_blocks, unit.num_requests_max = message.num_blocks, message.num_requests_max
         unit.num_blocks_request = message.num_blocks_request or message.num_blocks
         self.cache.up(message.unit, message.epoch, message.num_blocks)
@@ -329,13 +333,15 @@ class FrontUnits:
         return [
             unit.name
             for unit in units
-            if unit.orphan_by_s is not None and unit.orphan_by_s <= now_s
+            if unit.orphan_s is not None and unit.orphan_s + ORPHAN_S <= now_s
         ]
 
     def heard(self, unit: Unit, load: UnitReport, now_s: float) -> None:
         """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
         unit.seen_s = now_s
         unit.changed()
+        if unit.orphan_s is not None and unit.orphan_s + LAST_WORDS_S < now_s:
+            unit.orphan_s = None  # The one that ended led before: its successor was heard first.
         unit.load = load
         unit.num_blocks, unit.num_requests_max = load.num_blocks, load.num_requests_max
         unit.num_blocks_request = load.num_blocks_request or load.num_blocks
@@ -360,7 +366,7 @@ class FrontUnits:
         silent = {
             unit.name: now_s - unit.seen_s
             for unit in self.by_name.values()
-            if unit.orphan_by_s is None
+            if unit.orphan_s is None
         }
         return [
             (name, f"has sent no heartbeat for {silent[name]:.1f} s{self.suspects.why(name)}")
@@ -472,7 +478,7 @@ class FrontUnits:
         led = [
             unit
             for unit in self.of_role(DECODE)
-            if unit.orphan_by_s is None and unit.fingerprint == fingerprint
+            if unit.orphan_s is None and unit.fingerprint == fingerprint
         ]
         units = [unit for unit in led if unit.drain_by_s is None] or led
         for unit in units:

@@ -449,7 +449,7 @@ class PrefillCache:
         """A prompt's token is void, so what it attended to may be: nothing of its rank is found any
         more.
         """
-        self._pools[prompt.rank].forget_names()
+        self._pools.forget_names(prompt.rank)
 
     # ---- the end of an event ----
     def end_event(self) -> None:

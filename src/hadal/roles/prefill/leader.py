@@ -225,6 +225,7 @@ class PrefillLeader:
             case FrontUp():
                 if self._reporter.is_new_front(event):
                     self._drop_everything()
+                    self._tracer.forget()
                 self._out += self._reporter.up()
                 self.cache.say_all()
             case RankReset():

@@ -45,6 +45,8 @@ class RankPools:
         """
         self._unreported: dict[int, list[bytes]] | None = {} if reports_names else None
         """Names that came to each rank since `take_named`; None: nobody hears of them."""
+        self._forgot: set[int] = set()
+        """Ranks whose names before those were taken back."""
         self._num_blocks = num_blocks
         self._touched: set[int] = set()
         """Ranks of which something changed since `_settle`."""
@@ -103,6 +105,13 @@ class RankPools:
         """Give blocks back; the next `take_freed` says so."""
         self._freed.setdefault(rank, []).extend(self._allocators[rank].free(block_ids, owner))
 
+    def forget_names(self, rank: int) -> None:
+        """Let nothing of a rank be found any more, whoever owns it."""
+        self._allocators[rank].forget_names()
+        if self._unreported is not None:
+            self._forgot.add(rank)
+            self._unreported.setdefault(rank, [])
+
     def take_freed(self) -> list[Freed]:
         """Blocks that were freed or evicted since the last call, in one effect for each rank.
 
@@ -124,10 +133,11 @@ class RankPools:
         effects = []
         for rank, names in sorted((self._unreported or {}).items()):
             named = self._allocators[rank].named_as(names)
-            if named:
-                effects.append(Named(named_blocks(named), rank))
+            if named or rank in self._forgot:
+                effects.append(Named(named_blocks(named), rank, rank in self._forgot))
         if self._unreported:
             self._unreported.clear()
+        self._forgot.clear()
         return effects
 
     def _allocator(self, rank: int) -> BlockAllocator:
@@ -219,6 +229,7 @@ class RankPools:
         self.formation = event.formation
         for rank in {*event.lost, *event.fresh}:
             self.is_living[rank] = rank in event.fresh
+            self._forgot.discard(rank)
             self._allocators[rank].forget_names()
             num_evicted = self.num_evicted
             self._take_changes(rank)

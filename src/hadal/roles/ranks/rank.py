@@ -115,9 +115,11 @@ class RankHoldings:
         self._block_to_attempt_id: dict[int, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         self._unfetched: set[int] = set()
-        """Blocks read from disk that no plan has fetched yet: where the cache is not the pool, they
+        """Blocks read from disk that no step has fetched yet: where the cache is not the pool, they
         are not in it.
         """
+        self._fetching: deque[set[int]] = deque()
+        """What each step that is not done fetches, the oldest first: it may never run."""
         self._num_freed: Counter[int] = Counter()
         self._num_written = 0
         """Positions that a slot in the table all along may have had written."""
@@ -135,8 +137,9 @@ class RankHoldings:
         for flip in plan.flips:
             self._flip(flip)
         if not isinstance(plan, DecodePlan):
-            self._unfetched.difference_update(plan.fetches)
+            self._fetching.append(set(plan.fetches))
             return
+        self._fetching.append(set())
         for slot in plan.leaves:
             self._leave(slot)
         for join in plan.joins:
@@ -148,10 +151,17 @@ class RankHoldings:
         self._num_written += 1 + self._num_drafts
         self._num_drafts = plan.num_drafts
 
+    def stepped(self, *, has_run: bool) -> None:
+        """The oldest step that was not done is."""
+        fetched = self._fetching.popleft()
+        if has_run:
+            self._unfetched -= fetched
+
     def freed(self, block_ids: Sequence[int]) -> None:
         """What was in these blocks is gone, and with it the KV that they were a part of."""
         self._num_freed.update(block_ids)
-        self._unfetched.difference_update(block_ids)
+        for blocks in (self._unfetched, *self._fetching):
+            blocks.difference_update(block_ids)
         for block_id in block_ids:
             self._block_to_name.pop(block_id, None)
             attempt_id = self._block_to_attempt_id.get(block_id)
@@ -162,8 +172,10 @@ class RankHoldings:
         """Blocks are being read from disk."""
         self._unfetched.update(block_ids)
 
-    def name(self, named: NamedBlocks) -> None:
-        """Blocks can be found from now on."""
+    def name(self, named: NamedBlocks, *, are_all: bool = False) -> None:
+        """Blocks can be found from now on; `are_all`: no others."""
+        if are_all:
+            self._block_to_name.clear()
         self._block_to_name.update(names_of(named))
 
     def held(self) -> Held:
@@ -370,8 +382,8 @@ class RankRole:
             self.num_stale += 1  # Meant for the process that had the name before.
             return
         match effect:
-            case Named(named):
-                self._holdings.name(named)
+            case Named():
+                self._holdings.name(effect.named, are_all=effect.are_all)
                 return  # Only to be known here.
             case Freed(block_ids):
                 self._holdings.freed(block_ids)
@@ -389,6 +401,7 @@ class RankRole:
                 f"{self._name}: step {done.step_id} is done, but it is not the one that runs."
             )
         formation, _, taken_s = self._in_flight.popleft()
+        self._holdings.stepped(has_run=done.error is None)
         if formation != self.formation:
             self.num_stale += 1
             return

@@ -287,6 +287,11 @@ class Tracer:
         self._asked.popleft()
         return [Send("front", Trace(self._unit, asked.reply_id, tuple(asked.steps)))]
 
+    def forget(self) -> None:
+        """Whoever asked is gone: another front counts its requests from 1 as well."""
+        self._asked.clear()
+        self._in_flight.clear()
+
     def reset(self) -> None:
         """Steps in flight will not be done: others are recorded instead."""
         self._in_flight.clear()

@@ -18,6 +18,8 @@ from hadal.core.messages import (
     Pulled,
     Returned,
     Tokens,
+    Trace,
+    TraceRequest,
     UnitUp,
 )
 from hadal.core.plans import DecodePlan, Draw, Grammar, KvPulled, Sampling, StepDone
@@ -404,14 +406,19 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
 def test_a_new_front_finds_nothing_left() -> None:
     unit = leader(num_slots=2)
     unit.handle(0.0, FrontUp("f1"))
+    unit.handle(0.0, TraceRequest(1, 3))
     occupant(unit, "a", max_tokens=50)  # Computed.
     unit.handle(0.0, decode("b"))  # Pulling.
     unit.handle(0.0, decode("c"))  # Waiting.
     assert len(sent(unit.handle(0.0, FrontUp("f2")), UnitUp)) == 2  # Front and supervisor.
     unit.handle(0.1, KvPulled("b", 0, None))
     unit.handle(0.1, done(0, {0: 1}))
+    unit.handle(0.1, TraceRequest(1, 1))
     assert drawn(unit.handle(0.2, done(1, {0: 1}))) == []
     assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
+    occupant(unit, "d", max_tokens=50)
+    effects = [effect for step in (2, 3) for effect in unit.handle(0.3, done(step, {0: 1}))]
+    assert [len(trace.steps) for trace in sent(effects, Trace)] == [1]
 
 
 def test_the_same_message_twice_is_one_request() -> None:

@@ -41,7 +41,8 @@ from hadal.core.plans import NO_TOKEN
 from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
 from hadal.policy.admission import AGE_S, NO_VALLEY
 from hadal.policy.fairness import is_batch
-from hadal.roles.front.front import ORPHAN_S, Front
+from hadal.roles.front.front import Front
+from hadal.roles.front.units import LAST_WORDS_S, ORPHAN_S
 from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
 
@@ -613,6 +614,22 @@ def test_a_unit_that_no_leader_takes_over_is_down() -> None:
     made.handle(0.5 + ORPHAN_S, Tick())
     assert "decode-0" not in made.units.by_name
     assert made.requests.by_id["a"].attempt == 1
+    ok(made)
+
+
+def test_a_unit_whose_successor_was_heard_first_is_led() -> None:
+    """Supervisor and leader speak over connections of their own."""
+    made = decoding(front())
+    taken_over(made, 0.3, attempt_id(made, "a"))
+    made.handle(0.4, LeaderDown("decode-0", "killed"))
+    report = UnitReport("decode-0", "d2", 20, 1, 1, 4, 0)
+    made.handle(0.5, report)
+    assert made.snapshot().role_to_units["decode"] == {"decode-0": 0}, "it may be a dead one's last"
+    made.handle(0.5 + LAST_WORDS_S, report)
+    assert made.snapshot().role_to_units["decode"] != {"decode-0": 0}
+    made.handle(0.5 + ORPHAN_S, Tick())
+    assert made.requests.by_id["a"].state == "decoding"
+    assert made.totals.retries == 0
     ok(made)
 
 

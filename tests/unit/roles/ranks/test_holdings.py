@@ -96,11 +96,27 @@ def test_named_blocks_are_held_until_they_are_freed_and_not_before_they_are_fetc
     made.loaded((5,))
     made.name(NamedBlocks((4, 5), first + second, NO_NAME + first))
     assert made.held().named == NamedBlocks((4,), first, NO_NAME)
-    made.step(PrefillPlan(0, (), fetches=(5,)))
+    for has_run in (False, True):  # One that failed may not have come so far.
+        made.step(PrefillPlan(0, (), fetches=(5,)))
+        assert made.held().named == NamedBlocks((4,), first, NO_NAME)
+        made.stepped(has_run=has_run)
     assert made.held().named == NamedBlocks((4, 5), first + second, NO_NAME + first)
     made.freed((4,))
     assert made.held().named == NamedBlocks((5,), second, first)
+    made.name(NamedBlocks((), b"", b""), are_all=True)
+    assert made.held().named == NamedBlocks((), b"", b"")
     made.loaded((6,))
     made.freed((6,))  # It was not read after all, and is computed now.
     made.name(NamedBlocks((6,), first, NO_NAME))
     assert 6 in made.held().named.block_ids
+
+
+def test_what_is_read_anew_is_not_what_an_older_step_fetched() -> None:
+    made, name = holdings(), bytes([1]) * NAME_BYTES
+    made.loaded((5,))
+    made.step(PrefillPlan(0, (), fetches=(5,)))
+    made.freed((5,))
+    made.loaded((5,))
+    made.name(NamedBlocks((5,), name, NO_NAME))
+    made.stepped(has_run=True)
+    assert not made.held().named.block_ids

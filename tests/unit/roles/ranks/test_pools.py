@@ -103,13 +103,34 @@ def test_prefixes_are_what_a_look_at_every_rank_finds(seed: int) -> None:
             pools[rank].name(blocks, random_.choice(chains), random_.randint(0, 8 - num))
         pools.free(rank, blocks, "x")
         if random_.random() < 0.05:
-            pools[rank].forget_names()
+            pools.forget_names(rank)
         pools.take_freed()
         assert pools.check() == []
         for chain in chains:
             seen = {rank: len(pools[rank].lookup(chain)) for rank in range(4)}
             assert pools.prefixes(chain) == {rank: num for rank, num in seen.items() if num}, seed
         assert pools.prefixes(bytes(NAME_BYTES)) == pools.prefixes(b"") == {}
+
+
+def test_a_rank_hears_that_its_names_are_taken_back() -> None:
+    """Also those of blocks that somebody owns, which are not freed."""
+    pools = RankPools(9, 2, reports_names=True)
+    pools.reset(RankReset((), (0, 1), ("a", "b"), 1))
+    first, second = (extend(b"", b"", (number,) * 64, b"salt") for number in (1, 2))
+    blocks = pools[1].allocate(2, "x")
+    assert blocks is not None
+    pools[1].name(blocks[:1], first, 0)
+    assert pools.take_freed() == []
+    assert [told.are_all for told in pools.take_named()] == [False]
+    pools.forget_names(1)
+    pools[1].name(blocks[1:], second, 0)
+    assert pools.take_freed() == []
+    (told,) = pools.take_named()
+    assert (told.named.block_ids, told.rank, told.are_all) == ((blocks[1],), 1, True)
+    assert pools.take_freed() == pools.take_named() == []
+    pools.forget_names(1)
+    pools.reset(RankReset((), (1,), ("a", "c"), 2))
+    assert pools.take_named() == []
 
 
 def test_owners_and_holders_are_compared_block_by_block() -> None:

@@ -32,6 +32,7 @@ from hadal.core.plans import (
     KvPulled,
     Member,
     NamedBlocks,
+    PrefillPlan,
     Staged,
     StagePlan,
     StepDone,
@@ -234,6 +235,26 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
     assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == [], (
         "it asks for the process that was here before"
     )
+
+
+@pytest.mark.parametrize("error", [None, "PeerLost: aborted"])
+@pytest.mark.parametrize("is_void", [False, True])
+def test_what_a_step_that_failed_was_to_fetch_is_held_by_nobody(
+    error: str | None, *, is_void: bool
+) -> None:
+    """As the leader goes, which alone knew that it is to be fetched again."""
+    rank = formed_rank()
+    rank.handle(0.0, RankDo(ReadBlocks(1, bytes(16), (DiskLocation(2, 3),), (4,))))
+    rank.handle(0.0, BlocksRead(1, 1))
+    rank.handle(0.0, RankDo(Named(NamedBlocks((4,), bytes(NAME_BYTES), NO_NAME), 2)))
+    rank.handle(0.0, RankStep(1, PrefillPlan(0, (), fetches=(4,))))
+    (held,) = sent(rank.handle(0.0, RankWho("e1")), RankHeld)
+    assert not held.held.named.block_ids
+    if is_void:
+        rank.handle(0.0, form(2))
+    rank.handle(0.0, done(0, error=error))
+    (held,) = sent(rank.handle(0.0, RankWho("e1")), RankHeld)
+    assert held.held.named.block_ids == (() if error else (4,))
 
 
 def test_blocks_that_were_named_for_its_predecessor_are_none_of_its_own() -> None:
