@@ -61,10 +61,13 @@ class CallsForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in tokens. `thinks`: the reply starts inside the reasoning."""
+    """A prompt in tokens. `thinks`: the reply starts inside the reasoning; `has_thought`: and the
+    prompt ends there.
+    """
 
     ids: tuple[int, ...]
     thinks: bool = False
+    has_thought: bool = False
     prefix: str = ""
     """The beginning of the reply, which is the end of the prompt, and ..."""
     prefix_ids: tuple[int, ...] = ()
@@ -108,15 +111,16 @@ class ChatFormat:
         is_public: bool = False,
         choosing: Choosing = NO_TOOLS,
         prefix: str = "",
+        reasoning: str = "",
         opens_reply: bool = True,
         goes_on: bool = False,
         schema: dict[str, Any] | None = None,
     ) -> Prompt:
         """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public`
-        counts what may be shared with everybody. A reply that begins with `prefix` has no reasoning.
-        `opens_reply`: the template may say whose turn it is; `goes_on`: the prompt ends where the
-        last turn's text does, and the reply goes on from there. `schema`: what the answer has to
-        follow, for a template that shows it.
+        counts what may be shared with everybody. `reasoning`: what the reply's reasoning begins
+        with; a reply that begins with `prefix` has no other. `opens_reply`: the template may say
+        whose turn it is; `goes_on`: the prompt ends where the last turn's text does, and the reply
+        goes on from there. `schema`: what the answer has to follow, for a template that shows it.
 
         Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
         tokenise.
@@ -130,6 +134,7 @@ class ChatFormat:
             *(turn.call_id for turn in turns),
             *(value for value in kwargs.values() if isinstance(value, str)),
             prefix,
+            reasoning,
             json.dumps([given, schema], ensure_ascii=False),
         ]
         shield, end = _unused_chars(texts)
@@ -164,6 +169,13 @@ class ChatFormat:
                     "continue_final_message",
                 )
         thinks = not goes_on and text.rstrip().endswith(THINK_OPEN)
+        if reasoning and not thinks:
+            raise RequestError(
+                "reasoning_content: this reply has no reasoning to go on from; send thinking true"
+                " with a model that reasons, or leave it out.",
+                "messages",
+            )
+        text += self._shielded(reasoning, shield)
         if thinks and (thinking is False or prefix):
             text += f"\n{THINK_CLOSE}\n\n"
             thinks = False
@@ -176,6 +188,7 @@ class ChatFormat:
         return Prompt(
             tokens,
             thinks,
+            thinks and bool(reasoning),
             prefix,
             tuple(self._vocabulary.encode_plain(prefix)),
             self._num_public(turns, values, shield, tokens) if is_public else 0,

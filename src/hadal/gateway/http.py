@@ -815,8 +815,8 @@ def _generating(gateway: Gateway) -> list[Endpoint]:
         return Endpoint("POST", f"/v1{path}", handler, about, (path, *also))
 
     return [
-        made("chat", "/chat/completions", "chatcmpl-", chat, CHAT),
-        made("completions", "/completions", "cmpl-", completion, COMPLETION),
+        made("chat", "/chat/completions", "chatcmpl-", chat, CHAT, "/beta/chat/completions"),
+        made("completions", "/completions", "cmpl-", completion, COMPLETION, "/beta/completions"),
         made("messages", "/messages", "msg_", message, MESSAGES, "/anthropic/v1/messages"),
         made("responses", "/responses", responses.id_prefix, response, RESPONSES),
     ]

@@ -112,6 +112,10 @@ class ChatMessage(msgspec.Struct):
     audio: Any = None
     prefix: bool | None = None
     """DeepSeek's: the reply goes on where this message ends, which is an assistant's and the last."""
+    reasoning_content: str | None = None
+    """DeepSeek's, with `prefix`: what the reply's reasoning begins with. Nothing elsewhere, where
+    clients send back what they got.
+    """
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -441,6 +445,8 @@ class ChatAsk:
     choosing: Choosing = NO_TOOLS
     prefix: str = ""
     """What the reply begins with and goes on from."""
+    reasoning: str = ""
+    """What its reasoning begins with; without a prefix, the reply goes on from there."""
     opens_reply: bool = True
     goes_on: bool = False
     """It goes on from the last turn."""
@@ -484,9 +490,9 @@ def parse_chat(body: bytes) -> ChatAsk:
         value = kwargs.get(key)
         if thinking is None and isinstance(value, bool):
             thinking = value
-    turns, prefix = _turns(request.messages), ""
-    if request.messages[-1].prefix:
-        turns, prefix = turns[:-1], turns[-1].content
+    turns, prefix, reasoning = _turns(request.messages), "", ""
+    if (last := request.messages[-1]).prefix:
+        turns, prefix, reasoning = turns[:-1], turns[-1].content, last.reasoning_content or ""
     goes_on = bool(request.continue_final_message)
     if goes_on:
         _check_goes_on(request, turns)
@@ -502,6 +508,7 @@ def parse_chat(body: bytes) -> ChatAsk:
         template_kwargs=kwargs,
         choosing=choosing,
         prefix=prefix,
+        reasoning=reasoning,
         opens_reply=request.add_generation_prompt is not False,
         goes_on=goes_on,
     )

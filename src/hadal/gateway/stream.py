@@ -232,6 +232,7 @@ class Assembler:
         *,
         sections: bool,
         thinks: bool = False,
+        has_thought: bool = False,
         stops: tuple[str, ...] = (),
         min_tokens: int = 0,
         logprobs: bool = False,
@@ -239,7 +240,8 @@ class Assembler:
         stop_repetition: bool = False,
         calls: Calls | None = None,
     ) -> None:
-        """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning.
+        """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning;
+        `has_thought`: of which it has some.
         `calls`: set calls of tools apart; None: none are offered.
 
         `stop_repetition`: a text that goes round in circles ends, as one that
@@ -277,7 +279,7 @@ class Assembler:
         self._stop = Matcher(stops)
         self._min_tokens = min_tokens if stops else 0
         self._at_least = min_tokens
-        self._trim = sections and thinks
+        self._trim = sections and thinks and not has_thought
         """Newlines that follow a think mark are dropped until something else comes."""
         self._logprobs = logprobs
         self._token_ids = token_ids

@@ -19,7 +19,7 @@ from .scenes import CHAT, TEXT, error_of, events, play
 from .world import World
 
 
-@pytest.mark.parametrize("prefix", ["", "/v1"])
+@pytest.mark.parametrize("prefix", ["", "/v1", "/beta"])
 def test_chat(model: ServedModel, prefix: str) -> None:
     async def scene(it: World) -> None:
         reply = await it.client.post(f"{prefix}/chat/completions", json=CHAT)

@@ -226,6 +226,14 @@ def completion(**fields: Any) -> Any:
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
 )
+def test_a_prefix_may_have_a_reasoning() -> None:
+    thought = {"reasoning_content": "Two and"}
+    found = chat(messages=[*MESSAGES, {**PREFIX, **thought}])
+    assert (found.prefix, found.reasoning) == ("It is", "Two and")
+    found = chat(messages=[*MESSAGES, {"role": "assistant", "content": "a", **thought}])
+    assert (found.prefix, found.reasoning) == ("", ""), "what a client got and sends back"
+
+
 def test_chat_mistakes(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(**fields)

@@ -485,6 +485,25 @@ def test_a_reply_goes_on_from_a_prefix(vocabulary: Vocabulary, chat: ChatFormat)
     assert text == f"{BOS}<｜User｜>a<｜Assistant｜></think>It <｜User｜> is"
 
 
+def test_a_reply_goes_on_from_a_reasoning() -> None:
+    template = "{{ messages[-1]['content'] }}<｜Assistant｜>{% if thinking %}<think>\n{% endif %}"
+    with closing(ChatFormat(VOCABULARY, template, BOS, EOS, "here")) as chat:
+        for prefix, end in (("", ""), ("So", "\n</think>\n\nSo")):
+            prompt = chat.prompt(
+                [Turn("user", "a")],
+                max_tokens=9999,
+                thinking=True,
+                prefix=prefix,
+                reasoning="Two </think>\n",
+            )
+            text = f"a<｜Assistant｜><think>\nTwo </think>\n{end}"
+            assert VOCABULARY.decode(prompt.ids) == text
+            assert prompt.ids.count(VOCABULARY.control_ids["</think>"]) == bool(prefix)
+            assert prompt.thinks == prompt.has_thought == (not prefix)
+        with pytest.raises(RequestError, match="has no reasoning to go on from"):
+            chat.prompt([Turn("user", "a")], max_tokens=9999, reasoning="Two")
+
+
 def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
     vocabulary = vocabulary_of([BOS, EOS])
     with closing(ChatFormat(vocabulary, "{{ messages[0]['content'] }}", BOS, EOS, "x")) as chat:
