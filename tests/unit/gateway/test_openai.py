@@ -226,14 +226,6 @@ def completion(**fields: Any) -> Any:
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
 )
-def test_a_prefix_may_have_a_reasoning() -> None:
-    thought = {"reasoning_content": "Two and"}
-    found = chat(messages=[*MESSAGES, {**PREFIX, **thought}])
-    assert (found.prefix, found.reasoning) == ("It is", "Two and")
-    found = chat(messages=[*MESSAGES, {"role": "assistant", "content": "a", **thought}])
-    assert (found.prefix, found.reasoning) == ("", ""), "what a client got and sends back"
-
-
 def test_chat_mistakes(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(**fields)
@@ -548,3 +540,11 @@ def test_the_first_bodies_of_a_kind_are_read_by_several_threads(_: int) -> None:
         [sys.executable, "-c", READ_AT_ONCE], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout) == (0, "16\n"), ended.stderr
+
+
+def test_a_prefix_may_have_a_reasoning() -> None:
+    thought = {"reasoning_content": "Two and"}
+    found = chat(messages=[*MESSAGES, {**PREFIX, **thought}])
+    assert (found.prefix, found.reasoning) == ("It is", "Two and")
+    found = chat(messages=[*MESSAGES, {"role": "assistant", "content": "a", **thought}])
+    assert (found.prefix, found.reasoning) == ("", ""), "what a client got and sends back"
