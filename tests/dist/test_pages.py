@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,15 @@ def test_a_chat_thinks_answers_and_is_kept_by_the_browser(server: Server, browse
         page.hover(".h-asked-row >> nth=0")
         page.locator("[aria-label=Edit]").first.click()
         expect(page.locator("#h-input")).to_have_value("What is 12 + 30?")
+        expect(page.locator(".h-editing")).to_be_visible()
+        page.click("[aria-label='Keep it']")
+        expect(page.locator(".h-editing")).to_be_hidden()
+        page.locator("[aria-label=Edit]").first.click()
+        expect(page.locator(".h-asked-text")).to_have_count(2)
         page.press("#h-input", "Shift+Enter")
         assert page.input_value("#h-input").count("\n") == 1, "a new line, and nothing is sent"
         ask(page, "What is 13 + 30?")
+        expect(page.locator(".h-asked-text")).to_have_count(1)
         done(page)
         expect(page.locator(".h-md").last).to_contain_text("43")
         page.keyboard.press("Alt+KeyN")
@@ -402,10 +408,50 @@ def test_a_key_is_forgotten(browser: Browser) -> None:
                 expect(page.locator("#h-input")).to_be_visible(timeout=WAIT_MS)
             else:
                 expect(page.locator(".h-tabs")).to_be_visible(timeout=WAIT_MS)
-            assert page.evaluate("localStorage.getItem('hadal.key')") == "mine"
+            kept = "Object.values(localStorage).filter((text) => text === 'mine').length"
+            assert page.evaluate(kept) == 1
             forget.click()
             expect(page.locator(".h-door")).to_be_visible(timeout=WAIT_MS)
-            assert page.evaluate("localStorage.getItem('hadal.key')") is None
+            assert page.evaluate(kept) == 0
+
+
+def test_nothing_is_lost_while_the_server_is_away_or_another_page_asks(browser: Browser) -> None:
+    with caller() as model, ExitStack() as stack:
+        ids = model.vocabulary.encode_controlled("Here.\n```html\n<style>* { display: none }")
+        end = model.vocabulary.control_ids[EOS]
+
+        def script(generation: Generation, index: int) -> int:
+            return ids[index] if index < len(ids) else end
+
+        options: dict[str, Any] = {"has_heartbeat": True, "keys": ("mine",)}
+        with serving(model, script, **options) as gateway:
+            pages = stack.enter_context(child("--url", gateway.url))
+            page = stack.enter_context(looking(browser, pages))
+            page.fill(".h-door input", "mine")
+            page.press(".h-door input", "Enter")
+            ask(page, "first")
+            done(page)
+            other = page.context.new_page()
+            other.goto(pages)
+            other.click(".h-row-title")
+            ask(other, "second")
+            done(other, 2)
+            asked = page.locator(".h-asked-text")
+            expect(asked).to_have_text(["first", "second"], timeout=WAIT_MS)
+            other.close()
+            ask(page, "third")
+            done(page, 3)
+            port = gateway.address[1]
+        page.click("[aria-label=Regenerate]")
+        expect(page.locator(".q-notification")).to_contain_text("connection to the server broke")
+        done(page, 3)
+        page.reload()
+        expect(page.locator(".h-door h1")).to_have_text("No server", timeout=WAIT_MS)
+        with serving(model, script, port=port, **options):
+            page.click(".h-door .h-primary")
+            page.click(".h-row-title")
+            expect(asked).to_have_text(["first", "second", "third"], timeout=WAIT_MS)
+            expect(page.locator(".h-md pre").last).to_contain_text("<style>")
 
 
 def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
@@ -558,6 +604,7 @@ def test_keys_guard_chat_and_console(start_server: StartServer, browser: Browser
         page.fill(".h-door input", "runs-all")
         page.press(".h-door input", "Enter")
         expect(page.locator(".h-unit", has_text="decode-0")).to_be_visible(timeout=WAIT_MS)
+        assert page.evaluate("localStorage.getItem('hadal.key')") == "asks-only", "the chat's own"
     assert httpx.get(f"{server.url}/status").status_code == 401
     refused = httpx.get(url, headers={"Host": "evil.example"})
     assert refused.status_code == 403

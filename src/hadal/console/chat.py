@@ -15,7 +15,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from markdown_it import MarkdownIt
 from nicegui import background_tasks, ui
+from pygments import highlight  # type: ignore[import-untyped]
+from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 
 from hadal.console import tools
 from hadal.console.asking import AskError, Asking
@@ -69,8 +74,7 @@ class AnswerView:
             self._thinking.set_visibility(False)
             self._note = ui.label("").classes("h-muted")
             self._note.set_visibility(False)
-            self._content = ui.markdown("", extras=["fenced-code-blocks", "tables"])
-            self._content.classes("h-md")
+            self._content = ui.html("").classes("h-md")
             self._calls = ui.element("div").classes("h-calls")
             self._error = ui.label("").classes("h-bad")
             self._error.set_visibility(False)
@@ -95,7 +99,7 @@ class AnswerView:
                 "Thinking …" if is_thinking else f"Thought for {answer.thought_s:.1f} s"
             )
         if answer.content != self._shown[1]:
-            self._content.set_content(answer.content)
+            self._content.set_content(rendered(answer.content))
         self._shown = (answer.thinking, answer.content)
         calls = [(call.name, call.arguments, call.result) for call in answer.calls]
         if calls != self._shown_calls:
@@ -125,6 +129,33 @@ class AnswerView:
             words.append("cut at the limit of its length")
         with self.foot:
             ui.label(" · ".join(words)).classes("h-stats")
+
+
+def _coloured(code: str, language: str, _: str) -> str:
+    try:
+        lexer = get_lexer_by_name(language or "text")
+    except ClassNotFound:
+        lexer = get_lexer_by_name("text")
+    return str(highlight(code, lexer, HtmlFormatter(nowrap=True)))
+
+
+_MARKDOWN = MarkdownIt("js-default", {"highlight": _coloured}).disable("image")
+
+
+def rendered(text: str) -> str:
+    """HTML of what a model wrote. HTML in it is text, as all of it; and a block of code is one from
+    its first line on, whether or not its end has come.
+    """
+    return str(_MARKDOWN.render(text))
+
+
+def _code_styles() -> str:
+    """Colours of code, in light and dark."""
+    light, dark = (
+        HtmlFormatter(nobackground=True, style=style).get_style_defs(f"{where}.h-md pre")
+        for style, where in (("default", ""), ("github-dark", ".body--dark "))
+    )
+    return f"{light}\n{dark}"
 
 
 def _show_call(call: ToolRun, *, is_over: bool) -> None:
@@ -172,12 +203,15 @@ class ChatPage:
         self._now = _new()
         self._opening = ""
         """The one whose turns are on their way."""
+        self._editing: int | None = None
+        """The turn in whose place the next question is asked; None: it is asked behind all."""
         self._task: asyncio.Task[Any] | None = None
         self._is_running = False
 
     async def build(self) -> None:
         """Make the page, and fill it when the browser is there."""
         head("Hadal")
+        ui.add_head_html(f"<style>{_code_styles()}</style>")
         self._client = ui.context.client
         self._client.on_delete(self._closed)
         # Not the client of the moment: what was clicked may be gone by the time it acts.
@@ -191,9 +225,8 @@ class ChatPage:
         self._body = ui.element("main").classes("h-chat")
         await self._client.connected(timeout=30.0)
         await self._bar.remember()
-        door = Door(
-            "This server answers those who have a key. It stays in this browser.", self._knock
-        )
+        what = "This server answers those who have a key. It stays in this browser."
+        door = Door("chat", what, self._knock)
         with self._body:
             await door.open(self._body, self._enter)
 
@@ -204,13 +237,16 @@ class ChatPage:
         self._key = key
         self._bar.show_key(key)
         self._bar.model.set_text(self._model)
-        self._all = read_list(
-            await self._client.run_javascript(
-                f"return hadal.kept({json.dumps(_PREFIX)}, {_MAX_LISTED})", timeout=_JS_S
-            )
-        )
+        self._all = await self._listed()
         self._layout()
         self._show()
+
+    async def _listed(self) -> list[KeptChat]:
+        """What the browser keeps."""
+        found = await self._client.run_javascript(
+            f"return hadal.kept({json.dumps(_PREFIX)}, {_MAX_LISTED})", timeout=_JS_S
+        )
+        return read_list(found)
 
     # ---- the page ----
     def _layout(self) -> None:
@@ -227,10 +263,16 @@ class ChatPage:
             with self._scroll:
                 self._turns = ui.element("div").classes("h-turns").props('aria-live="polite"')
             with ui.element("div").classes("h-composer-wrap"):
+                with ui.element("div").classes("h-editing") as self._editing_note:
+                    ui.label("Asks again from here. What follows goes once this is sent.")
+                    leave = ui.element("button").classes("h-icon").props('aria-label="Keep it"')
+                    with leave.on("click", self._keep_what_follows):
+                        ui.icon("close")
                 self._composer()
         keys = ui.element("div").classes("h-none")
         keys.on("new", self.new)
         keys.on("stop", self.stop)
+        keys.on("kept", self._kept_elsewhere, args=["detail"])
         self._client.run_javascript(f"hadal.keys({keys.id})")
 
     def _composer(self) -> None:
@@ -256,7 +298,7 @@ class ChatPage:
                 self._send.on(
                     "click",
                     self._sent,
-                    js_handler="() => hadal.send(document.getElementById('h-input'), emit)",
+                    js_handler="() => hadal.send(hadal.field(), emit)",
                 )
                 with self._send:
                     ui.icon("arrow_upward")
@@ -288,6 +330,7 @@ class ChatPage:
         if self._now.system.strip():
             words.append("system prompt")
         self._settings_label.set_text(", ".join(words) or "Settings")
+        self._editing_note.set_visibility(self._editing is not None)
         self._state(is_running=self._is_running)
         self._client.run_javascript("hadal.bottom(); hadal.focus()")
 
@@ -358,7 +401,7 @@ class ChatPage:
         self._stop.set_visibility(is_running)
 
     def _copy(self, text: str) -> None:
-        self._client.run_javascript(f"navigator.clipboard.writeText({json.dumps(text)})")
+        self._client.run_javascript(f"hadal.copy({json.dumps(text)})")
 
     def _show_list(self) -> None:
         self._client.run_javascript("document.body.classList.toggle('h-list-open')")
@@ -370,7 +413,7 @@ class ChatPage:
     def new(self) -> None:
         """Begin another conversation, with the settings of this one."""
         self._leave()
-        self._opening = ""
+        self._opening, self._editing = "", None
         before, self._now = self._now, _new()
         self._now.system, self._now.temperature = before.system, before.temperature
         self._now.has_tools = before.has_tools
@@ -387,14 +430,20 @@ class ChatPage:
         if not text.strip() or self._is_running:
             return
         self._opening = ""
+        if self._editing is not None:
+            del self._now.turns[self._editing :]
+            self._editing = None
+            self._now.title = self._now.title if self._now.turns else ""
         self._now.ask(text)
-        self._begin()
+        self._keep(self._now)
+        self._begin([])
 
     def regenerate(self) -> None:
-        """Have the last question answered anew."""
+        """Have the last question answered anew. What answered it goes when something comes."""
         if self._now.turns and not self._is_running:
-            self._now.turns[-1].answers.clear()
-            self._begin()
+            turn = self._now.turns[-1]
+            before, turn.answers = turn.answers, []
+            self._begin(before)
 
     def _sent(self, event: Any) -> None:
         self.ask(str(event.args))
@@ -414,6 +463,7 @@ class ChatPage:
             return
         self._leave()
         self._loaded[one.id] = self._now = found
+        self._editing = None
         self._hide_list()
         self._show()
 
@@ -437,30 +487,47 @@ class ChatPage:
         store(self._client, _PREFIX + one.id, "")
         if one.id == self._now.id:
             self._leave()
-            self._now = _new()
+            self._now, self._editing = _new(), None
         self._show()
 
+    async def _kept_elsewhere(self, event: Any) -> None:
+        """Another page of this browser changed a conversation: what is here of it is old."""
+        chat_id = str(event.args["detail"])
+        self._all = await self._listed()
+        if chat_id != self._now.id:
+            self._loaded.pop(chat_id, None)
+        elif not self._is_running:
+            found = await self._read(chat_id)
+            if found is not None and chat_id == self._now.id and not self._is_running:
+                self._loaded[chat_id] = self._now = found
+        with self._body:
+            self._show()
+
     def _edit(self, number: int) -> None:
-        """Take a question back into the field, and forget what followed it."""
+        """Take a question into the field: it and what followed go once another is sent."""
         if self._is_running:
             return
+        self._editing = number
+        self._editing_note.set_visibility(True)
         text = self._now.turns[number].asked
-        del self._now.turns[number:]
-        if not self._now.turns:
-            self._now.title = ""
-        self._keep(self._now)
-        self._show()
         self._client.run_javascript(f"hadal.fill({json.dumps(text)})")
+
+    def _keep_what_follows(self) -> None:
+        self._editing = None
+        self._editing_note.set_visibility(False)
+        self._client.run_javascript("hadal.fill('')")
 
     def _settings(self) -> None:
         now = self._now
         with ui.dialog() as dialog, ui.card().classes("h-card"):
+            dialog.on("hide", dialog.delete)
             ui.html("<h2>This conversation</h2>")
             system = ui.textarea("System prompt", value=now.system)
             system.props(f"outlined autogrow maxlength={_PIECE_CHARS}")
             system.classes("h-field")
             own = ui.switch("The model's own temperature", value=now.temperature is None)
-            slider = ui.slider(min=0, max=2, step=0.05, value=now.temperature or 0.6)
+            temperature = 0.6 if now.temperature is None else now.temperature
+            slider = ui.slider(min=0, max=2, step=0.05, value=temperature)
             slider.props("label").bind_enabled_from(own, "value", backward=lambda value: not value)
             has_tools = ui.switch("Tools: arithmetic, countries, units", value=now.has_tools)
             if not self._can_call:
@@ -504,21 +571,28 @@ class ChatPage:
         store(self._client, _PREFIX + conversation.id, text)
         return len(text)
 
-    def _begin(self) -> None:
-        self._is_running = True
-        self._keep(self._now)
+    def _begin(self, before: list[ChatAnswer]) -> None:
+        self._is_running, self._editing = True, None
         self._show()
-        self._task = background_tasks.create(self._run(self._now))
+        self._task = background_tasks.create(self._run(self._now, before))
 
-    async def _run(self, conversation: Conversation) -> None:
-        """Have the last question answered, carrying out what the model calls in between."""
+    async def _run(self, conversation: Conversation, before: list[ChatAnswer]) -> None:
+        """Have the last question answered, carrying out what the model calls in between. `before`:
+        what answers it if nothing comes.
+        """
         turn = conversation.turns[-1]
         try:
             for _ in range(_MAX_ROUNDS):
                 answer = await self._answer(conversation, turn)
                 if not answer.wants_results:
                     break
+            else:
+                answer.error = f"{_MAX_ROUNDS} rounds of tools are enough for one question."
         finally:
+            has_come = any(one.content or one.thinking or one.calls for one in turn.answers)
+            why = next((one.error for one in turn.answers if one.error), "")
+            if before and not has_come:
+                turn.answers = before
             if conversation.id in self._loaded:  # Neither deleted nor its page gone.
                 self._keep(conversation)
             if self._now is conversation and self._task in (None, asyncio.current_task()):
@@ -526,6 +600,8 @@ class ChatPage:
                 self._task = None
                 with self._body:
                     self._show()
+                    if before and not has_come and why:
+                        ui.notify(why, type="negative")
 
     async def _answer(self, conversation: Conversation, turn: ChatTurn) -> ChatAnswer:
         with self._turns:

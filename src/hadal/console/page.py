@@ -327,28 +327,28 @@ class Picker:
     def __init__(self, choose: Callable[[str], None]) -> None:
         self._choose = choose
         self._box = ui.element("div").classes("h-picker").props('role="tablist"')
-        self._names: list[str] = []
+        self._labels: dict[str, str] = {}
         self.chosen = ""
 
     def offer(self, names: Sequence[str], labels: Sequence[str] = ()) -> None:
         """What can be chosen now; the first is, if what was is not among them."""
-        if list(names) == self._names:
+        name_to_label = dict(zip(names, labels or names, strict=True))
+        if list(name_to_label.items()) == list(self._labels.items()):
             return
-        self._names = list(names)
+        self._labels = name_to_label
         if self.chosen not in names:
             self.chosen = names[0] if names else ""
-        self._labels = dict(zip(names, labels or names, strict=True))
         self._draw()
 
     def _draw(self) -> None:
         self._box.clear()
         with self._box:
-            for name in self._names:
+            for name, label in self._labels.items():
                 button = ui.element("button").on("click", lambda name=name: self._pick(name))
                 if name == self.chosen:
                     button.classes("h-picked")
                 with button:
-                    ui.label(self._labels[name])
+                    ui.label(label)
 
     def _pick(self, name: str) -> None:
         self.chosen = name
@@ -416,9 +416,16 @@ class ExpertsPanel:
             )
             return
         found = overview.experts.get(self._units.chosen)
-        self._nothing.set_content("" if found else figures.empty("A moment", "The unit is asked."))
+        self._body.set_visibility(found is not None)
         if found is None:
+            said = (
+                "It is asked."
+                if not frame.place
+                else "The recording has other units' experts alone."
+            )
+            self._nothing.set_content(figures.empty(f"Nothing of {self._units.chosen} yet", said))
             return
+        self._nothing.set_content("")
         self._ranks.show(found.rank_loads)
         self._experts.show(found.expert_loads)
         self._last = {str(move.number): move for move in reversed(found.moves)}
@@ -547,6 +554,19 @@ class StepsPanel:
         )
 
 
+def _unknown(frame: ConsoleFrame) -> tuple[str, str] | tuple[()]:
+    """What is said of what the server's own host alone knows, where the pages run elsewhere."""
+    if frame.status is not None:
+        return ()
+    if frame.place:
+        return (
+            "Not in this recording",
+            "A simulation has no processes, no logs and no ledger's file.",
+        )
+    where = "hadal console, run on the host of the server, shows it."
+    return "Known on the server's host alone", where
+
+
 class FleetPanel:
     """Demand and forecast, how many units there are, and why."""
 
@@ -570,9 +590,12 @@ class FleetPanel:
             self._facts.set_content("")
             self._changes.set_content(
                 figures.empty(
-                    "The number of units is fixed",
-                    'With mode = "auto" in the [fleet] table, units come when more is asked for'
-                    " than they can take, and go when they are not needed. Each decision is told here.",
+                    *_unknown(frame)
+                    or (
+                        "The number of units is fixed",
+                        'With mode = "auto" in the [fleet] table, units come when more is asked for'
+                        " than they can take, and go when they are not needed. Each decision is told here.",
+                    ),
                 )
             )
             return
@@ -629,12 +652,15 @@ class MoneyPanel:
         total = money.get("hour")
         self._grid.set_visibility(bool(total))
         if not total:
-            why = str(money.get("problem") or "")
             self._facts.set_content(
                 figures.empty(
-                    "No ledger",
-                    why
-                    or "Give the [ledger] table a url, and every answer's tokens, cost and income are written there.",
+                    *_unknown(frame)
+                    or (
+                        "No ledger",
+                        str(money.get("problem") or "")
+                        or "Give the [ledger] table a url, and every answer's tokens, cost and income"
+                        " are written there.",
+                    )
                 )
             )
             return
@@ -642,7 +668,7 @@ class MoneyPanel:
             figures.facts(
                 (
                     (
-                        "Income, 24 h",
+                        "Income" if frame.place else "Income, 24 h",
                         figures.dollars(total["income_usd"]),
                         f"{total['requests']:,} requests",
                     ),
@@ -755,6 +781,10 @@ class ProblemsPanel:
         self._now.set_content(
             figures.table(("",), [(text,) for text in dict.fromkeys(said[:40])])
             if said
+            else figures.empty(
+                "All is well", "What answers here says of nothing that it is missing."
+            )
+            if status is None
             else figures.empty("All is well", "Every process that is wanted works.")
         )
         ends = [
@@ -765,7 +795,11 @@ class ProblemsPanel:
             figures.table(("time", "process", "how", ""), ends, num_text=4)
             if ends
             else figures.empty(
-                "Nothing has ended", "A process that dies is started again, and told of here."
+                *_unknown(frame)
+                or (
+                    "Nothing has ended",
+                    "A process that dies is started again, and told of here.",
+                )
             )
         )
         lines = [
@@ -776,7 +810,8 @@ class ProblemsPanel:
             figures.table(("time", "process", "", "what"), lines, num_text=4)
             if lines
             else figures.empty(
-                "None", "What processes warn of is gathered here; hadal logs has all they say."
+                *_unknown(frame)
+                or ("None", "What processes warn of is gathered here; hadal logs has all they say.")
             )
         )
 
@@ -799,6 +834,7 @@ class ConsolePage:
         await client.connected(timeout=30.0)
         await self._bar.remember()
         door = Door(
+            "console",
             "The console shows what all tenants do together, so it opens with a key that has the"
             " right to operate.",
             self._feed.source.check,

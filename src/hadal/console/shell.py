@@ -17,7 +17,11 @@ from hadal.console.asking import AskError
 
 STATIC = Path(__file__).with_name("static")
 _ASSETS = "/assets"
-_KEY, _DARK = "hadal.key", "hadal.dark"
+_DARK = "hadal.dark"
+_PAGE_TO_KEY = {"chat": "hadal.key", "console": "hadal.operator_key"}
+"""Under which names the browser keeps the keys: whoever operates the server need not pay for what
+its own chats cost.
+"""
 _JS_S = 10.0
 """How long a browser may take to answer a question about what it keeps."""
 
@@ -57,6 +61,7 @@ class TopBar:
 
     def __init__(self, here: str) -> None:
         """`here`: "chat" or "console"."""
+        self._here = here
         self.dark = ui.dark_mode(None)
         with ui.element("header").classes("h-bar"):
             self.left = ui.element("div").classes("h-bar-left")
@@ -90,15 +95,17 @@ class TopBar:
         """Take up light or dark as it was chosen; else as the system has it."""
         kept = await stored(_DARK)
         self.dark.set_value({"1": True, "0": False}.get(kept))
-        self.show_key(await stored(_KEY))
+        self.show_key(await stored(_PAGE_TO_KEY[self._here]))
 
     def show_key(self, key: str) -> None:
         """A key that the browser keeps can be forgotten."""
         self._forget.set_visibility(bool(key))
 
     def _forget_key(self) -> None:
-        """And what was seen with it: the page begins anew."""
-        ui.run_javascript(f"hadal.store({json.dumps(_KEY)}, ''); location.reload()")
+        """Both, and what was seen with them: the page begins anew."""
+        for name in _PAGE_TO_KEY.values():
+            store(ui.context.client, name, "")
+        ui.run_javascript("location.reload()")
 
     async def _toggle(self) -> None:
         is_dark = await ui.run_javascript(
@@ -111,29 +118,38 @@ class TopBar:
 class Door:
     """Asks for a key where the server needs one, and keeps asking until one is let in."""
 
-    def __init__(self, what: str, try_key: Callable[[str], Awaitable[None]]) -> None:
-        """`what`: the key is for; `try_key` raises AskError for one that is not let in."""
+    def __init__(self, page: str, what: str, try_key: Callable[[str], Awaitable[None]]) -> None:
+        """`page`: "chat" or "console"; `what`: the key is for; `try_key` raises AskError for one
+        that is not let in.
+        """
+        self._name = _PAGE_TO_KEY[page]
         self._what = what
         self._try = try_key
 
     async def open(self, into: ui.element, then: Callable[[str], Awaitable[None]]) -> None:
-        """Call `then` with a key that is let in: at once, or after the form in `into` was filled."""
-        kept = await stored(_KEY)
+        """Call `then` with a key that is let in: at once, or after the form in `into` was filled. A
+        page without a key of its own tries the other's.
+        """
+        names = sorted(_PAGE_TO_KEY.values(), key=lambda name: name != self._name)
+        kept = [await stored(name) for name in names]
+        key = kept[0] or kept[1]
         try:
-            await self._try(kept)
+            await self._try(key)
         except AskError as error:
-            self._form(into, then, error, is_first=not kept)
+            self._form(into, then, error, key, is_first=not key)
             return
-        await then(kept)
+        await then(key)
 
     def _form(
         self,
         into: ui.element,
         then: Callable[[str], Awaitable[None]],
         error: AskError,
+        kept: str,
         *,
         is_first: bool,
     ) -> None:
+        """`kept`: the key that was tried; `is_first`: there was none."""
         into.clear()
         is_refused = error.status in (401, 403)
         with into, ui.element("form").classes("h-door").on("submit.prevent", lambda: None):
@@ -145,14 +161,17 @@ class Door:
             said = ui.label("" if is_first or not is_refused else str(error)).classes("h-bad")
 
             async def enter() -> None:
-                key = str(field.value or "").strip()
+                key = str(field.value or "").strip() if is_refused else kept
                 try:
                     await self._try(key)
                 except AskError as refusal:
-                    said.set_text(str(refusal))
+                    if refusal.status in (401, 403) and not is_refused:
+                        self._form(into, then, refusal, kept, is_first=is_first)
+                    else:
+                        said.set_text(str(refusal))
                     return
                 if is_refused:
-                    store(ui.context.client, _KEY, key)
+                    store(ui.context.client, self._name, key)
                 into.clear()
                 with into:
                     await then(key)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation, Overflow, localcontext
 from typing import Any
@@ -15,6 +16,10 @@ from typing import Any
 _MAX_DIGITS = 50
 """Figures of a result; more are rounded."""
 _MAX_POWER = 1000
+_MAX_CHARS = 100
+"""Of a number."""
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
+"""Commas that part thousands, and nothing else."""
 
 
 class ToolError(Exception):
@@ -32,11 +37,14 @@ def calculate(arguments: dict[str, Any]) -> str:
     with localcontext(prec=_MAX_DIGITS) as context:
         context.traps[Overflow] = True
         try:
-            return _shown(_OPERATIONS[op](a, b))
+            found = _OPERATIONS[op](a, b)
         except ZeroDivisionError:
             raise ToolError("Nothing can be divided by zero.") from None
         except (InvalidOperation, Overflow):
-            raise ToolError(f"{a} {op} {b} has no result that can be written down.") from None
+            found = Decimal("nan")
+    if not found.is_finite():
+        raise ToolError(f"{a} {op} {b} has no result that can be written down.")
+    return _shown(found)
 
 
 _OPERATIONS: dict[str, Callable[[Decimal, Decimal], Decimal]] = {
@@ -115,7 +123,10 @@ def convert(arguments: dict[str, Any]) -> str:
     with localcontext(prec=_MAX_DIGITS):
         base = value * Decimal(factor) + Decimal(zero)
         try:
-            return _shown(round((base - Decimal(other_zero)) / Decimal(other_factor), 6))
+            found = (base - Decimal(other_zero)) / Decimal(other_factor)
+            # Of small measures six figures; of a temperature's sum what its terms are known to.
+            places = max(6, 5 - found.adjusted()) if found and quantity != "temperature" else 6
+            return _shown(round(found, places))
         except InvalidOperation:
             raise ToolError(f"{value} {units[0]} has too many digits.") from None
 
@@ -186,7 +197,7 @@ def run(name: str, arguments: str) -> str:
     if tool is None:
         raise ToolError(f"There is no tool {name[:60]!r}; there are {', '.join(_TOOLS)}.")
     try:
-        given = json.loads(arguments or "{}")
+        given = json.loads(arguments or "{}", parse_float=Decimal)
     except (ValueError, RecursionError):
         raise ToolError("The arguments are no JSON.") from None
     if not isinstance(given, dict):
@@ -240,10 +251,13 @@ DEFINITIONS = [
 
 def _number(arguments: dict[str, Any], name: str) -> Decimal:
     value = arguments.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, int | Decimal | str):
         raise ToolError(f"{name} is missing; a number is needed.")
+    text = str(value).strip()
+    if _THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
     try:
-        number = Decimal(str(value).replace(",", "").strip()[:100])
+        number = Decimal(text if len(text) <= _MAX_CHARS else "nan")
     except InvalidOperation:
         number = Decimal("nan")
     if not number.is_finite() or abs(number.adjusted()) > 300:

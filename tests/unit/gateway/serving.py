@@ -27,9 +27,13 @@ class Serving:
 
 
 @contextmanager
-def serving(model: ServedModel, script: Script, **options: Any) -> Iterator[Serving]:
-    """Serve until the block ends; then everything must have ended by itself."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def serving(
+    model: ServedModel, script: Script, *, port: int = 0, **options: Any
+) -> Iterator[Serving]:
+    """Serve until the block ends; then everything must have ended by itself. `port`: 0 for a free
+    one.
+    """
+    listener = socket.create_server(("127.0.0.1", port))
     address = listener.getsockname()
     ready = threading.Event()
     shared: dict[str, Any] = {}

@@ -57,14 +57,24 @@ window.hadal = {
     field.value = "";
     hadal.grow(field);
   },
+  field: () => document.getElementById("h-input"),
+  // A browser lets pages that came over plain HTTP from elsewhere copy in the old way alone.
+  copy(text) {
+    if (navigator.clipboard) return navigator.clipboard.writeText(text);
+    const field = Object.assign(document.createElement("textarea"), { value: text });
+    document.body.append(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+  },
   fill(text) {
-    const field = document.getElementById("h-input");
+    const field = hadal.field();
     field.value = text;
     hadal.grow(field);
     field.focus();
   },
   focus() {
-    const field = document.getElementById("h-input");
+    const field = hadal.field();
     if (field && matchMedia("(pointer: fine)").matches) field.focus();
   },
   bottom() {
@@ -118,15 +128,22 @@ window.hadal = {
     }
   }, { rootMargin: "100px" }),
   keys(id) {
-    const tell = (name) => document.getElementById("c" + id).dispatchEvent(new CustomEvent(name));
+    const tell = (name, detail) => document.getElementById("c" + id).dispatchEvent(new CustomEvent(name, { detail }));
+    // What another page keeps is told once that page has been quiet: an answer is kept every second.
+    const quiet = new Map();
+    window.addEventListener("storage", ({ key }) => {
+      if (!key?.startsWith("hadal.chat.")) return;
+      clearTimeout(quiet.get(key));
+      quiet.set(key, setTimeout(() => tell("kept", key.slice("hadal.chat.".length)), 1500));
+    });
     document.onkeydown = (event) => {
-      if (event.key === "Escape") tell("stop");
+      if (event.key === "Escape" && !document.querySelector(".q-dialog")) tell("stop");
       if (event.altKey && event.code === "KeyN") {
         event.preventDefault();
         tell("new");
       }
     };
-    const field = document.getElementById("h-input");
+    const field = hadal.field();
     field.addEventListener("input", () => {
       field.setCustomValidity("");
       hadal.grow(field);

@@ -151,7 +151,8 @@ class LedgerWindow:
 
     tally: Tally
     nodes: list[NodesFact]
-    details: Details
+    details: Details | None
+    """Quantiles and statuses, where they were asked for."""
     last_completed_us: int | None
     """The end of the last request that finished, of all times."""
     spans: list[WorkSpan] | None = None
@@ -206,6 +207,7 @@ class Store:
         *,
         by: str = HOUR,
         utc_offset_s: int = 0,
+        has_details: bool = True,
         has_spans: bool = False,
     ) -> LedgerWindow:
         """The window as of one instant, with details of each of `by` (stats/report). Raises
@@ -221,7 +223,9 @@ class Store:
                     ledger.read_nodes(connection, from_us, to_us),
                     ledger.read_details(
                         connection, from_us, to_us, by=by, utc_offset_s=utc_offset_s
-                    ),
+                    )
+                    if has_details
+                    else None,
                     ledger.last_completed_us(connection),
                     ledger.read_spans(connection, from_us, to_us) if has_spans else None,
                 )
