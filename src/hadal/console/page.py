@@ -664,37 +664,7 @@ class MoneyPanel:
                 )
             )
             return
-        self._facts.set_content(
-            figures.facts(
-                (
-                    (
-                        "Income" if frame.place else "Income, 24 h",
-                        figures.dollars(total["income_usd"]),
-                        f"{total['requests']:,} requests",
-                    ),
-                    (
-                        "Cost",
-                        figures.dollars(total["cost_usd"]),
-                        f"{figures.number(total['nodes_mean'])} nodes on average",
-                    ),
-                    (
-                        "Margin",
-                        figures.percent(total["margin_percent"]),
-                        "income over cost, less one",
-                    ),
-                    (
-                        "Tokens in",
-                        figures.number(total["tokens_in"]),
-                        f"{figures.percent(total['hit_percent'])} from cache",
-                    ),
-                    (
-                        "Tokens out",
-                        figures.number(total["tokens_out"]),
-                        f"{figures.number(total['tokens_per_s_user'])} tokens/s per user",
-                    ),
-                )
-            )
-        )
+        self._facts.set_content(_money_facts(total, "" if frame.place else ", 24 h"))
         hours = [hour for hour in total["hours"] if hour["requests"] or hour["cost_usd"]]
         labels = [hour["hour"][11:16] for hour in hours]
         self._hours.show(
@@ -720,6 +690,24 @@ class MoneyPanel:
         )
         for element, by in ((self._models, "model"), (self._tenants, "tenant")):
             element.set_content(_money_table(money[by][f"{by}s"], by))
+
+
+def _money_facts(total: dict[str, Any], time: str) -> str:
+    hit, speed = figures.percent(total["hit_percent"]), figures.number(total["tokens_per_s_user"])
+    nodes = figures.number(total["nodes_mean"])
+    return figures.facts(
+        (
+            (
+                f"Income{time}",
+                figures.dollars(total["income_usd"]),
+                f"{total['requests']:,} requests",
+            ),
+            ("Cost", figures.dollars(total["cost_usd"]), f"{nodes} nodes on average"),
+            ("Margin", figures.percent(total["margin_percent"]), "income over cost, less one"),
+            ("Tokens in", figures.number(total["tokens_in"]), f"{hit} from cache"),
+            ("Tokens out", figures.number(total["tokens_out"]), f"{speed} tokens/s per user"),
+        )
+    )
 
 
 def _money_table(lines: list[dict[str, Any]], by: str) -> str:

@@ -138,16 +138,10 @@ class ChatFormat:
             json.dumps([given, schema], ensure_ascii=False),
         ]
         shield, end = _unused_chars(texts)
-        ids = self._own_ids(turns)
-        messages = [message for turn in turns for message in self._messages(turn, shield, ids)]
+        messages = self._messages(turns, shield)
         if goes_on:
             messages[-1]["content"] += end
-        tools: list[dict[str, Any]] | None = self._shielded_in(given, shield) or None
-        if tools is not None and self.tools is not None and not self._lists_tools:
-            if messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": ""})
-            messages[0]["content"] += described(self.tools, tools)
-            tools = None
+        tools = self._listed(self._shielded_in(given, shield), messages)
         values: dict[str, Any] = {
             name: self._shielded(value, shield) if isinstance(value, str) else value
             for name, value in kwargs.items()
@@ -171,8 +165,7 @@ class ChatFormat:
         thinks = not goes_on and text.rstrip().endswith(THINK_OPEN)
         if reasoning and not thinks:
             raise RequestError(
-                "reasoning_content: this reply has no reasoning to go on from; send thinking true"
-                " with a model that reasons, or leave it out.",
+                "reasoning_content: this reply has no reasoning to go on from; send thinking true.",
                 "messages",
             )
         text += self._shielded(reasoning, shield)
@@ -193,6 +186,19 @@ class ChatFormat:
             tuple(self._vocabulary.encode_plain(prefix)),
             self._num_public(turns, values, shield, tokens) if is_public else 0,
         )
+
+    def _listed(
+        self, tools: list[dict[str, Any]], messages: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """Tools for the template to list; where it lists none, the system prompt does, and None is
+        returned.
+        """
+        if not tools or self.tools is None or self._lists_tools:
+            return tools or None
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        messages[0]["content"] += described(self.tools, tools)
+        return None
 
     def _check(self, turns: Sequence[Turn], kwargs: Mapping[str, Any], choosing: Choosing) -> None:
         for name in sorted(_RESERVED & kwargs.keys()):
@@ -240,8 +246,15 @@ class ChatFormat:
             if not call.id.startswith(begin)
         }
 
-    def _messages(self, turn: Turn, shield: str, ids: Mapping[str, str]) -> list[dict[str, Any]]:
-        """A turn as the template expects it. `ids`: calls' ids that are others there."""
+    def _messages(self, turns: Sequence[Turn], shield: str) -> list[dict[str, Any]]:
+        """Turns as the template expects them."""
+        ids = self._own_ids(turns)
+        messages = [message for turn in turns for message in self._messages_of(turn, ids)]
+        shielded: list[dict[str, Any]] = self._shielded_in(messages, shield)
+        return shielded
+
+    def _messages_of(self, turn: Turn, ids: Mapping[str, str]) -> list[dict[str, Any]]:
+        """One of them. `ids`: calls' ids that are others there."""
         message: dict[str, Any] = {"role": turn.role, "content": _answer_of(turn)}
         messages = [message]
         if turn.calls:
@@ -252,8 +265,7 @@ class ChatFormat:
             message["tool_calls"] = _calls_of(turn.calls, ids, is_parsed=is_parsed)
         if turn.call_id:
             message["tool_call_id"] = ids.get(turn.call_id, turn.call_id)
-        shielded: list[dict[str, Any]] = self._shielded_in(messages, shield)
-        return shielded
+        return messages
 
     def _shielded_in(self, value: Any, shield: str) -> Any:
         """Every text in it."""
