@@ -13,6 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -149,6 +150,7 @@ def rendered(text: str) -> str:
     return str(_MARKDOWN.render(text))
 
 
+@cache
 def _code_styles() -> str:
     """Colours of code, in light and dark."""
     light, dark = (
@@ -308,8 +310,8 @@ class ChatPage:
                     ui.icon("stop")
         self._settings_button = button
 
-    def _show(self) -> None:
-        """The conversation, and the list of all."""
+    def _show_rows(self) -> None:
+        """The list of all conversations."""
         self._list.clear()
         with self._list:
             for one in self._all:
@@ -318,6 +320,10 @@ class ChatPage:
                 ui.label("Conversations stay in this browser. The server keeps none.").classes(
                     "h-list-empty"
                 )
+
+    def _show(self) -> None:
+        """The conversation, and the list of all."""
+        self._show_rows()
         self._turns.clear()
         with self._turns:
             if not self._now.turns:
@@ -413,7 +419,7 @@ class ChatPage:
     def new(self) -> None:
         """Begin another conversation, with the settings of this one."""
         self._leave()
-        self._opening, self._editing = "", None
+        self._opening = ""
         before, self._now = self._now, _new()
         self._now.system, self._now.temperature = before.system, before.temperature
         self._now.has_tools = before.has_tools
@@ -432,7 +438,6 @@ class ChatPage:
         self._opening = ""
         if self._editing is not None:
             del self._now.turns[self._editing :]
-            self._editing = None
             self._now.title = self._now.title if self._now.turns else ""
         self._now.ask(text)
         self._keep(self._now)
@@ -463,7 +468,6 @@ class ChatPage:
             return
         self._leave()
         self._loaded[one.id] = self._now = found
-        self._editing = None
         self._hide_list()
         self._show()
 
@@ -487,21 +491,24 @@ class ChatPage:
         store(self._client, _PREFIX + one.id, "")
         if one.id == self._now.id:
             self._leave()
-            self._now, self._editing = _new(), None
-        self._show()
+            self._now = _new()
+            self._show()
+        else:
+            self._show_rows()
 
     async def _kept_elsewhere(self, event: Any) -> None:
         """Another page of this browser changed a conversation: what is here of it is old."""
         chat_id = str(event.args["detail"])
         self._all = await self._listed()
+        found = await self._read(chat_id)
         if chat_id != self._now.id:
             self._loaded.pop(chat_id, None)
-        elif not self._is_running:
-            found = await self._read(chat_id)
-            if found is not None and chat_id == self._now.id and not self._is_running:
-                self._loaded[chat_id] = self._now = found
-        with self._body:
+        elif found is not None and not self._is_running:
+            self._leave()
+            self._loaded[chat_id] = self._now = found
             self._show()
+            return
+        self._show_rows()
 
     def _edit(self, number: int) -> None:
         """Take a question into the field: it and what followed go once another is sent."""
@@ -549,7 +556,7 @@ class ChatPage:
     # ---- asking ----
     def _leave(self) -> None:
         self.stop()
-        self._task = None
+        self._task = self._editing = None
         self._is_running = False
 
     def _closed(self) -> None:

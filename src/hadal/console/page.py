@@ -419,9 +419,7 @@ class ExpertsPanel:
         self._body.set_visibility(found is not None)
         if found is None:
             said = (
-                "It is asked."
-                if not frame.place
-                else "The recording has other units' experts alone."
+                "The recording has other units' experts alone." if frame.place else "It is asked."
             )
             self._nothing.set_content(figures.empty(f"Nothing of {self._units.chosen} yet", said))
             return
@@ -554,17 +552,21 @@ class StepsPanel:
         )
 
 
-def _unknown(frame: ConsoleFrame) -> tuple[str, str] | tuple[()]:
-    """What is said of what the server's own host alone knows, where the pages run elsewhere."""
-    if frame.status is not None:
-        return ()
-    if frame.place:
-        return (
-            "Not in this recording",
-            "A simulation has no processes, no logs and no ledger's file.",
+def _none(frame: ConsoleFrame, title: str, text: str) -> str:
+    """What is said where there is nothing of what the server's own host alone knows."""
+    if frame.status is None:
+        title, text = (
+            (
+                "Not in this recording",
+                "A simulation has no processes, no logs and no ledger's file.",
+            )
+            if frame.place
+            else (
+                "Known on the server's host alone",
+                "hadal console, run on the host of the server, shows it.",
+            )
         )
-    where = "hadal console, run on the host of the server, shows it."
-    return "Known on the server's host alone", where
+    return figures.empty(title, text)
 
 
 class FleetPanel:
@@ -589,13 +591,11 @@ class FleetPanel:
         if fleet is None:
             self._facts.set_content("")
             self._changes.set_content(
-                figures.empty(
-                    *_unknown(frame)
-                    or (
-                        "The number of units is fixed",
-                        'With mode = "auto" in the [fleet] table, units come when more is asked for'
-                        " than they can take, and go when they are not needed. Each decision is told here.",
-                    ),
+                _none(
+                    frame,
+                    "The number of units is fixed",
+                    'With mode = "auto" in the [fleet] table, units come when more is asked for'
+                    " than they can take, and go when they are not needed. Each decision is told here.",
                 )
             )
             return
@@ -653,14 +653,12 @@ class MoneyPanel:
         self._grid.set_visibility(bool(total))
         if not total:
             self._facts.set_content(
-                figures.empty(
-                    *_unknown(frame)
-                    or (
-                        "No ledger",
-                        str(money.get("problem") or "")
-                        or "Give the [ledger] table a url, and every answer's tokens, cost and income"
-                        " are written there.",
-                    )
+                _none(
+                    frame,
+                    "No ledger",
+                    str(money.get("problem") or "")
+                    or "Give the [ledger] table a url, and every answer's tokens, cost and income"
+                    " are written there.",
                 )
             )
             return
@@ -692,13 +690,13 @@ class MoneyPanel:
             element.set_content(_money_table(money[by][f"{by}s"], by))
 
 
-def _money_facts(total: dict[str, Any], time: str) -> str:
+def _money_facts(total: dict[str, Any], when: str) -> str:
     hit, speed = figures.percent(total["hit_percent"]), figures.number(total["tokens_per_s_user"])
     nodes = figures.number(total["nodes_mean"])
     return figures.facts(
         (
             (
-                f"Income{time}",
+                f"Income{when}",
                 figures.dollars(total["income_usd"]),
                 f"{total['requests']:,} requests",
             ),
@@ -770,10 +768,11 @@ class ProblemsPanel:
             figures.table(("",), [(text,) for text in dict.fromkeys(said[:40])])
             if said
             else figures.empty(
-                "All is well", "What answers here says of nothing that it is missing."
+                "All is well",
+                "Every process that is wanted works."
+                if status is not None
+                else "Nothing is missing, as far as the gateway tells.",
             )
-            if status is None
-            else figures.empty("All is well", "Every process that is wanted works.")
         )
         ends = [
             (charts.clock(end.unix_s), end.name, end.reason, "asked to" if end.is_asked else "")
@@ -782,12 +781,10 @@ class ProblemsPanel:
         self._ends.set_content(
             figures.table(("time", "process", "how", ""), ends, num_text=4)
             if ends
-            else figures.empty(
-                *_unknown(frame)
-                or (
-                    "Nothing has ended",
-                    "A process that dies is started again, and told of here.",
-                )
+            else _none(
+                frame,
+                "Nothing has ended",
+                "A process that dies is started again, and told of here.",
             )
         )
         lines = [
@@ -797,9 +794,10 @@ class ProblemsPanel:
         self._lines.set_content(
             figures.table(("time", "process", "", "what"), lines, num_text=4)
             if lines
-            else figures.empty(
-                *_unknown(frame)
-                or ("None", "What processes warn of is gathered here; hadal logs has all they say.")
+            else _none(
+                frame,
+                "None",
+                "What processes warn of is gathered here; hadal logs has all they say.",
             )
         )
 

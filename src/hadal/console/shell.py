@@ -19,8 +19,8 @@ STATIC = Path(__file__).with_name("static")
 _ASSETS = "/assets"
 _DARK = "hadal.dark"
 _PAGE_TO_KEY = {"chat": "hadal.key", "console": "hadal.operator_key"}
-"""Under which names the browser keeps the keys: whoever operates the server need not pay for what
-its own chats cost.
+"""Under which names the browser keeps the keys: what is chatted is charged to the chat's own, not to
+the operator's.
 """
 _JS_S = 10.0
 """How long a browser may take to answer a question about what it keeps."""

@@ -124,7 +124,7 @@ def convert(arguments: dict[str, Any]) -> str:
         base = value * Decimal(factor) + Decimal(zero)
         try:
             found = (base - Decimal(other_zero)) / Decimal(other_factor)
-            # Of small measures six figures; of a temperature's sum what its terms are known to.
+            # Six figures of what is small; a temperature is a difference, and known to six places.
             places = max(6, 5 - found.adjusted()) if found and quantity != "temperature" else 6
             return _shown(round(found, places))
         except InvalidOperation:

@@ -25,6 +25,7 @@ from hadal.core.messages import (
     Drain,
     GatewayHeartbeat,
     Quota,
+    Returned,
     UnitDown,
 )
 from hadal.gateway import far_host, replies
@@ -36,6 +37,7 @@ from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import ServedModel, Service
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
+from hadal.roles.reasons import QUEUE_FULL
 
 from .fake_units import FakeUnits, Script
 from .test_host import text_of
@@ -298,6 +300,35 @@ def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: ServedModel
             assert text_of((await asking).text) == TEXT
             # What units may still say of it to the front before is not what they say to this one.
             assert [one.attempt for one in it.units.submitted] == [ATTEMPTS_OF_A_FRONT]
+
+    run(scene)
+
+
+def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:
+    """A unit may still have the last front's, which had tried it again: what one says of its attempt
+    would be taken for the other's, and the same message is not taken twice.
+    """
+
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            it.units.go.clear()
+            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
+            for number in range(2):
+                while len(it.units.submitted) <= number:
+                    await asyncio.sleep(0.01)
+                last = it.units.submitted[-1]
+                it.units.prefilling.clear()
+                it.units.tell(Returned("prefill-0", last.request_id, last.attempt, QUEUE_FULL))
+            while len(it.units.submitted) < 3:
+                await asyncio.sleep(0.01)
+            before = [one.attempt for one in it.units.submitted]
+            await it.kill_front()
+            it.start_front()
+            assert text_of((await asking).text) == TEXT
+            after = [one.attempt for one in it.units.submitted]
+            assert len(before) == len({*before}) == 3
+            assert after
+            assert not {*before} & {*after}
 
     run(scene)
 

@@ -136,10 +136,9 @@ class RankHoldings:
         """A plan goes to the Runner."""
         for flip in plan.flips:
             self._flip(flip)
+        self._fetching.append(set() if isinstance(plan, DecodePlan) else set(plan.fetches))
         if not isinstance(plan, DecodePlan):
-            self._fetching.append(set(plan.fetches))
             return
-        self._fetching.append(set())
         for slot in plan.leaves:
             self._leave(slot)
         for join in plan.joins:
