@@ -88,7 +88,7 @@ def test_a_text_that_cannot_be_followed_fails_with_a_reason_and_alone() -> None:
     sampler.join(1, Sampling(grammar=LISTS), 0)
     _, failed = draw(sampler, [0, 1], [[0], [0]], 0)
     assert failed.keys() == {0}
-    assert failed[0].startswith(f"{NO_TOKEN}: its text cannot be held to response_format")
+    assert failed[0].startswith(f"{NO_TOKEN}: its text cannot be held to its format")
     sampler.leave(0)
     sampler.leave(1)
     assert not sampler.has_grammars
