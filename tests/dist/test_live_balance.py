@@ -73,6 +73,7 @@ LATER_S = REGIME_S if FULL else 4.0
 NUM_MOVING = 48 if FULL else 20
 LONG_TOKENS = 600 if FULL else 220
 STALL_STEPS = 3
+MOVED = "hadal_replicas_moved_total"
 NUM_SCENES = 10
 """Until a move is seen."""
 ABANDONED = "keeps its placement: the formation is over"
@@ -246,13 +247,19 @@ def test_balance_rises_while_it_serves(
                     num_balanced += await serving.until_balanced(
                         task, LATER_S if num_balanced else PATIENCE_S
                     )
+                # Where other parts for the replicas where they are were enough, the questions go on
+                # changing until some have to move.
+                tasks, deadline_s = cycle(REGIMES), time.monotonic() + WAIT_S
+                while not await serving.gauge(MOVED) and time.monotonic() < deadline_s:
+                    serving.switch(regimes[task := next(tasks)])
+                    await serving.until_balanced(task, LATER_S)
                 is_over = True
                 await watching
                 await serving.loop.finish()
             assert num_balanced >= NUM_BALANCED
             assert serving.wrong == []
             assert serving.loop.num_answers >= NUM_CLIENTS
-            assert await serving.gauge("hadal_replicas_moved_total") > 0
+            assert await serving.gauge(MOVED) > 0
             assert await serving.gauge("hadal_unit_formation") == generation
             assert (await read_metrics(http))["hadal_retries_total"] == 0
             assert (await http.get("/audit")).status_code == 200

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -38,6 +39,14 @@ from tests.unit.gateway.test_tools import BOS, EOS, V31, V31_TEMPLATE, vocabular
 
 PAGES = {"mode": "auto", "port": 0}
 WAIT_MS = 60_000
+QUESTIONS = (
+    "Count from 1 to 60.",
+    "What is 4711 + 2345?",
+    "Write the word harbour backwards.",
+    "Which day is 9 days after May 28?",
+)
+QUESTIONS_S = 8.0
+"""So long they are of one kind."""
 MOST_KILLS = 12
 """Of a rank, until the console sees it gone."""
 
@@ -509,13 +518,17 @@ def tab(page: Page, name: str) -> None:
 
 @contextmanager
 def kept_busy(server: Server) -> Iterator[None]:
-    """Six chats at a time, as long as it is looked at: a slow host gets there later."""
+    """Six chats at a time, as long as it is looked at: a slow host gets there later. All are of
+    one kind for some seconds and then of another, so that there is always something that pays to be
+    moved.
+    """
     enough = threading.Event()
 
     def work() -> None:
         while not enough.is_set():
             body = {"model": "hadal-tiny", "max_tokens": 100}
-            body["messages"] = [{"role": "user", "content": "Count from 1 to 60."}]
+            question = QUESTIONS[int(time.monotonic() / QUESTIONS_S) % len(QUESTIONS)]
+            body["messages"] = [{"role": "user", "content": question}]
             with contextlib.suppress(httpx.HTTPError):
                 httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
