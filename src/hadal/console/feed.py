@@ -45,6 +45,8 @@ _SLOW_PERIODS = 3
 """Frames between two looks at the ledger and the logs."""
 _TRACE_WAIT_S = 1.0
 _MONEY_S = 86_400
+MOST_SPANS = 50_000
+"""Requests of a day up to which each is looked at, to say what every tenant cost."""
 _NUM_LINES = 60
 _LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
@@ -137,20 +139,26 @@ class LiveSource:
         store = Store(self._ledger_url)
         now_us = int(time.time() * 1e6)
         try:
-            self._money = _reports(store, now_us)
+            self._money = reports(store, now_us)
         except (HadalError, OSError, sqlite3.Error) as error:
             self._money = {"problem": str(error)}
         finally:
             store.close()
 
 
-def _reports(store: Store, now_us: int) -> dict[str, Any]:
-    """The last day by each of what a report may be by. Of sums alone: quantiles cost a look at every
-    request, and the page has none.
+def reports(store: Store, now_us: int) -> dict[str, Any]:
+    """The last day by each of what a report may be by. Of sums, for quantiles cost a look at every
+    request and the page has none; what a tenant cost does too, so that stands only in a day of few
+    requests.
     """
     from_us, to_us = now_us - _MONEY_S * 1_000_000, now_us + 1
     window = store.read(from_us, to_us, has_details=False)
-    return {by: report(window.tally, window.nodes, from_us, to_us, by=by).as_json() for by in BY}
+    if sum(counts.num_requests for _, counts in window.tally) <= MOST_SPANS:
+        window = store.read(from_us, to_us, has_details=False, has_spans=True)
+    return {
+        by: report(window.tally, window.nodes, from_us, to_us, by=by, spans=window.spans).as_json()
+        for by in BY
+    }
 
 
 def parse_line(text: str) -> LogLine | None:

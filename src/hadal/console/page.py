@@ -641,9 +641,7 @@ class MoneyPanel:
             self._models = ui.html("", sanitize=False)
         with ui.element("section").classes("h-panel"):
             ui.html("<h2>Tenants</h2>")
-            ui.label(
-                "A node works for several tenants at once, so its cost is nobody's alone."
-            ).classes("h-note")
+            self._shared = ui.label().classes("h-note")
             self._tenants = ui.html("", sanitize=False)
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
@@ -686,6 +684,16 @@ class MoneyPanel:
                 (GREEN, GREY, TEAL),
             )
         )
+        if "cost_used_usd" in money["tenant"]:
+            said = (
+                "A node works for several tenants at once. Its cost is shared by what it computed for"
+                " each, and what nobody used in the same proportion."
+            )
+        elif frame.place:
+            said = "A simulation keeps sums, which say of no tenant what it cost."
+        else:
+            said = "Of so many requests, `hadal report --tenant` says what each tenant cost."
+        self._shared.set_text(said)
         for element, by in ((self._models, "model"), (self._tenants, "tenant")):
             element.set_content(_money_table(money[by][f"{by}s"], by))
 
@@ -709,30 +717,42 @@ def _money_facts(total: dict[str, Any], when: str) -> str:
 
 
 def _money_table(lines: list[dict[str, Any]], by: str) -> str:
-    has_cost = by == "model"
-    heads = [by, "requests", "tokens in", "from cache", "tokens out", "income"]
-    heads += ["cost", "margin"] if has_cost else ["refused"]
+    is_by_tenant = by == "tenant"
+    heads = [by, "requests", "tokens in", "from cache", "tokens out", "income", "cost", "margin"]
     rows = []
     for line in sorted(lines, key=lambda line: -line["income_usd"]):
-        cells = [
-            str(line[by]),
-            f"{line['requests']:,}",
-            figures.number(line["tokens_in"]),
-            figures.percent(line["hit_percent"]),
-            figures.number(line["tokens_out"]),
-            figures.dollars(line["income_usd"]),
-        ]
-        cells += (
-            [figures.dollars(line["cost_usd"]), figures.percent(line["margin_percent"])]
-            if has_cost
-            else [f"{line['requests_refused']:,}"]
+        cost, margin = _of_tenant(line) if is_by_tenant else _of_model(line)
+        rows.append(
+            [
+                str(line[by]),
+                f"{line['requests']:,}",
+                figures.number(line["tokens_in"]),
+                figures.percent(line["hit_percent"]),
+                figures.number(line["tokens_out"]),
+                figures.dollars(line["income_usd"]),
+                figures.dollars(cost),
+                figures.percent(margin),
+                *([f"{line['requests_refused']:,}"] if is_by_tenant else []),
+            ]
         )
-        rows.append(cells)
     return (
-        figures.table(heads, rows[:50])
+        figures.table([*heads, "refused"] if is_by_tenant else heads, rows[:50])
         if rows
         else figures.empty("Nobody asked yet", "Requests of the last 24 hours stand here.")
     )
+
+
+def _of_model(line: dict[str, Any]) -> tuple[float, float | None]:
+    """Cost and margin: a unit serves one model."""
+    return line["cost_usd"], line["margin_percent"]
+
+
+def _of_tenant(line: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Cost and margin, as far as it was asked who used the nodes' time."""
+    if "cost_used_usd" not in line:
+        return None, None
+    cost = line["cost_used_usd"] + line["cost_idle_usd"]
+    return cost, 100 * (line["income_usd"] / cost - 1) if cost else None
 
 
 class ProblemsPanel:
