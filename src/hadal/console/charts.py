@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ Values = Sequence[float | None]
 def _base() -> Options:
     return {
         "animation": False,
+        "useUTC": True,
         "textStyle": {"fontFamily": _FONT, "fontSize": 12, "color": _TEXT},
         "grid": {"left": 46, "right": 14, "top": 34, "bottom": 26},
         "legend": {
@@ -181,5 +182,5 @@ def demand(
 
 
 def clock(unix_s: float) -> str:
-    """The time of day here."""
-    return datetime.fromtimestamp(unix_s).strftime("%H:%M:%S")
+    """The time of day in UTC, which logs and charts tell as well."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S")

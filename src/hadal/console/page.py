@@ -888,7 +888,7 @@ class ConsolePage:
                 self._shown_s = frame.unix_s if frame.overview is None else frame.overview.unix_s
             if self._shown_s:
                 said = "" if frame.place else "as of "
-                self._said.set_text(f"{said}{charts.clock(self._shown_s)}")
+                self._said.set_text(f"{said}{charts.clock(self._shown_s)} UTC")
             if self._panel is not None:
                 self._panel.show(frame, self._feed.series)
             # What the tests time: everything of this frame was sent before it.
