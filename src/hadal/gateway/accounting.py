@@ -129,6 +129,8 @@ class Accounting:
             tokens_hit = meter.num_cached if is_payer else 0
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
+            # A prompt that is only scored has a token drawn that nobody is shown.
+            times_s = (meter.first_token_s, meter.last_token_s) if num_output else (None, None)
             facts.append(
                 RequestFact(
                     choice.generation.request_id,
@@ -141,8 +143,7 @@ class Accounting:
                     choice.assembler.finish or end,
                     unix_s - (now_s - start_s),
                     unix_s,
-                    unix(meter.first_token_s),
-                    unix(meter.last_token_s),
+                    *map(unix, times_s),
                     closing.prefill_unit,
                     closing.decode_unit,
                     closing.num_retries,

@@ -485,8 +485,11 @@ class BatchWorker:
                 refusal = _api_error(error)
                 end = str(refusal.status)
             finally:
-                # The facts are here at once: batches are worked on where the front is.
-                self._gateway.end(reply, tenant, end, facts.extend)
+                try:
+                    # The facts are here at once: batches are worked on where the front is.
+                    self._gateway.end(reply, tenant, end, facts.extend)
+                except Exception as error:
+                    refusal = _api_error(error)
             if refusal is None:
                 await self._write(batch, line, request_id, 200, bytes(body), facts)
             else:

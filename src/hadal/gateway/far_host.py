@@ -308,7 +308,10 @@ class FarHost(Doors):
         if mailbox is None:
             return
         if mailbox in self._then and not any(left is mailbox for left in self._leaving.values()):
-            self._then.pop(mailbox)()
+            try:
+                self._then.pop(mailbox)()
+            except Exception:
+                log.exception("the end of %s is not written down", request_id)
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:

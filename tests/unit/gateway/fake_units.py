@@ -31,7 +31,7 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.plans import Draw
+from hadal.core.plans import Draw, Score
 from tests.columns import Row, tokens_message
 
 NUM_BLOCKS = 1000
@@ -134,7 +134,10 @@ class FakeUnits:
                 self.leased.add(key)
                 num_tokens = len(generation.prompt) + len(generation.output)
                 lease = KvLease("pool", (1,), (0,), num_tokens)
-            self._say(PrefillDone("prefill-0", token, lease, self._cached(generation)))
+            is_scored = generation.sampling.num_prompt_logprobs >= 0
+            scores = (Score(-0.5, 1, ()),) * (len(generation.prompt) - 1 if is_scored else 0)
+            cached = 0 if is_scored else self._cached(generation)
+            self._say(PrefillDone("prefill-0", token, lease, cached, scores=scores))
 
     def _cached(self, generation: Generation) -> int:
         """Positions that need no computing: whole blocks, and never the last position."""

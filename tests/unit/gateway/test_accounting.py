@@ -139,6 +139,20 @@ def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[st
         )
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_that_is_only_scored_is_billed_as_prompt(model: ServedModel, stream: bool) -> None:
+    async def steps(it: World, sink: List) -> None:
+        asked = body(prompt=["one", "and more"], echo=True, logprobs=1, max_tokens=0, stream=stream)
+        assert (await it.client.post("/v1/completions", json=asked)).status_code == 200
+
+    facts = run(model, spell(model, "a"), steps)
+    assert [fact.end for fact in facts] == ["length"] * 2
+    assert all(fact.tokens_miss > 0 and fact.income_pico_usd > 0 for fact in facts)
+    assert {(fact.tokens_hit, fact.tokens_out, fact.first_token_s) for fact in facts} == {
+        (0, 0, None)
+    }
+
+
 def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
     async def steps(it: World, sink: List) -> None:
         reply = await it.client.post("/v1/completions", json=body(n=2))

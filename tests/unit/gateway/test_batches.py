@@ -422,22 +422,34 @@ def test_an_input_that_is_deleted_first_is_named(model: ServedModel, tmp_path: P
     asyncio.run(steps())
 
 
+@pytest.mark.parametrize("at", ["its reading", "its facts"])
 def test_a_fault_in_one_line_is_that_line_s_alone(
     model: ServedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    at: str,
 ) -> None:
+    def fail(is_faulty: bool) -> None:
+        if is_faulty:
+            raise RuntimeError("nobody thought of this")
+
     async def steps() -> None:
         store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
         async with life(model, store) as (it, _):
             chat = Service.chat
 
             async def faulty(service: Service, body: bytes, *given: Any) -> Work:
-                if b"seed" in body:
-                    raise RuntimeError("nobody thought of this")
+                fail(at == "its reading" and b"seed" in body)
                 return await chat(service, body, *given)
 
+            facts = it.gateway.accounting.facts
+
+            def faulty_facts(work: Work, *given: Any, **more: Any) -> list[RequestFact]:
+                fail(at == "its facts" and work.choices[0].generation.sampling.seed == 1)
+                return facts(work, *given, **more)
+
+            monkeypatch.setattr(it.gateway.accounting, "facts", faulty_facts)
             endpoint = batches._ENDPOINTS["/v1/chat/completions"]._replace(read=faulty)
             monkeypatch.setitem(batches._ENDPOINTS, "/v1/chat/completions", endpoint)
             batch = await reach(it, await begin(it, [CHAT, CHAT | {"seed": 1}, CHAT]))

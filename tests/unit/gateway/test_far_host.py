@@ -430,6 +430,26 @@ def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_u
     run(scene)
 
 
+def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+            key = it.far_gateway.keys.check(None)
+            asked = json.dumps({**COMPLETION, "max_tokens": 1000}).encode()
+            work = await it.far_gateway.service.completion(asked, "r", key)
+            mailbox = it.far.open(choice.generation for choice in work.choices)
+            await it.drawn(5)
+
+            def write() -> None:
+                raise ValueError("nobody thought of this")
+
+            it.far.close(mailbox, write)
+            await it.settle()
+            reply = await it.client.post("/v1/completions", json=COMPLETION)
+            assert reply.status_code == 200
+
+    run(scene)
+
+
 def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
