@@ -6,7 +6,8 @@ OSDI 2024): what it was served, INPUT_COST for a token of a prompt and OUTPUT_CO
 over its weight. Next is the tenant with the smallest counter. One that comes back with nothing
 waiting is lifted to the smallest counter of those that wait, less `burst`, so that nobody saves up
 more; where nobody waits, to that of whoever waited last. Without a burst, whoever asks for less than
-its share waits behind a flood as soon as two of its requests come close together.
+its share waits behind a flood as soon as two of its requests come close together. Who is there
+thanks to a burst lowers nobody: however many come, all begin one burst below, and none below those.
 
 The bound (their theorem 4.4, times weights): while two tenants wait all the time, what each was
 served over its weight differs by 2 max(INPUT_COST L, OUTPUT_COST M) at most, L being the longest
@@ -76,6 +77,8 @@ class ServiceCounters:
         self._tenant_to_service: dict[str, float] = {}
         self._last = {False: "", True: ""}
         """Whoever was the last to wait for nothing any more, of batches apart."""
+        self._level = {False: 0.0, True: 0.0}
+        """What one that comes back is lifted to, before its burst. It never falls."""
 
     def __getitem__(self, tenant: str) -> float:
         return self._tenant_to_service.get(tenant, 0.0)
@@ -85,7 +88,8 @@ class ServiceCounters:
         services, kind = self._tenant_to_service, is_batch(tenant)
         of_kind = [other for other in waiting if is_batch(other) is kind]
         least = min((self[other] for other in of_kind), default=self[self._last[kind]])
-        least -= self._burst
+        self._level[kind] = max(self._level[kind], least)
+        least = self._level[kind] - self._burst
         services[tenant] = max(self[tenant], least)
         if len(services) > MAX_COUNTERS:
             self._tenant_to_service = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +79,25 @@ def test_one_that_was_away_may_be_ahead_by_a_burst_and_no_more() -> None:
     counters.charge("a", 100.0)
     counters.join("b", {"a"})
     assert counters["b"] == 170.0, "and grows again as the others are served"
+
+
+@pytest.mark.parametrize("others_wait", [True, False])
+def test_however_many_come_back_all_begin_one_burst_below(others_wait: bool) -> None:
+    counters = ServiceCounters(burst=30.0)
+    counters.join("a", ())
+    counters.charge("a", 1000.0)
+    waiting = {"a"}
+    if not others_wait:
+        counters.leave("a")
+        waiting.clear()
+    for number in range(9):
+        counters.join(f"t{number}", waiting)
+        assert counters[f"t{number}"] == 970.0, "who has a burst lowers nobody"
+        if others_wait:
+            waiting.add(f"t{number}")
+        else:
+            counters.charge(f"t{number}", 1.0)
+            counters.leave(f"t{number}")
 
 
 def test_counters_of_tenants_that_are_gone_are_dropped() -> None:
