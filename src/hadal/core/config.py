@@ -202,7 +202,9 @@ class BatchesConfig(ConfigTable, frozen=True):
     """/v1/files and /v1/batches: requests for which nobody waits."""
 
     url: Text = AUTO
-    """Where they are kept: a path (SQLite), postgresql://..., "off"; "auto": beside the ledger."""
+    """Where this server keeps them, and no other: a path (SQLite), postgresql://..., "off"; "auto":
+    beside the ledger.
+    """
     max_file_mb: Annotated[int, Meta(ge=1, le=1024)] = 100
     """Size of a file."""
     max_tenant_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024

@@ -67,6 +67,8 @@ MAX_ERRORS = 100
 """Of a batch's input that are listed."""
 MAX_TRIES = 6
 """Of a line, where it is the server that fails."""
+WITHDRAWN_S = 60.0
+"""Nobody has had a tenant's key for so long when its batches are cancelled."""
 _LOOK_S = 1.0
 """Time between two looks for what other gateways took."""
 _AGAIN_S = 5.0
@@ -106,6 +108,8 @@ class BatchWorker:
         """Batch id -> who works on it."""
         self._stopped: set[str] = set()
         """Batches of which no line is to be begun any more."""
+        self._missing_s: dict[str, float] = {}
+        """Tenant of a batch -> since when nobody has its key."""
         self._waits: dict[str, asyncio.Timeout] = {}
         """Batch id -> what ends its line's wait for room."""
         self._charged: set[str] = set()
@@ -236,8 +240,14 @@ class BatchWorker:
             self._waits.pop(batch.id, None)
 
     def _is_withdrawn(self, batch: BatchRow) -> bool:
-        """True if nobody has its tenant's key any more."""
-        return self._gateway.keys.is_known and self._tenant(batch.tenant) is None
+        """True if nobody has had its tenant's key for a while. One that is exchanged is gone for a
+        moment, in which nothing of the batch is begun.
+        """
+        if not self._gateway.keys.is_known or self._tenant(batch.tenant) is not None:
+            self._missing_s.pop(batch.tenant, None)
+            return False
+        now_s = self._gateway.now()
+        return now_s - self._missing_s.setdefault(batch.tenant, now_s) >= WITHDRAWN_S
 
     def _is_late(self, batch: BatchRow) -> bool:
         return self._unix_s() >= batch.expires_s

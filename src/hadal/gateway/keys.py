@@ -2,8 +2,9 @@
 
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
-A file that cannot be read any more changes nothing, and the log says why. Others than the first
-gateway may be on hosts that do not have it; they let nobody in before they have heard.
+A file that cannot be read any more changes nothing, and the log says why; nor does one that is
+another at each look, because somebody is writing it. Others than the first gateway may be on hosts
+that do not have it; they let nobody in before they have heard.
 """
 
 from __future__ import annotations
@@ -104,11 +105,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all, so that who reads meanwhile reads the one or the other."""
+    """Whole or not at all, so that who reads meanwhile reads the one or the other. It stays its
+    owner's, a new one is its folder's: root writes keys for a server that has another account.
+    """
     new = path.with_name(f".{path.name}.new")
     try:
+        owned = (path if path.exists() else path.parent).stat()
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(file, "wb") as out:
+            if os.geteuid() == 0:
+                os.fchown(file, owned.st_uid, owned.st_gid)
             out.write(text.encode())
             out.flush()
             os.fsync(out.fileno())
@@ -125,15 +131,20 @@ class KeysFile:
         self._given = tuple(given)
         self._path = path
         self._seen: tuple[int, ...] = ()
+        self._coming: tuple[int, ...] = ()
+        """What was seen instead the last time: it is read once it stays."""
         self._answer: tuple[str, bytes] = ("", b"")
         """What other gateways are told: a digest of the keys, and their lines."""
 
     def changed(self) -> Keys | None:
-        """The keys, if the file is another than the last time. Raises ConfigError, once for each
-        time that it changes.
+        """The keys, if the file is another than the last time that it was read, and has been since
+        the last look. Raises ConfigError, once for each time that it changes.
         """
         seen = self._stat()
         if seen == self._seen:
+            return None
+        if self._seen and seen != self._coming:
+            self._coming = seen
             return None
         self._seen = seen
         lines = read_lines(self._path)

@@ -313,7 +313,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
 
 def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | None:
     """None: there are no batches here. A database that is down now is waited for."""
-    url = batches_url(deployment.batches.url, deployment.ledger.url)
+    url = batches_url(deployment.batches.url, deployment.ledger.url, deployment.port)
     return BatchWorker(gateway, BatchStore(url), deployment.batches) if url else None
 
 

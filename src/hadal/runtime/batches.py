@@ -31,7 +31,6 @@ from hadal.core.errors import HadalError
 from hadal.core.facts import RequestFact
 from hadal.runtime.ledger.store import IS_READING, engine_of, file_of, ledger_url
 
-FILE_NAME = "batches.sqlite"
 PIECE_BYTES = 1 << 20
 VALIDATING, IN_PROGRESS, FAILED = "validating", "in_progress", "failed"
 CANCELLING, CANCELLED = "cancelling", "cancelled"
@@ -174,15 +173,18 @@ class BatchLine:
     body: bytes
 
 
-def batches_url(asked: str, ledger: str) -> str:
+def batches_url(asked: str, ledger: str, port: int) -> str:
     """Where batches are kept, as ledger_url says it; "auto" is beside the ledger: a file of its own
     in the same folder, or the same database of a server. "": nowhere. Raises LedgerError.
+
+    Servers may share a ledger, but not batches: another one does not have their tenants and models.
+    So the file is that of the server on this `port`.
     """
     if asked not in ("", "auto"):
         return ledger_url(asked)
     url = ledger_url(ledger)
     path = file_of(url) if url else None
-    return ledger_url(str(path.with_name(FILE_NAME))) if path is not None else url
+    return ledger_url(str(path.with_name(f"batches-{port}.sqlite"))) if path is not None else url
 
 
 class BatchStore:

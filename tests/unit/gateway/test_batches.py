@@ -29,7 +29,14 @@ from hadal.gateway.http import Patience
 from hadal.gateway.replies import Reply
 from hadal.gateway.service import ServedModel, Service, Work
 from hadal.policy.admission import NO_VALLEY
-from hadal.runtime.batches import BatchesDown, BatchRow, BatchStore
+from hadal.runtime.batches import (
+    IN_PROGRESS,
+    VALIDATING,
+    BatchesDown,
+    BatchRow,
+    BatchStore,
+    batches_url,
+)
 from hadal.runtime.ledger.store import ledger_url
 
 from .scenes import CHAT, TEXT, error_of
@@ -148,6 +155,14 @@ async def charged(sink: List, request_ids: Sequence[str]) -> None:
 
 def asked_of(fact: RequestFact) -> str:
     return fact.request_id.rpartition("-")[0]
+
+
+def test_servers_that_share_a_ledger_share_no_batches(tmp_path: Path) -> None:
+    ledger = str(tmp_path / "ledger.sqlite")
+    places = {batches_url("auto", ledger, port) for port in (8000, 8100)}
+    assert len(places) == 2
+    assert all(str(tmp_path) in place for place in places)
+    assert batches_url("auto", "off", 8000) == ""
 
 
 def test_an_answer_that_was_written_unheard_is_charged(model: ServedModel, tmp_path: Path) -> None:
@@ -311,6 +326,7 @@ def test_a_withdrawn_key_ends_its_batch(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
 ) -> None:
     """Lines that have begun are answered; no other is begun, in its turn or behind another's."""
+    monkeypatch.setattr(batches, "WITHDRAWN_S", 0.1)
 
     async def steps() -> None:
         store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
@@ -343,6 +359,35 @@ def test_a_withdrawn_key_ends_its_batch(
                     await asyncio.sleep(0.01)
                     is_full = is_full and waits
             assert (row.status, row.num_completed, row.num_failed) == ("cancelled", 0, 0)
+
+    asyncio.run(steps())
+
+
+def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_path: Path) -> None:
+    """Nothing of it is begun meanwhile, and all of it afterwards."""
+
+    async def steps() -> None:
+        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+        async with life(model, store, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
+            it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+            it.client.headers["Authorization"] = "Bearer sk-bob"
+            other = await begin(it)
+            it.gateway.take_keys(Keys(("sk-alice name=alice", "sk-bob name=bob")))
+            it.client.headers["Authorization"] = "Bearer sk-alice"
+            it.units.go.clear()
+            batch_id = await begin(it)
+            it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+            it.units.go.set()
+            it.client.headers["Authorization"] = "Bearer sk-bob"
+            assert (await reach(it, other))["status"] == "completed"
+            assert it.worker is not None
+            row = await it.worker.call(store.batch, "alice", batch_id)
+            assert row is not None
+            assert row.status in (VALIDATING, IN_PROGRESS)
+            it.gateway.take_keys(Keys(("sk-new name=alice", "sk-bob name=bob")))
+            it.client.headers["Authorization"] = "Bearer sk-new"
+            counts = (await reach(it, batch_id))["request_counts"]
+            assert counts == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
 
     asyncio.run(steps())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -162,20 +163,42 @@ def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path: Path) -> Non
     assert first.check("Bearer one").name != first.check("Bearer given").name
     assert file.changed() is None
     add_line(path, f"{hashed('two')} name=two")
+    assert file.changed() is None, "somebody may be writing it"
     second = file.changed()
     assert second is not None
     assert second.check("Bearer two").name == "two"
     path.write_text("one,two\n")
+    assert file.changed() is None
     with pytest.raises(ConfigError, match="line 1"):
         file.changed()
     assert file.changed() is None, "said once"
     path.write_text("")
+    assert file.changed() is None
+    path.write_text("given name=x\nthree\n")
+    assert file.changed() is None, "it is another once more"
+    path.write_text("")
+    assert file.changed() is None
     last = file.changed()
     assert last is not None
     assert not last.is_open
     path.unlink()
+    assert file.changed() is None
     with pytest.raises(ConfigError, match="cannot be read"):
         file.changed()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root writes another account's file")
+def test_root_leaves_a_file_to_the_server_that_reads_it(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "one")
+    os.chown(path, 4321, 1234)
+    add_line(path, "two")
+    remove_name(path, parse_key("one")[1].name)
+    tmp_path.chmod(0o700)
+    os.chown(tmp_path, 4321, 1234)
+    add_line(tmp_path / "new.txt", "three")
+    for each in (path, tmp_path / "new.txt"):
+        found = each.stat()
+        assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (4321, 1234, 0o600)
 
 
 def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
@@ -201,6 +224,7 @@ def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
         assert await heard.changed() is None
         add_line(path, "two")
         remove_name(path, parse_key("one")[1].name)
+        file.changed()
         file.changed()
         keys = await heard.changed()
         assert keys is not None
