@@ -10,7 +10,7 @@ budget lets nothing of it in. Part of the front's state; decides nothing (policy
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hadal.core.messages import Charged, Quota, Quotas, RateLimits, Spent
@@ -142,10 +142,12 @@ class FrontTenants:
         self._turn_day(now_s)
         if message.day != self._day:
             return  # Read before midnight: it is read again.
-        had = set(message.request_ids)
-        for tenant, pico_usd in message.tenant_to_pico_usd.items():
-            if tenant in self._quotas and self._quotas[tenant].day_pico_usd:
-                self._spent[tenant] = pico_usd + self._sum_recent(tenant, had)
+        read = {
+            tenant: pico_usd
+            for tenant, pico_usd in message.tenant_to_pico_usd.items()
+            if tenant in self._quotas and self._quotas[tenant].day_pico_usd
+        }
+        self._spent |= self._with_recent(read, set(message.request_ids))
         for request_id in message.request_ids:
             self._release(request_id)
             self._recent.setdefault(request_id, _Recent(now_s, "", self._day, 0))
@@ -180,19 +182,24 @@ class FrontTenants:
             else:
                 del self._tenant_to_reserved[reserved.tenant]
 
-    def _sum_recent(self, tenant: str, but: Iterable[str] = ()) -> int:
-        """Charged today, as far as it is remembered by id."""
-        return sum(
-            recent.pico_usd
-            for request_id, recent in self._recent.items()
-            if recent.tenant == tenant and recent.day == self._day and request_id not in but
-        )
+    def _with_recent(
+        self, tenant_to_pico_usd: dict[str, int], but: Collection[str] = ()
+    ) -> dict[str, int]:
+        """The sums with what was charged today on top, as far as it is remembered by id."""
+        sums = dict(tenant_to_pico_usd)
+        for request_id, recent in self._recent.items():
+            if recent.tenant in sums and recent.day == self._day and request_id not in but:
+                sums[recent.tenant] += recent.pico_usd
+        return sums
 
     def _turn_day(self, now_s: float) -> None:
         day = int((now_s + self._clock) // DAY_S)
-        if day > self._day:
-            self._day = day
-            self._spent = {tenant: self._sum_recent(tenant) for tenant in self._spent}
+        if day == self._day:
+            return
+        # A clock that was set back over midnight is in a day of which no sum is kept: it is read.
+        known = self._spent if day > self._day else ()
+        self._day = day
+        self._spent = self._with_recent(dict.fromkeys(known, 0))
 
     def _num_tokens_left(self, now_s: float, quota: Quota) -> float:
         bucket = self._buckets.get(quota.tenant)

@@ -144,7 +144,10 @@ class LedgerOutbox:
 
     def _connect(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        # Not opened where it is there: to close it would drop the locks that another connection of
+        # this process holds on it.
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         take_from_others(self.path)
         self._file = self.path.stat()
         connection = sqlite3.connect(

@@ -25,7 +25,8 @@ def read_spent(
     charged yet. Raises HadalError, OSError or sqlite3.Error where ledger or outbox cannot be read.
     """
     day = int(unix_s // DAY_S)
-    recent_us = micros(unix_s - RECENT_S)
+    # A front may have heard of a charge half of RECENT_S after it, and knows it so long from then on.
+    recent_us = micros(unix_s - 2 * RECENT_S)
     waiting = {
         fact.request_id: fact
         for fact in (*of_batches, *_waiting(outbox_of(url)))

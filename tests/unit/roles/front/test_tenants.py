@@ -104,6 +104,22 @@ def test_a_charge_counts_once_whoever_says_it_and_whenever() -> None:
     assert made.tenants._spent == {"t": 50}
 
 
+def test_a_clock_that_is_set_back_over_midnight_opens_no_budget() -> None:
+    tenants, quotas = FrontTenants(600.0), (Quota("t", day_pico_usd=100),)
+    tenants.set(0.0, Quotas((DAY + 1) * DAY_S + 5.0, quotas))
+    tenants.read(0.0, Spent(DAY + 1, {"t": 0}, ()))
+    tenants.charged(1.0, Charged("tomorrow's", "t", DAY + 1, 7))
+    tenants.set(2.0, Quotas((DAY + 1) * DAY_S - 5.0, quotas))
+    assert tenants.unread() == ("t",), "it is another day, whose sum is read"
+    tenants.charged(3.0, Charged("a", "t", DAY, 90))
+    tenants.read(3.0, Spent(DAY, {"t": 5}, ()))
+    assert tenants._spent == {"t": 95}
+    assert tenants.refusal(3.0, "t", 0, 1, 1, 10) is not None
+    assert tenants.refusal(3.0, "t", 0, 1, 1, 5) is None
+    tenants.tick(13.0)
+    assert tenants._spent == {"t": 7}, "and then the day comes after all"
+
+
 def test_what_nobody_says_the_cost_of_is_put_aside_for_a_time_only() -> None:
     made = front_with(Quota("t", day_pico_usd=100))
     made.handle(0.0, Spent(DAY, {"t": 0}, ()))

@@ -2,7 +2,10 @@
 if their writer is dead.
 """
 
+import contextlib
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +127,22 @@ def test_another_that_writes_is_waited_for_and_not_for_ever(
     assert outbox.append(facts("c"))
     outbox.close()
     assert left_in(path) == ["a", "c"]
+
+
+def test_one_that_looks_on_takes_no_lock_from_another_of_its_process(path: Path) -> None:
+    writer = LedgerOutbox(path)
+    writer.append(facts("a"))
+    writing = writer._connected()
+    writing.execute("BEGIN IMMEDIATE")
+    looking = LedgerOutbox(path)
+    with contextlib.suppress(sqlite3.OperationalError):
+        held(looking)
+    looking.close()
+    other = f"import sqlite3; sqlite3.connect({str(path)!r}, 0.1).execute('BEGIN IMMEDIATE')"
+    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, timeout=60)
+    assert "database is locked" in done.stderr
+    writing.execute("ROLLBACK")
+    writer.close()
 
 
 @pytest.mark.parametrize("body", [b"\xff", b""])

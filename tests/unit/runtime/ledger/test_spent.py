@@ -8,6 +8,7 @@ import pytest
 
 from hadal.core.errors import HadalError
 from hadal.core.facts import PackedFacts, RequestFact
+from hadal.roles.front.tenants import RECENT_S
 from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.spent import read_spent
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of
@@ -41,7 +42,9 @@ def test_all_of_a_day_is_found_once(tmp_path: Path) -> None:
     store = Store(url)
     store.prepare()
     both = fact("both", "a", 100)
-    kept = (fact("old", "a", 1, DAY_S / 4), fact("new", "a", 10), both, fact("x", "z", 7))
+    # A front that heard of it a minute after it may still know it by its id.
+    late = fact("heard late", "a", 20, 1.4 * RECENT_S)
+    kept = (fact("old", "a", 1, DAY_S / 4), fact("new", "a", 10), both, late, fact("x", "z", 7))
     store.write(PackedFacts((*kept, fact("yesterday", "a", 5, DAY_S))))
     store.close()
     outbox = LedgerOutbox(outbox_of(url))
@@ -50,8 +53,8 @@ def test_all_of_a_day_is_found_once(tmp_path: Path) -> None:
     of_batches = [fact("old", "a", 1, DAY_S / 4), fact("line", "c", 9, DAY_S / 4)]
     spent = read_spent(url, ("a", "b", "c"), NOW_S, of_batches)
     assert spent.day == DAY
-    assert spent.tenant_to_pico_usd == {"a": 111, "b": 1000, "c": 9}
-    assert set(spent.request_ids) == {"new", "both", "waits", "old", "line"}
+    assert spent.tenant_to_pico_usd == {"a": 131, "b": 1000, "c": 9}
+    assert set(spent.request_ids) == {"new", "both", "waits", "old", "line", "heard late"}
     assert list(LedgerOutbox(outbox_of(url)).waiting()), "what waits is only looked at"
 
 
