@@ -14,6 +14,8 @@ CANCELLED = "cancelled"
 """How a generation ended whose client left."""
 FINISHES = ("stop", "length", "tool_calls")
 """How one ended that is complete. Anything else is the HTTP status of its error, in digits."""
+BATCH_MODEL = "/batch"
+"""What stands behind a model's name in facts of batches: they have prices of their own."""
 REFUSALS = ("429", "503")
 """Statuses of what was not let in, where no unit had it before."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from hadal.core.config import Deployment, units_of
-from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
+from hadal.core.facts import BATCH_MODEL, Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages import Charged
 from hadal.core.seams import Closing
 from hadal.gateway.auth import Tenant
@@ -36,8 +36,6 @@ _CLOSE_S = 10.0
 STANDARD = "standard"
 """The tier of requests that somebody waits for."""
 BATCH_TIER = "batch"
-BATCH_MODEL = "/batch"
-"""What stands behind a model's name in facts of batches: they have prices of their own."""
 _NO_CLOSING = Closing("", "", 0)
 
 

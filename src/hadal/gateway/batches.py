@@ -66,7 +66,9 @@ MAX_CUSTOM_ID_CHARS = 512
 MAX_ERRORS = 100
 """Of a batch's input that are listed."""
 MAX_TRIES = 6
-"""Of a line, where it is the server that fails."""
+"""Of a line, where it is the server that fails. A line that load pushes out again is not a try:
+only the end of its batch's time ends it.
+"""
 WITHDRAWN_S = 60.0
 """Nobody has had a tenant's key for so long when its batches are cancelled."""
 _LOOK_S = 1.0
@@ -75,7 +77,9 @@ _AGAIN_S = 5.0
 _FORGET_S = 3600.0
 _AHEAD = 16
 """Lines read at once."""
-_LATER = (429, 500, 503, 504)
+_LOAD = (429, 503)
+"""Statuses of a line for which there was no room."""
+_LATER = (*_LOAD, 500, 504)
 """Statuses after which a line is tried again."""
 _BATCH_SALT = b"hadal-batch-1"
 
@@ -547,7 +551,7 @@ class BatchWorker:
         facts: Sequence[RequestFact] = (),
     ) -> None:
         """A line that has no answer: its error is one, unless it is the server that failed."""
-        tries[line.number] += 1
+        tries[line.number] += error.status not in _LOAD
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
             if self._gateway.accounting is not None:

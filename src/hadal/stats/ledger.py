@@ -17,7 +17,15 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from hadal.core.errors import ConfigError
-from hadal.core.facts import CANCELLED, FINISHES, REFUSALS, NodesFact, RequestFact, micros
+from hadal.core.facts import (
+    BATCH_MODEL,
+    CANCELLED,
+    FINISHES,
+    REFUSALS,
+    NodesFact,
+    RequestFact,
+    micros,
+)
 from hadal.stats.prices import BUCKET_US, DAY_S, HOUR_S
 from hadal.stats.report import HOUR, MODEL, QUANTILES, TENANT, Detail, Details, check_by
 from hadal.stats.tally import COUNTERS, Counts, Key, Tally
@@ -332,6 +340,7 @@ def read_spans(connection: sa.Connection, from_us: int, to_us: int) -> list[Work
             of.tokens_out,
         ).where(of.completed_us > from_us, of.received_us < to_us, of.first_token_us.is_not(None))
     ):
+        model = model.removesuffix(BATCH_MODEL)  # Units know no batches.
         spans.append(WorkSpan(prefill, model, tenant, received_us, first_us, miss))
         spans.append(WorkSpan(decode, model, tenant, first_us, last_us, out))
     return spans

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from hadal.core.facts import NodesFact, RequestFact, micros
+from hadal.core.facts import BATCH_MODEL, NodesFact, RequestFact, micros
 from hadal.stats import ledger
 from hadal.stats.ledger import MAX_ROWS, LedgerError, Written
 from hadal.stats.prices import BUCKET_US
@@ -125,6 +125,17 @@ def test_an_interval_grows_and_never_shrinks(connection: sa.Connection) -> None:
     ]
     assert ledger.read_nodes(connection, 120_000_000, 300_000_001) == [up(300.0, 310.0, epoch="b")]
     assert ledger.read_nodes(connection, 120_000_000, 300_000_000) == []
+
+
+def test_what_batches_used_of_a_unit_was_its_model_s(connection: sa.Connection) -> None:
+    times = (START_S, START_S + 3, START_S + 1, START_S + 2)
+    fact = RequestFact("r", "t", f"m{BATCH_MODEL}", 1, 2, 2, 7, "stop", *times, "p", "d")
+    ledger.write_requests(connection, [fact])
+    spans = ledger.read_spans(connection, *ALWAYS)
+    assert [(span.unit, span.model, span.tenant) for span in spans] == [
+        ("p", "m", "t"),
+        ("d", "m", "t"),
+    ]
 
 
 def test_counters_are_added_once_by_batch(connection: sa.Connection) -> None:
