@@ -508,6 +508,9 @@ class BatchWorker:
                 await self._write(batch, line, request_id, 200, bytes(body), facts)
             else:
                 await self._refuse(batch, line, request_id, refusal, tries, facts)
+        except BatchesDown:
+            self._waive(facts)  # As long as nobody reads that it was written after all.
+            raise
         finally:
             self.num_running -= 1
             self._slots.release()
@@ -554,11 +557,14 @@ class BatchWorker:
         tries[line.number] += error.status not in _LOAD
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
-            if self._gateway.accounting is not None:
-                self._gateway.accounting.waive(facts)
+            self._waive(facts)
             await asyncio.sleep(_LOOK_S)
         else:
             await self._write(batch, line, request_id, error.status, error.body, facts)
+
+    def _waive(self, facts: Sequence[RequestFact]) -> None:
+        if self._gateway.accounting is not None:
+            self._gateway.accounting.waive(facts)
 
 
 def _api_error(error: Exception) -> ApiError:

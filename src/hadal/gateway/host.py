@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -254,8 +253,6 @@ class Host(Doors):
         self.pages = Pages(FRONT, wire.send)
         self._epoch = epoch
         self._outboxes = {name: Outbox() for name in others}
-        self._let_in_now: defaultdict[str, list[Generation]] = defaultdict(list)
-        """By tenant: others' generations that came together, before they are submitted."""
         self._expected = set(self._outboxes)
         """Other gateways that may be there, and were not heard yet."""
         self._present: dict[str, int] = {}
@@ -310,8 +307,13 @@ class Host(Doors):
             self._apply(effect)
         while True:
             messages = await self._wire.receive_async()
-            self._let_in_now.clear()
-            self._handle([event for message in messages for event in self._events_of(message)])
+            events: list[Event] = []
+            for message in messages:
+                if isinstance(message, Open):
+                    self._handle(events)  # Whether it is let in depends on all that came before.
+                    events = []
+                events += self._events_of(message)
+            self._handle(events)
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 self._on_units()
                 # Now, not with the next heartbeat: one gateway's health is to be all gateways'.
@@ -534,23 +536,17 @@ class Host(Doors):
             )
 
     def _let_in(self, generations: Sequence[Generation]) -> Iterator[Event]:
-        """All of a request, or none, beside those that came with it and are not submitted yet.
-        Those that a front before this one let in go on.
-        """
+        """All of a request, or none. Those that a front before this one let in go on."""
         new = [generation for generation in generations if not generation.is_let_in]
         refusal = None
         if new:
-            tenant = new[0].tenant
-            wanted = [*self._let_in_now[tenant], *new]
             refusal = self._front.refusal(
                 self._now(),
-                tenant,
-                len(wanted),
-                sum(len(generation.prompt) for generation in wanted),
-                sum(generation.most_pico_usd for generation in wanted),
+                new[0].tenant,
+                len(new),
+                sum(len(generation.prompt) for generation in new),
+                sum(generation.most_pico_usd for generation in new),
             )
-            if refusal is None:
-                self._let_in_now[tenant] = wanted
         for generation in generations:
             if refusal is None or generation.is_let_in:
                 yield Submit(generation)

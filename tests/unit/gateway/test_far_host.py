@@ -357,6 +357,33 @@ def test_requests_that_come_together_are_let_in_one_after_the_other(model: Serve
     run(scene)
 
 
+def test_one_that_is_refused_is_told_why_as_if_it_had_come_alone(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            it.units.go.clear()
+            async with asyncio.timeout(5):
+                while not it.far.snapshot().can_serve:
+                    await asyncio.sleep(0.005)
+            num_tokens = len(model.vocabulary.encode_plain(str(COMPLETION["prompt"])))
+            quota = Quota(EVERYONE, tokens_per_minute=num_tokens * 3 // 2)
+            it.host.set_quotas(time.time(), (quota,))
+            asking = [
+                asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
+                for _ in range(2)
+            ]
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            [reply] = [task.result() for task in done]
+            assert reply.status_code == 429
+            assert 15 <= int(reply.headers["retry-after"]) <= 25, "half a prompt's tokens are there"
+            left = int(reply.headers["x-ratelimit-remaining-tokens"])
+            assert abs(left - num_tokens // 2) <= 5
+            it.units.go.set()
+            await asyncio.gather(*asking)
+            await it.settle()
+
+    run(scene)
+
+
 def test_one_without_a_front_for_too_long_is_told(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -372,9 +372,10 @@ def _by_request(
         yield record, tuple(tokens_so_far)
 
 
-RESERVE_S = 30.0
+RESERVE_S = 90.0
 """How much longer than a request may take, what it can cost is put aside: its gateway says what it
-did cost when all of the HTTP request has ended.
+did cost when all of the HTTP request has ended, and a client that reads slowly may keep that for
+half a minute twice.
 """
 RESUME_BATCH = 64
 """Requests in one message to it."""

@@ -10,6 +10,7 @@ budget lets nothing of it in. Part of the front's state; decides nothing (policy
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -105,10 +106,12 @@ class FrontTenants:
         self, now_s: float, request_id: str, tenant: str, num_tokens: int, most_pico_usd: int
     ) -> None:
         """A generation was let in."""
+        # The charge of a batch's line comes when its answer is written down, however long the store
+        # is away; who would say it ends with this front.
+        until_s = math.inf if is_batch(tenant) else now_s + self._reserve_s
         tenant = owner_of(tenant)
         self.draw(now_s, tenant, num_tokens)
         if most_pico_usd and request_id not in self._reserved:
-            until_s = now_s + self._reserve_s
             self._reserved[request_id] = _Reserved(tenant, most_pico_usd, until_s)
             self._tenant_to_reserved[tenant] = (
                 self._tenant_to_reserved.get(tenant, 0) + most_pico_usd
@@ -160,10 +163,13 @@ class FrontTenants:
             if recent.at_s > now_s - RECENT_S:
                 break
             del self._recent[request_id]
-        while self._reserved:
-            request_id, reserved = next(iter(self._reserved.items()))
-            if reserved.until_s > now_s:
+        late = []
+        for request_id, reserved in self._reserved.items():
+            if now_s < reserved.until_s < math.inf:
                 break
+            if reserved.until_s <= now_s:
+                late.append(request_id)
+        for request_id in late:
             self._release(request_id)
 
     def check(self) -> list[str]:

@@ -11,6 +11,7 @@ import msgspec
 from hadal.core.config import Deployment
 from hadal.core.messages import Cancel, Charged, Quota, Quotas, Spent, Submit
 from hadal.core.seams import Deliver, Tick
+from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import BUDGET_CODE, DAY_S, RATE_CODE
 from hadal.roles.front.front import Front
 from hadal.roles.front.tenants import RECENT_S, FrontTenants
@@ -130,6 +131,22 @@ def test_what_nobody_says_the_cost_of_is_put_aside_for_a_time_only() -> None:
     made.handle(later_s, Tick())
     assert not ask(made, later_s, "c", most=100).final
     assert made.check() == []
+
+
+def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
+    tenants = FrontTenants(600.0)
+    tenants.set(0.0, Quotas(NOON_S, (Quota("t", day_pico_usd=100),)))
+    tenants.read(0.0, Spent(DAY, {"t": 0}, ()))
+    tenants.begin(0.0, "line", batch_of("t"), 1, 60)
+    tenants.begin(1.0, "chat", "t", 1, 30)
+    tenants.tick(602.0)
+    assert tenants.check() == []
+    assert tenants.refusal(602.0, "t", 0, 1, 1, 41) is not None
+    assert tenants.refusal(602.0, "t", 0, 1, 1, 40) is None, (
+        "what was put aside for the chat is not"
+    )
+    tenants.charged(9000.0, Charged("line", "t", DAY, 10))
+    assert tenants.refusal(9000.0, "t", 0, 1, 1, 90) is None
 
 
 def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
