@@ -128,7 +128,9 @@ class Accounting:
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
             # A prompt that is only scored has a token drawn that nobody is shown.
-            times_s = (meter.first_token_s, meter.last_token_s) if num_output else (None, None)
+            first_s, last_s = (
+                (meter.first_token_s, meter.last_token_s) if num_output else (None, None)
+            )
             facts.append(
                 RequestFact(
                     choice.generation.request_id,
@@ -141,7 +143,8 @@ class Accounting:
                     choice.assembler.finish or end,
                     unix_s - (now_s - start_s),
                     unix_s,
-                    *map(unix, times_s),
+                    unix(first_s),
+                    unix(last_s),
                     closing.prefill_unit,
                     closing.decode_unit,
                     closing.num_retries,
