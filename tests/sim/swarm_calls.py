@@ -127,6 +127,7 @@ class Call:
             n=len(versions),
             max_tokens=versions[0].max_tokens,
             max_name="max_tokens",
+            prompt_name="prompt",
             min_tokens=versions[0].min_tokens,
             temperature=None,
             top_p=None,

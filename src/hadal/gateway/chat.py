@@ -115,12 +115,14 @@ class ChatFormat:
         opens_reply: bool = True,
         goes_on: bool = False,
         schema: dict[str, Any] | None = None,
+        field: str = "messages",
     ) -> Prompt:
         """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public`
         counts what may be shared with everybody. `reasoning`: what the reply's reasoning begins
         with; a reply that begins with `prefix` has no other. `opens_reply`: the template may say
         whose turn it is; `goes_on`: the prompt ends where the last turn's text does, and the reply
         goes on from there. `schema`: what the answer has to follow, for a template that shows it.
+        `field`: by which the turns were given.
 
         Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
         tokenise.
@@ -174,9 +176,7 @@ class ChatFormat:
             thinks = False
         if not goes_on:
             text += self._shielded(prefix, shield)
-        check_length(
-            self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages"
-        )
+        check_length(self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, field)
         tokens = tuple(self._encode(text, shield))
         return Prompt(
             tokens,

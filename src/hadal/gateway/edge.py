@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from hadal.core.balance import OFF
 from hadal.core.config import GatewayConfig
 from hadal.core.handshake import is_near
-from hadal.gateway.errors import ApiError
+from hadal.gateway.errors import ApiError, is_anthropics
 from hadal.runtime.process.logs import REQUEST_ID, fields
 
 # One TCP connection: uvicorn's protocol, with limits on headers and on clients that stand still.
@@ -228,6 +228,8 @@ class Edge:
         origin = headers.get("origin")
         allows = origin is not None and self._allows(origin)
         extra = [(b"x-request-id", seen.request_id.encode())]
+        if is_anthropics(scope["path"]):
+            extra.append((b"request-id", seen.request_id.encode()))  # What its clients look for.
         if origin is not None and allows:
             extra += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),

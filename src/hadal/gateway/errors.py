@@ -82,7 +82,12 @@ class ApiError(HadalError):
 
     def body_at(self, path: str) -> bytes:
         """The JSON body of a refusal of what was asked for at a path."""
-        return self.message_body if _MESSAGE_PATHS.fullmatch(path) else self.body
+        return self.message_body if is_anthropics(path) else self.body
+
+
+def is_anthropics(path: str) -> bool:
+    """Whether clients of Anthropic's API ask there."""
+    return _MESSAGE_PATHS.fullmatch(path) is not None
 
 
 def retry_after(seconds: float | None) -> dict[str, str]:

@@ -470,7 +470,12 @@ class Gateway:
         """Have generations done; the reply is of what comes of them. Whoever begins one ends it."""
         model, patience = self.service.model, self.patience
         head = Head(
-            request_id, int(self.unix_time()), model.name, FINGERPRINT, work.ask.include_usage
+            request_id,
+            int(self.unix_time()),
+            model.name,
+            FINGERPRINT,
+            work.ask.include_usage,
+            work.ask.omits_reasoning,
         )
         times.is_read = True
         return Reply(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,17 +25,22 @@ from hadal.gateway.openai import (
     INT64_MAX,
     MAX_MESSAGES,
     MAX_PARTS,
+    MESSAGE,
     NO_SCHEMA,
     AnswerFormat,
     ChatAsk,
+    ChatExtensions,
     Common,
     PastCall,
     Turn,
     check_depth,
+    check_served,
     common_fields,
     decode,
+    extensions,
     schema_format,
     with_effort,
+    with_kwargs,
 )
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.replies import Head, Outcome, Usage
@@ -83,9 +89,9 @@ InputBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | 
 
 
 class InputMessage(msgspec.Struct):
-    """A message of the conversation."""
+    """A message of the conversation. One of the system is text alone."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[InputBlock]
 
 
@@ -104,6 +110,8 @@ class ThinkingSwitch(msgspec.Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: _Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """"omitted": thinking blocks come without their text. Nothing is summarized."""
 
 
 class OutputFormat(msgspec.Struct):
@@ -121,14 +129,14 @@ class OutputConfig(msgspec.Struct):
 class ClientTool(msgspec.Struct, kw_only=True):
     """A function of the client's."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
+class CountRequest(ChatExtensions, kw_only=True):
     """A body of /v1/messages/count_tokens: a conversation. Fields that change no prompt are
     ignored.
     """
@@ -140,6 +148,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSwitch | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What `output_config.format` was called before."""
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -153,14 +163,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
-
-
-class _Elsewhere(msgspec.Struct):
-    """What runs or stores things at Anthropic's."""
-
-    container: Any = None
-    mcp_servers: Any = None
-    context_management: Any = None
 
 
 def parse_messages(body: bytes) -> ChatAsk:
@@ -186,14 +188,12 @@ def _decode(body: bytes, kind: type[CountRequest]) -> Any:
 
 
 def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
-    elsewhere = decode(body, _Elsewhere)
-    for name in elsewhere.__struct_fields__:
-        if getattr(elsewhere, name):
-            raise RequestError(f"{name} is not supported; leave it out.", name)
+    check_served(body, MESSAGE)
     output = request.output_config or OutputConfig()
     switch = request.thinking and request.thinking.type
     thinking = {"enabled": True, "disabled": False}.get(switch or "")
     thinking, told = with_effort(thinking, output.effort, "output_config.effort")
+    thinking, kwargs = with_kwargs(thinking, told, request.chat_template_kwargs)
     choice = request.tool_choice or ToolChoice("auto")
     choosing = read_choice(
         _choice_of(choice),
@@ -202,7 +202,7 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
         _WORDS,
     )
     turns, prefix = _turns(request)
-    format = _format_of(output)
+    format = _format_of(output.format or request.output_format)
     common = Common(
         model=request.model,
         stream=request.stream,
@@ -210,20 +210,26 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
         top_p=request.top_p,
         top_k=request.top_k,
         stop=request.stop_sequences,
+        **extensions(request),
     )
-    ask = common_fields(
-        common, request.max_tokens, "max_tokens", format=format, stop_name="stop_sequences"
+    ask = replace(
+        common_fields(
+            common, request.max_tokens, "max_tokens", format=format, stop_name="stop_sequences"
+        ),
+        omits_reasoning=request.thinking is not None and request.thinking.display == "omitted",
     )
-    return ChatAsk(ask, turns, thinking, told, choosing, prefix)
+    return ChatAsk(ask, turns, thinking, kwargs, choosing, prefix)
 
 
-def _format_of(output: OutputConfig) -> AnswerFormat | None:
-    if output.format is None:
+def _format_of(format: OutputFormat | None) -> AnswerFormat | None:
+    if format is None:
         return None
-    return schema_format("answer", bytes(output.format.schema), "output_config.format")
+    return schema_format("answer", bytes(format.schema), "output_config.format")
 
 
-_WORDS = ToolWords("", "input_schema", "one of type 'any'", 'one of {"type": "tool", "name": ...}')
+_WORDS = ToolWords(
+    "", "input_schema", "one of type 'any'", 'one of {"type": "tool", "name": ...}', max_name=128
+)
 
 
 def _tools_of(tools: Sequence[ClientTool]) -> list[dict[str, Any]]:
@@ -272,7 +278,11 @@ def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
     if request.system:
         turns.append(Turn("system", _joined(request.system)))
     for index, message in enumerate(messages):
-        turns += _turns_of(message, f"messages[{index}]")
+        for turn in _turns_of(message, f"messages[{index}]"):
+            if turns and turn.role == turns[-1].role and turn.role in _JOINED:
+                turns[-1] = _together(turns[-1], turn)
+            else:
+                turns.append(turn)
     if messages[-1].role != "assistant":
         return tuple(turns), ""
     if len(messages) == 1 or turns[-1].calls:
@@ -282,6 +292,17 @@ def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
             "messages",
         )
     return tuple(turns[:-1]), turns[-1].content
+
+
+_JOINED = {"user": "\n", "assistant": ""}
+"""Messages of one role that follow each other are one turn; what stands between their texts. An
+assistant's are what a reply goes on from, to the letter.
+"""
+
+
+def _together(turn: Turn, more: Turn) -> Turn:
+    text = _JOINED[turn.role].join(part for part in (turn.content, more.content) if part)
+    return Turn(turn.role, text, (*turn.calls, *more.calls))
 
 
 def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
@@ -294,6 +315,11 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
     num_results = 0
     for number, block in enumerate(blocks):
         is_assistants = not isinstance(block, TextBlock | ToolResultBlock)
+        if message.role == "system" and not isinstance(block, TextBlock):
+            raise RequestError(
+                f"{where}.content[{number}]: a system message is text.",
+                f"{where}.content[{number}]",
+            )
         if not isinstance(block, TextBlock) and is_assistants != (message.role == "assistant"):
             raise RequestError(
                 f"{where}.content[{number}]: "
@@ -402,7 +428,8 @@ class MessagesFormatter:
         """A block that is complete."""
         text = part.text
         if part.kind is PartKind.REASONING:
-            return {"type": "thinking", "thinking": text, "signature": self._head.id}
+            shown = "" if self._head.omits_reasoning else text
+            return {"type": "thinking", "thinking": shown, "signature": self._head.id}
         if part.kind is PartKind.TEXT:
             return {"type": "text", "text": text}
         return {
@@ -417,6 +444,8 @@ class MessagesFormatter:
         if change.stage is PartStage.BEGUN:
             return _event("content_block_start", index=part.index, content_block=_opened(part))
         if change.stage is PartStage.GROWN:
+            if kind is PartKind.REASONING and self._head.omits_reasoning:
+                return PING  # The client sees that something goes on.
             field, delta = _DELTAS[kind]
             return _delta(part.index, {"type": delta, field: change.text})
         signature = b""

@@ -118,8 +118,38 @@ class ChatMessage(msgspec.Struct):
     """
 
 
-class Common(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints. None is what a client that leaves a field out may send as well."""
+class Extensions(msgspec.Struct, kw_only=True):
+    """Fields of every endpoint that generates, in whichever API: extensions in most of them."""
+
+    seed: Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """An extension: larger is sooner among those that wait, 0 if left out."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    """An extension, as vLLM's: KV is reused only among requests of the same key and salt. "public":
+    what the leading system messages of a chat leave behind is reused by everybody, and the rest as
+    without a salt.
+    """
+    stop_repetition: bool | None = None
+    """An extension: a reply that repeats itself without end is ended as if it had reached its
+    length, unless this is false or `ignore_eos` asks for so many tokens whatever they are.
+    """
+
+
+class ChatExtensions(Extensions, kw_only=True):
+    """Those of every endpoint that has a chat template."""
+
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+
+
+def extensions(request: Extensions) -> dict[str, Any]:
+    """What a body says of them, for `Common`."""
+    return {name: getattr(request, name) for name in Extensions.__struct_fields__}
+
+
+class Common(Extensions, kw_only=True):
+    """Fields of both of OpenAI's endpoints. None is what a client that leaves a field out may send
+    as well.
+    """
 
     model: str
     stream: bool | None = None
@@ -137,22 +167,10 @@ class Common(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     """Logits are divided by it: with a smaller one they would not stay finite numbers."""
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
     user: str | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    """An extension: larger is sooner among those that wait, 0 if left out."""
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    """An extension, as vLLM's: KV is reused only among requests of the same key and salt. "public":
-    what the leading system messages of a chat leave behind is reused by everybody, and the rest as
-    without a salt.
-    """
-    stop_repetition: bool | None = None
-    """An extension: a reply that repeats itself without end is ended as if it had reached its
-    length, unless this is false or `ignore_eos` asks for so many tokens whatever they are.
-    """
     return_token_ids: bool | None = None
     """Also give the tokens of a reply as ids; only where it is not streamed."""
     response_format: ResponseFormat | None = None
@@ -199,6 +217,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "moderation": (),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's and SGLang's
@@ -249,47 +268,90 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 does null, and where the default is not true also false, "" and what is empty. Any other value is
 refused by name. What changes no answer (metadata, store, service_tier) is ignored.
 """
-_CHAT_ONLY = {"add_special_tokens": (), "echo": (), "prefix": (), "prompt_logprobs": ()}
-_COMPLETION_ONLY = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "continue_final_message": (),
-    "tool_choice": ("none", "auto"),
+_NEITHER = {
+    "frequency_penalty": (0,),
+    "ignore_eos": (),
+    "logit_bias": (),
+    "logprobs": (),
+    "max_completion_tokens": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": (),
+    "stop": (),
+    "stop_token_ids": (),
+    "top_logprobs": (0,),
+}
+"""Of OpenAI's older endpoints alone, and of neither of the newer two."""
+CHAT, COMPLETION, RESPONSE, MESSAGE = "chat", "completion", "response", "message"
+_API_TO_NOT_SERVED: dict[str, dict[str, tuple[Any, ...]]] = {
+    CHAT: {"add_special_tokens": (), "echo": (), "prefix": (), "prompt_logprobs": ()},
+    COMPLETION: {
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (True,),
+        "continue_final_message": (),
+        "functions": (),
+        "max_completion_tokens": (),
+        "tool_choice": ("none", "auto"),
+        "tools": (),
+        "top_logprobs": (0,),
+    },
+    RESPONSE: {
+        **_NEITHER,
+        "background": (),
+        "context_management": (),
+        "conversation": (),
+        "max_tokens": (),
+        "max_tool_calls": (),
+        "messages": (),
+        "prompt": (),
+        "thinking": (),
+        "top_k": (-1, 0),
+    },
+    # What runs or stores things at Anthropic's, and what other APIs have.
+    MESSAGE: {
+        **_NEITHER,
+        "container": (),
+        "context_management": (),
+        "functions": (),
+        "mcp_servers": (),
+        "reasoning_effort": (),
+    },
 }
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+_TELLING = ("web_search_options",)
+"""Of these what is empty asks for something."""
 _MAX_HARMLESS_BYTES = 64
-_CHAT_FIELDS = {**NOT_SERVED, **_CHAT_ONLY}
-_COMPLETION_FIELDS = {**NOT_SERVED, **_COMPLETION_ONLY}
 _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
 """No value that is allowed is as long, and one of megabytes takes a second to read."""
-_ChatNotServed, _CompletionNotServed = (
-    msgspec.defstruct(
-        name, [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*fields, *_SMALL)]
+_API_TO_FIELDS = {api: {**NOT_SERVED, **own} for api, own in _API_TO_NOT_SERVED.items()}
+_API_TO_KIND = {
+    api: msgspec.defstruct(
+        f"NotServed_{api}",
+        [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in dict.fromkeys((*fields, *_SMALL))],
     )
-    for name, fields in (
-        ("ChatNotServed", _CHAT_FIELDS),
-        ("CompletionNotServed", _COMPLETION_FIELDS),
-    )
-)
+    for api, fields in _API_TO_FIELDS.items()
+}
 
 
-def check_served(body: bytes, *, is_chat: bool) -> None:
-    """Raise RequestError for a field of another server that would change the answer and is not
-    served here, and for one that is longer than it can be: nothing of it is read before.
+def check_served(body: bytes, api: str) -> None:
+    """Raise RequestError for a field of another server, or of another API, that would change the
+    answer and is not served here, and for one that is longer than it can be: nothing of it is read
+    before.
     """
-    fields, kind = (
-        (_CHAT_FIELDS, _ChatNotServed) if is_chat else (_COMPLETION_FIELDS, _CompletionNotServed)
-    )
-    given = decode(body, kind)
+    given = decode(body, _API_TO_KIND[api])
     for name in _SMALL:
         if len(getattr(given, name)) > _MAX_SMALL_BYTES:
             raise RequestError(
                 f"{name} has more than {_MAX_SMALL_BYTES} bytes; it is too long.", name
             )
-    for name, harmless in fields.items():
+    for name, harmless in _API_TO_FIELDS[api].items():
         raw = bytes(getattr(given, name))
-        nothing = (None,) if any(value is True for value in harmless) else _NOTHING
+        is_told = name in _TELLING or any(value is True for value in harmless)
+        nothing = (None,) if is_told else _NOTHING
         if len(raw) <= _MAX_HARMLESS_BYTES and _is_one_of(
             decode(raw, object), (*nothing, *harmless)
         ):
@@ -413,6 +475,8 @@ class CommonFields:
     max_tokens: int | None
     max_name: str
     """The field that `max_tokens` was asked for by."""
+    prompt_name: str
+    """The field that the prompt was given by."""
     min_tokens: int
     temperature: float | None
     top_p: float | None
@@ -431,6 +495,8 @@ class CommonFields:
     """None: what the tenant's other requests leave behind is reused, and the other way round."""
     format: AnswerFormat | None = None
     """None: any text."""
+    omits_reasoning: bool = False
+    """The reply says that the model thinks, and not what."""
 
 
 @dataclass(frozen=True)
@@ -469,7 +535,7 @@ class CompletionAsk:
 
 def parse_chat(body: bytes) -> ChatAsk:
     """Read a body of /chat/completions. Raises RequestError."""
-    check_served(body, is_chat=True)
+    check_served(body, CHAT)
     request = decode(body, ChatRequest)
     if request.functions:
         raise RequestError("functions are not supported; send tools.", "functions")
@@ -485,11 +551,7 @@ def parse_chat(body: bytes) -> ChatAsk:
     thinking, effort = with_effort(
         _thinking(request.thinking), request.reasoning_effort, "reasoning_effort"
     )
-    kwargs = effort | (request.chat_template_kwargs or {})
-    for key in ("thinking", "enable_thinking"):
-        value = kwargs.get(key)
-        if thinking is None and isinstance(value, bool):
-            thinking = value
+    thinking, kwargs = with_kwargs(thinking, effort, request.chat_template_kwargs)
     turns, prefix, reasoning = _turns(request.messages), "", ""
     if (last := request.messages[-1]).prefix:
         turns, prefix, reasoning = turns[:-1], turns[-1].content, last.reasoning_content or ""
@@ -540,7 +602,7 @@ def with_model(body: bytes, name: str) -> bytes:
 
 def parse_completion(body: bytes) -> CompletionAsk:
     """Read a body of /completions. Raises RequestError."""
-    check_served(body, is_chat=False)
+    check_served(body, COMPLETION)
     request = decode(body, CompletionRequest)
     if request.best_of and request.best_of != (request.n or 1):
         raise RequestError("best_of other than n is not supported; leave it out.", "best_of")
@@ -570,6 +632,7 @@ def parse_completion(body: bytes) -> CompletionAsk:
         "max_tokens",
         num_logprobs,
         format=read_format(request.response_format),
+        prompt_name="prompt",
     )
     sampling = msgspec.structs.replace(ask.sampling, num_prompt_logprobs=max(num_echoed, num_asked))
     return CompletionAsk(
@@ -645,10 +708,11 @@ def common_fields(
     num_logprobs: int = -1,
     *,
     format: AnswerFormat | None = None,
+    prompt_name: str = "messages",
     stop_name: str = "stop",
 ) -> CommonFields:
-    """What a body asks of the engine. `max_name` and `stop_name` are what the endpoint calls these
-    fields. Raises RequestError.
+    """What a body asks of the engine. `max_name`, `prompt_name` and `stop_name` are what the endpoint
+    calls these fields. Raises RequestError.
     """
     if format is not None:
         _check_end(request, "a response_format")
@@ -671,6 +735,7 @@ def common_fields(
         n=request.n or 1,
         max_tokens=max_tokens,
         max_name=max_name,
+        prompt_name=prompt_name,
         min_tokens=min_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -918,6 +983,22 @@ def with_effort(
     return thinking, {"reasoning_effort": _EFFORTS[effort]}
 
 
+def with_kwargs(
+    thinking: bool | None,
+    told: Mapping[str, bool | int | float | str | None],
+    given: Mapping[str, bool | int | float | str | None] | None,
+) -> tuple[bool | None, dict[str, bool | int | float | str | None]]:
+    """Whether to think, and all that the template is told: its own arguments, as a client gives
+    them, count where nothing else says so.
+    """
+    kwargs = {**told, **(given or {})}
+    for key in ("thinking", "enable_thinking"):
+        value = kwargs.get(key)
+        if thinking is None and isinstance(value, bool):
+            thinking = value
+    return thinking, kwargs
+
+
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -1026,8 +1107,8 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
         raise RequestError(
             f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed.", "prompt"
         )
-    if not all(prompt):
-        raise RequestError("prompt holds an empty entry.", "prompt")
+    if [] in prompt:
+        raise RequestError("prompt holds an empty list of token ids.", "prompt")
     return tuple(tuple(item) if isinstance(item, list) else str(item) for item in prompt)
 
 

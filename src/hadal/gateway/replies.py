@@ -8,9 +8,10 @@ a count of chunks does not. Knows the API's JSON, nothing of where tokens come f
 from __future__ import annotations
 
 import asyncio
+import codecs
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,6 +91,7 @@ class Head:
     model: str
     fingerprint: str
     include_usage: bool = False
+    omits_reasoning: bool = False
 
 
 class ReplyFormat(Protocol):
@@ -286,6 +288,7 @@ class CompletionFormatter:
         self._glue = _Glue(head, "text_completion")
         self._offset_of: dict[int, int] = {}
         """Where the next token of each choice starts in its text."""
+        self._decoder_of: dict[int, codecs.IncrementalDecoder] = {}
 
     def begin(self, usage: Usage) -> bytes:
         return b""
@@ -358,7 +361,7 @@ class CompletionFormatter:
         """Of its first token nobody knows how likely it is. One that the text does not show, as that
         which begins every text, is nowhere in it.
         """
-        texts = [self._text_of(token) for token in prompt.ids]
+        texts = [self._name_of(token) for token in prompt.ids]
         decoder, at, offsets = new_decoder("replace"), 0, []
         for token in prompt.ids:
             offsets.append(at)
@@ -367,8 +370,7 @@ class CompletionFormatter:
         self._offset_of[index] = len(prompt.text)
         tops: list[dict[str, float] | None] = [None]
         for text, score in zip(texts[1:], prompt.scores, strict=True):
-            best = {self._text_of(other): _finite(logprob) for other, logprob in score.top}
-            tops.append({text: _finite(score.logprob), **best})
+            tops.append(self._tops(text, score.logprob, score.top))
         return {
             "tokens": texts,
             "token_logprobs": [None, *(_finite(score.logprob) for score in prompt.scores)],
@@ -391,7 +393,9 @@ class CompletionFormatter:
                     str(other): {
                         "logprob": _finite(logprob),
                         "rank": rank,
-                        "decoded_token": self._text_of(other),
+                        "decoded_token": _bytes_of(self._vocabulary, other).decode(
+                            "utf-8", "replace"
+                        ),
                     }
                     for other, logprob, rank in ranked
                 }
@@ -401,13 +405,14 @@ class CompletionFormatter:
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         texts, offsets, tops = [], [], []
         at = self._offset_of.get(index, 0)
+        decoder = self._decoder_of.setdefault(index, new_decoder("replace"))
         for token in tokens:
-            text = self._text_of(token.token)
+            text = self._name_of(token.token)
             texts.append(text)
             offsets.append(at)
-            at += len(text)
-            best = {self._text_of(other): _finite(logprob) for other, logprob in token.top}
-            tops.append({text: _finite(token.logprob), **best})
+            if token.token not in self._vocabulary.hidden_ids:
+                at += len(decoder.decode(_bytes_of(self._vocabulary, token.token)))
+            tops.append(self._tops(text, token.logprob, token.top))
         self._offset_of[index] = at
         return {
             "tokens": texts,
@@ -416,8 +421,22 @@ class CompletionFormatter:
             "text_offset": offsets,
         }
 
-    def _text_of(self, token: int) -> str:
-        return _bytes_of(self._vocabulary, token).decode("utf-8", "replace")
+    def _name_of(self, token: int) -> str:
+        """Its text; of a part of a character its bytes, as OpenAI's older models have it. So no two
+        are called the same.
+        """
+        raw = _bytes_of(self._vocabulary, token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _tops(
+        self, name: str, logprob: float | None, top: Iterable[tuple[int, float]]
+    ) -> dict[str, float]:
+        """The likeliest ones by name, the token's own among them."""
+        best = {self._name_of(other): _finite(other_logprob) for other, other_logprob in top}
+        return {**best, name: _finite(logprob)}
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

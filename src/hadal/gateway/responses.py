@@ -23,8 +23,10 @@ from hadal.gateway.openai import (
     MAX_MESSAGES,
     MAX_PARTS,
     NO_SCHEMA,
+    RESPONSE,
     AnswerFormat,
     ChatAsk,
+    ChatExtensions,
     Common,
     JsonSchema,
     PastCall,
@@ -32,13 +34,16 @@ from hadal.gateway.openai import (
     Turn,
     check_depth,
     check_metadata,
+    check_served,
     common_fields,
     decode,
+    extensions,
     is_ascending,
     list_page,
     read_format,
     read_limit,
     with_effort,
+    with_kwargs,
 )
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.replies import KEEP_ALIVE, Head, Outcome, Usage
@@ -67,6 +72,8 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+    status: str | None = None
     id: str | None = None
 
 
@@ -102,7 +109,7 @@ class ReasoningOptions(msgspec.Struct):
     summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(ChatExtensions, kw_only=True):
     """A body of /v1/responses. Fields that change no answer (user, prompt_cache_key, service_tier,
     safety_identifier) are ignored.
     """
@@ -125,17 +132,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
     truncation: str | None = None
-
-
-class _NotServed(msgspec.Struct):
-    """Fields that would change the answer, each with what leaves it as it is."""
-
-    background: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    max_tool_calls: Any = None
-    top_logprobs: Any = None
-    context_management: Any = None
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,13 @@ class ResponseAsk:
 def parse_response(body: bytes) -> ResponseAsk:
     """Read a body of /v1/responses. Raises RequestError."""
     request = decode(body, ResponsesRequest)
-    _check_served(request, decode(body, _NotServed))
-    reasoning = request.reasoning or ReasoningOptions()
-    thinking, told = with_effort(None, reasoning.effort, "reasoning.effort")
+    check_served(body, RESPONSE)
+    _check_options(request)
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    thinking, told = with_effort(None, effort, "reasoning.effort")
+    thinking, kwargs = with_kwargs(thinking, told, request.chat_template_kwargs)
+    if thinking is None and effort is not None:
+        thinking = True  # Nothing else of this API turns it on.
     choosing = read_choice(
         _choice_of(request.tool_choice),
         read_tools(_tools_of(request.tools or []), _WORDS),
@@ -176,16 +176,16 @@ def parse_response(body: bytes) -> ResponseAsk:
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
+        **extensions(request),
     )
-    ask = common_fields(common, request.max_output_tokens, "max_output_tokens", format=format)
+    ask = common_fields(
+        common, request.max_output_tokens, "max_output_tokens", format=format, prompt_name="input"
+    )
     turns = turns_of(request.input)
-    return ResponseAsk(request, ChatAsk(ask, turns, thinking, told, choosing))
+    return ResponseAsk(request, ChatAsk(ask, turns, thinking, kwargs, choosing))
 
 
-def _check_served(request: ResponsesRequest, other: _NotServed) -> None:
-    for name in other.__struct_fields__:
-        if getattr(other, name):
-            raise RequestError(f"{name} is not supported; leave it out.", name)
+def _check_options(request: ResponsesRequest) -> None:
     if request.truncation not in (None, "disabled"):
         raise RequestError(
             "truncation: nothing is left out of a prompt here; send 'disabled', and a shorter input"
@@ -284,7 +284,12 @@ def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
             output = _text_of(item.output, f"{where}.output")
             turns.append(Turn("tool", output, call_id=_needed(item.call_id, f"{where}.call_id")))
         elif item.type == "message":
-            turns.append(Turn(_role_of(item, where), _text_of(item.content, f"{where}.content")))
+            turn = Turn(_role_of(item, where), _text_of(item.content, f"{where}.content"))
+            if turn.role == "assistant" and turns and turns[-1].calls:
+                # What it says behind its calls stands before what came of them.
+                turns[-1] = replace(turns[-1], content=turns[-1].content + turn.content)
+            else:
+                turns.append(turn)
         elif item.type != "reasoning":  # Which is not read again.
             raise RequestError(
                 f"{where}.type is {item.type[:40]!r}; {_ITEMS} are supported.", f"{where}.type"
@@ -304,7 +309,14 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         fields = {name: getattr(item, name) for name in item.__struct_fields__}
         if item.type == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = [{"type": kind, "text": item.content}]
+            fields["content"] = [ItemPart(kind, item.content)]
+        if isinstance(content := fields["content"], list):
+            fields["content"] = [_listed_part(part) for part in content]
+        # Whatever clients' types promise is there, whether it was sent or not.
+        if item.type == "reasoning":
+            fields["summary"] = item.summary or []
+        elif item.type != "message" or item.role == "assistant":
+            fields["status"] = item.status or "completed"
         item_id = item.id or f"item_{index}"
         while item_id in taken:  # A client may have given it twice; pages go on from an id.
             item_id = f"{item_id}_{index}"
@@ -312,6 +324,11 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         fields["id"] = item_id
         data.append({name: value for name, value in fields.items() if value is not None})
     return data
+
+
+def _listed_part(part: ItemPart) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": []} if part.type == "output_text" else {}
+    return {**msgspec.to_builtins(part), **more}
 
 
 def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

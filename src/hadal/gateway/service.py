@@ -286,7 +286,7 @@ class Service:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or put a"
                 " chat_template.jinja beside its weights and start the server again.",
-                "messages",
+                parsed.ask.prompt_name,
             )
         return chat.prompt(
             parsed.turns,
@@ -300,6 +300,7 @@ class Service:
             opens_reply=parsed.opens_reply,
             goes_on=parsed.goes_on,
             schema=_schema_of(parsed.ask.format),
+            field=parsed.ask.prompt_name,
         )
 
     def _tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
@@ -433,9 +434,7 @@ class Service:
         where any are offered.
         """
         for prompt, _ in prompts:
-            check_length(
-                len(prompt.ids), self._max_prompt_tokens, "messages" if sections else "prompt"
-            )
+            check_length(len(prompt.ids), self._max_prompt_tokens, ask.prompt_name)
         seed = (
             int.from_bytes(self._random_bytes(8), "little") >> 1 if ask.seed is None else ask.seed
         )

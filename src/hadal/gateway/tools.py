@@ -70,6 +70,8 @@ class ToolWords:
     """The `tool_choice` that demands some call."""
     named: str
     """The one that demands a call of one tool."""
+    max_name: int = 64
+    """Characters of a tool's name."""
 
 
 CHAT_WORDS = ToolWords(
@@ -242,7 +244,7 @@ def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Too
     return tools
 
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
@@ -252,10 +254,11 @@ def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function is missing; send an object with a name.", where)
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > words.max_name:
         wrong = f"{where}{words.function}.name"
         raise RequestError(
-            f"{wrong}: 1 to 64 letters, digits, underscores and dashes are needed.", wrong
+            f"{wrong}: 1 to {words.max_name} letters, digits, underscores and dashes are needed.",
+            wrong,
         )
     if not isinstance(function.get("description"), str | None):
         wrong = f"{where}{words.function}.description"

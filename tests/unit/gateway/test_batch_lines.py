@@ -33,7 +33,7 @@ def test_what_no_line_can_be_is_an_error_of_the_file(found: object, code: str) -
 
 def test_numbers_beyond_all_are_the_client_s_fault() -> None:
     with pytest.raises(RequestError, match=r"."):
-        openai.check_served(b'{"verbosity": 1e999}', is_chat=True)
+        openai.check_served(b'{"verbosity": 1e999}', openai.CHAT)
     with pytest.raises(RequestError, match=r"."):
         openai.schema_format("a", b'{"maximum": 1e999}', "response_format")
 

@@ -40,6 +40,9 @@ WEATHER = {
 }
 
 
+THEN = {"type": "text", "text": "then."}
+
+
 def parse(**fields: Any) -> ChatAsk:
     return parse_messages(json.dumps({**ASKED, **fields}).encode())
 
@@ -115,6 +118,43 @@ def test_a_conversation_is_the_same_chat() -> None:
         ],
     )
     assert ours == theirs
+
+
+def test_what_every_api_takes_is_taken_here() -> None:
+    more = {"cache_salt": "ann", "priority": -3, "seed": 7, "stop_repetition": False}
+    kwargs = {"chat_template_kwargs": {"thinking": False, "style": "dry"}}
+    ours = parse(**more, **kwargs)
+    assert ours == chat(messages=ASKED["messages"], **more, **kwargs)
+    assert (ours.ask.cache_salt, ours.thinking) == ("ann", False)
+
+
+def test_messages_of_one_role_are_one_turn() -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    asked = parse(
+        tools=[{**WEATHER, "name": "f" * 128}],
+        messages=[
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": "b"},
+            {"role": "system", "content": [{"type": "text", "text": "Now "}, THEN]},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+            {"role": "assistant", "content": "C "},
+            {"role": "assistant", "content": "D"},
+        ],
+    )
+    assert asked.turns == (
+        Turn("user", "a\nb"),
+        Turn("system", "Now then."),
+        Turn("assistant", "", (PastCall("a", "f", "{}"),)),
+        Turn("tool", "", call_id="a"),
+    )
+    assert asked.prefix == "C D"
+
+
+def test_a_format_by_its_older_name() -> None:
+    format = {"type": "json_schema", "schema": {"type": "object"}}
+    assert parse(output_format=format) == parse(output_config={"format": format})
+    assert parse(output_format=format).ask.format is not None
 
 
 def test_an_assistants_last_message_is_gone_on_from() -> None:
@@ -197,7 +237,8 @@ for _ in range(70):
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "system", "content": [CALL]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages[0].content[0]"),
@@ -238,6 +279,12 @@ for _ in range(70):
         ({"output_config": {"effort": "most"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"stop": "x"}, "stop"),
+        ({"n": 2}, "n"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"tools": [{**WEATHER, "name": "a" * 129}]}, "tools[0].name"),
     ],
 )
 def test_bad_bodies(fields: dict[str, Any], param: str) -> None:
@@ -248,6 +295,25 @@ def test_bad_bodies(fields: dict[str, Any], param: str) -> None:
 
 
 # ---- through a gateway ----
+
+
+def test_thinking_that_is_not_to_be_shown(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        shown = (await it.client.post("/v1/messages", json=ASKED)).json()
+        asked = {**ASKED, "thinking": {"type": "enabled", "display": "omitted"}}
+        whole = (await it.client.post("/v1/messages", json=asked)).json()
+        reply = await it.client.post("/v1/messages", json={**asked, "stream": True})
+        streamed = message_of(named_events(reply.content))
+        assert shown["content"][0]["thinking"]
+        for message in (whole, streamed):
+            thinking, text = message["content"]
+            assert (thinking["type"], thinking["thinking"]) == ("thinking", "")
+            assert thinking["signature"]
+            assert text == shown["content"][1]
+        assert b"thinking_delta" not in reply.content
+        assert reply.headers["request-id"] == reply.headers["x-request-id"]
+
+    play(model, scene)
 
 
 def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:

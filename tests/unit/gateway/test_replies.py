@@ -80,6 +80,34 @@ def test_usage_chunk(model: ServedModel) -> None:
         assert chunk.usage.prompt_tokens == 10
 
 
+def test_parts_of_characters_have_names_of_their_own_and_offsets_in_the_text(
+    model: ServedModel,
+) -> None:
+    """Byte tokens: the four of a smile, told in two pieces."""
+    reply = CompletionFormatter(HEAD, model.vocabulary)
+    ids = model.vocabulary.encode_plain("a🙂 b")
+    assert len(ids) > 4
+    tops = [((0, -0.1), (token, -5.0)) for token in ids]
+    tokens = [Token("r", 0, i, t, None, -5.0, tops[i]) for i, t in enumerate(ids)]
+    told = chunks_of(
+        reply.chunks(0, Piece("", "a", [], tokens[:3]))
+        + reply.chunks(0, Piece("", "🙂 b", [], tokens[3:], "stop"))
+    )
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in told]
+    names = [name for each in logprobs for name in each["tokens"]]
+    parts = [name for name in names if name.startswith("bytes:")]
+    assert bytes.fromhex("".join(parts).replace("bytes:", "").replace("\\x", "")) == "🙂".encode()
+    offsets = [at for each in logprobs for at in each["text_offset"]]
+    assert offsets[names.index("a")] == 0
+    assert offsets[-1] == len("a🙂 b") - len(names[-1])
+    for each in logprobs:
+        for name, logprob, top in zip(
+            each["tokens"], each["token_logprobs"], each["top_logprobs"], strict=True
+        ):
+            assert top[name] == logprob
+            assert len(top) == 2, "the likeliest is beside it"
+
+
 def test_completion(model: ServedModel) -> None:
     reply = CompletionFormatter(HEAD, model.vocabulary)
     tokens = [

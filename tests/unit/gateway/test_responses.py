@@ -6,17 +6,23 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai import OpenAI
-from openai.types.responses import Response
-from pydantic import BaseModel
+from openai.types.responses import Response, ResponseItem
+from pydantic import BaseModel, TypeAdapter
 
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
-from hadal.gateway.openai import AnswerFormat, ChatAsk, Turn, parse_chat
+from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
 from hadal.gateway.replies import Head, Usage
-from hadal.gateway.responses import ResponseAsk, ResponseFormatter, parse_response
+from hadal.gateway.responses import (
+    ResponseAsk,
+    ResponseFormatter,
+    listed,
+    parse_response,
+)
 from hadal.gateway.service import ServedModel
 from hadal.gateway.stream import Piece
 
@@ -110,8 +116,77 @@ def test_a_conversation_is_the_same_chat() -> None:
     found = ours.after(())
     assert found.ask.max_name == "max_output_tokens"
     assert found == ChatAsk(**{**vars(theirs), "ask": found.ask})
-    same = {**vars(found.ask), "max_name": theirs.ask.max_name}
+    same = {**vars(found.ask), "max_name": theirs.ask.max_name, "prompt_name": "messages"}
     assert same == vars(theirs.ask)
+
+
+def test_what_every_api_takes_is_taken_here() -> None:
+    more = {"cache_salt": "ann", "priority": -3, "seed": 7, "stop_repetition": False}
+    kwargs = {"chat_template_kwargs": {"thinking": False, "style": "dry"}}
+    ours = parse(**more, **kwargs).after(())
+    theirs = chat(messages=[{"role": "user", "content": "2 + 2?"}], **more, **kwargs)
+    assert (ours.thinking, ours.template_kwargs) == (theirs.thinking, theirs.template_kwargs)
+    names = ("cache_salt", "priority", "seed", "stop_repetition")
+    assert [getattr(ours.ask, name) for name in names] == ["ann", -3, 7, False]
+
+
+@pytest.mark.parametrize(
+    ("effort", "kwargs", "thinking"),
+    [
+        (None, {}, None),
+        ("none", {}, False),
+        ("high", {}, True),
+        ("minimal", {}, True),
+        ("high", {"thinking": False}, False),
+    ],
+)
+def test_an_effort_is_a_wish_to_think(
+    effort: str | None, kwargs: dict[str, bool], thinking: bool | None
+) -> None:
+    asked = parse(reasoning={"effort": effort}, chat_template_kwargs=kwargs)
+    assert asked.chat.thinking is thinking
+
+
+def test_what_an_assistant_says_behind_its_calls_stands_before_their_results() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "Let me see. "},
+        call,
+        {"role": "assistant", "content": "And so."},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+    ]
+    assert parse(input=items).chat.turns == (
+        Turn("user", "a"),
+        Turn("assistant", "Let me see. And so.", (PastCall("c", "f", "{}"),)),
+        Turn("tool", "x", call_id="c"),
+    )
+
+
+def test_items_of_an_input_are_what_clients_types_promise() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]},
+        {"type": "reasoning"},
+        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "d"}]},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+    ]
+    asked = parse(input=items)
+    rows = msgspec.to_builtins(listed(asked.request.input))
+    found = [TypeAdapter(ResponseItem).validate_python(row) for row in rows]
+    assert [one.type for one in found][2:] == [
+        "reasoning",
+        "reasoning",
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
+    assert found[2].summary[0].text == "s"
 
 
 def test_what_was_said_before_comes_behind_the_instructions() -> None:
