@@ -3,10 +3,10 @@ come next in each text. The work is llguidance's (github.com/guidance-ai/llguida
 imports it.
 
 A schema, or a list of calls with a schema for each, becomes a grammar's text at the gateway, which
-also finds out what cannot be done with it; each rank follows that text token by token. Whether a
-grammar can be followed depends on no vocabulary, so one of single bytes says it. All limits are
-counts, so they hold or break the same way wherever a grammar is followed. Knows no requests, slots,
-threads or tensors.
+also finds out what cannot be done with it, with a vocabulary of single bytes; each rank follows that
+text token by token. All limits are counts. Texts of one grammar share automata, which are slow to
+make and have a limit together; one that comes to it is followed by new ones, so what breaks a limit
+is a text and never its neighbours. Knows no requests, slots, threads or tensors.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
+    "max_items_in_row": 50_000,  # An object of some hundred optional properties has thousands.
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,  # They would quote the schema and the text.
@@ -41,14 +42,19 @@ _KEPT = 16
 tens of MiB at their limit.
 """
 _SILENT = 0
+_NUM_WALKED = 16
+_WALKED = (*b'"a0', *range(33, 127))
+"""Bytes in the order in which they are tried where a grammar is walked into."""
 _OPTIONS = {
     "lenient": False,
     "coerce_one_of": False,
     "whitespace_pattern": r"[ \t]{1,20}|[ \t]?(\r?\n){1,2}[ \t]{0,20}",
+    "json_allowed_escapes": 'nrbtf\\"',
 }
 """Nothing of a schema is left out or taken for something like it. Between what means something there
 may be two line breaks and the indentation of five levels: a model that knows no JSON draws all the
-blanks it may, until no token is left for its answer.
+blanks it may, until no token is left for its answer. A letter is not written as \\u and its number:
+so written, the name of a property is taken for that of another, and what it holds is not checked.
 """
 ANY_JSON_OBJECT: dict[str, Any] = {"type": "object"}
 _END_OF_BYTES = 256
@@ -160,10 +166,19 @@ def complaint(text: str, prefix: str = "") -> str | None:
     begun = prefix.encode("utf-8", "surrogatepass")
     if begun and not matcher.is_error():
         num_read = matcher.try_consume_tokens(list(begun))
-        if num_read < len(begun):
+        if num_read < len(begun) and not matcher.is_error():
             return f"prefix is no beginning of such an answer, from byte {num_read} on"
-        matcher.compute_bitmask()
+    _walk(matcher)
     return _in_our_words(matcher.get_error()) if matcher.is_error() else None
+
+
+def _walk(matcher: LLMatcher) -> None:
+    """Go on for a few bytes: many a limit is only come to behind the first bracket or quote."""
+    for _ in range(_NUM_WALKED):
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        allowed = [byte for byte in _WALKED if mask and mask[byte // 8] >> byte % 8 & 1]
+        if not allowed or not matcher.consume_token(allowed[0]):
+            return
 
 
 def _in_our_words(said: str) -> str:
@@ -225,6 +240,8 @@ class Follower:
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
         """The matcher of the present stretch; None outside of one."""
+        self._stretch: list[int] = []
+        """Tokens of that stretch, which the matcher has consumed."""
         self._unread = list(tokens)
         self._at = Place.FREE if grammar.opens else Place.HELD
         if grammar.begins_after >= 0:
@@ -253,6 +270,7 @@ class Follower:
         if token in self._grammar.end_ids or token == self._grammar.closes:
             return None
         self._unread = []
+        self._stretch.append(token)
         return self._matcher, token
 
     def _read(self, make: Callable[[Grammar], LLMatcher]) -> None:
@@ -267,13 +285,13 @@ class Follower:
             if self._at is Place.HELD and before is not Place.REASONING:
                 held.append(token)
             elif before is Place.HELD and self._at is Place.FREE:
-                self._matcher, held = None, []
+                self._matcher, self._stretch, held = None, [], []
         if self._at is Place.HELD:
             if self._matcher is None:
                 self._matcher = make(self._grammar)
             if held:
                 self._matcher.consume_tokens(held)
-            self._look(self._matcher)
+                self._stretch += held
 
     def _num_reasoning(self, drafts: Sequence[int]) -> int:
         """In how many rows the reply is in a reasoning, which something must follow. The rows are the
@@ -286,24 +304,24 @@ class Follower:
                 return index + 1
         return len(drafts) + 1
 
-    def _look(self, matcher: LLMatcher) -> bool:
-        """Whether it can still be followed."""
-        if self.error is None and matcher.is_error():
-            self.error = _in_our_words(matcher.get_error())
-        return self.error is None
+    def _is_lost(self) -> bool:
+        """Whether its automata came to a limit, or what was drawn is not allowed."""
+        return self._matcher is not None and self._matcher.is_error()
+
+    def _fail(self, matcher: LLMatcher) -> None:
+        """Even automata of its own cannot follow it."""
+        self.error = self.error or _in_our_words(matcher.get_error())
 
     def _stretches(
         self, drafts: Sequence[int], make: Callable[[Grammar], LLMatcher]
-    ) -> Iterator[tuple[LLMatcher, int, list[int], int]]:
-        """Yield (matcher, row, drafts, first) of each stretch. The matcher stands at row `row`; each
-        of these drafts takes it one row further. Rows from `first` on are held to it. Row i is what
-        comes behind `drafts[:i]`. What is drawn behind an end, before it is known to be one, is for
-        nobody.
+    ) -> Iterator[_Stretch]:
+        """Yield each stretch. Row i is what comes behind `drafts[:i]`. What is drawn behind an end,
+        before it is known to be one, is for nobody.
         """
         if not drafts:  # Most steps, of most deployments.
             if self._at is Place.HELD:
                 assert self._matcher is not None
-                yield self._matcher, 0, [], 0
+                yield _Stretch(self._matcher, 0, [], 0)
             return
         at, matcher = self._at, self._matcher
         row, first, of_it = 0, 0, list[int]()
@@ -313,14 +331,25 @@ class Follower:
                 of_it.append(token)
             elif before is Place.HELD:
                 assert matcher is not None
-                yield matcher, row, of_it, first
+                yield _Stretch(matcher, row, of_it, first)
                 matcher = None
             elif at is Place.HELD:
                 matcher, first = make(self._grammar), index + 1
                 row, of_it = (index, [token]) if before is Place.FREE else (first, [])
         if at is Place.HELD:
             assert matcher is not None
-            yield matcher, row, of_it, first
+            yield _Stretch(matcher, row, of_it, first)
+
+
+class _Stretch(NamedTuple):
+    """Rows of a text that are held to its grammar."""
+
+    matcher: LLMatcher
+    """It stands at row `row`; each of the drafts takes it one row further."""
+    row: int
+    drafts: list[int]
+    first: int
+    """The first row that is held to it."""
 
 
 class TextRows(NamedTuple):
@@ -373,22 +402,26 @@ class Grammars:
                 follower._read(self._matcher)
             else:
                 drawn.append(one)
-        are_right = not drawn or all(self._executor.consume_token_par(drawn))
+        if drawn:
+            self._executor.consume_token_par(drawn)
+        renewed: set[Grammar] = set()
         alone: list[tuple[LLMatcher, int]] = []
         with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
-        held: list[tuple[Follower, LLMatcher, int, int]] = []
+        held: list[tuple[Follower, int, _Stretch]] = []
         for follower, first, drafts in all_rows:
+            if follower.error is None and follower._is_lost():
+                self._renew(follower, renewed)
             if num := follower._num_reasoning(drafts):
                 has_mask_R[first : first + num] = True
                 bits_RW[first : first + num] = 0xFFFFFFFF
                 for token in (*follower._grammar.end_ids, *follower._grammar.barred):
                     bits_RW[first : first + num, token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
-            for matcher, row, of_it, begin in follower._stretches(drafts, self._matcher):
-                end = first + row + len(of_it) + 1
-                has_mask_R[first + begin : end] = True
-                if follower.error is not None or not (are_right or follower._look(matcher)):
+            for stretch in follower._stretches(drafts, self._matcher):
+                matcher, row, of_it, begin = stretch
+                has_mask_R[first + begin : first + row + len(of_it) + 1] = True
+                if follower.error is not None:
                     continue
-                held.append((follower, matcher, first + begin, end))
+                held.append((follower, first, stretch))
                 if of_it:
                     with_drafts.append((matcher, first + row, of_it))
                 else:
@@ -399,10 +432,66 @@ class Grammars:
         if with_drafts:
             # A draft that is not allowed is not drawn: the rows behind it stay without any token.
             self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *into)
-        for follower, matcher, begin, end in held:
+        for follower, first, stretch in held:
+            if stretch.matcher.is_error():
+                self._row_by_row(follower, first, stretch, bits_RW, renewed)
+
+    def _row_by_row(
+        self,
+        follower: Follower,
+        first: int,
+        stretch: _Stretch,
+        bits_RW: np.ndarray,
+        renewed: set[Grammar],
+    ) -> None:
+        """Write the masks of rows whose automata came to a limit, each by new ones where it has to
+        be: drafts are no reason to fail, nor are other texts.
+        """
+        assert self._executor is not None
+        matcher, row, drafts, begin = stretch
+        bits_RW[first + begin : first + row + len(drafts) + 1] = 0
+        is_own = matcher is follower._matcher
+        tokens = follower._stretch if is_own else []
+        into = bits_RW.ctypes.data, 4 * self.num_words, len(bits_RW)
+        for number in range(len(drafts) + 1):
+            here = [*tokens, *drafts[:number]]
+            if number and not matcher.is_error():
+                matcher.consume_token(drafts[number - 1])
+            if not matcher.is_error():
+                self._executor.unsafe_compute_mask_ptr([(matcher, first + row + number)], *into)
             if matcher.is_error():
-                follower._look(matcher)
-                bits_RW[begin:end] = 0
+                matcher = self._anew(follower._grammar, here, renewed)
+                self._executor.unsafe_compute_mask_ptr([(matcher, first + row + number)], *into)
+            if matcher.is_error():
+                # Behind a draft that is not allowed, or where this text comes to a limit by itself.
+                bits_RW[first + row + number] = 0
+                if is_own and not number:
+                    follower._fail(matcher)
+                break
+        if is_own and follower.error is None:
+            self._renew(follower, renewed)
+
+    def _renew(self, follower: Follower, renewed: set[Grammar]) -> None:
+        """Give a text automata that have not come to a limit; they may fail all the same."""
+        follower._matcher = self._anew(follower._grammar, follower._stretch, renewed)
+        if follower._matcher.is_error():
+            follower._fail(follower._matcher)
+
+    def _anew(self, grammar: Grammar, tokens: list[int], renewed: set[Grammar]) -> LLMatcher:
+        """A matcher at these tokens of a stretch whose automata are new, or were made anew for
+        another text: `renewed` are the grammars of which that was tried.
+        """
+        while True:
+            is_new = grammar not in renewed
+            if is_new:
+                renewed.add(grammar)
+                self._matchers.pop(grammar, None)
+            matcher = self._matcher(grammar)
+            if tokens and not matcher.is_error():
+                matcher.consume_tokens(tokens)
+            if is_new or not matcher.is_error():
+                return matcher
+            renewed.discard(grammar)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         """One at its beginning, which shares what was found out with the others of its grammar."""

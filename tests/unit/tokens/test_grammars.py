@@ -12,6 +12,7 @@ import pytest
 
 from hadal.core.plans import Grammar
 from hadal.runtime.resolve import model_folder
+from hadal.tokens import grammars as grammars_module
 from hadal.tokens.grammars import Follower, Grammars, TextRows, complaint, grammar_text
 from hadal.tokens.table import read_token_table
 from tests.fresh import FULL, fresh
@@ -104,6 +105,100 @@ def test_drafts_leave_no_trace(grammars: Grammars) -> None:
         follower.advance(tokens[at : at + step])
         at += step
     assert allowed(grammars, follower) == [None]  # Its end was drawn: what follows is for nobody.
+
+
+GREEDY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"x": {"type": "string", "pattern": "a.{50}b"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+"""Each letter that is drawn gives its automata many states."""
+
+
+def draw_at_length(grammars: Grammars, num_tokens: int) -> int:
+    """Draw letters of texts under GREEDY, one after the other; how many tokens there were until the
+    automata that those share were made anew.
+    """
+    rng, first = random.Random(0), None
+    for number in range(num_tokens):
+        if number % 150 == 0:
+            follower = Follower(grammar(GREEDY), ids('{"x":"'))
+        (row,) = allowed(grammars, follower)
+        assert row, follower.error
+        [prototype] = grammars._matchers.values()
+        if first is not None and prototype is not first:
+            return number
+        first = prototype
+        letters = [one for one in row if TABLE.token_bytes[one].isalpha()]
+        follower.advance([rng.choice(sorted(letters))])
+    pytest.fail("the limit was never come to")
+
+
+def test_texts_of_one_grammar_break_no_limit_of_each_other() -> None:
+    grammars = Grammars(lambda: TABLE, VOCAB_SIZE)
+    early = Follower(grammar(GREEDY), [])
+    tokens = ids('{"x":"' + "ab" * 40)
+    for token in tokens[:8]:
+        allowed(grammars, early)
+        early.advance([token])
+    draw_at_length(grammars, 4000)
+    for token in tokens[8:]:
+        (row,) = allowed(grammars, early)
+        assert token in (row or ()), early.error
+        early.advance([token])
+    assert allowed(grammars, early) == allowed(grammars, Follower(grammar(GREEDY), tokens))
+
+
+def test_a_limit_behind_a_draft_is_no_limit_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are those of new automata, and a draft that is not drawn leaves no trace."""
+    monkeypatch.setitem(grammars_module._LIMITS, "max_items_in_row", 2000)
+    many = {f"p{at}": {"type": "string"} for at in range(600)}
+    schema = {"anyOf": [{"type": "integer"}, {"type": "object", "properties": many}]}
+    (number,), (brace,) = ids("1"), ids("{")
+    free = Grammars(lambda: TABLE, VOCAB_SIZE)
+    for drafts in ([brace], [number, number], [number, brace]):
+        drafted = Follower(grammar(schema), [])
+        rows = allowed(free, drafted, drafts)
+        for at, row in enumerate(rows):
+            alone = Follower(grammar(schema), drafts[:at])
+            assert [row] == allowed(Grammars(lambda: TABLE, VOCAB_SIZE), alone)
+        assert drafted.error is None
+        drafted.advance([number])
+        assert allowed(free, drafted) == allowed(free, Follower(grammar(schema), [number]))
+
+
+@pytest.mark.parametrize("num_properties", [100, 600, 1500])
+def test_many_optional_properties(grammars: Grammars, num_properties: int) -> None:
+    names = {f"p{at}": {"type": "string"} for at in range(num_properties)}
+    schema = {"type": "object", "properties": names}
+    assert complaint(grammar(schema).text) is None
+    follower = Follower(grammar(schema), [])
+    for token in ids('{"p1":"x","p2":""}'):
+        (row,) = allowed(grammars, follower)
+        assert token in (row or ()), follower.error
+        follower.advance([token])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, r'{"a":1,"\u0061":"x"}'),
+        ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061":"x"}'),
+    ],
+)
+def test_a_name_is_not_hidden_in_escapes(
+    grammars: Grammars, schema: dict[str, Any], text: str
+) -> None:
+    follower, tokens = Follower(grammar(schema), []), ids(text)
+    assert not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    for at, token in enumerate(tokens):
+        (row,) = allowed(grammars, follower)
+        if token not in (row or ()):
+            assert text[:at].endswith("\\")
+            return
+        follower.advance([token])
+    pytest.fail("it was allowed to the end")
 
 
 def test_it_ends_where_the_text_may_end_alone(grammars: Grammars) -> None:
