@@ -17,16 +17,8 @@ from msgspec import Meta
 
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
-from hadal.gateway.tools import (
-    MAX_SCHEMA_BYTES,
-    MAX_SCHEMA_DEPTH,
-    NO_TOOLS,
-    Choosing,
-    check_schema,
-    is_deeper,
-    read_choice,
-    read_tools,
-)
+from hadal.gateway.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_schema, is_deeper
+from hadal.gateway.tools import NO_TOOLS, Choosing, read_choice, read_tools
 
 # The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
 #
@@ -804,6 +796,7 @@ def _check_end(request: Common, of: str) -> None:
     for name, is_asked in (
         ("ignore_eos", request.ignore_eos),
         ("min_tokens", request.min_tokens),
+        ("stop_token_ids", request.stop_token_ids),
     ):
         if is_asked:
             raise RequestError(

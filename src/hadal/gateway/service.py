@@ -99,7 +99,12 @@ def read_served_model(folder: Path, name: str) -> ServedModel:
         context_tokens=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         # Makers add to one of the files what ends a turn of a chat, beside what ends a text.
-        eos_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos_ids))),
+        # An id that the model has no logit for is never drawn, and a mask has no bit for it.
+        eos_ids=tuple(
+            each
+            for each in dict.fromkeys((*config.eos_token_ids, *eos_ids))
+            if each < config.vocab_size
+        ),
         bos_id=read_bos_id(folder, vocabulary),
         sampling=sampling,
     )
@@ -464,6 +469,7 @@ class Service:
                     token_ids=ask.return_token_ids,
                     stop_repetition=ask.stop_repetition,
                     calls=calls,
+                    is_held=ask.format is not None,
                 )
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))

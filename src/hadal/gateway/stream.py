@@ -239,10 +239,12 @@ class Assembler:
         token_ids: bool = False,
         stop_repetition: bool = False,
         calls: Calls | None = None,
+        is_held: bool = False,
     ) -> None:
         """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning;
         `has_thought`: of which it has some.
-        `calls`: set calls of tools apart; None: none are offered.
+        `calls`: set calls of tools apart; None: none are offered. `is_held`: the content follows a
+        grammar, so that what is spelled like a mark in it is none.
 
         `stop_repetition`: a text that goes round in circles ends, as one that
         reached its length. Stop strings count only in what comes after `min_tokens` tokens.
@@ -261,6 +263,7 @@ class Assembler:
         if sections:
             self._section = Section.REASONING if thinks else Section.START
         self._calls = calls
+        self._is_held = is_held
         self._reader: CallReader | None = None
         """From the first mark of calls on."""
         self._gap: list[Token] = []
@@ -448,6 +451,9 @@ class Assembler:
 
     def _filter(self, text: str, piece: Piece) -> None:
         """Take control marks out."""
+        if self._is_held and self._section is Section.CONTENT:
+            self._match_stops(text, piece)
+            return
         while text and self.finish is None:
             shown, mark, text = self._marks.feed(text)
             self._match_stops(shown, piece)

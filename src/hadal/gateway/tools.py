@@ -27,6 +27,7 @@ from enum import Enum, auto
 from typing import Any
 
 from hadal.core.errors import RequestError
+from hadal.gateway.schemas import check_schema
 from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
 
 MAX_TOOLS = 128
@@ -277,34 +278,6 @@ def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
                 f"{schema_field}: a strict tool's needs 'type': 'object'.", schema_field
             )
     return Tool(name, {"type": "function", "function": function}, bool(is_strict), schema_field)
-
-
-MAX_SCHEMA_BYTES = 1 << 16
-MAX_SCHEMA_DEPTH = 64
-"""Objects and lists of a schema within each other; one of properties nests three a level."""
-
-
-def check_schema(schema: dict[str, Any], of: str, param: str) -> None:
-    """Raise RequestError for a schema that is not even looked at. `of`: what it is said to be."""
-    if "x-guidance" in schema:
-        raise RequestError(f"Invalid schema for {of}: 'x-guidance' is ours.", param)
-    if is_deeper(schema, MAX_SCHEMA_DEPTH):
-        raise RequestError(
-            f"The schema of {of} nests deeper than {MAX_SCHEMA_DEPTH} levels.", param
-        )
-
-
-def is_deeper(value: Any, depth: int) -> bool:
-    """Whether objects and lists nest deeper."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return bool(level)
 
 
 def read_choice(

@@ -144,6 +144,8 @@ def completion(**fields: Any) -> Any:
         ({"response_format": schema_format(schema={"enum": ["a" * 70_000]})}, "response_format"),
         ({"response_format": schema_format(schema=nested(70))}, "response_format"),
         ({"response_format": schema_format(), "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": schema_format(), "stop_token_ids": [5]}, "stop_token_ids"),
+        ({"stop_token_ids": [5], "tools": [tool("f", strict=True)]}, "stop_token_ids"),
         ({"response_format": schema_format(), "min_tokens": 3}, "min_tokens"),
         (
             {"min_tokens": 3, "tools": [tool("f")], "tool_choice": "required"},

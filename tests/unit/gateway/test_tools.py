@@ -271,6 +271,22 @@ def test_without_tools_marks_are_hidden_as_all_controls_are(vocabulary: Vocabula
     assert (piece.content, piece.calls) == ("ab", [])
 
 
+@pytest.mark.parametrize("text", ['{"tag":"<think>"}', '{"a":"x</think>y"}', '{"<｜User｜>":1}'])
+def test_what_is_held_to_a_format_is_shown_as_it_is(vocabulary: Vocabulary, text: str) -> None:
+    """Marks that are spelled in plain tokens are no marks of a text in which none can be."""
+    for is_held in (True, False):
+        assembler = Assembler(vocabulary, sections=True, thinks=True, is_held=is_held)
+        ids = [
+            *vocabulary.encode_plain("Well <think>"),
+            *vocabulary.encode_controlled("</think>\n\n"),
+            *vocabulary.encode_plain(text),
+        ]
+        piece = assembler.push([Token("r", 0, i, token) for i, token in enumerate(ids)])
+        piece.add(assembler.end("stop"))
+        assert (piece.content == text) is is_held
+        assert piece.reasoning == "Well ", "in a reasoning they are"
+
+
 def test_logprobs_are_of_what_is_said_and_stops_too(vocabulary: Vocabulary) -> None:
     calls = Calls(V31, Choosing((WEATHER,)))
     assembler = Assembler(vocabulary, sections=True, logprobs=True, stops=("Oslo",), calls=calls)

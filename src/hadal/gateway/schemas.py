@@ -1,0 +1,151 @@
+"""What is said of a JSON schema before anybody follows it: its size, and what llguidance would take
+for something else (tokens/grammars looks at all the rest). Values in, a complaint out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hadal.core.errors import RequestError
+
+MAX_SCHEMA_BYTES = 1 << 16
+MAX_SCHEMA_DEPTH = 64
+"""Objects and lists of a schema within each other; one of properties nests three a level."""
+MAX_EXACT = 2**53
+"""Numbers are floats where a schema is followed: beyond this, whole ones are rounded."""
+_NUMBERS = (
+    "const",
+    "enum",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+)
+"""What a number stands behind that an answer is held to."""
+
+
+def check_schema(schema: dict[str, Any], of: str, param: str) -> None:
+    """Raise RequestError for a schema that is not even looked at. `of`: what it is said to be."""
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
+        raise RequestError(
+            f"The schema of {of} nests deeper than {MAX_SCHEMA_DEPTH} levels.", param
+        )
+    if (said := _complaint(schema)) is not None:
+        raise RequestError(f"Invalid schema for {of}: {said}.", param)
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether objects and lists nest deeper."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [inner for outer in level for inner in _inner(outer)]
+    return bool(level)
+
+
+def _complaint(schema: dict[str, Any]) -> str | None:
+    if "x-guidance" in schema:
+        return "'x-guidance' is ours"
+    for part in _all(schema):
+        if not isinstance(part, dict):
+            continue
+        for name in _NUMBERS:
+            if name in part and any(map(_is_rounded, _all(part[name]))):
+                return f"{name!r} holds a whole number beyond 2^53, which would be rounded"
+        if _may_repeat(part):
+            return "'minProperties' beyond what is 'required' needs 'additionalProperties': false"
+    if not _Ends(schema).of(schema):
+        return "no text satisfies it, as what it requires holds itself"
+    return None
+
+
+def _may_repeat(part: dict[str, Any]) -> bool:
+    """Whether names of an object could be fewer than it has: nothing keeps one that it does not list
+    from being given twice.
+    """
+    least, required = part.get("minProperties"), part.get("required")
+    is_open = part.get("additionalProperties") is not False or "patternProperties" in part
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    return isinstance(least, int) and is_open and least > num_required + 1
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _all(value: Any) -> Iterator[Any]:
+    """The value and all that is in it."""
+    waiting = [value]
+    while waiting:
+        yield (one := waiting.pop())
+        waiting.extend(_inner(one))
+
+
+def _is_rounded(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) > MAX_EXACT
+
+
+class _Ends:
+    """Which parts of a schema some text of finite length satisfies, as far as that depends on what
+    refers to itself: the least solution, which begins with no reference having an end.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        parts = [part for part in _all(root) if isinstance(part, dict)]
+        self._has_end = {part["$ref"]: False for part in parts if isinstance(part.get("$ref"), str)}
+        is_changing = True
+        while is_changing:
+            is_changing = False
+            for ref, has_end in self._has_end.items():
+                if not has_end and self.of(self._resolved(ref)):
+                    self._has_end[ref] = is_changing = True
+
+    def of(self, part: Any) -> bool:
+        """Whether this one has an end."""
+        if not isinstance(part, dict):
+            return True
+        alternatives = [
+            many for name in ("anyOf", "oneOf") if isinstance(many := part.get(name), list)
+        ]
+        wanted = part["allOf"] if isinstance(part.get("allOf"), list) else []
+        return (
+            self._has_end.get(str(part.get("$ref")), True)
+            and all(any(map(self.of, many)) for many in alternatives if many)
+            and all(map(self.of, wanted))
+            and all(map(self.of, self._needed(part)))
+        )
+
+    def _needed(self, part: dict[str, Any]) -> Iterator[Any]:
+        """What every text of it has within."""
+        if part.get("type") in ("object", ["object"]) and isinstance(part.get("required"), list):
+            properties = part.get("properties")
+            for name in part["required"]:
+                known = properties if isinstance(properties, dict) else {}
+                yield known.get(str(name), part.get("additionalProperties"))
+        least = part.get("minItems")
+        if part.get("type") in ("array", ["array"]) and isinstance(least, int):
+            first = part.get("prefixItems")
+            first = first if isinstance(first, list) else []
+            yield from first[:least]
+            if least > len(first):
+                yield part.get("items")
+
+    def _resolved(self, ref: str) -> Any:
+        """What a reference within the schema is to; None for any other, which is refused later."""
+        if not ref.startswith("#"):
+            return None
+        found: Any = self._root
+        for step in ref[1:].split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        return found

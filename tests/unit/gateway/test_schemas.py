@@ -1,0 +1,79 @@
+"""Schemas that would be taken for something else are refused by name, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hadal.core.errors import RequestError
+from hadal.gateway.schemas import MAX_SCHEMA_DEPTH, check_schema
+from tests.schemas import SCHEMAS
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+TEXT = {"type": "string"}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    return {"items": deep(levels - 1)} if levels else {}
+
+
+def wide(**fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "array", "items": fields}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"x-guidance": {}}, "is ours"),
+        (deep(MAX_SCHEMA_DEPTH + 1), "deeper"),
+        (wide(const=2**53 + 1), "'const'"),
+        (wide(enum=["a", {"id": [1234567890123456789]}]), "'enum'"),
+        (wide(minimum=-(2**60)), "'minimum'"),
+        (wide(exclusiveMaximum=2**54), "'exclusiveMaximum'"),
+        (wide(multipleOf=10**20), "'multipleOf'"),
+        (wide(type="object", minProperties=2), "'minProperties'"),
+        (wide(type="object", minProperties=3, required=["a"], properties={"a": {}}), "'minPro"),
+        (NODE, "holds itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": NODE}}, "holds itself"),
+        (
+            {
+                "$defs": {"l": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/l"}}},
+                "anyOf": [{"$ref": "#/$defs/l"}, {"allOf": [{}, NODE]}],
+            },
+            "holds itself",
+        ),
+    ],
+)
+def test_what_would_be_taken_for_something_else(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        check_schema(schema, "a", "p")
+    assert caught.value.param == "p"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *[schema for schema in SCHEMAS.values() if schema is not None],
+        deep(MAX_SCHEMA_DEPTH - 1),
+        wide(enum=[2**53, -(2**53), True, 1e300]),
+        wide(default=10**30, examples=[10**30]),
+        wide(type="object", minProperties=1),
+        wide(type="object", minProperties=2, required=["a"], properties={"a": {}}),
+        wide(
+            type="object",
+            minProperties=2,
+            properties={"a": {}, "b": {}},
+            additionalProperties=False,
+        ),
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, TEXT]}}}
+        | {"required": ["next"]},
+        {"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "items": {"$ref": "#"}, "prefixItems": [TEXT], "minItems": 1},
+        {"$ref": "http://elsewhere/x"},
+    ],
+)
+def test_what_can_be_followed_passes(schema: dict[str, Any]) -> None:
+    check_schema(schema, "a", "p")
