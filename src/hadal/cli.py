@@ -221,12 +221,14 @@ def serve(
         "cluster": {"on": engine or None, "address": address or None},
         "decode": {"drafts": int(drafts) if drafts and drafts.isdecimal() else drafts},
     }
+    given = api_key or [], api_keys_file
     if dry_run:
-        sys.exit(_dry_run(config, overrides, tables))
+        sys.exit(_dry_run(config, overrides, tables, (log_level, log_format), given))
     from hadal.runtime.process.forks import Forks, environment
 
     forks = Forks(environment())  # It takes longest: everything else happens meanwhile.
-    from hadal.runtime.banner import Banner, log_status
+    from hadal.core.handshake import is_near
+    from hadal.runtime.banner import OPEN_TO_ALL, Banner, log_status
     from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
     from hadal.runtime.process.logs import JSON, TEXT, start_log
@@ -236,7 +238,7 @@ def serve(
     try:
         start_log("supervisor", level, log_format)
         resolved = resolve(_deployment(config, overrides, tables))
-        keys = _api_keys(api_key or [], api_keys_file)
+        keys = _api_keys(*given)
         has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
         options = Options(
             run_folder,
@@ -248,6 +250,8 @@ def serve(
             secret_file,
             api_keys_file.absolute() if api_keys_file is not None else None,
         )
+        if (quiet or log_format == JSON) and not keys and not is_near(resolved.deployment.host):
+            logging.getLogger("hadal").warning("%s", OPEN_TO_ALL)
         announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
         code = run(resolved, options, (lambda status: None) if quiet else announce, forks)
     except ConfigError as error:
@@ -670,7 +674,7 @@ def simulate(
     window: Annotated[
         float | None,
         typer.Option(
-            help="Seconds of every hour in which every request is one. [dim]5[/dim]", min=0.5
+            help="Seconds of every hour in which every request is one. [dim]4[/dim]", min=0.5
         ),
     ] = None,
     hours: Annotated[
@@ -918,12 +922,21 @@ def plan(
         sys.exit(EXIT_CONFIG)
 
 
-def _dry_run(config: Path | None, overrides: dict[str, Any], tables: _Tables) -> int:
+def _dry_run(
+    config: Path | None,
+    overrides: dict[str, Any],
+    tables: _Tables,
+    log: tuple[str, str],
+    keys: tuple[list[str], Path | None],
+) -> int:
     """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
     from hadal.runtime.banner import print_plan
+    from hadal.runtime.process.logs import check_log
     from hadal.runtime.resolve import plan, why_not_run
 
     try:
+        check_log(*log)
+        _api_keys(*keys)
         resolved = plan(_deployment(config, overrides, tables))
     except ConfigError as error:
         typer.echo(f"hadal serve: {error}", err=True)

@@ -126,11 +126,23 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["--log-format", "xml"], "--log-format is 'xml'"),
         (["--api-key", "a,b"], "comma"),
         (["--cache-folder", __file__], "is no folder"),
+        (["--api-keys-file", "/no/such/keys"], "/no/such/keys"),
+        (["--config", "bad_batches.toml"], "batches.url: "),
+        (["--config", "batches_of_a_cluster.toml"], "Set batches.url to postgresql://"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad_batches.toml").write_text('[batches]\nurl = "mysql://x"\n')
+    Path("batches_of_a_cluster.toml").write_text(
+        'host = "0.0.0.0"\n[cluster]\non = "ray"\n[gateway]\nnodes = 2\n[ledger]\nurl = "off"\n'
+        '[batches]\nurl = "/x.sqlite"\n'
+    )
     started_s = time.monotonic()
-    result = CliRunner().invoke(app, ["serve", *arguments])
+    result = CliRunner().invoke(app, ["serve", *arguments, *(["--dry-run"] if dry else [])])
     assert result.exit_code == 2
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -174,6 +186,24 @@ def test_a_plan_for_many_nodes_is_sound_though_it_cannot_run_here() -> None:
     served = CliRunner().invoke(app, ["serve", "--config", config])
     assert served.exit_code == 2
     assert "it needs 30 nodes" in served.stderr
+
+
+def test_a_dry_run_says_what_serving_would_refuse(tmp_path: Path) -> None:
+    large = tmp_path / "large.toml"
+    large.write_text("[decode]\nkv_blocks = 100_000_000\n")
+    for options in (["--config", str(large)], ["--model", str(ROOT / "configs" / "deepseek_v3")]):
+        dry = CliRunner().invoke(app, ["serve", *options, "--dry-run"])
+        assert dry.exit_code == 0
+        assert "cannot run on this host" in dry.stdout, dry.stdout
+        assert CliRunner().invoke(app, ["serve", *options]).exit_code == 2
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder/x.gz", "/"])
+def test_frames_that_cannot_be_written_are_one_line(path: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "--frames", path])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_plan_that_is_wrong_ends_a_dry_run_with_2(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hadal.core.placement import spread
 from hadal.core.seams import StartUnit, StopUnit, Tick
 from hadal.gateway.frames import ConsoleFrame
 from hadal.policy.demand import DAY_S
+from hadal.progress import Bar
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.fleet import Fleet
 from hadal.runtime.process.child import ProcessEnd, ProcessPhase, ProcessStatus, Status
@@ -39,6 +40,7 @@ from hadal.stats.tally import Tally
 NUM_PREFILL, NUM_DECODE = 29, 9
 """Units of 4 and of 18 nodes: the published peak's 278."""
 _SECONDS, _FRAME_S = 6.0, 0.5
+_NUM_FRAMES = int(_SECONDS / _FRAME_S)
 _REQUESTS_PER_S = 340
 _DIES = RanksDie(1.5, "decode-0", (17,), form_s=0.5, back_s=2.5)
 _MODEL = "deepseek-v3"
@@ -66,26 +68,28 @@ def world_frames(study: Study, unix_s: float) -> Iterator[ConsoleFrame]:
     plans = [plan for plan in launch_plan(config) if plan.role in (*ROLES, GATEWAY)]
     experts = {"decode-0": _experts(config, rng)}
     fleet = _fleet(study, unix_s)
-    for number in range(1, int(_SECONDS / _FRAME_S) + 1):
-        now_s = number * _FRAME_S
-        world.run(now_s)
-        overview = Overview(
-            unix_s + now_s,
-            _MODEL,
-            "degraded" if _is_dead(now_s) else "ready",
-            ("decode-0.17",) if _is_dead(now_s) else (),
-            {PREFILL: NUM_PREFILL, DECODE: NUM_DECODE},
-            {PREFILL: config.prefill.ranks, DECODE: config.decode.ranks},
-            world.front.snapshot(),
-            _latency(world, now_s),
-            experts,
-            {PREFILL: config.prefill.ranks_per_node, DECODE: config.decode.ranks_per_node},
-        )
-        money = _money(study, config, world, unix_s, now_s)
-        status = _status(plans, unix_s, now_s)
-        yield ConsoleFrame(
-            unix_s + now_s, overview, status, fleet, money, place="simulated, 278 nodes"
-        )
+    with Bar("frames", _NUM_FRAMES) as bar:
+        for number in range(1, _NUM_FRAMES + 1):
+            now_s = number * _FRAME_S
+            world.run(now_s)
+            overview = Overview(
+                unix_s + now_s,
+                _MODEL,
+                "degraded" if _is_dead(now_s) else "ready",
+                ("decode-0.17",) if _is_dead(now_s) else (),
+                {PREFILL: NUM_PREFILL, DECODE: NUM_DECODE},
+                {PREFILL: config.prefill.ranks, DECODE: config.decode.ranks},
+                world.front.snapshot(),
+                _latency(world, now_s),
+                experts,
+                {PREFILL: config.prefill.ranks_per_node, DECODE: config.decode.ranks_per_node},
+            )
+            money = _money(study, config, world, unix_s, now_s)
+            status = _status(plans, unix_s, now_s)
+            yield ConsoleFrame(
+                unix_s + now_s, overview, status, fleet, money, place="simulated, 278 nodes"
+            )
+            bar.update(f"{now_s:g} of {_SECONDS:g} s simulated", done=number)
 
 
 def _requests(rng: np.random.Generator) -> Requests:

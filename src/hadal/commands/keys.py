@@ -59,11 +59,19 @@ def add(
 ) -> None:
     """Make a key and add it to the file, which holds only its hash. The key is printed, this once."""
     from hadal.core.errors import ConfigError
-    from hadal.gateway.auth import check_name, hashed
+    from hadal.gateway.auth import RIGHTS, check_name, hashed
     from hadal.gateway.keys import add_line
 
     key = f"{PREFIX}{secrets.token_urlsafe(KEY_BYTES)}"
     try:
+        for one in model or ():
+            if not one or len(one.split()) != 1 or "," in one:
+                raise ConfigError(f"--model is {one[:70]!r}; a name without blanks is needed.")
+        for one in right or ():
+            if one not in RIGHTS:
+                raise ConfigError(
+                    f"--right is {one[:70]!r}; there are {' and '.join(sorted(RIGHTS))}."
+                )
         values: list[tuple[str, Any]] = [
             ("name", check_name("the name", name)),
             *([("weight", f"{weight:g}")] if weight != 1.0 else []),
@@ -135,7 +143,7 @@ def revoke(
     name: Annotated[str, typer.Argument(help="The tenant, as `hadal keys list` has it.")],
     file: _File = _FILE,
 ) -> None:
-    """Take a tenant's key out of the file."""
+    """Take a tenant's key out of the file, which servers look at once a second."""
     from hadal.core.errors import ConfigError
     from hadal.gateway.keys import remove_name
 
@@ -144,4 +152,7 @@ def revoke(
     except ConfigError as error:
         typer.echo(f"hadal keys revoke: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-    typer.echo(f"The key of {name} is not let in any more.")
+    typer.echo(
+        f"The key of {name} is taken out of {file}. A server that follows this file lets it in no"
+        " more in some two seconds."
+    )

@@ -293,6 +293,11 @@ def run(
     """Print the report of the last so many hours; returns the exit code. `prices` other than ""
     replace those charged. `has_uses`: by tenant, with whose the GPUs' time was.
     """
+    if has_uses and by not in (HOUR, TENANT):
+        print(
+            f"hadal report: --tenant is by tenant, not by {by!r}; leave one out.", file=sys.stderr
+        )
+        return EXIT_CONFIG
     by = TENANT if has_uses else by
     now_s = time.time() if now_s is None else now_s
     offset_s = 0 if is_utc else time.localtime(now_s).tm_gmtoff // BUCKET_S * BUCKET_S

@@ -59,11 +59,16 @@ class Found:
         return time.time() - (self.folder / RUN_FILE).stat().st_mtime
 
 
+SERVICE_FOLDER = Path("/run/hadal")
+"""Run folder of a server that was installed as deploy/ has it."""
+
+
 def find(run_folder: Path | None) -> Found:
-    """The one server of that folder, or of this user's folders in the place for temporary files.
+    """The one server of that folder, or of this user's folders in the place for temporary files and
+    of a service's.
     Raises ConfigError if there is none, or if one must be chosen.
     """
-    everywhere = Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
+    everywhere = [*Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"), SERVICE_FOLDER]
     running = {}
     for folder in sorted(everywhere) if run_folder is None else [run_folder]:
         # Of another user's folder, and before there is a status, there is nothing to say.

@@ -26,7 +26,6 @@ from hadal.runtime.topology import CONSOLE, unit_and_rank
 
 _NODE_RANKS = 8
 """Ranks that stand together where a server does not say how many a node has."""
-_MANY_UNITS = 8
 _STATE_WORDS = {
     "queued": "wait",
     "prefilling": "prompts computed",

@@ -287,7 +287,9 @@ class GatewayConfig(ConfigTable, frozen=True):
     keep_responses_s: Annotated[float, Meta(ge=0, le=86400 * 30)] = 3600.0
     """How long a response of /v1/responses can be asked for and gone on from. 0: none is kept."""
     keep_responses_mb: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
-    """Most memory that a gateway process keeps them in; beyond it the oldest go."""
+    """Most memory that a gateway process keeps them in; beyond it the oldest go of the tenant that
+    has most.
+    """
 
 
 class ConsoleConfig(ConfigTable, frozen=True):

@@ -49,10 +49,13 @@ class ConsoleFrame(msgspec.Struct, frozen=True):
 
 
 def write_frames(path: Path, frames: Iterable[ConsoleFrame]) -> None:
-    """Write a file of them."""
-    with gzip.open(path, "wb", compresslevel=6) as file:
-        for frame in frames:
-            file.write(msgspec.json.encode(frame) + b"\n")
+    """Write a file of them. Raises ConfigError."""
+    try:
+        with gzip.open(path, "wb", compresslevel=6) as file:
+            for frame in frames:
+                file.write(msgspec.json.encode(frame) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: it cannot be written ({error.strerror}).") from error
 
 
 def read_frames(path: Path) -> list[ConsoleFrame]:

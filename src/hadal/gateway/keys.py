@@ -106,8 +106,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _replace(path: Path, text: str) -> None:
     """Whole or not at all, so that who reads meanwhile reads the one or the other. It stays its
-    owner's, a new one is its folder's: root writes keys for a server that has another account.
+    owner's, a new one is its folder's: root writes keys for a server that has another account. A link
+    stays one.
     """
+    path = path.resolve()
     new = path.with_name(f".{path.name}.new")
     try:
         owned = (path if path.exists() else path.parent).stat()

@@ -470,11 +470,16 @@ def first_model(client: httpx.Client) -> str:
         ) from error
     if reply.status_code != 200:
         raise ChatError(_error_of(reply))
-    return str(reply.json()["data"][0]["id"])
+    try:
+        return str(reply.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ChatError(
+            f"{client.base_url} lists no model. Is it a server of models? Name one with `--model`."
+        ) from None
 
 
 def _error_of(reply: httpx.Response) -> str:
     try:
         return f"{reply.status_code}: {reply.json()['error']['message']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return f"{reply.status_code}: {reply.text[:200]}"

@@ -30,6 +30,7 @@ VERSION = 4
 AnyEvent = Event | RankProgress
 AnyEffect = Effect | StartUnit | StopUnit | OfferNodes | WithdrawNodes
 _LENGTH = struct.Struct(">I")
+_MAX_OPENING_BYTES = 1 << 24
 
 
 class RecordingError(HadalError, ValueError):
@@ -154,7 +155,12 @@ def parse(data: bytes) -> Recording:
     """
     bodies = _frames(data)
     if not bodies:
-        raise RecordingError("it is empty: the process ended before its role began.")
+        is_cut_off = len(data) < _LENGTH.size or _LENGTH.unpack_from(data)[0] <= _MAX_OPENING_BYTES
+        raise RecordingError(
+            "it is empty: the process ended before its role began."
+            if is_cut_off
+            else "it is no recording."
+        )
     try:
         opening = _opening_decoder.decode(bodies[0])
         if opening.version != VERSION:

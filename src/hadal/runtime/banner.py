@@ -276,6 +276,7 @@ def _drafts(deployment: Deployment, config: ModelConfig) -> str:
 
 log = logging.getLogger(__name__)
 
+OPEN_TO_ALL = "no API keys: whoever reaches it may ask it and operate it (--api-keys-file)"
 _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
 
 
@@ -351,7 +352,9 @@ class Banner:
         ]
         if status.console_url:
             rows.append(("pages", f"{status.console_url} (chat), {status.console_url}/console"))
-        if not is_near(deployment.host):
+        if not is_near(deployment.host) and not self._needs_key:
+            rows.append(("", OPEN_TO_ALL))
+        elif not is_near(deployment.host):
             opened = ["/health", *(["/metrics"] if deployment.gateway.open_metrics else [])]
             asks = (
                 "; gateway.open_metrics = false asks for one"

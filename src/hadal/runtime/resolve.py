@@ -36,6 +36,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.kernels.build import KERNELS, PLAIN, BuildError, instruction_set
 from hadal.kv.names import VERSION
+from hadal.runtime.batches import batches_url
 from hadal.runtime.devices import gpus
 from hadal.runtime.ledger.store import file_of, ledger_url
 from hadal.runtime.memory import (
@@ -308,12 +309,22 @@ def _ledger(deployment: Deployment) -> LedgerConfig:
     except ValueError as error:
         raise ConfigError(f"ledger: {error}") from None
     url = ledger_url(ledger.url) or OFF
+    _check_shared(deployment, url, "ledger", "the ledger is")
+    try:
+        batches = batches_url(deployment.batches.url, ledger.url, deployment.port) or OFF
+    except ConfigError as error:
+        raise ConfigError(f"batches.url: {error}") from None
+    _check_shared(deployment, batches, "batches", "batches are in")
+    return msgspec.structs.replace(ledger, url=url)
+
+
+def _check_shared(deployment: Deployment, url: str, table: str, what: str) -> None:
+    """Raise ConfigError for a file of this host where gateways on others write as well."""
     if deployment.gateway.nodes and url != OFF and (path := file_of(url)) is not None:
         raise ConfigError(
-            f"the ledger is a file of this host, {path}, and gateways on nodes write to it"
-            " as well (gateway.nodes). Set ledger.url to postgresql://... or to 'off'."
+            f"{what} a file of this host, {path}, and gateways on nodes write to it"
+            f" as well (gateway.nodes). Set {table}.url to postgresql://... or to 'off'."
         )
-    return msgspec.structs.replace(ledger, url=url)
 
 
 def why_not_run(resolved: Resolved) -> list[str]:
@@ -326,6 +337,11 @@ def why_not_run(resolved: Resolved) -> list[str]:
     reasons = _why_not_here(deployment)
     if reasons:
         return reasons
+    if not any((Path(deployment.model) / name).is_file() for name in TOKENIZERS):
+        reasons.append(f"{deployment.model} has no {TOKENIZERS[0]}, by which prompts are read.")
+    there_bytes = memory_bytes() if deployment.device == "cpu" else None
+    if there_bytes is not None and (reason := why_not_fit(memory, there_bytes)):
+        reasons.append(reason)
     found = gpus() if deployment.device == "cuda" else ()
     kv_bytes = memory.kv_bytes
     if deployment.device == "cuda":
@@ -391,18 +407,15 @@ def resolve(deployment: Deployment) -> Resolved:
         raise ConfigError(reasons[0])
     if not resolved.precision:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
-    there_bytes = memory_bytes() if deployment.device == "cpu" and is_here else None
-    if there_bytes is not None and (reason := why_not_fit(memory, there_bytes)):
-        raise ConfigError(reason)
-    if reasons := why_not_run(resolved):
-        raise ConfigError(reasons[0])
-    if deployment.handover == "nixl":
-        require_nixl()
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise CheckpointError(
             f"{folder / TOKENIZERS[0]}: not found, nor {TOKENIZERS[1]}; the gateway needs one of"
             " them to read prompts."
         )
+    if reasons := why_not_run(resolved):
+        raise ConfigError(reasons[0])
+    if deployment.handover == "nixl":
+        require_nixl()
     make_cache_folder(deployment.cache.folder)
     available = available_bytes() if is_here else None
     if deployment.device == "cpu" and available is not None and memory.total_bytes > available:
@@ -433,14 +446,12 @@ def model_folder(model: str) -> Path:
     try:
         folder = Path(asked).expanduser().absolute() if asked else _SHIPPED
     except RuntimeError:
-        raise ConfigError(
-            f"--model {asked}: that user has no home here. Give the whole path."
-        ) from None
+        raise ConfigError(f"{asked}: that user has no home here. Give the whole path.") from None
     if not is_folder(folder):
         if asked:
             raise ConfigError(
-                f"{folder}: no such folder. --model takes a Hugging Face folder of a DeepSeek-V3"
-                " model."
+                f"{folder}: no such folder. A Hugging Face folder of a DeepSeek-V3 model is needed"
+                f"{'' if model else f' ({MODEL_VARIABLE} names this one)'}."
             )
         raise ConfigError(
             f"{folder}: the model that ships with Hadal is not there. Give one with --model."

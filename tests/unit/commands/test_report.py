@@ -213,6 +213,7 @@ def test_a_quiet_time_says_when_the_last_request_was(
     [
         (("--last", "soon"), "say it as 90m, 24h, 7d or 2w"),
         (("--last", "0h"), "say it as 90m"),
+        (("--tenant", "--by", "model"), "leave one out"),
         (("--last", "999999w"), "3660d at most"),
         (("--by", "day"), "by hour, model, tenant"),
         (("--prices", "cheap"), "HIT/MISS/OUT"),

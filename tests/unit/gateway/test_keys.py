@@ -145,8 +145,16 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
 def test_the_command_refuses_what_no_file_can_hold(tmp_path: Path) -> None:
     run = CliRunner().invoke
     file = ["--file", str(tmp_path / "k")]
-    for more in (["a b"], ["a", "--right", "king"], ["a", "--dollars-per-day", "x"]):
-        assert run(app, ["keys", "add", *more, *file]).exit_code == 2
+    for more, words in (
+        (["a b"], "the name"),
+        (["a", "--right", "king"], "--right is 'king'"),
+        (["a", "--right", "weight=5"], "--right is"),
+        (["a", "--model", "m operator"], "--model is 'm operator'"),
+        (["a", "--model", ""], "--model is"),
+        (["a", "--dollars-per-day", "x"], "dollars"),
+    ):
+        refused = run(app, ["keys", "add", *more, *file])
+        assert (refused.exit_code, words in refused.stderr) == (2, True), refused.stderr
     assert not (tmp_path / "k").exists()
     absent = run(app, ["keys", "add", "a", "--file", str(tmp_path / "no" / "k")])
     assert (absent.exit_code, "no such folder" in absent.stderr) == (2, True)

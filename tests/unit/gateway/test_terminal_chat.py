@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hadal.gateway.service import ServedModel
-from hadal.gateway.terminal import Chat, ChatError, chat
+from hadal.gateway.terminal import Chat, ChatError, chat, first_model
 
 from .serving import serving
 from .world import spell
@@ -24,6 +24,16 @@ def talk(url: str, lines: str, **options: Any) -> tuple[int, str]:
     console = Console(file=shown, width=200, color_system=None)
     code = chat(url, console=console, lines=io.StringIO(lines), **options)
     return code, shown.getvalue()
+
+
+@pytest.mark.parametrize("body", ["<html>", "{}", '{"data": []}', '{"data": [3]}', "[]"])
+def test_a_server_of_something_else_is_told(body: str) -> None:
+    answer = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
+    with (
+        httpx.Client(transport=answer, base_url="http://x/v1") as client,
+        pytest.raises(ChatError, match="lists no model"),
+    ):
+        first_model(client)
 
 
 def test_turns_and_commands(model: ServedModel) -> None:

@@ -78,6 +78,8 @@ def test_nothing_written_is_refused(data: bytes) -> None:
 def test_what_is_no_recording_is_refused() -> None:
     with pytest.raises(RecordingError, match="no recording"):
         parse(b"\0\0\0\x05hello")
+    with pytest.raises(RecordingError, match="no recording"):
+        parse(b"a text of something else")
     with pytest.raises(RecordingError, match=f"version is {VERSION + 1}"):
         parse(frame(msgspec.structs.replace(OPENING, version=VERSION + 1)))
 

@@ -242,6 +242,21 @@ def test_the_banner_tells_what_runs() -> None:
     assert "Bearer YOUR_KEY" in curl
 
 
+@pytest.mark.parametrize(
+    ("host", "needs_key", "said"),
+    [
+        ("0.0.0.0", False, "may ask it and operate it"),
+        ("0.0.0.0", True, "/health and /metrics are open"),
+        ("127.0.0.1", False, ""),
+    ],
+)
+def test_the_banner_tells_who_may_ask(host: str, needs_key: bool, said: str) -> None:
+    banner = Banner(resolve(Deployment(host=host)), needs_key=needs_key)
+    texts = [text for _, text in banner.rows(make_status())]
+    assert any(said in text for text in texts)
+    assert any("operate" in text or "are open" in text for text in texts) is bool(said)
+
+
 GPU_BYTES = 2 * 10**9
 
 

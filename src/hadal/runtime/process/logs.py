@@ -46,14 +46,19 @@ def start_log(process: str, level: str, form: str) -> None:
     """Write what this process logs to its stderr, under its name. Raises ConfigError for no such
     level or form.
     """
-    if not isinstance(logging.getLevelNamesMapping().get(level.upper()), int):
-        raise ConfigError(f"--log-level is {level!r}; debug, info, warning or error are known.")
-    if form not in FORMS:
-        raise ConfigError(f"--log-format is {form!r}; text or json are known.")
+    check_log(level, form)
     handler = _Handler()
     handler.setFormatter(LineFormatter(process, form))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
+
+
+def check_log(level: str, form: str) -> None:
+    """Raise ConfigError for no such level or form."""
+    if not isinstance(logging.getLevelNamesMapping().get(level.upper()), int):
+        raise ConfigError(f"--log-level is {level!r}; debug, info, warning or error are known.")
+    if form not in FORMS:
+        raise ConfigError(f"--log-format is {form!r}; text or json are known.")
 
 
 def fields(**known: object) -> dict[str, object]:

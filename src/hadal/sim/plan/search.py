@@ -106,7 +106,6 @@ class Measured:
     promised_tpot_s: float
     requests_per_rank: float
     kv_length: float
-    prefill_busy_share: float
 
     def problem(self, plan: DeploymentPlan) -> str:
         """Why it misses the promise; empty if it keeps it."""
@@ -203,7 +202,6 @@ def measure(
         _promised(plan.slo.tpot_quantile, tpot.mean, seen.decode.seconds_K, seen.decode.tokens_K),
         seen.decode.requests_per_rank,
         seen.decode.positions_per_token,
-        seen.prefill.busy_share,
     )
 
 
