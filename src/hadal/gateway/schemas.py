@@ -55,7 +55,7 @@ def _complaint(schema: dict[str, Any]) -> str | None:
                 return f"{name!r} holds a whole number beyond 2^53, which would be rounded"
         if _may_repeat(part):
             return "'minProperties' beyond what is 'required' needs 'additionalProperties': false"
-    if not _Ends(schema).of(schema):
+    if not _Finite(schema).of(schema):
         return "no text satisfies it, as what it requires holds itself"
     return None
 
@@ -89,7 +89,7 @@ def _is_rounded(value: Any) -> bool:
     return isinstance(value, int) and abs(value) > MAX_EXACT
 
 
-class _Ends:
+class _Finite:
     """Which parts of a schema some text of finite length satisfies, as far as that depends on what
     refers to itself: the least solution, which begins with no reference having an end.
     """
