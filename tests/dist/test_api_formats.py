@@ -125,13 +125,18 @@ def test_an_effort_of_none_is_an_answer_without_thinking(gpt: OpenAI, model: str
         assert reasoning(reasoning_effort=effort) == thought
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-def test_a_client_that_leaves_frees_its_blocks(server: Server, model: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 3000}),
+        ("/v1/responses", {"input": ASKED, "max_output_tokens": 3000}),
+    ],
+)
+def test_a_client_that_leaves_frees_its_blocks(
+    server: Server, model: str, path: str, fields: dict[str, Any]
+) -> None:
     wait_until(lambda: is_empty(server), 5, "the server is idle")
-    body = {
-        **{"model": model, "stream": True, "messages": [{"role": "user", "content": ASKED}]},
-        **{"input": ASKED, "max_tokens": 3000, "max_output_tokens": 3000, "temperature": 2},
-    }
+    body = {"model": model, "stream": True, "temperature": 2, **fields}
     with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=30) as reply:
         assert reply.status_code == 200
         next(reply.iter_bytes())
