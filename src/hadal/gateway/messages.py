@@ -56,6 +56,13 @@ class TextBlock(msgspec.Struct, tag="text"):
     text: str
 
 
+class TextPart(msgspec.Struct):
+    """A text block where there are no others."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
     """What an assistant thought in an earlier turn: taken in and not read."""
 
@@ -81,7 +88,7 @@ class ToolResultBlock(msgspec.Struct, tag="tool_result"):
     """What came of a call."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextPart] | None = None
     is_error: bool | None = None
 
 
@@ -143,7 +150,7 @@ class CountRequest(ChatExtensions, kw_only=True):
 
     model: str
     messages: list[InputMessage]
-    system: str | list[TextBlock] | None = None
+    system: str | list[TextPart] | None = None
     tools: list[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSwitch | None = None
@@ -352,7 +359,7 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
         yield Turn(message.role, "".join(texts), tuple(calls))
 
 
-def _joined(content: str | Sequence[TextBlock]) -> str:
+def _joined(content: str | Sequence[TextPart]) -> str:
     if isinstance(content, str):
         return content
     if len(content) > MAX_PARTS:
