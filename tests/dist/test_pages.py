@@ -45,6 +45,8 @@ QUESTIONS = (
     "Write the word harbour backwards.",
     "Which day is 9 days after May 28?",
 )
+NUM_CHATS = 16
+"""At a time: what more tokens a step save of more is what pays."""
 QUESTIONS_S = 8.0
 """So long they are of one kind."""
 MOST_KILLS = 12
@@ -518,8 +520,8 @@ def tab(page: Page, name: str) -> None:
 
 @contextmanager
 def kept_busy(server: Server) -> Iterator[None]:
-    """Six chats at a time, as long as it is looked at: a slow host gets there later. All are of
-    one kind for some seconds and then of another, so that there is always something that pays to be
+    """Some chats at a time, as long as it is looked at: a slow host gets there later. All are of one
+    kind for some seconds and then of another, so that there is always something that pays to be
     moved.
     """
     enough = threading.Event()
@@ -532,7 +534,7 @@ def kept_busy(server: Server) -> Iterator[None]:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
+    threads = [threading.Thread(target=work) for _ in range(NUM_CHATS)]
     for thread in threads:
         thread.start()
     try:
@@ -596,7 +598,7 @@ def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
         expect(page.locator("td", has_text="hadal-tiny").first).to_be_visible(timeout=WAIT_MS)
         tenant = page.locator("tr", has_text="everyone").locator("td")
         expect(tenant.first).to_be_visible()
-        expect(tenant.nth(6)).to_contain_text("$0.0")
+        expect(tenant.nth(6)).to_contain_text("$0.")
         assert page.locator(".h-fact-value").first.inner_text().startswith("$0.0")
 
 
