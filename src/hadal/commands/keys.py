@@ -154,5 +154,5 @@ def revoke(
         sys.exit(EXIT_CONFIG)
     typer.echo(
         f"The key of {name} is taken out of {file}. A server that follows this file lets it in no"
-        " more in some two seconds."
+        " more within some three seconds."
     )
