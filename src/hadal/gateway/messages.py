@@ -56,7 +56,7 @@ class TextBlock(msgspec.Struct, tag="text"):
     text: str
 
 
-class TextPart(msgspec.Struct):
+class PlainBlock(msgspec.Struct):
     """A text block where there are no others."""
 
     type: Literal["text"]
@@ -88,7 +88,7 @@ class ToolResultBlock(msgspec.Struct, tag="tool_result"):
     """What came of a call."""
 
     tool_use_id: str
-    content: str | list[TextPart] | None = None
+    content: str | list[PlainBlock] | None = None
     is_error: bool | None = None
 
 
@@ -150,7 +150,7 @@ class CountRequest(ChatExtensions, kw_only=True):
 
     model: str
     messages: list[InputMessage]
-    system: str | list[TextPart] | None = None
+    system: str | list[PlainBlock] | None = None
     tools: list[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSwitch | None = None
@@ -359,7 +359,7 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
         yield Turn(message.role, "".join(texts), tuple(calls))
 
 
-def _joined(content: str | Sequence[TextPart]) -> str:
+def _joined(content: str | Sequence[PlainBlock]) -> str:
     if isinstance(content, str):
         return content
     if len(content) > MAX_PARTS:

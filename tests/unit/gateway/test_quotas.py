@@ -50,8 +50,16 @@ def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-def test_quotas_hold_in_every_format(model: ServedModel, path: str, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
+    ],
+)
+def test_quotas_hold_in_every_format(
+    model: ServedModel, path: str, fields: dict[str, Any], stream: bool
+) -> None:
     async def story() -> None:
         keys = ("a requests=1 tokens_per_minute=6000", "b")
         script = spell(model, "</think>abc", then_stop=False)
@@ -60,10 +68,7 @@ def test_quotas_hold_in_every_format(model: ServedModel, path: str, stream: bool
             long = asyncio.create_task(ask(of, stream=True, max_tokens=40))
             while of.gateway.host.num_open < 1:
                 await asyncio.sleep(0.001)
-            body = {
-                **{"model": "small", "stream": stream, "max_tokens": 3, "max_output_tokens": 3},
-                **{"input": "a", "messages": [{"role": "user", "content": "a"}]},
-            }
+            body = {"model": "small", "stream": stream, **fields}
             refused = await of.client.post(path, json=body, headers={"x-api-key": "a"})
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
