@@ -211,7 +211,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "verbosity": ("medium",),
-    "web_search_options": (),
+    "web_search_options": (None,),
     # vLLM's and SGLang's
     "add_special_tokens": (),
     "allowed_token_ids": (),
@@ -257,7 +257,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
 }
 """Fields that change an answer and are not served, each with the values that leave it as it is. So
-does null, and where the default is not true also false, "" and what is empty. Any other value is
+does null, and also false, "" and what is empty, unless true or null stand here. Any other value is
 refused by name. What changes no answer (metadata, store, service_tier) is ignored.
 """
 _NEITHER = {
@@ -313,8 +313,6 @@ _API_TO_NOT_SERVED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-_TELLING = ("web_search_options",)
-"""Of these what is empty asks for something."""
 _MAX_HARMLESS_BYTES = 64
 _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
@@ -342,8 +340,7 @@ def check_served(body: bytes, api: str) -> None:
             )
     for name, harmless in _API_TO_FIELDS[api].items():
         raw = bytes(getattr(given, name))
-        is_told = name in _TELLING or any(value is True for value in harmless)
-        nothing = (None,) if is_told else _NOTHING
+        nothing = (None,) if any(value is True or value is None for value in harmless) else _NOTHING
         if len(raw) <= _MAX_HARMLESS_BYTES and _is_one_of(
             decode(raw, object), (*nothing, *harmless)
         ):

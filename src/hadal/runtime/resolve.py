@@ -337,8 +337,8 @@ def why_not_run(resolved: Resolved) -> list[str]:
     reasons = _why_not_here(deployment)
     if reasons:
         return reasons
-    if not any((Path(deployment.model) / name).is_file() for name in TOKENIZERS):
-        reasons.append(f"{deployment.model} has no {TOKENIZERS[0]}, by which prompts are read.")
+    if (reason := _why_not_read(Path(deployment.model))) is not None:
+        reasons.append(reason)
     there_bytes = memory_bytes() if deployment.device == "cpu" else None
     if there_bytes is not None and (reason := why_not_fit(memory, there_bytes)):
         reasons.append(reason)
@@ -354,6 +354,16 @@ def why_not_run(resolved: Resolved) -> list[str]:
     if kv_bytes > shm.f_bavail * shm.f_frsize:
         reasons.append(no_room(kv_bytes))
     return reasons
+
+
+def _why_not_read(folder: Path) -> str | None:
+    """What is missing of a model's folder to read prompts."""
+    if any((folder / name).is_file() for name in TOKENIZERS):
+        return None
+    return (
+        f"{folder / TOKENIZERS[0]}: not found, nor {TOKENIZERS[1]}; the gateway needs one of them to"
+        " read prompts."
+    )
 
 
 def _why_not_here(deployment: Deployment) -> list[str]:
@@ -407,11 +417,8 @@ def resolve(deployment: Deployment) -> Resolved:
         raise ConfigError(reasons[0])
     if not resolved.precision:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise CheckpointError(
-            f"{folder / TOKENIZERS[0]}: not found, nor {TOKENIZERS[1]}; the gateway needs one of"
-            " them to read prompts."
-        )
+    if (reason := _why_not_read(folder)) is not None:
+        raise CheckpointError(reason)
     if reasons := why_not_run(resolved):
         raise ConfigError(reasons[0])
     if deployment.handover == "nixl":

@@ -481,17 +481,17 @@ class Grammars:
         """A matcher at these tokens of a stretch whose automata are new, or were made anew for
         another text: `renewed` are the grammars of which that was tried.
         """
-        while True:
-            is_new = grammar not in renewed
-            if is_new:
-                renewed.add(grammar)
-                self._matchers.pop(grammar, None)
-            matcher = self._matcher(grammar)
-            if tokens and not matcher.is_error():
-                matcher.consume_tokens(tokens)
-            if is_new or not matcher.is_error():
-                return matcher
-            renewed.discard(grammar)
+        if grammar in renewed and not (matcher := self._at(grammar, tokens)).is_error():
+            return matcher
+        renewed.add(grammar)
+        self._matchers.pop(grammar, None)
+        return self._at(grammar, tokens)
+
+    def _at(self, grammar: Grammar, tokens: list[int]) -> LLMatcher:
+        matcher = self._matcher(grammar)
+        if tokens and not matcher.is_error():
+            matcher.consume_tokens(tokens)
+        return matcher
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         """One at its beginning, which shares what was found out with the others of its grammar."""
