@@ -333,15 +333,20 @@ def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:
     run(scene)
 
 
+async def held(it: Pair) -> None:
+    """The units are there, and do nothing yet."""
+    it.units.go.clear()
+    async with asyncio.timeout(5):
+        while not it.far.snapshot().can_serve:
+            await asyncio.sleep(0.005)
+
+
 def test_requests_that_come_together_are_let_in_one_after_the_other(model: ServedModel) -> None:
     """All generations of a request or none, also of the second."""
 
     async def scene() -> None:
         async with pair(model, spell(model, TEXT)) as it:
-            it.units.go.clear()
-            async with asyncio.timeout(5):
-                while not it.far.snapshot().can_serve:
-                    await asyncio.sleep(0.005)
+            await held(it)
             it.host.set_quotas(time.time(), (Quota(EVERYONE, requests=6),))
             body = {**COMPLETION, "n": 4}
             asking = [
@@ -360,10 +365,7 @@ def test_requests_that_come_together_are_let_in_one_after_the_other(model: Serve
 def test_one_that_is_refused_is_told_why_as_if_it_had_come_alone(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, TEXT)) as it:
-            it.units.go.clear()
-            async with asyncio.timeout(5):
-                while not it.far.snapshot().can_serve:
-                    await asyncio.sleep(0.005)
+            await held(it)
             num_tokens = len(model.vocabulary.encode_plain(str(COMPLETION["prompt"])))
             quota = Quota(EVERYONE, tokens_per_minute=num_tokens * 3 // 2)
             it.host.set_quotas(time.time(), (quota,))
@@ -403,10 +405,7 @@ def test_a_front_with_no_room_answers_as_to_its_own(model: ServedModel) -> None:
     async def scene() -> None:
         limits = LimitsConfig(max_running=1, max_queued=1)
         async with pair(model, spell(model, TEXT), limits=limits) as it:
-            it.units.go.clear()
-            async with asyncio.timeout(5):
-                while not it.far.snapshot().can_serve:
-                    await asyncio.sleep(0.005)
+            await held(it)
             body = {**COMPLETION, "n": 4}
             reply = await it.client.post("/v1/completions", json=body)
             assert reply.status_code == 429

@@ -168,6 +168,12 @@ def test_a_limit_behind_a_draft_is_no_limit_of_the_text(monkeypatch: pytest.Monk
         assert allowed(free, drafted) == allowed(free, Follower(grammar(schema), [number]))
 
 
+def test_a_limit_behind_the_first_byte_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grammars_module._LIMITS, "max_items_in_row", 2000)
+    names = {f"p{at}": {"type": "string"} for at in range(600)}
+    assert complaint(grammar({"type": "object", "properties": names}).text) is not None
+
+
 @pytest.mark.parametrize("num_properties", [100, 600, 1500])
 def test_many_optional_properties(grammars: Grammars, num_properties: int) -> None:
     names = {f"p{at}": {"type": "string"} for at in range(num_properties)}
