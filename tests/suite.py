@@ -32,8 +32,9 @@ MOST_SERVING = 4
 """Workers of tests that serve: each has a server of up to eight processes. One more than there are
 cores gained nothing.
 """
-NOTHING_TO_RUN = 5
-"""pytest's exit code where the options left no test."""
+SOME_FAILED, NOTHING_TO_RUN = 1, 5
+"""pytest's exit codes where it came to its end and tests failed, and where the options left no test."""
+LAST_FAILED = "--last-failed"
 LIVE = ("dist", "gpu", "unit/comm", "unit/commands", "unit/gateway", "unit/runtime")
 """Folders of tests that serve, wait for real time, or start processes."""
 UNDISTURBED = (
@@ -64,7 +65,8 @@ NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 @dataclass(frozen=True)
 class Part:
     """A run of pytest. What failed in it is remembered in a cache of its own: pytest runs all of a
-    part again with `--last-failed` where only another part's tests are known to have failed.
+    part again with `--last-failed` where only another part's tests are known to have failed. Of one
+    that did not come to its end not all that failed is known, so it is run whole again.
     """
 
     name: str
@@ -72,6 +74,17 @@ class Part:
     environment: tuple[tuple[str, str], ...] = ()
     is_beside: bool = False
     """It runs beside the next part, at the lowest priority; what it prints is shown at its end."""
+
+    @property
+    def ended(self) -> Path:
+        """File that is there if the last run came to its end."""
+        return CACHE / f"{self.name}.ended"
+
+    def asked(self, options: list[str]) -> list[str]:
+        """What of pytest's options is for it."""
+        if LAST_FAILED not in options or self.ended.exists():
+            return options
+        return [option for option in options if not option.startswith(LAST_FAILED)]
 
 
 def parts(asked: list[str]) -> list[Part]:
@@ -118,14 +131,17 @@ class Running:
     """A part that runs."""
 
     def __init__(self, part: Part, answers: str) -> None:
+        self._part = part
         self._output = CACHE / f"{part.name}.log" if part.is_beside else None
+        asked = part.asked(sys.argv[1:])
+        part.ended.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE / part.name}"]
         environment = {**os.environ, **dict(part.environment), VARIABLE: RUN, ANSWERS: answers}
         environment.pop(NO_BYTECODE, None)
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(self._output.open("wb")) if self._output else None
             self._process = subprocess.Popen(
-                [*command, *sys.argv[1:], *part.arguments],
+                [*command, *asked, *part.arguments],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,
@@ -134,8 +150,13 @@ class Running:
             )
 
     def code(self) -> int:
-        """Wait for its end, and show what it printed if it did not yet; returns its exit code."""
+        """Wait for its end, and show what it printed if it did not yet; returns its exit code, or what
+        a shell would say of a signal.
+        """
         code = self._process.wait()
+        code = 128 - code if code < 0 else code
+        if code in (0, SOME_FAILED, NOTHING_TO_RUN):
+            self._part.ended.touch()
         if self._output is not None:
             print(self._output.read_text(errors="replace"), flush=True)
         return 0 if code == NOTHING_TO_RUN else code

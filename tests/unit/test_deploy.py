@@ -98,6 +98,8 @@ def test_the_image_runs_as_nobody_special_and_serves_what_it_exposes() -> None:
     assert user == HADAL["user"] == "10001:10001"
     options = served(yaml.safe_load(one("CMD")))
     assert options["host"] == "0.0.0.0"
+    assert options["api_keys_file"]
+    assert options["no_console"]
     assert int(one("EXPOSE")) == (options["port"] or Deployment().port)
     health = shlex.split(" ".join(yaml.safe_load(one("HEALTHCHECK").partition("CMD ")[2])))
     assert health == ["hadal", "status", "--run-folder", str(options["run_folder"])]
@@ -149,6 +151,8 @@ def test_compose_starts_a_server_that_can_run() -> None:
 
 def test_the_unit_of_systemd_fits_its_command() -> None:
     options, found = unit_options(), unit()
+    assert options["api_keys_file"]
+    assert options["no_console"]
     assert float(found["TimeoutStopSec"][0]) >= Deployment().drain_timeout_s + END_S
     assert found["RestartPreventExitStatus"] == [str(EXIT_CONFIG)]
     assert str(options["run_folder"]) == f"/run/{found['RuntimeDirectory'][0]}"

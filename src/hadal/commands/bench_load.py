@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+from httpx_sse import EventSource, SSEError
 from numpy.random import Generator
 
 from hadal.core.documents import MAX_TABLE_BYTES, read_text, shown
@@ -321,30 +322,24 @@ async def measure(
 async def _follow(reply: httpx.Response, sample: Sample, now: Callable[[], float]) -> None:
     """Read a stream to its end."""
     is_done = False
-    async with aclosing(_events(reply)) as events:
-        async for data in events:
-            if data == "[DONE]":
-                is_done = True
-                break
-            try:
-                chunk = msgspec.json.decode(data)
+    try:
+        async with aclosing(EventSource(reply).aiter_sse()) as events:
+            async for event in events:
+                if event.data == "[DONE]":
+                    is_done = True
+                    break
+                chunk = msgspec.json.decode(event.data)
                 if "error" in chunk:
                     sample.error = f"in the stream: {_code(chunk['error'])}"
                     return
                 _take_chunk(chunk, sample, now())
-            except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-                sample.error = "not a stream of OpenAI's API"
-                return
+    except (SSEError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        sample.error = "not a stream of OpenAI's API"
+        return
     if not is_done:
         sample.error = "the stream ended early"
     elif sample.first_s is None:
         sample.error = "no text came"
-
-
-async def _events(reply: httpx.Response) -> AsyncGenerator[str, None]:
-    async for line in reply.aiter_lines():
-        if line.startswith("data:"):
-            yield line[5:].strip()
 
 
 def _take_chunk(chunk: dict[str, Any], sample: Sample, now_s: float) -> None:
@@ -447,7 +442,10 @@ async def _asked(
     client: httpx.AsyncClient, url: str, method: str, path: str, body: Any = None
 ) -> httpx.Response:
     try:
-        reply = await client.request(method, url + path, json=body)
+        async with asyncio.timeout(client.timeout.read):
+            reply = await client.request(method, url + path, json=body)
+    except TimeoutError:
+        raise BenchError(f"{url}{path} has not answered in time; --timeout is how long.") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise BenchError(
             f"{url} cannot be reached ({str(error) or type(error).__name__}). Is there a server?"
@@ -484,7 +482,7 @@ class LevelRun:
     samples: list[Sample] = field(default_factory=list)
     num_open: int = 0
     elapsed_s: float = 0.0
-    """From its start to its last end, or to now."""
+    """From its start to its last end, or to now; of a rate that was held, its whole time at least."""
 
 
 @dataclass(frozen=True)
@@ -579,6 +577,9 @@ async def run_level(
                     run.samples.append(Sample(due_s, sent_s=now(), end_s=now(), error=error))
                 else:
                     tasks.create_task(send(due_s))
+    if run.level.kind == "rate" and len(run.samples) < plan.num_requests:
+        # Time in which nothing happened to come was offered, too.
+        run.elapsed_s = max(run.elapsed_s, plan.duration_s)
 
 
 async def run_levels(

@@ -83,7 +83,7 @@ def kept(sample: Sample, promises: Mapping[str, float]) -> bool:
 
 
 def level_summary(run: LevelRun, promises: Mapping[str, float]) -> dict[str, Any]:
-    """A level's row. Rates are over the time from its start to its last end."""
+    """A level's row. Rates are over its `elapsed_s`."""
     counted = [sample for sample in run.samples if sample.end_s and sample.error != STOPPED]
     done = [sample for sample in counted if not sample.error]
     errors = Counter(sample.error for sample in counted if sample.error)

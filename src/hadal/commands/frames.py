@@ -23,6 +23,8 @@ from hadal.core.overview import Buckets, FleetSeen, Overview, UnitExperts
 from hadal.core.placement import spread
 from hadal.core.seams import StartUnit, StopUnit, Tick
 from hadal.gateway.frames import ConsoleFrame
+from hadal.gateway.trace import TraceReply
+from hadal.perf.explain import traced_step
 from hadal.policy.demand import DAY_S
 from hadal.progress import Bar
 from hadal.roles.experts.experts import ExpertBalancer
@@ -87,7 +89,16 @@ def world_frames(study: Study, unix_s: float) -> Iterator[ConsoleFrame]:
             money = _money(study, config, world, unix_s, now_s)
             status = _status(plans, unix_s, now_s)
             yield ConsoleFrame(
-                unix_s + now_s, overview, status, fleet, money, place="simulated, 278 nodes"
+                unix_s + now_s,
+                overview,
+                status,
+                fleet,
+                money,
+                traces={
+                    unit: TraceReply(unit, (traced_step(number, 0.0, price),))
+                    for unit, price in world.last_steps().values()
+                },
+                place="simulated, 278 nodes",
             )
             bar.update(f"{now_s:g} of {_SECONDS:g} s simulated", done=number)
 

@@ -184,3 +184,17 @@ def demand(
 def clock(unix_s: float) -> str:
     """The time of day in UTC, which logs and charts tell as well."""
     return datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S")
+
+
+def moment(unix_s: float, now_s: float) -> str:
+    """The time of day, with its date if that is not today's."""
+    when, today = (datetime.fromtimestamp(at_s, UTC) for at_s in (unix_s, now_s))
+    return when.strftime("%H:%M:%S" if when.date() == today.date() else "%d %b %H:%M:%S")
+
+
+def moment_of(iso: str, now_s: float) -> str:
+    """The same of a time as logs write it; as it is where it is none."""
+    try:
+        return moment(datetime.fromisoformat(iso).timestamp(), now_s)
+    except ValueError:
+        return iso

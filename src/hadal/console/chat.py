@@ -58,6 +58,8 @@ _KEEP_CHARS_PER_S = 250_000
 _MAX_AGAIN = 5
 _MAX_AGAIN_S = 60.0
 """A server that is busy for longer is not waited for."""
+_ELSEWHERE_S = 20.0
+"""An answer that another page was getting is over if nothing of it was kept for so long."""
 _IDEAS = ("What is 12 + 30?", "Spell the word harbour backwards.", "Sort 31, 4, 15, 9.")
 
 
@@ -431,27 +433,60 @@ class ChatPage:
         if self._task is not None:
             self._task.cancel()
 
-    def ask(self, text: str) -> None:
+    async def ask(self, text: str) -> None:
         """Ask, unless an answer is on its way."""
         if not text.strip() or self._is_running:
+            return
+        if not await self._follow():
+            self._client.run_javascript(f"hadal.fill({json.dumps(text)})")
             return
         self._opening = ""
         if self._editing is not None:
             del self._now.turns[self._editing :]
             self._now.title = self._now.title if self._now.turns else ""
         self._now.ask(text)
-        self._keep(self._now)
         self._begin([])
 
-    def regenerate(self) -> None:
+    async def regenerate(self) -> None:
         """Have the last question answered anew. What answered it goes when something comes."""
-        if self._now.turns and not self._is_running:
+        if self._now.turns and not self._is_running and await self._follow():
             turn = self._now.turns[-1]
             before, turn.answers = turn.answers, []
             self._begin(before)
 
-    def _sent(self, event: Any) -> None:
-        self.ask(str(event.args))
+    async def _follow(self) -> bool:
+        """Take over what another page of this browser kept of the conversation. False if nothing can be
+        asked: that page is getting an answer, or this one shows something else by now.
+        """
+        now = self._now
+        if now.id not in self._loaded:  # No page but this one has it.
+            return True
+        self._is_running = True  # Nobody asks while the browser is read.
+        try:
+            found = await self._read(now.id)
+        except TimeoutError:
+            found = None
+        if self._now is not now:
+            return False
+        self._is_running = False
+        if found is None or found.changed_ms <= now.changed_ms:
+            return True
+        age_s = time.time() - found.changed_ms / 1e3
+        self._loaded[now.id] = self._now = found
+        if (
+            self._editing is not None
+            and now.turns[: self._editing + 1] != found.turns[: self._editing + 1]
+        ):
+            self._editing = None
+        self._show()
+        if not found.is_running or age_s > _ELSEWHERE_S:
+            return True
+        with self._body:
+            ui.notify("Another page is getting an answer in this conversation.")
+        return False
+
+    async def _sent(self, event: Any) -> None:
+        await self.ask(str(event.args))
 
     async def _open(self, one: KeptChat) -> None:
         self._opening = one.id
@@ -525,23 +560,25 @@ class ChatPage:
         self._client.run_javascript("hadal.fill('')")
 
     def _settings(self) -> None:
-        now = self._now
+        opened = self._now
         with ui.dialog() as dialog, ui.card().classes("h-card"):
             dialog.on("hide", dialog.delete)
             ui.html("<h2>This conversation</h2>")
-            system = ui.textarea("System prompt", value=now.system)
+            system = ui.textarea("System prompt", value=opened.system)
             system.props(f"outlined autogrow maxlength={_PIECE_CHARS}")
             system.classes("h-field")
-            own = ui.switch("The model's own temperature", value=now.temperature is None)
-            temperature = 0.6 if now.temperature is None else now.temperature
+            own = ui.switch("The model's own temperature", value=opened.temperature is None)
+            temperature = 0.6 if opened.temperature is None else opened.temperature
             slider = ui.slider(min=0, max=2, step=0.05, value=temperature)
             slider.props("label").bind_enabled_from(own, "value", backward=lambda value: not value)
-            has_tools = ui.switch("Tools: arithmetic, countries, units", value=now.has_tools)
+            has_tools = ui.switch("Tools: arithmetic, countries, units", value=opened.has_tools)
             if not self._can_call:
                 has_tools.disable()
                 ui.label("This model was not taught to call tools.").classes("h-muted")
 
             def done() -> None:
+                # Another page may have changed it since.
+                now = self._loaded.get(opened.id, opened)
                 now.system = str(system.value or "")
                 now.temperature = None if own.value else float(slider.value)
                 now.has_tools = bool(has_tools.value)
@@ -579,7 +616,9 @@ class ChatPage:
         return len(text)
 
     def _begin(self, before: list[ChatAnswer]) -> None:
-        self._is_running, self._editing = True, None
+        self._is_running = self._now.is_running = True
+        self._editing = None
+        self._keep(self._now)
         self._show()
         self._task = background_tasks.create(self._run(self._now, before))
 
@@ -600,6 +639,7 @@ class ChatPage:
             why = next((one.error for one in turn.answers if one.error), "")
             if before and not has_come:
                 turn.answers = before
+            conversation.is_running = False
             if conversation.id in self._loaded:  # Neither deleted nor its page gone.
                 self._keep(conversation)
             if self._now is conversation and self._task in (None, asyncio.current_task()):

@@ -29,7 +29,7 @@ from hadal.console.asking import AskError, Asking
 from hadal.console.series import Series
 from hadal.core.errors import HadalError
 from hadal.core.messages import SUPERVISOR
-from hadal.core.overview import Overview
+from hadal.core.overview import Overview, UnitExperts
 from hadal.gateway.frames import ConsoleFrame, LogLine
 from hadal.gateway.trace import TraceReply
 from hadal.runtime.ledger.store import Store
@@ -47,7 +47,12 @@ _TRACE_WAIT_S = 1.0
 _MONEY_S = 86_400
 MOST_SPANS = 50_000
 """Requests of a day up to which each is looked at, to say what every tenant cost."""
+_MONEY_WAIT_S = 1.0
+"""A frame waits so long for the ledger, and is shown without it."""
 _NUM_LINES = 60
+"""Errors, and as many warnings beside them."""
+_MAX_EXPERTS = 4
+"""Units whose experts the gateway tells at once."""
 _LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
 
@@ -70,8 +75,13 @@ class LiveSource:
         self._folder = folder
         self._ledger_url = ledger_url
         self._readers: dict[str, KeptReader] = {}
-        self._lines: deque[LogLine] = deque(maxlen=_NUM_LINES)
+        self._lines = {level: deque[LogLine](maxlen=_NUM_LINES) for level in _LEVELS}
         self._money: dict[str, Any] = {}
+        self._reading: asyncio.Task[None] | None = None
+        """Of the ledger: one that is slow or away holds up nothing else."""
+        self._experts: dict[str, UnitExperts] = {}
+        """What was last told of the units that are asked for."""
+        self._num_asked = 0
         self._turn = itertools.count()
 
     async def check(self, key: str) -> None:
@@ -82,8 +92,7 @@ class LiveSource:
         """As FrameSource has it."""
         overview, problem = None, ""
         try:
-            body = await self._asking.page("/status", key, experts=",".join(sorted(experts)))
-            overview = msgspec.json.decode(body, type=Overview)
+            overview = await self._overview(key, experts)
         except AskError as error:
             if error.status in (401, 403):
                 raise
@@ -93,16 +102,34 @@ class LiveSource:
         traces = await asyncio.gather(*(self._trace(key, unit) for unit in sorted(traced)))
         is_slow_turn = next(self._turn) % _SLOW_PERIODS == 0
         status = await asyncio.to_thread(self._look, is_slow_turn)
+        if is_slow_turn and status is not None:
+            await self._read_money()
         return ConsoleFrame(
             time.time(),
             overview,
             status,
             read_fleet(self._folder) if self._folder is not None else None,
             self._money,
-            tuple(self._lines),
+            tuple(sorted(itertools.chain(*self._lines.values()), key=lambda line: line.time)),
             {reply.unit: reply for reply in traces if reply is not None},
             problem,
         )
+
+    async def _overview(self, key: str, experts: set[str]) -> Overview:
+        """With the experts of these units as they were told last. Raises AskError and MsgspecError."""
+        asked = sorted(experts)
+        first = self._num_asked % max(len(asked), 1)
+        turns = (asked[first:] + asked[:first])[:_MAX_EXPERTS]
+        self._num_asked += _MAX_EXPERTS
+        body = await self._asking.page("/status", key, experts=",".join(turns))
+        overview = msgspec.json.decode(body, type=Overview)
+        up = {unit for units in overview.snapshot.role_to_units.values() for unit in units}
+        self._experts = {
+            unit: found
+            for unit, found in (self._experts | overview.experts).items()
+            if unit in experts & up
+        }
+        return msgspec.structs.replace(overview, experts=self._experts)
 
     async def _trace(self, key: str, unit: str) -> TraceReply | None:
         """A step of the unit; None if it had none to do, or others trace it."""
@@ -119,23 +146,25 @@ class LiveSource:
         status = read_status(self._folder)
         if is_slow_turn and status is not None:
             self._read_logs(self._folder, status)
-            self._read_money()
         return status
 
     def _read_logs(self, folder: Path, status: Status) -> None:
-        found = []
         for name in (*status.processes, SUPERVISOR):
             if name not in self._readers:
                 self._readers[name] = KeptReader(folder / LOGS_FOLDER, name)
             for line in self._readers[name].read():
                 parsed = parse_line(line.decode("utf-8", "replace"))
                 if parsed is not None:
-                    found.append(parsed)
-        self._lines.extend(sorted(found, key=lambda line: line.time))
+                    self._lines[parsed.level].append(parsed)
 
-    def _read_money(self) -> None:
-        if not self._ledger_url:
-            return
+    async def _read_money(self) -> None:
+        """Begin to read the ledger, if that is not under way."""
+        if self._ledger_url and (self._reading is None or self._reading.done()):
+            self._reading = asyncio.create_task(asyncio.to_thread(self._read_ledger))
+        if self._reading is not None:
+            await asyncio.wait((self._reading,), timeout=_MONEY_WAIT_S)
+
+    def _read_ledger(self) -> None:
         store = Store(self._ledger_url)
         now_us = int(time.time() * 1e6)
         try:
@@ -219,6 +248,8 @@ class Feed:
 
     def watch(self, watcher: Watcher) -> None:
         """Show it every frame from now on, until `forget`."""
+        if not self._watchers:
+            self.series.pause()
         self._watchers.append(watcher)
         if self.last is not None:
             watcher.show(self.last)

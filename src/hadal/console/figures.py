@@ -105,11 +105,14 @@ def unit_head(name: str, note: str, state: str) -> str:
     )
 
 
-def rank_map(states: Sequence[str], ranks_per_node: int) -> str:
-    """A square for each rank of a unit. Those of a node stay together where a row ends."""
+def rank_map(states: Sequence[str], hosts: Sequence[str], ranks_per_node: int) -> str:
+    """A square for each rank of a unit. Those of a node stay together where a row ends. `hosts`: where
+    each is, empty if that goes without saying.
+    """
     squares = [
-        f'<i class="h-{state}" title="rank {rank}: {_STATE_WORDS[state]}"></i>'
-        for rank, state in enumerate(states)
+        f'<i class="h-{state}" title="rank {rank}{escape(f" on {host}" if host else "")}:'
+        f' {_STATE_WORDS[state]}"></i>'
+        for rank, (state, host) in enumerate(zip(states, hosts, strict=True))
     ]
     nodes = (
         f"<b>{''.join(squares[first : first + ranks_per_node])}</b>"
@@ -166,7 +169,7 @@ def _stretch(event: TraceEvent, top: int, begin_s: float, span_s: float) -> str:
     )
 
 
-def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], most: int) -> str:
+def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> str:
     """Which experts came to and left each rank; ranks where nothing changed are left out."""
     rows = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -179,7 +182,7 @@ def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], m
         return empty(
             "No expert moved", "Only the tokens of copies that were there were shared out anew."
         )
-    return table(("", "left", "came"), rows[:most], num_text=3)
+    return table(("", "left", "came"), rows, num_text=3)
 
 
 def spread(name_to_number: Mapping[str, int]) -> str:

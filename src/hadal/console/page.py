@@ -5,6 +5,7 @@ up to date.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Protocol
@@ -20,12 +21,15 @@ from hadal.core.config import ROLES
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.overview import LayerMove, Overview
 from hadal.gateway.frames import ConsoleFrame
+from hadal.gateway.trace import TraceReply
 from hadal.overlap.trace import covered_share, duration_s, shares
 from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, wrong_nodes
 from hadal.runtime.topology import CONSOLE, unit_and_rank
 
 _NODE_RANKS = 8
 """Ranks that stand together where a server does not say how many a node has."""
+_MAX_ROWS = 50
+"""Of a table: who looks for more asks the command that prints them all."""
 _STATE_WORDS = {
     "queued": "wait",
     "prefilling": "prompts computed",
@@ -146,6 +150,7 @@ class OverviewPanel:
         self._facts = ui.html("", sanitize=False)
         with ui.element("section").classes("h-panel"):
             ui.html("<h2>Deployment</h2>")
+            self._cluster = ui.label("").classes("h-note")
             self._map = DeploymentMap()
         with ui.element("div").classes("h-grid h-grid-four"):
             self._rates = Chart("Tokens per second", "Prompts taken in, answers made.")
@@ -165,6 +170,8 @@ class OverviewPanel:
         if overview is None:
             return
         self._facts.set_content(_facts(overview, series, frame))
+        self._cluster.set_text(_cluster(frame.status))
+        self._cluster.set_visibility(bool(self._cluster.text))
         self._map.show(overview, frame.status)
         times = list(series.times_s)
         rates = series.of("rate ")
@@ -254,6 +261,24 @@ def _facts(overview: Overview, series: Series, frame: ConsoleFrame) -> str:
     )
 
 
+def _cluster(status: Status | None) -> str:
+    """The nodes of a cluster by how they are, and how far a rollout is. Empty: there is neither."""
+    if status is None:
+        return ""
+    said = []
+    if status.nodes:
+        phases = Counter(node.phase for node in status.nodes)
+        said.append(f"{len(status.nodes)} nodes: {figures.spread(phases)}")
+    rollout = status.rollout
+    if rollout is not None and rollout.num_left:
+        said.append(
+            f"Rollout {rollout.number}: {rollout.num_units - rollout.num_left} of"
+            f" {rollout.num_units} units are replaced"
+            + (f", {rollout.num_failed} starts came to nothing" if rollout.num_failed else "")
+        )
+    return " · ".join(said)
+
+
 def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str, list[str]]]:
     """What there is to show: processes beside units, then the units of each role by number."""
     processes = status.processes if status is not None else {}
@@ -265,6 +290,16 @@ def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str,
         of_role = [unit for unit in units if unit.startswith(f"{role}-")]
         found.append((role, sorted(of_role, key=lambda unit: int(unit.rsplit("-", 1)[-1]))))
     return [(role, names) for role, names in found if names]
+
+
+def _units(overview: Overview, status: Status | None, min_ranks: int = 1) -> list[str]:
+    """Those of so many ranks at least, up or not, by role and number."""
+    return [
+        unit
+        for role, names in sorted(_units_by_role(overview, status))
+        if role in ROLES and overview.ranks_wanted.get(role, 1) >= min_ranks
+        for unit in names
+    ]
 
 
 def _process_figure(name: str, process: ProcessStatus) -> tuple[str, str]:
@@ -280,11 +315,14 @@ def _unit_figure(
     leader = processes.get(unit)
     num_ranks = overview.ranks_wanted.get(role, 1)
     absent = set(report.absent) if report is not None else set()
-    states = []
+    states, hosts, num_again = [], [], max(0, leader.num_starts - 1) if leader is not None else 0
     for rank in range(num_ranks):
         process = processes.get(f"{unit}.{rank}") if num_ranks > 1 else leader
         phase = _phase(process.phase) if process is not None else "up" if is_up else "rests"
         states.append("down" if phase == "up" and (rank in absent or not is_up) else phase)
+        hosts.append(process.host if process is not None else "")
+        if process is not None and process is not leader:
+            num_again += max(0, process.num_starts - 1)
     if report is None:
         note = "rests" if leader is not None and leader.phase == ProcessPhase.RESTING else "not up"
     else:
@@ -292,16 +330,13 @@ def _unit_figure(
         note = f"{report.num_requests:,} requests · {share:.0%} KV"
         if report.step_ms and report.idle_s < 10:
             note += f" · {figures.milliseconds(report.step_ms)} a step"
-    again = sum(
-        max(0, process.num_starts - 1)
-        for name, process in processes.items()
-        if (name == unit or name.startswith(f"{unit}.")) and process.num_starts > 1
-    )
-    if again:
-        note += f" · started again {again} ×"
+    if named := sorted({host for host in hosts if host}):
+        note += f" · on {named[0]}" if len(named) == 1 else f" · on {len(named)} hosts"
+    if num_again:
+        note += f" · started again {num_again} ×"
     state = "up" if is_up and not absent else "rests" if set(states) == {"rests"} else "starting"
     per_node = overview.ranks_per_node.get(role, _NODE_RANKS)
-    return figures.unit_head(unit, note, state), figures.rank_map(states, per_node)
+    return figures.unit_head(unit, note, state), figures.rank_map(states, hosts, per_node)
 
 
 def _life(process: ProcessStatus) -> str:
@@ -395,13 +430,7 @@ class ExpertsPanel:
         overview = frame.overview
         if overview is None:
             return
-        wide = [
-            unit
-            for role, units in overview.snapshot.role_to_units.items()
-            if overview.ranks_wanted.get(role, 1) > 1
-            for unit in sorted(units, key=lambda unit: int(unit.rsplit("-", 1)[-1]))
-        ]
-        wide.sort(key=lambda unit: unit.split("-")[0])
+        wide = _units(overview, frame.status, min_ranks=2)
         self._units.offer(wide)
         self._watch(self._units.chosen)
         self._body.set_visibility(bool(wide))
@@ -417,10 +446,7 @@ class ExpertsPanel:
         found = overview.experts.get(self._units.chosen)
         self._body.set_visibility(found is not None)
         if found is None:
-            said = (
-                "The recording has other units' experts alone." if frame.place else "It is asked."
-            )
-            self._nothing.set_content(figures.empty(f"Nothing of {self._units.chosen} yet", said))
+            self._nothing.set_content(_nothing_of(self._units.chosen, frame, "It is asked."))
             return
         self._nothing.set_content("")
         self._ranks.show(found.rank_loads)
@@ -450,7 +476,7 @@ class ExpertsPanel:
                     ("Copies moved", str(move.num_moved), f"in layer {move.layer}"),
                 )
             )
-            + figures.placement(move.before, move.after, 24)
+            + figures.placement(move.before, move.after)
         )
 
 
@@ -477,39 +503,42 @@ class StepsPanel:
         with ui.element("section").classes("h-panel"):
             ui.html("<h2>One layer of it</h2>")
             self._layer = ui.html("", sanitize=False)
-        self._trace: Any = None
+        self._trace: TraceReply | None = None
 
     def _watch(self, unit: str) -> None:
         self._watcher.traced = {unit} if unit else set()
-        self._trace = None
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         if frame.overview is None:
             return
-        units = sorted(
-            unit for some in frame.overview.snapshot.role_to_units.values() for unit in some
-        )
-        self._units.offer(units)
-        self._watcher.traced = {self._units.chosen} if self._units.chosen else set()
-        self._trace = frame.traces.get(self._units.chosen) or self._trace
-        self._draw()
-
-    def _draw(self) -> None:
-        steps = self._trace.steps if self._trace is not None else ()
-        if not steps or not steps[-1].events:
+        self._units.offer(_units(frame.overview, frame.status))
+        unit = self._units.chosen
+        self._watch(unit)
+        trace = frame.traces.get(unit)
+        if trace is not None and trace.steps and trace.steps[-1].events:
+            self._trace = trace
+        if self._trace is not None and self._trace.unit != unit:
+            self._trace = None
+        if self._trace is None:
             self._facts.set_content("")
             self._layer.set_content("")
             self._whole.set_content(
-                figures.empty(
-                    "No step yet",
-                    "A unit without work takes no steps. Ask the model something, and the next one is shown here.",
+                _nothing_of(
+                    unit,
+                    frame,
+                    "A unit without work takes no steps. Ask the model something, and the next one is"
+                    " shown here.",
                 )
             )
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._trace is None:
             return
-        step = steps[-1]
+        step = self._trace.steps[-1]
         found = {str(share.rank): share for share in shares(step.events)}
-        self._ranks.offer(list(found)[:16], [f"rank {rank}" for rank in list(found)[:16]])
+        self._ranks.offer(list(found), [f"rank {rank}" for rank in found])
         rank = int(self._ranks.chosen)
         covered = covered_share(step.events)
         exposed_s = sum(share.exposed_s for share in found.values()) / len(found)
@@ -551,20 +580,24 @@ class StepsPanel:
         )
 
 
+def _nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
+    """What is said where nothing of a unit is there; `why`: if it is up and live."""
+    overview = frame.overview
+    is_up = overview is not None and any(
+        unit in units for units in overview.snapshot.role_to_units.values()
+    )
+    if frame.place:
+        why = "The recording has some units' experts and steps, not all."
+    elif not is_up:
+        why = "It is not up."
+    return figures.empty(f"Nothing of {unit} yet", why)
+
+
 def _none(frame: ConsoleFrame, title: str, text: str) -> str:
     """What is said where there is nothing of what the server's own host alone knows."""
     if frame.status is None:
-        title, text = (
-            (
-                "Not in this recording",
-                "A simulation has no processes, no logs and no ledger's file.",
-            )
-            if frame.place
-            else (
-                "Known on the server's host alone",
-                "hadal console, run on the host of the server, shows it.",
-            )
-        )
+        title = "Known on the server's host alone"
+        text = "hadal console, run on the host of the server, shows it."
     return figures.empty(title, text)
 
 
@@ -615,7 +648,12 @@ class FleetPanel:
             )
         self._facts.set_content(figures.facts(items))
         rows = [
-            (charts.clock(change.at_s), str(change.prefill), str(change.decode), change.why)
+            (
+                charts.moment(change.at_s, fleet.now_s),
+                str(change.prefill),
+                str(change.decode),
+                change.why,
+            )
             for change in reversed(fleet.changes)
         ]
         now = f'<p class="h-note">Last: {escape(fleet.why or "none yet")}</p>'
@@ -633,21 +671,26 @@ class MoneyPanel:
     def __init__(self) -> None:
         self._facts = ui.html("", sanitize=False)
         with ui.element("div").classes("h-grid") as self._grid:
-            self._hours = Chart("Income and cost", "Of each hour, in dollars.")
+            self._earned = Chart("Income and cost", "Of each hour, in dollars.")
             self._tokens = Chart("Tokens", "Of each hour.")
-        with ui.element("section").classes("h-panel"):
+        with ui.element("section").classes("h-panel") as models:
             ui.html("<h2>Models</h2>")
             self._models = ui.html("", sanitize=False)
-        with ui.element("section").classes("h-panel"):
+        with ui.element("section").classes("h-panel") as tenants:
             ui.html("<h2>Tenants</h2>")
             self._shared = ui.label().classes("h-note")
             self._tenants = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel") as by_hour:
+            ui.html("<h2>Hours</h2>")
+            self._hours = ui.html("", sanitize=False)
+        self._tables = models, tenants, by_hour
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
         money = frame.money
         total = money.get("hour")
-        self._grid.set_visibility(bool(total))
+        for element in (self._grid, *self._tables):
+            element.set_visibility(bool(total))
         if not total:
             self._facts.set_content(
                 _none(
@@ -662,7 +705,7 @@ class MoneyPanel:
         self._facts.set_content(_money_facts(total, "" if frame.place else ", 24 h"))
         hours = [hour for hour in total["hours"] if hour["requests"] or hour["cost_usd"]]
         labels = [hour["hour"][11:16] for hour in hours]
-        self._hours.show(
+        self._earned.show(
             charts.bars(
                 labels,
                 {
@@ -694,7 +737,10 @@ class MoneyPanel:
             said = "Of so many requests, `hadal report --tenant` says what each tenant cost."
         self._shared.set_text(said)
         for element, by in ((self._models, "model"), (self._tenants, "tenant")):
-            element.set_content(_money_table(money[by][f"{by}s"], by))
+            lines = sorted(money[by][f"{by}s"], key=lambda line: -line["income_usd"])
+            element.set_content(_money_table(lines, by))
+        named = [{**hour, "hour": hour["hour"][:16].replace("T", " ")} for hour in hours]
+        self._hours.set_content(_money_table(named[::-1], "hour"))
 
 
 def _money_facts(total: dict[str, Any], when: str) -> str:
@@ -719,7 +765,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
     is_by_tenant = by == "tenant"
     heads = [by, "requests", "tokens in", "from cache", "tokens out", "income", "cost", "margin"]
     rows = []
-    for line in sorted(lines, key=lambda line: -line["income_usd"]):
+    for line in lines[:_MAX_ROWS]:
         cost, margin = _of_tenant(line) if is_by_tenant else _of_model(line)
         rows.append(
             [
@@ -734,15 +780,17 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
                 *([f"{line['requests_refused']:,}"] if is_by_tenant else []),
             ]
         )
+    left = len(lines) - len(rows)
+    more = f'<p class="h-note">And {left:,} more: hadal report --by {by}.</p>' if left > 0 else ""
     return (
-        figures.table([*heads, "refused"] if is_by_tenant else heads, rows[:50])
+        figures.table([*heads, "refused"] if is_by_tenant else heads, rows) + more
         if rows
         else figures.empty("Nobody asked yet", "Requests of the last 24 hours stand here.")
     )
 
 
 def _of_model(line: dict[str, Any]) -> tuple[float, float | None]:
-    """Cost and margin: a unit serves one model."""
+    """Cost and margin of a model, whose units serve no other, or of an hour."""
     return line["cost_usd"], line["margin_percent"]
 
 
@@ -794,7 +842,12 @@ class ProblemsPanel:
             )
         )
         ends = [
-            (charts.clock(end.unix_s), end.name, end.reason, "asked to" if end.is_asked else "")
+            (
+                charts.moment(end.unix_s, frame.unix_s),
+                end.name,
+                end.reason,
+                "asked to" if end.is_asked else "",
+            )
             for end in reversed(status.ends if status is not None else ())
         ]
         self._ends.set_content(
@@ -807,7 +860,7 @@ class ProblemsPanel:
             )
         )
         lines = [
-            (line.time[11:19], line.process, line.level.lower(), line.text)
+            (charts.moment_of(line.time, frame.unix_s), line.process, line.level.lower(), line.text)
             for line in reversed(frame.lines)
         ]
         self._lines.set_content(

@@ -5,7 +5,7 @@ what came lately. Values alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hadal.core import cache
 from hadal.core.balance import shown
@@ -40,8 +40,7 @@ class Series:
                 return
             self.times_s.clear()
             self.values.clear()
-            self._latencies.clear()
-            self._totals = None
+            self.pause()
         found = {**self._states(overview), **self._rates(overview), **self._cache(overview)}
         found |= self._percentiles(overview) | _balance(overview) | _kv(overview)
         self.times_s.append(overview.unix_s)
@@ -50,6 +49,12 @@ class Series:
                 name, deque([None] * (len(self.times_s) - 1), maxlen=NUM_POINTS)
             )
             points.append(found.get(name))
+
+    def pause(self) -> None:
+        """Nobody looks for a while: what is counted until the next frame is nothing of that instant."""
+        self._totals = None
+        self._latencies.clear()
+        self._hits = {}
 
     def last(self, name: str) -> float | None:
         """The latest value of a series."""
@@ -131,13 +136,10 @@ def _kv(overview: Overview) -> dict[str, float]:
 
 
 def percentile(before: Buckets | None, after: Buckets, quantile: float) -> float | None:
-    """Of what came between two looks at a histogram; of all of it where nothing came, or there was
-    no first look. None: there never was anything.
-    """
-    counts: Sequence[float] = after.counts
-    if before is not None and len(before.counts) == len(counts):
-        lately = [b - a for a, b in zip(before.counts, counts, strict=True)]
-        counts = lately if lately and lately[-1] > 0 else counts
+    """Of what came between two looks at a histogram. None: nothing did, or there was no first look."""
+    if before is None or len(before.counts) != len(after.counts):
+        return None
+    counts = [b - a for a, b in zip(before.counts, after.counts, strict=True)]
     if not counts or counts[-1] <= 0:
         return None
     wanted, low, below = quantile * counts[-1], 0.0, 0.0

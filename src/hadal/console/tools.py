@@ -198,7 +198,7 @@ def run(name: str, arguments: str) -> str:
         raise ToolError(f"There is no tool {name[:60]!r}; there are {', '.join(_TOOLS)}.")
     try:
         given = json.loads(arguments or "{}", parse_float=Decimal)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, InvalidOperation):
         raise ToolError("The arguments are no JSON.") from None
     if not isinstance(given, dict):
         raise ToolError("The arguments are no JSON object.")

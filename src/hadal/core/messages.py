@@ -588,10 +588,13 @@ class ExpertsAnswer(Message, frozen=True):
 
 
 class TraceRequest(Message, frozen=True):
-    """Ask a leader to trace its next `num_steps` steps and answer with Trace."""
+    """Ask a leader to trace its next `num_steps` steps and answer with Trace. Who asks waits
+    `wait_s`.
+    """
 
     reply_id: int
     num_steps: int
+    wait_s: float
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

@@ -56,6 +56,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """The token that ends a stretch."""
     barred: tuple[int, ...] = ()
     """Marks of the text that mean nothing in the reasoning before it."""
+    begins_with: int = -1
+    """The token that begins the reasoning, where the model opens it itself: anything else is the text
+    already. -1: the reasoning has begun, or there is none.
+    """
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

@@ -62,11 +62,12 @@ class CallsForm(NamedTuple):
 @dataclass(frozen=True)
 class Prompt:
     """A prompt in tokens. `thinks`: the reply starts inside the reasoning; `has_thought`: and the
-    prompt ends there.
+    prompt ends there. `may_think`: the model may open a reasoning itself.
     """
 
     ids: tuple[int, ...]
     thinks: bool = False
+    may_think: bool = False
     has_thought: bool = False
     prefix: str = ""
     """The beginning of the reply, which is the end of the prompt, and ..."""
@@ -131,9 +132,8 @@ class ChatFormat:
         self._check(turns, kwargs, choosing)
         given = [each.fields for each in choosing.tools]
         texts = [
-            *(turn.content for turn in turns),
+            *(text for turn in turns for text in (turn.content, turn.call_id, turn.name)),
             *(text for turn in turns for call in turn.calls for text in astuple(call)),
-            *(turn.call_id for turn in turns),
             *(value for value in kwargs.values() if isinstance(value, str)),
             prefix,
             reasoning,
@@ -170,6 +170,7 @@ class ChatFormat:
                 "reasoning_content: this reply has no reasoning to go on from; send thinking true.",
                 "messages",
             )
+        may_think = not thinks and not prefix and not text.rstrip().endswith(THINK_CLOSE)
         text += self._shielded(reasoning, shield)
         if thinks and (thinking is False or prefix):
             text += f"\n{THINK_CLOSE}\n\n"
@@ -181,6 +182,7 @@ class ChatFormat:
         return Prompt(
             tokens,
             thinks,
+            may_think,
             thinks and bool(reasoning),
             prefix,
             tuple(self._vocabulary.encode_plain(prefix)),
@@ -256,6 +258,8 @@ class ChatFormat:
     def _messages_of(self, turn: Turn, ids: Mapping[str, str]) -> list[dict[str, Any]]:
         """One of them. `ids`: calls' ids that are others there."""
         message: dict[str, Any] = {"role": turn.role, "content": _answer_of(turn)}
+        if turn.name:
+            message["name"] = turn.name
         messages = [message]
         if turn.calls:
             has_content, is_parsed = self._calls_form

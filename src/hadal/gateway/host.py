@@ -414,7 +414,7 @@ class Host(Doors):
         """
 
         def send(unit: str, reply_id: int) -> None:
-            self._wire.send(unit, TraceRequest(reply_id, num_steps))
+            self._wire.send(unit, TraceRequest(reply_id, num_steps, timeout_s))
 
         return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 

@@ -281,7 +281,7 @@ def health_of(
     be served once; `wrong`: what is wrong with the nodes of a cluster.
     """
     missing = [name for name in gateway_names(deployment) if name not in gateways]
-    missing += _missing(deployment, snapshot)
+    missing += missing_of(deployment, snapshot)
     can_serve = snapshot.can_serve and not is_draining
     if is_draining:
         status = "draining"
@@ -306,7 +306,7 @@ def health_of(
     }
 
 
-def _missing(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
+def missing_of(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
     """Names of units that are not up or have no leader ("decode-1"), and of ranks that others lack
     ("decode-0.2").
 

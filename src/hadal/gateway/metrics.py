@@ -7,6 +7,7 @@ only when scraped. Knows the front's snapshot, nothing of HTTP.
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
@@ -120,14 +121,15 @@ class Metrics:
         gateway: str = "",
         charged: Callable[[], Mapping[str, int]] = dict,
         starts: Callable[[], Mapping[str, int]] = dict,
+        missing: Callable[[FrontSnapshot], Iterable[str]] = lambda snapshot: (),
     ) -> None:
         """`ledger`: None where there is none, and then nothing is `charged`: pico-dollars by tier.
         `refused`: connections by process and by what they asked for. `gateway`: its name, where
         there are several: what each counts by itself has it for a label. `starts`: how often each
-        process was started.
+        process was started. `missing`: names of units and ranks that are wanted and not there.
         """
         self._gateway = gateway
-        self._front = _FrontCollector(snapshot, {} if refused is None else refused, starts)
+        self._front = _FrontCollector(snapshot, {} if refused is None else refused, starts, missing)
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "hadal_requests",
@@ -348,10 +350,12 @@ class _FrontCollector(Collector):
         snapshot: Callable[[], FrontSnapshot],
         refused: Mapping[str, Mapping[str, int]],
         starts: Callable[[], Mapping[str, int]],
+        missing: Callable[[FrontSnapshot], Iterable[str]],
     ) -> None:
         self._snapshot = snapshot
         self._refused = refused
         self._starts = starts
+        self._missing = missing
 
     def describe(self) -> Iterator[Metric]:
         """Nothing ahead of time: the registry need not scrape to register."""
@@ -402,10 +406,7 @@ class _FrontCollector(Collector):
         yield GaugeMetricFamily(
             "hadal_draining", "1 while nothing new is taken.", snapshot.is_draining
         )
-        up = GaugeMetricFamily("hadal_units_up", "Units that are up.", labels=("role",))
-        for role in ROLES:
-            up.add_metric((role,), len(snapshot.role_to_units.get(role, {})))
-        yield up
+        yield from self._by_role(snapshot)
         refused = CounterMetricFamily(
             "hadal_refused_connections",
             "Connections that did not prove that they belong to this deployment, by what "
@@ -425,6 +426,20 @@ class _FrontCollector(Collector):
             starts.add_metric((process,), number)
         yield starts
         yield from _unit_metrics(snapshot.unit_to_report)
+
+    def _by_role(self, snapshot: FrontSnapshot) -> Iterator[Metric]:
+        up = GaugeMetricFamily("hadal_units_up", "Units that are up.", labels=("role",))
+        missing = GaugeMetricFamily(
+            "hadal_missing",
+            "Units, and ranks of units that are up, that are wanted and not there: those that "
+            "/health names.",
+            labels=("role",),
+        )
+        role_to_num = Counts(name.split("-")[0] for name in self._missing(snapshot))
+        for role in ROLES:
+            up.add_metric((role,), len(snapshot.role_to_units.get(role, {})))
+            missing.add_metric((role,), role_to_num[role])
+        yield from (up, missing)
 
 
 def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:

@@ -98,6 +98,7 @@ class ChatMessage(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
     """What the assistant said in the place of content."""
+    name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -402,6 +403,8 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
+MAX_NAME_CHARS = 64
+"""OpenAI's limit for names of those who speak."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 64
@@ -440,6 +443,8 @@ class Turn:
     """An assistant's."""
     call_id: str = ""
     """Which call a tool's message is the result of."""
+    name: str = ""
+    """Of who says it, for templates that show it."""
 
 
 @dataclass(frozen=True)
@@ -1033,12 +1038,17 @@ def _turn(message: ChatMessage, where: str) -> Turn:
         raise RequestError(
             f"{where}.tool_calls has more than {MAX_PARTS} entries.", f"{where}.tool_calls"
         )
+    if len(message.name or "") > MAX_NAME_CHARS:
+        raise RequestError(
+            f"{where}.name has more than {MAX_NAME_CHARS} characters.", f"{where}.name"
+        )
     text = _text_of(message, where)
     calls = tuple(
         PastCall(call.id, call.function.name, call.function.arguments)
         for call in message.tool_calls or ()
     )
-    return Turn(_ROLES[message.role], text, calls, message.tool_call_id or "")
+    role, call_id = _ROLES[message.role], message.tool_call_id or ""
+    return Turn(role, text, calls, call_id, message.name or "")
 
 
 def _text_of(message: ChatMessage, where: str) -> str:

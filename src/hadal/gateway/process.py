@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -35,7 +36,7 @@ from hadal.gateway.batches import BatchWorker
 from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
-from hadal.gateway.http import Endpoint, Gateway, Patience, make_app
+from hadal.gateway.http import Endpoint, Gateway, Patience, make_app, missing_of
 from hadal.gateway.keys import PATH, KeysFile, KeysHeard, follow
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import Service, read_served_model
@@ -117,8 +118,7 @@ def make_gateway(
     """
     path = Path(deployment.model)
     model = read_served_model(path, deployment.model_name or path.name)
-    clock = LiveClock()
-    url = ledger_url(deployment.ledger.url)
+    clock, url = LiveClock(), ledger_url(deployment.ledger.url)
     sink = open_ledger(url) if url else None
     accounting: Accounting | None = None
     refused: dict[str, dict[str, int]] = {}
@@ -165,6 +165,7 @@ def make_gateway(
             name if len(gateway_names(deployment)) > 1 else "",
             lambda: accounting.tier_to_pico_usd if accounting else {},
             lambda: _starts(folder),
+            partial(missing_of, deployment),
         ),
         keys=Keys(),
         now=clock.now,

@@ -28,6 +28,7 @@ from hadal.core.plans import Grammar
 from hadal.gateway.auth import PRIORITY, Tenant, salt_within
 from hadal.gateway.chat import (
     THINK_CLOSE,
+    THINK_OPEN,
     ChatFormat,
     Prompt,
     check_length,
@@ -481,7 +482,10 @@ class Service:
             return None
         # Where an answer may be anything, calls are held from their mark on, wherever it comes.
         is_opened = calls is not None and ask.format is None and not calls.choosing.is_forced
-        control_ids, thinks = self.model.vocabulary.control_ids, prompt.thinks and not is_opened
+        control_ids = self.model.vocabulary.control_ids
+        opens = control_ids.get(THINK_OPEN, -1)
+        may_think = prompt.may_think and opens >= 0 and THINK_CLOSE in control_ids
+        thinks = (prompt.thinks or may_think) and not is_opened
         begins_after = control_ids.get(THINK_CLOSE, -1) if thinks else -1
         if not self.model.eos_ids or (thinks and begins_after < 0):
             what, param = "tools that are strict or have to be called are", "tools"
@@ -492,7 +496,8 @@ class Service:
                 f" {'its reasoning; send thinking false' if self.model.eos_ids else 'a text'}.",
                 param,
             )
-        grammar = Grammar("", self.model.eos_ids, begins_after)
+        begins_with = opens if thinks and not prompt.thinks else -1
+        grammar = Grammar("", self.model.eos_ids, begins_after, begins_with=begins_with)
         if calls is None:
             assert ask.format is not None
             text = self._formats.text(ask.format, follows_reasoning=thinks, prefix=prompt.prefix)

@@ -326,6 +326,8 @@ class Assembler:
             self._take_call(token, piece)
         else:
             self._take_text(token, piece)
+        if self._recent is not None and self.finish is None:
+            self._look_for_repetition(self._recent, token.token, piece)
 
     def _take_text(self, token: Token, piece: Piece) -> None:
         """A token that is no call's."""
@@ -340,8 +342,6 @@ class Assembler:
                 self._split(text, piece)
         if token.finish is not None and self.finish is None:
             self._end(token.finish, piece)
-        if self._recent is not None and self.finish is None:
-            self._look_for_repetition(self._recent, i, piece)
 
     def _take_call(self, token: Token, piece: Piece) -> None:
         """A token of the section of calls, or one that begins it: what is said is said before it."""

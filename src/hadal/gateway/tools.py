@@ -33,11 +33,15 @@ from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
 MAX_TOOLS = 128
 MAX_STRICT_BYTES = 1 << 17
 """Of the schemas of a request's strict tools."""
-_FENCED = re.compile(r"\s*([^\n`]+?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
+_FENCED = re.compile(r"\s*([^\s`][^\n`]*?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
 """NAME, a line break, a fence. Some models leave out the first line break or the second."""
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
 """:0 for the first call of a conversation, and so on."""
-_BARE = re.compile(r"\s*([^\n`]+)\n\s*(?=[{\[])")
+_MAX_HEAD = 256
+"""Characters of a name and what stands around it: what is longer is none, and is not looked at again
+and again.
+"""
+_BARE = re.compile(r"\s*([^\s`][^\n`]*)\n\s*(?=[{\[])")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -196,8 +200,8 @@ def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
     lines = ["", "", "## Tools", "You have access to the following tools:", ""]
     for tool in tools:
         function = tool["function"]
-        parameters = json.dumps(function.get("parameters", {}), ensure_ascii=False)
-        description = function.get("description", "")
+        parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
+        description = function.get("description") or ""
         lines += [f"### {function['name']}", f"Description: {description}", ""]
         lines += [f"Parameters: {parameters}", ""]
     call, chaining = (
@@ -417,6 +421,8 @@ class CallReader:
             rest = self._held[found.end() :]
             self._name(found[1].strip())
             self._arguments(rest)
+        elif len(self._held) > _MAX_HEAD:
+            self.end()
 
     def _name(self, name: str, number: int | None = None) -> None:
         """A call counts from here on. `number`: the one in its head."""

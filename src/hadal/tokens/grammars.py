@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -223,11 +224,17 @@ def _byte_tokenizer() -> LLTokenizer:
 class Place(Enum):
     """Where in its reply a text is."""
 
+    START = auto()
+    """Before the first token, which begins a reasoning or the text."""
     REASONING = auto()
     FREE = auto()
     """Between stretches: any token may come."""
     HELD = auto()
     ENDED = auto()
+
+
+_HELD = (Place.START, Place.HELD)
+"""Where a token of the text may come."""
 
 
 class Follower:
@@ -245,7 +252,7 @@ class Follower:
         self._unread = list(tokens)
         self._at = Place.FREE if grammar.opens else Place.HELD
         if grammar.begins_after >= 0:
-            self._at = Place.REASONING
+            self._at = Place.REASONING if grammar.begins_with < 0 else Place.START
 
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens were drawn."""
@@ -254,6 +261,8 @@ class Follower:
     def _next(self, at: Place, token: int) -> Place:
         """Where it is behind this token."""
         grammar = self._grammar
+        if at is Place.START:
+            at = Place.REASONING if token == grammar.begins_with else Place.HELD
         if token in grammar.end_ids or at is Place.ENDED:
             return Place.ENDED
         if at is Place.REASONING:
@@ -286,23 +295,20 @@ class Follower:
                 held.append(token)
             elif before is Place.HELD and self._at is Place.FREE:
                 self._matcher, self._stretch, held = None, [], []
-        if self._at is Place.HELD:
+        if self._at in _HELD:
             if self._matcher is None:
                 self._matcher = make(self._grammar)
             if held:
                 self._matcher.consume_tokens(held)
                 self._stretch += held
 
-    def _num_reasoning(self, drafts: Sequence[int]) -> int:
-        """In how many rows the reply is in a reasoning, which something must follow. The rows are the
+    def _reasoning(self, drafts: Sequence[int]) -> slice:
+        """The rows in which the reply is in a reasoning, which something must follow. The rows are the
         first one and one behind each draft.
         """
-        if self._at is not Place.REASONING:
-            return 0
-        for index, token in enumerate(drafts):
-            if self._next(self._at, token) is not Place.REASONING:
-                return index + 1
-        return len(drafts) + 1
+        num = [*accumulate(drafts, self._next, initial=self._at)].count(Place.REASONING)
+        first = int(self._at is Place.START)
+        return slice(first, first + num) if num else slice(0)
 
     def _is_lost(self) -> bool:
         """Whether its automata came to a limit, or what was drawn is not allowed."""
@@ -319,7 +325,7 @@ class Follower:
         before it is known to be one, is for nobody.
         """
         if not drafts:  # Most steps, of most deployments.
-            if self._at is Place.HELD:
+            if self._at in _HELD:
                 assert self._matcher is not None
                 yield _Stretch(self._matcher, 0, [], 0)
             return
@@ -327,9 +333,9 @@ class Follower:
         row, first, of_it = 0, 0, list[int]()
         for index, token in enumerate(drafts):
             before, at = at, self._next(at, token)
-            if before is Place.HELD and at is Place.HELD:
+            if before in _HELD and at is Place.HELD:
                 of_it.append(token)
-            elif before is Place.HELD:
+            elif before in _HELD:
                 assert matcher is not None
                 yield _Stretch(matcher, row, of_it, first)
                 matcher = None
@@ -411,11 +417,12 @@ class Grammars:
         for follower, first, drafts in all_rows:
             if follower.error is None and follower._is_lost():
                 self._renew(follower, renewed)
-            if num := follower._num_reasoning(drafts):
-                has_mask_R[first : first + num] = True
-                bits_RW[first : first + num] = 0xFFFFFFFF
+            rows = follower._reasoning(drafts)
+            if rows.stop:
+                has_mask_R[first:][rows] = True
+                bits_RW[first:][rows] = 0xFFFFFFFF
                 for token in (*follower._grammar.end_ids, *follower._grammar.barred):
-                    bits_RW[first : first + num, token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
+                    bits_RW[first:][rows, token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
             for stretch in follower._stretches(drafts, self._matcher):
                 matcher, row, of_it, begin = stretch
                 has_mask_R[first + begin : first + row + len(of_it) + 1] = True
@@ -435,6 +442,9 @@ class Grammars:
         for follower, first, stretch in held:
             if stretch.matcher.is_error():
                 self._row_by_row(follower, first, stretch, bits_RW, renewed)
+            if follower._at is Place.START and not stretch.first:
+                token = follower._grammar.begins_with
+                bits_RW[first, token // 32] |= 1 << token % 32
 
     def _row_by_row(
         self,

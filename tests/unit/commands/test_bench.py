@@ -1,8 +1,11 @@
 """`hadal bench` without a server: what is asked for, what is made of samples, and the page."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -11,12 +14,17 @@ from hadal.cli import app
 from hadal.commands.bench_load import (
     STOPPED,
     BenchAsk,
+    Calibration,
     Level,
     LevelRun,
+    LoadPlan,
     Sample,
+    Target,
     Texts,
+    _follow,
     parse_lengths,
     read_trace,
+    run_level,
 )
 from hadal.commands.bench_page import bench_html
 from hadal.commands.bench_values import level_summary, parse_promises, summary
@@ -63,6 +71,32 @@ def test_a_rate_is_kept_and_its_gaps_are_chance() -> None:
     assert len(times) == pytest.approx(10_000, rel=0.03)
     assert np.std(gaps) == pytest.approx(np.mean(gaps), rel=0.05), "exponential, not even"
     assert len(list(Level("rate", 5.0).arrivals(np.random.default_rng(1), None, 1e9, 7))) == 7
+
+
+def test_time_in_which_nothing_came_was_offered_too() -> None:
+    """Else a rate that is seldom would be said to be higher than it was."""
+    target = Target("http://127.0.0.1:9/v1", "none")
+    run, found = LevelRun(Level("rate", 1e-3)), Calibration(target, Texts(0), ())
+    plan = LoadPlan(0.05, 9, parse_lengths("9", "x"), parse_lengths("9", "x"))
+    asyncio.run(run_level(httpx.AsyncClient(), found, plan, 0, run))
+    assert (run.samples, run.elapsed_s) == ([], 0.05)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_stream_is_read_however_it_is_cut(size: int) -> None:
+    """JSON may hold characters that end lines elsewhere."""
+    chunk = {"choices": [{"delta": {"content": "one\u2028two\u0085three"}}]}
+    text = json.dumps(chunk, ensure_ascii=False)
+    data = f"data: {text}\r\n\r\n: wait\n\ndata: [DONE]\n\n".encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(data), size):
+            yield data[at : at + size]
+
+    headers = {"content-type": "text/event-stream"}
+    found = Sample(0.0)
+    asyncio.run(_follow(httpx.Response(200, headers=headers, content=pieces()), found, lambda: 1.0))
+    assert (found.error, found.num_pieces) == ("", 1)
 
 
 def test_prompts_share_what_is_asked_for_and_nothing_else() -> None:

@@ -64,7 +64,7 @@ def test_figures_read_well(said: str, wanted: str) -> None:
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(144, [8] * 18), (32, [8] * 4), (4, [4])])
 def test_ranks_of_a_node_stand_together(num_ranks: int, sizes: list[int]) -> None:
     """A row of them ends between nodes alone."""
-    shown = figures.rank_map(["up"] * num_ranks, 8)
+    shown = figures.rank_map(["up"] * num_ranks, ["node <1>"] * num_ranks, 8)
     nodes = re.findall("<b>(.*?)</b>", shown)
     assert [node.count("<i ") for node in nodes] == sizes
     assert re.findall(r"rank (\d+)", shown) == [str(rank) for rank in range(num_ranks)]

@@ -116,6 +116,15 @@ def test_thinking(model: ServedModel, thinking: bool | None) -> None:
     assert text.endswith("<think>\n\n</think>\n\n" if thinking is False else "<think>\n")
 
 
+def test_a_template_may_show_who_speaks(model: ServedModel) -> None:
+    template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }} {% endfor %}"
+    chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
+    turns = [Turn("user", "hi", name="ann"), Turn("user", "ho"), Turn("user", "x", name=EOS)]
+    ids = chat.prompt(turns, max_tokens=MAX).ids
+    assert model.vocabulary.decode(ids) == f"ann: hi user: ho {EOS}: x "
+    assert model.vocabulary.control_ids[EOS] not in ids
+
+
 def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
     chat = ChatFormat(model.vocabulary, "{{ note }}{{ messages[0]['content'] }}", BOS, EOS, "test")
     ids = chat.prompt([Turn("user", "hi")], max_tokens=MAX, template_kwargs={"note": EOS}).ids

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages import Submit
 from hadal.gateway.auth import Tenant, salt_of
+from hadal.gateway.chat import ChatFormat
 from hadal.gateway.formats import CPU_S, Formats
 from hadal.gateway.openai import AnswerFormat
 from hadal.gateway.service import ServedModel, Service, Work
@@ -22,6 +24,7 @@ from hadal.roles.front.requests import FrontNames
 from hadal.tokens.grammars import grammar_text
 from tests.schemas import SCHEMAS, closed
 
+from .model_folder import BOS, EOS
 from .scenes import CHAT, error_of, play
 from .world import World
 
@@ -98,6 +101,36 @@ def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
     message = Submit(work.choices[0].generation)
     packed = msgspec.msgpack.encode(message)
     assert msgspec.msgpack.decode(packed, type=Submit) == message
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "may_think"),
+    [
+        (
+            "{{ messages[0]['content'] }}",
+            None,
+            True,
+        ),  # As R1-0528's: the model opens its reasoning.
+        ("{{ messages[0]['content'] }}</think>", None, False),
+        ("{{ messages[0]['content'] }}<think>", False, False),
+    ],
+)
+def test_a_model_that_opens_its_reasoning_itself_may(
+    model: ServedModel, template: str, thinking: bool | None, may_think: bool
+) -> None:
+    chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
+    service = Service(replace(model, chat=chat), LimitsConfig(), FrontNames(CacheConfig(), "f0"))
+    body = {**CHAT, "thinking": thinking, "response_format": json_schema({"type": "integer"})}
+    try:
+        ask = service.chat(json.dumps(body).encode(), "r", Tenant(salt_of(b"key")))
+        (choice,) = asyncio.run(ask).choices
+    finally:
+        service.close()
+    grammar, ids = choice.generation.sampling.grammar, model.vocabulary.control_ids
+    assert grammar is not None
+    assert (grammar.begins_with >= 0) == may_think
+    if may_think:
+        assert (grammar.begins_with, grammar.begins_after) == (ids["<think>"], ids["</think>"])
 
 
 def test_over_http(model: ServedModel) -> None:

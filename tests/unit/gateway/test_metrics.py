@@ -76,7 +76,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
         {"prefill": {"prefill-0": 1, "prefill-1": 1}, "decode": {"decode-0": 1}},
         totals,
     )
-    metrics = Metrics(lambda: snapshot)
+    metrics = Metrics(lambda: snapshot, missing=lambda seen: ("decode-1", "decode-0.2"))
     metrics.requests.labels("chat", "200").inc(2)
     metrics.first_token_s.observe(0.3)
     samples = scraped(metrics)
@@ -94,6 +94,8 @@ def test_every_number_of_the_front_and_the_units() -> None:
         ("hadal_draining",): 1,
         ("hadal_units_up", "prefill"): 2,
         ("hadal_units_up", "decode"): 1,
+        ("hadal_missing", "prefill"): 0,
+        ("hadal_missing", "decode"): 2,
         ("hadal_kv_blocks", "decode-0"): 100,
         ("hadal_kv_blocks_used", "decode-0"): 40,
         ("hadal_steps_total", "decode-0"): 77,

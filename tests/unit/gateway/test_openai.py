@@ -165,6 +165,7 @@ def completion(**fields: Any) -> Any:
             "messages[0].prefix",
         ),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "user", "content": "a", "name": "n" * 65}]}, "messages[0].name"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
@@ -365,7 +366,7 @@ def test_messages() -> None:
         Turn("system", "d"),
         Turn("user", "aa"),
         Turn("assistant", ""),
-        Turn("user", "b"),
+        Turn("user", "b", name="x"),
     )
 
 

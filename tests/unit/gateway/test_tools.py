@@ -5,6 +5,7 @@ any pieces.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,7 +23,15 @@ from hadal.gateway.chat import ChatFormat
 from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.replies import ChatFormatter, Head, Outcome, Usage
 from hadal.gateway.stream import Assembler, Calls, Piece
-from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, format_of, read_choice
+from hadal.gateway.tools import (
+    FORMATS,
+    Choosing,
+    Tool,
+    ToolFormat,
+    described,
+    format_of,
+    read_choice,
+)
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.tokens.tiktoken import byte_of_char
 from tests.fresh import FULL
@@ -528,6 +537,38 @@ def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
         result = Turn("tool", "rain", call_id="c1")
         with pytest.raises(RequestError, match="was not taught to call tools"):
             chat.prompt([result], max_tokens=99)
+
+
+def test_what_a_client_leaves_null_is_empty() -> None:
+    function = {"name": "f", "description": None, "parameters": None}
+    text = described(V31, [{"type": "function", "function": function}])
+    assert "Description: \n" in text
+    assert "Parameters: {}" in text
+
+
+# ---- what does not end ----
+
+
+@pytest.mark.parametrize("run", [" " * 128, "a" * 128, " \n" * 64, "a\n" * 64])
+def test_what_is_no_name_is_read_once(vocabulary: Vocabulary, run: str) -> None:
+    """Reading it must not take longer and longer: one gateway serves everybody."""
+    begun_s = time.process_time()
+    text = V3.calls_begin + V3.call_begin + "function" + V3.separator + run * 32
+    found = read(vocabulary, V3, vocabulary.encode_controlled(text))
+    assert time.process_time() - begun_s < 5.0
+    assert not found.calls
+    assert run in found.content  # Blanks behind it are between calls.
+
+
+def test_arguments_in_circles_are_stopped(vocabulary: Vocabulary) -> None:
+    calls = Calls(V31, Choosing((WEATHER,)))
+    begins = V31.calls_begin + V31.call_begin
+    for text in (f"{begins}weather{V31.separator}" + "[" * 4000, V31.calls_begin + "\n" * 4000):
+        assembler = Assembler(vocabulary, sections=True, calls=calls, stop_repetition=True)
+        ids = vocabulary.encode_controlled(text)
+        piece = assembler.push([Token("r", 0, i, token) for i, token in enumerate(ids)])
+        assert piece.finish == "length"
+        assert assembler.num_tokens < 1000
 
 
 # ---- replies ----

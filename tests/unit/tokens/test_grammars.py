@@ -227,6 +227,29 @@ def test_a_reasoning_that_something_must_follow_does_not_end_the_reply(grammars:
     assert row == FREE - {5, 7}
 
 
+def test_a_model_may_open_its_reasoning_itself(grammars: Grammars) -> None:
+    """Its first token begins a reasoning or the text; with drafts the rows are the same."""
+    opens = 5
+    text = Grammar(
+        grammar_text({"const": 1}, follows_reasoning=True),
+        (END,),
+        begins_after=CLOSE,
+        begins_with=opens,
+    )
+    held = Grammar(grammar_text({"const": 1}, follows_reasoning=True), (END,))
+    (first,) = allowed(grammars, Follower(held, []))
+    thought = [opens, *ids("so"), CLOSE, *ids("1")]
+    for drafts in (thought, ids("1"), [*ids("1"), END]):
+        rows = allowed(grammars, Follower(text, []), drafts)
+        assert rows[0] == (first or set()) | {opens}
+        for number in range(len(drafts) + (drafts[-1] != END)):
+            assert allowed(grammars, Follower(text, drafts[:number])) == [rows[number]]
+    rows = allowed(grammars, Follower(text, []), thought)
+    assert rows[1:4] == [FREE] * 3
+    assert rows[4] == first
+    assert rows[5] == {END}
+
+
 @pytest.mark.parametrize("run", [" " * 20, "\t" * 20, "\n\n" + " " * 20, " \r\n\r\n"])
 def test_a_text_is_not_made_of_blanks(grammars: Grammars, run: str) -> None:
     """A model that knows no JSON would go on with them for ever."""

@@ -165,3 +165,8 @@ hadal.ramp = (() => {
     return [0, 1, 2].map((i) => stops[low][i] + (at - low) * (stops[low + 1][i] - stops[low][i])).concat(255);
   });
 })();
+// A link that a model wrote leaves the chat where it is.
+document.addEventListener("click", ({ target }) => {
+  const link = target.closest?.(".h-md a");
+  if (link) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
+}, true);

@@ -617,7 +617,7 @@ class DecodeLeader:
                 )
                 self._out.append(Send("front", answer))
             case TraceRequest():
-                self._out += self._tracer.ask(event)
+                self._out += self._tracer.ask(now_s, event)
             case ExpertsRequest():
                 pass  # A unit of one rank has all experts there; of many, roles/ranks answers.
             case Tick():

@@ -239,7 +239,7 @@ class PrefillLeader:
             case AuditRequest(reply_id):
                 self._out.append(Send("front", self._answer(reply_id)))
             case TraceRequest():
-                self._out += self._tracer.ask(event)
+                self._out += self._tracer.ask(now_s, event)
             case ExpertsRequest():
                 pass  # A unit of one rank has all experts there; of many, roles/ranks answers.
             case Tick():

@@ -219,6 +219,8 @@ REQUESTS_MAX = 8
 class _Asked:
     reply_id: int
     num_steps: int
+    until_s: float
+    """Nobody waits for it any more."""
     num_planned: int = 0
     steps: list[TracedStep] = field(default_factory=list)
 
@@ -239,11 +241,17 @@ class Tracer:
         self._asked: deque[_Asked] = deque()
         self._in_flight: dict[int, _Planned] = {}
 
-    def ask(self, request: TraceRequest) -> list[Effect]:
-        """Record the next steps; a trace of nothing is answered at once."""
+    def ask(self, now_s: float, request: TraceRequest) -> list[Effect]:
+        """Record the next steps; a trace of nothing is answered at once. A unit without work keeps no
+        place for those who gave up.
+        """
+        waiting = (asked for asked in self._asked if asked.num_planned or now_s < asked.until_s)
+        self._asked = deque(waiting)
         if request.num_steps < 1 or len(self._asked) >= REQUESTS_MAX:
             return [Send("front", Trace(self._unit, request.reply_id, ()))]
-        self._asked.append(_Asked(request.reply_id, min(request.num_steps, STEPS_MAX)))
+        self._asked.append(
+            _Asked(request.reply_id, min(request.num_steps, STEPS_MAX), now_s + request.wait_s)
+        )
         return []
 
     @property

@@ -406,14 +406,14 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
 def test_a_new_front_finds_nothing_left() -> None:
     unit = leader(num_slots=2)
     unit.handle(0.0, FrontUp("f1"))
-    unit.handle(0.0, TraceRequest(1, 3))
+    unit.handle(0.0, TraceRequest(1, 3, 10.0))
     occupant(unit, "a", max_tokens=50)  # Computed.
     unit.handle(0.0, decode("b"))  # Pulling.
     unit.handle(0.0, decode("c"))  # Waiting.
     assert len(sent(unit.handle(0.0, FrontUp("f2")), UnitUp)) == 2  # Front and supervisor.
     unit.handle(0.1, KvPulled("b", 0, None))
     unit.handle(0.1, done(0, {0: 1}))
-    unit.handle(0.1, TraceRequest(1, 1))
+    unit.handle(0.1, TraceRequest(1, 1, 10.0))
     assert drawn(unit.handle(0.2, done(1, {0: 1}))) == []
     assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
     occupant(unit, "d", max_tokens=50)

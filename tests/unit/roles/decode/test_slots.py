@@ -170,7 +170,7 @@ def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
     unit = leader()
     up(unit)
     occupant(unit, "a", max_tokens=50)
-    unit.handle(0.0, TraceRequest(9, 2))
+    unit.handle(0.0, TraceRequest(9, 2, 10.0))
     (third,) = of(unit.handle(0.1, done(0, {0: 1})), Execute)
     assert third.plans[0].is_traced  # type: ignore[union-attr]
     unit.handle(
@@ -188,7 +188,7 @@ def test_balance_is_told_smoothed_and_by_step() -> None:
         occupant(unit, "a", prompt=200, max_tokens=50),
         occupant(unit, "b", prompt=66, max_tokens=50),
     ] == [0, 1]
-    unit.handle(0.0, TraceRequest(9, 1))
+    unit.handle(0.0, TraceRequest(9, 1, 10.0))
     unit.handle(0.1, done(0, {0: 1}))
     unit.handle(0.2, done(1, {0: 1}))
     (trace,) = sent(unit.handle(0.3, done(2, {0: 1, 4: 1})), Trace)

@@ -292,13 +292,13 @@ def test_a_new_front_finds_nothing_left() -> None:
     unit.handle(0.0, FrontUp("f1"))
     unit.handle(0.0, prefill("a"))
     unit.handle(0.1, done(0, {0: 1}))  # Leased.
-    unit.handle(0.1, TraceRequest(1, 3))
+    unit.handle(0.1, TraceRequest(1, 3, 10.0))
     unit.handle(0.1, prefill("b"))  # In flight.
     assert of(unit.handle(0.2, FrontUp("f1")), Freed) == []  # The same front again.
     effects = unit.handle(0.2, FrontUp("f2"))
     assert len(of(effects, Freed)[0].block_ids) == 1
     assert len(sent(effects, UnitUp)) == 2  # Front and supervisor.
-    assert sent(unit.handle(0.2, TraceRequest(1, 1)), Trace) == []
+    assert sent(unit.handle(0.2, TraceRequest(1, 1, 10.0)), Trace) == []
     assert sent(unit.handle(0.3, done(1, {0: 1})), Trace) == []
     assert (unit.blocks.num_used, unit.num_requests) == (0, 0)
     unit.handle(0.3, prefill("c"))

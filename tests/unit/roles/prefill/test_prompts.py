@@ -300,7 +300,7 @@ def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     unit = leader(2, num_blocks=400)
     unit.start(0.0)
     up(unit)
-    unit.handle(0.0, TraceRequest(7, 1))
+    unit.handle(0.0, TraceRequest(7, 1, 10.0))
     effects = unit.handle(0.0, prefill("a", 300))
     first, second = plans_of(effects)[0]
     load = sent(effects, UnitReport)[-1]

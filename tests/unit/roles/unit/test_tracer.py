@@ -13,7 +13,9 @@ from tests.unit.roles.driving import done, sent
 def test_steps_go_to_the_oldest_request() -> None:
     tracer = Tracer("decode-0")
     assert not tracer.is_wanted
-    assert tracer.ask(TraceRequest(1, 1)) == tracer.ask(TraceRequest(2, 1)) == []
+    assert (
+        tracer.ask(0.0, TraceRequest(1, 1, 10.0)) == tracer.ask(0.0, TraceRequest(2, 1, 10.0)) == []
+    )
     for step in (5, 6):
         assert tracer.is_wanted
         tracer.planned(step, "sequential", 1, 3)
@@ -29,7 +31,7 @@ def test_steps_go_to_the_oldest_request() -> None:
 
 def test_void_steps_are_recorded_again() -> None:
     tracer = Tracer("decode-0")
-    tracer.ask(TraceRequest(1, 2))
+    tracer.ask(0.0, TraceRequest(1, 2, 10.0))
     tracer.planned(0, "sequential", 1, 3)
     tracer.done(done(0))
     tracer.planned(1, "sequential", 1, 3)
@@ -42,15 +44,25 @@ def test_void_steps_are_recorded_again() -> None:
 
 def test_nothing_and_too_much_are_answered_at_once() -> None:
     tracer = Tracer("decode-0")
-    assert sent(tracer.ask(TraceRequest(1, 0)), Trace) == [Trace("decode-0", 1, ())]
+    assert sent(tracer.ask(0.0, TraceRequest(1, 0, 10.0)), Trace) == [Trace("decode-0", 1, ())]
     for number in range(REQUESTS_MAX):
-        assert tracer.ask(TraceRequest(number, 1)) == []
-    assert sent(tracer.ask(TraceRequest(99, 1)), Trace) == [Trace("decode-0", 99, ())]
+        assert tracer.ask(0.0, TraceRequest(number, 1, 10.0)) == []
+    assert sent(tracer.ask(0.0, TraceRequest(99, 1, 10.0)), Trace) == [Trace("decode-0", 99, ())]
+
+
+def test_who_gave_up_keeps_no_place() -> None:
+    tracer = Tracer("decode-0")
+    for number in range(REQUESTS_MAX):
+        assert tracer.ask(float(number), TraceRequest(number, 1, 2.0)) == []
+    assert tracer.ask(9.5, TraceRequest(99, 1, 2.0)) == []
+    tracer.planned(0, "sequential", 1, 3)
+    (trace,) = sent(tracer.done(done(0)), Trace)
+    assert trace.reply_id == 99
 
 
 def test_a_step_says_how_its_ranks_were_balanced() -> None:
     tracer = Tracer("decode-0")
-    tracer.ask(TraceRequest(1, 2))
+    tracer.ask(0.0, TraceRequest(1, 2, 10.0))
     tracer.planned(0, "sequential", 1, 3, {"kv": 0.5})
     tracer.planned(1, "sequential", 1, 3)
     tracer.done(done(0))
@@ -60,7 +72,7 @@ def test_a_step_says_how_its_ranks_were_balanced() -> None:
 
 def test_a_step_says_what_travelled() -> None:
     tracer = Tracer("decode-0")
-    tracer.ask(TraceRequest(1, 1))
+    tracer.ask(0.0, TraceRequest(1, 1, 10.0))
     tracer.planned(0, "sequential", 1, 8)
     link_bytes = LinkBytes((1, 2), (3, 4))
     (trace,) = sent(tracer.done(structs.replace(done(0), link_bytes=link_bytes)), Trace)
