@@ -465,6 +465,35 @@ def test_nothing_is_lost_while_the_server_is_away_or_another_page_asks(browser: 
             expect(page.locator(".h-md pre").last).to_contain_text("<style>")
 
 
+def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
+    with (
+        caller() as model,
+        serving(model, ticking(model.vocabulary), step_s=0.1, has_heartbeat=True) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        ask(page, "first")
+        expect(page.locator(".h-answer").last).to_contain_text("tick tock", timeout=WAIT_MS)
+        other = page.context.new_page()
+        other.goto(pages)
+        other.click(".h-row-title")
+        ask(other, "second")
+        expect(other.locator(".q-notification")).to_contain_text(
+            "Another page is getting an answer"
+        )
+        expect(other.locator("#h-input")).to_have_value("second")
+        page.keyboard.press("Escape")
+        expect(page.locator(".h-stats").last).to_contain_text("stopped", timeout=WAIT_MS)
+        other.press("#h-input", "Enter")
+        expect(other.locator(".h-asked-text")).to_have_text(["first", "second"], timeout=WAIT_MS)
+        expect(other.locator(".h-answer")).to_have_count(2, timeout=WAIT_MS)
+        expect(other.locator(".h-answer").first).to_contain_text("tick tock", timeout=WAIT_MS)
+        other.keyboard.press("Escape")
+        expect(other.locator(".h-stats").last).to_contain_text("stopped", timeout=WAIT_MS)
+        expect(page.locator(".h-asked-text")).to_have_text(["first", "second"], timeout=WAIT_MS)
+        other.close()
+
+
 def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
     """The gateway is the real one, its units write a script: the model that ships was not taught to
     call yet.

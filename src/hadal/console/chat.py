@@ -13,6 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -462,24 +463,22 @@ class ChatPage:
         if now.id not in self._loaded:  # No page but this one has it.
             return True
         self._is_running = True  # Nobody asks while the browser is read.
-        try:
-            found = await self._read(now.id)
-        except TimeoutError:
-            found = None
+        found = None
+        with suppress(TimeoutError):
+            kept = {one.id: one.changed_ms for one in await self._listed()}
+            if kept.get(now.id, 0) > now.changed_ms:
+                found = await self._read(now.id)
         if self._now is not now:
             return False
         self._is_running = False
-        if found is None or found.changed_ms <= now.changed_ms:
-            return True
-        age_s = time.time() - found.changed_ms / 1e3
-        self._loaded[now.id] = self._now = found
-        if (
-            self._editing is not None
-            and now.turns[: self._editing + 1] != found.turns[: self._editing + 1]
-        ):
-            self._editing = None
-        self._show()
-        if not found.is_running or age_s > _ELSEWHERE_S:
+        if found is not None:
+            self._loaded[now.id] = self._now = found
+            num = 0 if self._editing is None else self._editing + 1
+            if now.turns[:num] != found.turns[:num]:
+                self._editing = None
+            self._show()
+        age_s = time.time() - self._now.changed_ms / 1e3
+        if not self._now.is_running or age_s > _ELSEWHERE_S:
             return True
         with self._body:
             ui.notify("Another page is getting an answer in this conversation.")

@@ -313,22 +313,19 @@ class Service:
         asked = decode(body, TokenizeRequest)
         name = self.model.name if asked.model is None else asked.model
         self._check_model(name, tenant)
-        is_chat = asked.messages is not None
-        if is_chat == (asked.prompt is not None):
+        if (asked.messages is None) == (asked.prompt is None):
             raise RequestError("Send either prompt or messages.", "prompt")
+        most = self.limits.max_body_bytes  # Whether it is too long for the model is what they ask.
         if asked.prompt is None:
             if asked.add_special_tokens:
                 raise RequestError(
                     "add_special_tokens: a chat's are the template's; leave it out.",
                     "add_special_tokens",
                 )
-            ids = self._prompt(parse_chat(with_model(body, name)), self._max_prompt_tokens).ids
+            ids = self._prompt(parse_chat(with_model(body, name)), most).ids
         else:
             bos_id = None if asked.add_special_tokens is False else self.model.bos_id
-            ids = raw_prompt(
-                self.model.vocabulary, asked.prompt, bos_id, max_tokens=self._max_prompt_tokens
-            ).ids
-        check_length(len(ids), self._max_prompt_tokens, "messages" if is_chat else "prompt")
+            ids = raw_prompt(self.model.vocabulary, asked.prompt, bos_id, max_tokens=most).ids
         decode_id = self.model.vocabulary.decode
         return {
             "count": len(ids),
