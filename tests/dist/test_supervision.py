@@ -141,6 +141,21 @@ def test_requests_wait_for_a_gateway_and_a_unit_that_died_together(server: Serve
     server.wait_restarted("decode-0", old_unit)
 
 
+def test_a_status_that_cannot_be_written_ends_nothing(server: Server) -> None:
+    """As on a disk that is full."""
+    undisturbed = complete(server, 8)
+    (server.folder / "status.json.new").mkdir()
+    old_pid = server.kill("decode-0")
+    assert complete(server, 8) == undisturbed
+    assert "what is told in" in server.log()
+    assert server.pids()["decode-0"] == old_pid
+    (server.folder / "status.json.new").rmdir()
+    other_pid = server.kill("prefill-0")
+    server.wait_restarted("prefill-0", other_pid)
+    server.wait_restarted("decode-0", old_pid)
+    assert complete(server, 8) == undisturbed
+
+
 def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(server: Server) -> None:
     pids = server.pids()
     server.process.send_signal(signal.SIGSTOP)

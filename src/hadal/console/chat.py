@@ -59,8 +59,6 @@ _KEEP_CHARS_PER_S = 250_000
 _MAX_AGAIN = 5
 _MAX_AGAIN_S = 60.0
 """A server that is busy for longer is not waited for."""
-_ELSEWHERE_S = 20.0
-"""An answer that another page was getting is over if nothing of it was kept for so long."""
 _IDEAS = ("What is 12 + 30?", "Spell the word harbour backwards.", "Sort 31, 4, 15, 9.")
 
 
@@ -196,8 +194,10 @@ def _arguments_line(text: str) -> str:
 class ChatPage:
     """One open page."""
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, asking: Asking, answered: set[str]) -> None:
+        """`answered`: ids of conversations in which some page is getting an answer."""
         self._asking = asking
+        self._answered = answered
         self._key = ""
         self._model = ""
         self._can_call = True
@@ -212,6 +212,7 @@ class ChatPage:
         """The turn in whose place the next question is asked; None: it is asked behind all."""
         self._task: asyncio.Task[Any] | None = None
         self._is_running = False
+        self._num_follows = 0
 
     async def build(self) -> None:
         """Make the page, and fill it when the browser is there."""
@@ -463,12 +464,13 @@ class ChatPage:
         if now.id not in self._loaded:  # No page but this one has it.
             return True
         self._is_running = True  # Nobody asks while the browser is read.
-        found = None
+        self._num_follows += 1
+        number, found = self._num_follows, None
         with suppress(TimeoutError):
             kept = {one.id: one.changed_ms for one in await self._listed()}
             if kept.get(now.id, 0) > now.changed_ms:
                 found = await self._read(now.id)
-        if self._now is not now:
+        if self._now is not now or number != self._num_follows:
             return False
         self._is_running = False
         if found is not None:
@@ -477,8 +479,7 @@ class ChatPage:
             if now.turns[:num] != found.turns[:num]:
                 self._editing = None
             self._show()
-        age_s = time.time() - self._now.changed_ms / 1e3
-        if not self._now.is_running or age_s > _ELSEWHERE_S:
+        if now.id not in self._answered:
             return True
         with self._body:
             ui.notify("Another page is getting an answer in this conversation.")
@@ -575,8 +576,10 @@ class ChatPage:
                 has_tools.disable()
                 ui.label("This model was not taught to call tools.").classes("h-muted")
 
-            def done() -> None:
-                # Another page may have changed it since.
+            async def done() -> None:
+                is_shown = self._now.id == opened.id and not self._is_running
+                if is_shown and not await self._follow():
+                    return
                 now = self._loaded.get(opened.id, opened)
                 now.system = str(system.value or "")
                 now.temperature = None if own.value else float(slider.value)
@@ -615,8 +618,8 @@ class ChatPage:
         return len(text)
 
     def _begin(self, before: list[ChatAnswer]) -> None:
-        self._is_running = self._now.is_running = True
-        self._editing = None
+        self._is_running, self._editing = True, None
+        self._answered.add(self._now.id)
         self._keep(self._now)
         self._show()
         self._task = background_tasks.create(self._run(self._now, before))
@@ -638,7 +641,7 @@ class ChatPage:
             why = next((one.error for one in turn.answers if one.error), "")
             if before and not has_come:
                 turn.answers = before
-            conversation.is_running = False
+            self._answered.discard(conversation.id)
             if conversation.id in self._loaded:  # Neither deleted nor its page gone.
                 self._keep(conversation)
             if self._now is conversation and self._task in (None, asyncio.current_task()):
@@ -726,7 +729,8 @@ def _new() -> Conversation:
 
 def add_chat(asking: Asking) -> None:
     """Serve the chat at `/`."""
+    answered = set[str]()
 
     @ui.page("/")
     async def chat() -> None:
-        await ChatPage(asking).build()
+        await ChatPage(asking, answered).build()

@@ -130,8 +130,6 @@ class Conversation(msgspec.Struct):
     """None: the model's own."""
     has_tools: bool = True
     turns: list[ChatTurn] = []
-    is_running: bool = False
-    """A page is getting an answer."""
     changed_ms: int = 0
     """When it was last changed, unix time."""
 

@@ -19,7 +19,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from hadal.console.asking import AskError, Asking
 from hadal.console.series import Series
 from hadal.core.errors import HadalError
 from hadal.core.messages import SUPERVISOR
-from hadal.core.overview import Overview, UnitExperts
+from hadal.core.overview import EXPERTS_MAX, Overview, UnitExperts
 from hadal.gateway.frames import ConsoleFrame, LogLine
 from hadal.gateway.trace import TraceReply
 from hadal.runtime.ledger.store import Store
@@ -50,9 +50,7 @@ MOST_SPANS = 50_000
 _MONEY_WAIT_S = 1.0
 """A frame waits so long for the ledger, and is shown without it."""
 _NUM_LINES = 60
-"""Errors, and as many warnings beside them."""
-_MAX_EXPERTS = 4
-"""Units whose experts the gateway tells at once."""
+"""Of each level: errors stay, however much is warned of."""
 _LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
 
@@ -119,8 +117,8 @@ class LiveSource:
         """With the experts of these units as they were told last. Raises AskError and MsgspecError."""
         asked = sorted(experts)
         first = self._num_asked % max(len(asked), 1)
-        turns = (asked[first:] + asked[:first])[:_MAX_EXPERTS]
-        self._num_asked += _MAX_EXPERTS
+        turns = (asked[first:] + asked[:first])[:EXPERTS_MAX]
+        self._num_asked += EXPERTS_MAX
         body = await self._asking.page("/status", key, experts=",".join(turns))
         overview = msgspec.json.decode(body, type=Overview)
         up = {unit for units in overview.snapshot.role_to_units.values() for unit in units}
@@ -149,13 +147,16 @@ class LiveSource:
         return status
 
     def _read_logs(self, folder: Path, status: Status) -> None:
+        found = []
         for name in (*status.processes, SUPERVISOR):
             if name not in self._readers:
                 self._readers[name] = KeptReader(folder / LOGS_FOLDER, name)
             for line in self._readers[name].read():
                 parsed = parse_line(line.decode("utf-8", "replace"))
                 if parsed is not None:
-                    self._lines[parsed.level].append(parsed)
+                    found.append(parsed)
+        for warning in sorted(found, key=lambda one: one.time):
+            self._lines[warning.level].append(warning)
 
     async def _read_money(self) -> None:
         """Begin to read the ledger, if that is not under way."""
@@ -165,14 +166,13 @@ class LiveSource:
             await asyncio.wait((self._reading,), timeout=_MONEY_WAIT_S)
 
     def _read_ledger(self) -> None:
-        store = Store(self._ledger_url)
-        now_us = int(time.time() * 1e6)
         try:
-            self._money = reports(store, now_us)
+            with closing(Store(self._ledger_url)) as store:
+                self._money = reports(store, int(time.time() * 1e6))
         except (HadalError, OSError, sqlite3.Error) as error:
             self._money = {"problem": str(error)}
-        finally:
-            store.close()
+        except Exception:
+            log.exception("the ledger could not be read; it is tried again")
 
 
 def reports(store: Store, now_us: int) -> dict[str, Any]:

@@ -315,7 +315,8 @@ def _unit_figure(
     leader = processes.get(unit)
     num_ranks = overview.ranks_wanted.get(role, 1)
     absent = set(report.absent) if report is not None else set()
-    states, hosts, num_again = [], [], max(0, leader.num_starts - 1) if leader is not None else 0
+    states, hosts = [], []
+    num_again = max(0, leader.num_starts - 1) if leader is not None else 0
     for rank in range(num_ranks):
         process = processes.get(f"{unit}.{rank}") if num_ranks > 1 else leader
         phase = _phase(process.phase) if process is not None else "up" if is_up else "rests"
@@ -507,6 +508,8 @@ class StepsPanel:
 
     def _watch(self, unit: str) -> None:
         self._watcher.traced = {unit} if unit else set()
+        if self._trace is not None and self._trace.unit != unit:
+            self._trace = None
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
         """Bring it up to date."""
@@ -518,8 +521,6 @@ class StepsPanel:
         trace = frame.traces.get(unit)
         if trace is not None and trace.steps and trace.steps[-1].events:
             self._trace = trace
-        if self._trace is not None and self._trace.unit != unit:
-            self._trace = None
         if self._trace is None:
             self._facts.set_content("")
             self._layer.set_content("")
@@ -766,7 +767,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
     heads = [by, "requests", "tokens in", "from cache", "tokens out", "income", "cost", "margin"]
     rows = []
     for line in lines[:_MAX_ROWS]:
-        cost, margin = _of_tenant(line) if is_by_tenant else _of_model(line)
+        cost, margin = _of_tenant(line) if is_by_tenant else _of_line(line)
         rows.append(
             [
                 str(line[by]),
@@ -789,7 +790,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
     )
 
 
-def _of_model(line: dict[str, Any]) -> tuple[float, float | None]:
+def _of_line(line: dict[str, Any]) -> tuple[float, float | None]:
     """Cost and margin of a model, whose units serve no other, or of an hour."""
     return line["cost_usd"], line["margin_percent"]
 

@@ -42,6 +42,10 @@ class LayerMove(msgspec.Struct, frozen=True):
     balance_after: float
 
 
+EXPERTS_MAX = 4
+"""Units whose experts are told at once."""
+
+
 class UnitExperts(msgspec.Struct, frozen=True):
     """Where a unit's experts lie and what they bear."""
 

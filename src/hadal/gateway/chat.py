@@ -170,7 +170,7 @@ class ChatFormat:
                 "reasoning_content: this reply has no reasoning to go on from; send thinking true.",
                 "messages",
             )
-        may_think = not thinks and not prefix and not text.rstrip().endswith(THINK_CLOSE)
+        is_open = not thinks and not prefix and not text.rstrip().endswith(THINK_CLOSE)
         text += self._shielded(reasoning, shield)
         if thinks and (thinking is False or prefix):
             text += f"\n{THINK_CLOSE}\n\n"
@@ -182,7 +182,7 @@ class ChatFormat:
         return Prompt(
             tokens,
             thinks,
-            may_think,
+            is_open and thinking is not False,
             thinks and bool(reasoning),
             prefix,
             tuple(self._vocabulary.encode_plain(prefix)),

@@ -34,15 +34,17 @@ from hadal.runtime.process.logs import REQUEST_ID, fields
 
 # One TCP connection: uvicorn's protocol, with limits on headers and on clients that stand still.
 #
-# uvicorn waits for ever for the end of the headers, takes any number of them, and loses the body of
-# a request that offers another protocol (`Upgrade: h2c`, as `curl --http2` sends it). So a
-# request's head is gathered here first and handed on without such an offer, which a server may
-# ignore (RFC 9110, 7.8). A client that does not read is cut off by the kernel; the reply's own
+# uvicorn waits for ever for the end of the headers, takes any number of them, behind a body too, and
+# loses the body of a request that offers another protocol (`Upgrade: h2c`, as `curl --http2` sends
+# it). So a request's head is gathered here first and handed on without such an offer, which a server
+# may ignore (RFC 9110, 7.8). A client that does not read is cut off by the kernel; the reply's own
 # deadline has ended its generation before.
 
 
 HEADERS_S = 15.0
-"""Time from a connection's or a request's first byte to the end of its headers."""
+"""Time from a connection's or a request's first byte to the end of its headers; and from an answer to
+the end of a request that came slower than it.
+"""
 MAX_HEADER_BYTES = 64 * 1024
 UNREAD_S = 60.0
 """Data that the client has not taken for so long ends the connection."""
@@ -57,7 +59,9 @@ class GatewayProtocol(HttpToolsProtocol):
     """The protocol of one connection, which uvicorn makes."""
 
     _header_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
+    """Of a head, or since the last of a body: what frames it, and what follows it."""
     _in_headers = False
     _head: bytearray | None = None
     """What came of a request's head so far; None while the parser reads a request."""
@@ -75,12 +79,17 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_headers()
+        self._end_rest()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._head is None:
             self._feed(data)
             return
+        if not self._head:  # Line ends behind a body begin no request (RFC 9112, 2.2).
+            data = data.lstrip(b"\r\n")
+            if not data:
+                return
         self._unset_keepalive_if_required()
         head = self._head
         if not self._in_headers:
@@ -101,12 +110,20 @@ class GatewayProtocol(HttpToolsProtocol):
         self._feed(data)
 
     def _feed(self, data: bytes) -> None:
-        if self._in_headers:
-            self._num_header_bytes += len(data)
+        self._num_header_bytes += len(data)
         super().data_received(data)
-        # A request that came right behind another's body: its head is the parser's to gather.
-        if self._in_headers and self._head is None and self._num_header_bytes > MAX_HEADER_BYTES:
+        # Of a request that came right behind another's body the parser gathers the head; and it takes
+        # trailers, and what stands between the chunks of a body.
+        if self._head is None and self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # Nobody looks at trailers.
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_header_bytes = 0
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -118,8 +135,14 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        self._end_rest()
         super().on_message_complete()
         self._head = bytearray()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._head is None and not self._in_headers and self._rest_timer is None:
+            self._rest_timer = self.loop.call_later(HEADERS_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets a refusal in the same shape as any other."""
@@ -137,17 +160,32 @@ class GatewayProtocol(HttpToolsProtocol):
             self._header_timer.cancel()
             self._header_timer = None
 
+    def _end_rest(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
     def _headers_late(self) -> None:
         self._header_timer = None
-        if self._in_headers:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The next request begins while this one is answered, which does not suffer for it.
+            self._header_timer = self.loop.call_later(HEADERS_S, self._headers_late)
+        elif self._in_headers:
             self._refuse(408, f"The headers were not complete after {HEADERS_S:g} s.")
 
     def _refuse_headers(self) -> None:
         self._refuse(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes.")
 
     def _refuse(self, status: int, message: str) -> None:
+        cycle = self.cycle
+        is_answered = cycle is not None and (
+            not cycle.response_complete if self._in_headers else cycle.response_started
+        )
         self._end_headers()
         if self.transport.is_closing():
+            return
+        if is_answered:  # Nothing may be written into that answer, or behind it.
+            self.transport.close()
             return
         body = ApiError(status, message).body
         head: list[Any] = [
@@ -308,7 +346,7 @@ class Edge:
         """Whether a browser may show this server's answers to a page of `origin`."""
         if {"*", origin} & {*self._settings.cors_origins}:
             return True
-        return self._guards and is_loopback(urllib.parse.urlsplit(origin).hostname or "")
+        return self._guards and is_loopback(_origin(origin).hostname or "")
 
     def _knows(self, host: str) -> bool:
         name = host_name(host)
@@ -344,7 +382,15 @@ def is_loopback(name: str) -> bool:
 
 
 def _same(origin: str, host: str) -> bool:
-    return urllib.parse.urlsplit(origin).netloc.lower() == host.lower()
+    return _origin(origin).netloc.lower() == host.lower()
+
+
+def _origin(text: str) -> urllib.parse.SplitResult:
+    """Its parts; of what is none, no parts."""
+    try:
+        return urllib.parse.urlsplit(text)
+    except ValueError:
+        return urllib.parse.urlsplit("")
 
 
 def _refusal(path: str, status: int, message: str, code: str) -> Response:

@@ -37,6 +37,7 @@ from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError, HadalError
 from hadal.core.facts import CANCELLED, REFUSALS, RequestFact
 from hadal.core.messages import FrontSnapshot, Generation
+from hadal.core.overview import EXPERTS_MAX
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import OPERATOR, Keys, Tenant, credentials
 from hadal.gateway.description import (
@@ -334,8 +335,6 @@ _CLOCK_S = 1.0
 COUNTS = "/counts"
 """What a gateway without the front has counted, for the metrics of the one that has it."""
 COUNTS_TIMEOUT_S = 1.0
-_EXPERTS_MAX = 4
-"""Units whose experts may be asked for at once."""
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 FINGERPRINT = f"hadal-{__version__}"
@@ -694,7 +693,7 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
         )
 
     async def status(query: Mapping[str, str]) -> tuple[int, bytes]:
-        units = [unit for unit in query.get("experts", "").split(",") if unit][:_EXPERTS_MAX]
+        units = [unit for unit in query.get("experts", "").split(",") if unit][:EXPERTS_MAX]
         return 200, await _overview(gateway, host, units)
 
     pages: dict[str, Page] = {

@@ -277,6 +277,7 @@ class Supervisor:
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
         self._fleet: FleetExecutor | None = None
         self._num_reviews = 0
+        self._is_unwritten = False
         """Decisions of the fleet that were written down."""
         self._ends: deque[ProcessEnd] = deque(maxlen=_NUM_ENDS)
         self._rollout: RolloutStatus | None = None
@@ -443,9 +444,13 @@ class Supervisor:
             self._fleet = self._make_fleet()
         if not message.model:
             message = self._last_rollout  # What the last one brought goes on being served.
-        self._last_rollout = message
-        self._told = dataclasses.replace(self._told, rollout=message)
-        write_run(self._folder, self._told)
+        told = dataclasses.replace(self._told, rollout=message)
+        try:
+            write_run(self._folder, told)
+        except OSError as error:
+            log.error("nothing is rolled out: %s cannot be written to (%s)", self._folder, error)
+            return
+        self._last_rollout, self._told = message, told
         self._forks.close()  # It has imported the code that was there when the server started.
         self._forks = Forks(self._environment)
         self._forks.clear_after(self._left)
@@ -484,7 +489,7 @@ class Supervisor:
                 model_digest=new.model_digest,
                 fingerprint=new.fingerprint,
             )
-        write_run(self._folder, self._told)
+        self._write(lambda: write_run(self._folder, self._told))
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
@@ -530,16 +535,21 @@ class Supervisor:
             environment |= self._keys
         # The pages share nothing with what is warm: a fork would hold torch's memory for nothing.
         forks = self._forks if child.role != CONSOLE else None
-        child.start(
-            now_s,
-            lambda arguments, life: start_here(
-                child.name,
-                [*arguments, *life_arguments(self._folder, life), *more],
-                environment,
-                fds,
-                forks,
-            ),
-        )
+        try:
+            child.start(
+                now_s,
+                lambda arguments, life: start_here(
+                    child.name,
+                    [*arguments, *life_arguments(self._folder, life), *more],
+                    environment,
+                    fds,
+                    forks,
+                ),
+            )
+        except OSError as error:
+            again_s = child.delay(now_s)
+            log.warning("%s cannot be started (%s); again in %g s", child.name, error, again_s)
+            return False
         self._wire.expect(wire_name(child.name), child.life)
         return True
 
@@ -937,10 +947,22 @@ class Supervisor:
         """Once for each decision."""
         if fleet.num_reviews != self._num_reviews:
             self._num_reviews = fleet.num_reviews
-            write_fleet(self._folder, fleet.seen(time.monotonic()))
+            seen = fleet.seen(time.monotonic())
+            self._write(lambda: write_fleet(self._folder, seen))
 
     def _write_status(self) -> None:
-        write_status(self._folder, self.status())
+        self._write(lambda: write_status(self._folder, self.status()))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write what others read: a full disk must not end what serves. It is said once."""
+        try:
+            write()
+        except OSError as error:
+            if not self._is_unwritten:
+                log.warning("what is told in %s is old (%s)", self._folder, error)
+            self._is_unwritten = True
+        else:
+            self._is_unwritten = False
 
 
 def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:

@@ -442,7 +442,7 @@ class Grammars:
         for follower, first, stretch in held:
             if stretch.matcher.is_error():
                 self._row_by_row(follower, first, stretch, bits_RW, renewed)
-            if follower._at is Place.START and not stretch.first:
+            if follower._at is Place.START and not stretch.first and follower.error is None:
                 token = follower._grammar.begins_with
                 bits_RW[first, token // 32] |= 1 << token % 32
 

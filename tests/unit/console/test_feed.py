@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from hadal.console import feed
-from hadal.console.feed import Feed, Watcher, reports
+from hadal.console.feed import Feed, LiveSource, Watcher, reports
+from hadal.console.series import Series
 from hadal.core.facts import NodesFact, PackedFacts
+from hadal.core.messages import FrontSnapshot, Totals
+from hadal.core.overview import EXPERTS_MAX, Buckets, Overview, UnitExperts
 from hadal.gateway.frames import ConsoleFrame
 from hadal.runtime.ledger.store import Store, ledger_url
+from hadal.runtime.process.child import Status, write_status
+from hadal.runtime.process.logs import LOGS_FOLDER
 from tests.unit.stats.facts import START_S, random_facts
 
 FRAME = ConsoleFrame(1.0, None, None, None, {}, (), {}, "")
@@ -73,3 +82,94 @@ def test_what_tenants_cost_is_what_was_paid_until_there_are_too_many_requests(
     assert "cost_used_usd" not in summed["tenant"]
     assert summed["hour"] == money["hour"]
     store.close()
+
+
+UNITS = [f"decode-{number}" for number in range(EXPERTS_MAX + 2)]
+
+
+def overview(unix_s: float, counts: tuple[float, float] = (0.0, 0.0), **more: Any) -> Overview:
+    up = {"decode": dict.fromkeys(UNITS, 4)}
+    snapshot = FrontSnapshot(False, {}, {}, up, Totals())
+    latency = {"first_token": Buckets((1.0, 2.0), (*counts, counts[-1]))}
+    return Overview(unix_s, "m", "ready", (), {}, {}, snapshot, latency, **more)
+
+
+class Gateway:
+    """Answers as the real one: for so many units as are told at once."""
+
+    async def page(self, path: str, key: str, **query: str) -> bytes:
+        asked = [unit for unit in query["experts"].split(",") if unit]
+        assert len(asked) <= EXPERTS_MAX
+        told = dict.fromkeys(asked, UnitExperts(((1.0,),), ((1.0,),), ((1,),)))
+        return msgspec.json.encode(overview(1.0, experts=told))
+
+
+def live(folder: Path | None = None, ledger: str = "") -> LiveSource:
+    return LiveSource(Gateway(), folder, ledger)  # type: ignore[arg-type]
+
+
+def test_every_page_gets_its_units_experts_however_many_there_are() -> None:
+    async def scene() -> list[set[str]]:
+        source, told = live(), []
+        for asked in (set(UNITS), set(UNITS), {UNITS[0], "decode-99"}):
+            frame = await source.frame("", asked, set())
+            assert frame.overview is not None
+            told.append(set(frame.overview.experts))
+        return told
+
+    first, second, fewer = asyncio.run(scene())
+    assert len(first) == EXPERTS_MAX
+    assert second == set(UNITS)
+    assert fewer == {UNITS[0]}, "none of those nobody asks for, or that are not up"
+
+
+def test_a_ledger_that_does_not_answer_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(feed, "reports", lambda store, now_us: answers.wait(30) and {"hour": {}})
+    monkeypatch.setattr(feed, "_MONEY_WAIT_S", 0.05)
+    monkeypatch.setattr(feed, "_SLOW_PERIODS", 1)
+    write_status(tmp_path, Status("", "r", 1, True, False, 1.0, {}))
+
+    async def scene() -> None:
+        source = live(tmp_path, ledger_url(str(tmp_path / "l.sqlite")))
+        for _ in range(3):
+            begun_s = time.monotonic()
+            assert not (await source.frame("", set(), set())).money
+            assert time.monotonic() - begun_s < 5.0
+        answers.set()
+        async with asyncio.timeout(30):
+            while not (await source.frame("", set(), set())).money:
+                await asyncio.sleep(0.02)
+
+    asyncio.run(scene())
+
+
+def test_warnings_push_out_no_error_and_the_last_of_all_processes_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(feed, "_SLOW_PERIODS", 1)
+    write_status(tmp_path, Status("", "r", 1, True, False, 1.0, {}))
+    (tmp_path / LOGS_FOLDER).mkdir()
+    lines = [f"2026-01-01T00:00:{second:02}.000Z supervisor ERROR no" for second in range(3)]
+    lines += [f"2026-01-01T00:01:00.{ms:03}Z supervisor WARNING oh" for ms in range(200)]
+    (tmp_path / LOGS_FOLDER / "supervisor").write_text("\n".join(lines) + "\n")
+    frame = asyncio.run(live(tmp_path).frame("", set(), set()))
+    assert [line.level for line in frame.lines[:3]] == ["ERROR"] * 3
+    assert frame.lines[-1].time.endswith("00.199Z")
+    assert [line.time for line in frame.lines] == sorted(line.time for line in frame.lines)
+
+
+def test_percentiles_are_of_what_came_lately() -> None:
+    series = Series()
+
+    def add(unix_s: float, *counts: float) -> float | None:
+        series.add(ConsoleFrame(unix_s, overview(unix_s, counts)))  # type: ignore[arg-type]
+        return series.last("first_token p50")
+
+    assert add(1.0, 100.0, 100.0) is None, "when those came nobody knows"
+    assert add(3.0, 100.0, 100.0) is None
+    assert add(5.0, 100.0, 110.0) == pytest.approx(1500.0)
+    series.pause()
+    assert add(5000.0, 900.0, 910.0) is None

@@ -67,4 +67,6 @@ def test_ranks_of_a_node_stand_together(num_ranks: int, sizes: list[int]) -> Non
     shown = figures.rank_map(["up"] * num_ranks, ["node <1>"] * num_ranks, 8)
     nodes = re.findall("<b>(.*?)</b>", shown)
     assert [node.count("<i ") for node in nodes] == sizes
-    assert re.findall(r"rank (\d+)", shown) == [str(rank) for rank in range(num_ranks)]
+    assert re.findall(r"rank (\d+) on node &lt;1&gt;: works", shown) == [
+        str(rank) for rank in range(num_ranks)
+    ]

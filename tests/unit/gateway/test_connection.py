@@ -67,6 +67,62 @@ def test_headers_without_end(model: ServedModel) -> None:
                 return  # Closed before all was sent: the refusal is lost on the way.
 
 
+def ends(made: socket.socket, data: bytes, within_s: float = 10.0) -> bool:
+    """Whether the server ends a connection on which this comes again and again."""
+    end_s = time.monotonic() + within_s
+    try:
+        while time.monotonic() < end_s:
+            made.sendall(data)
+            time.sleep(0.005)
+    except (ConnectionResetError, BrokenPipeError):
+        return True
+    return False
+
+
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("before", [b"0\r\n", b"1;", b"2\r\nab\r\n0\r\n"])
+@pytest.mark.parametrize("more", [b"a: xxxxxxxxxxxxxx\r\n", b"x"])
+def test_what_frames_a_body_is_counted_as_a_head_is(
+    model: ServedModel, before: bytes, more: bytes
+) -> None:
+    """Trailers, and extensions of chunks; whoever sends them has no key, and was answered."""
+    with (
+        serving(model, spell(model, "a"), keys=("mine",)) as it,
+        connect(it, CHUNKED + before) as made,
+    ):
+        assert ends(made, more * 1000)
+
+
+def test_a_request_that_was_answered_does_not_go_on_for_ever(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "HEADERS_S", 0.3)
+    with (
+        serving(model, spell(model, "a"), keys=("mine",)) as it,
+        connect(it, CHUNKED) as made,
+    ):
+        assert ends(made, b"1\r\na\r\n")
+
+
+@pytest.mark.parametrize("behind", [b"\r\n", b"GET /health HTTP/1.1\r\nHo"])
+def test_what_comes_behind_a_request_does_not_end_its_answer(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, behind: bytes
+) -> None:
+    monkeypatch.setattr(edge, "HEADERS_S", 0.1)
+    body = {**CHAT, "max_tokens": 40, "stream": True}
+    with serving(model, spell(model, "a"), step_s=0.02) as it, connect(it, post(body)) as made:
+        time.sleep(0.05)
+        made.sendall(behind)
+        data = b""
+        while b"data: [DONE]" not in data:
+            piece = made.recv(65536)
+            assert piece, data
+            data += piece
+        assert b" 408 " not in data
+
+
 def test_headers_that_come_all_at_once_are_counted_too(model: ServedModel) -> None:
     """They were complete before anybody looked how long they were."""
     with serving(model, spell(model, "a")) as it:

@@ -82,7 +82,8 @@ def test_pages_of_other_origins(model: ServedModel) -> None:
                 200,
                 origin,
             )
-        for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
+        evil = ("https://evil.example", "null", "http://localhost.evil.example", "http://[")
+        for origin in evil:
             for reply in (
                 await it.client.options(
                     "/v1/chat/completions", headers={**headers(origin), **asks}

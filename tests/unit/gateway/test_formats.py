@@ -111,6 +111,7 @@ def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
             None,
             True,
         ),  # As R1-0528's: the model opens its reasoning.
+        ("{{ messages[0]['content'] }}", False, False),
         ("{{ messages[0]['content'] }}</think>", None, False),
         ("{{ messages[0]['content'] }}<think>", False, False),
     ],

@@ -220,7 +220,7 @@ class _Asked:
     reply_id: int
     num_steps: int
     until_s: float
-    """Nobody waits for it any more."""
+    """Until then somebody waits for it."""
     num_planned: int = 0
     steps: list[TracedStep] = field(default_factory=list)
 

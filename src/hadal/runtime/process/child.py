@@ -344,6 +344,15 @@ class Child:
             return f"{self.name} ended {len(recent)} times in {EXITS_WINDOW_S:.0f} s"
         return None
 
+    def delay(self, now_s: float) -> float:
+        """It could not be started now, for want of memory or descriptors. Plans the next try, and
+        returns in how long.
+        """
+        self._backoff += 1
+        wait_s = _BACKOFF_S[min(self._backoff, len(_BACKOFF_S) - 1)]
+        self.start_at_s = now_s + wait_s
+        return wait_s
+
     def put_off(self, now_s: float) -> float:
         """Let it rest instead of giving it up, and count its exits anew. Returns for how long."""
         rest_s, self._put_off_s = self._put_off_s, min(2.0 * self._put_off_s, PUT_OFF_MAX_S)
@@ -403,7 +412,16 @@ class Child:
         """Copy its output line by line. In a thread, so that a slow terminal never stops the
         supervisor.
         """
-        file = None if self._log_path is None else append_private(self._log_path)
+        file = None
+        if self._log_path is not None:
+            try:
+                file = append_private(self._log_path)
+            except (
+                OSError
+            ) as error:  # Else nobody would read what it writes, and it would stand still.
+                log.warning(
+                    "%s: what %s says is not kept there (%s)", self._log_path, self.name, error
+                )
         with output as lines, file or contextlib.nullcontext():
             for line in lines:
                 if (doing := doing_of(line)) is not None:

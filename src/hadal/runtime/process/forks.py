@@ -54,6 +54,8 @@ API_KEYS_FILE = "HADAL_API_KEYS_FILE"
 """Environment variable: the file with more of them, which the gateway with the front follows. Empty:
 there is none.
 """
+_WARM_S = 300.0
+"""Imports that take longer hang: torch out of a cold network folder takes a minute."""
 PATIENCE_S = 30.0
 """How long a fork may take, before processes are started the plain way from then on."""
 _PR_SET_NAME = 15
@@ -214,6 +216,7 @@ class Forks:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
+        self._warm_by_s = time.monotonic() + _WARM_S
         if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
             return
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -224,7 +227,10 @@ class Forks:
     def clear_after(self, left: Left) -> None:
         """Have this removed if this process is killed."""
         if self._socket is not None:
-            self._socket.send(msgspec.json.encode(left))
+            try:
+                self._socket.send(msgspec.json.encode(left))
+            except OSError:  # It has ended already.
+                self.close()
 
     @property
     def is_warming(self) -> bool:
@@ -232,10 +238,15 @@ class Forks:
         if self._socket is None or self._is_ready:
             return False
         if _is_readable(self._socket.fileno(), 0.0):
-            if self._socket.recv(1) == _READY:
-                self._is_ready = True
-            else:
+            said = b""
+            with contextlib.suppress(OSError):  # It ended before it heard all that it was told.
+                said = self._socket.recv(1)
+            self._is_ready = said == _READY
+            if not self._is_ready:
                 self.close()
+        elif time.monotonic() > self._warm_by_s:
+            log.warning("processes are started without the fork server: it does not get ready")
+            self.close()
         return self._socket is not None and not self._is_ready
 
     @property
@@ -254,8 +265,8 @@ class Forks:
         if self._socket is None or not self._is_ready:
             return None
         job = Job(name, list(arguments), dict(environment), list(fds))
-        output, its_output = os.pipe()
         line, its_line = socket.socketpair()
+        output, its_output = os.pipe()
         with line:
             try:
                 with its_line:

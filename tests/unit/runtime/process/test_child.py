@@ -87,6 +87,26 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
     assert child.pid == 0
 
 
+def test_one_whose_log_cannot_be_opened_does_not_stand_still(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than a pipe holds: somebody has to read it."""
+    child = make(tmp_path, "print('x' * 99 * 2**10); raise SystemExit(3)")
+    (tmp_path / "log").mkdir()
+    start(child, tmp_path)
+    assert reap(child) == 3
+    assert "is not kept there" in caplog.text
+
+
+def test_what_cannot_be_started_is_tried_less_and_less_often(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    waits_s = [child.delay(10.0) for _ in range(7)]
+    assert waits_s == sorted(waits_s)
+    assert 0.0 < waits_s[0] < waits_s[-1] == waits_s[-2]
+    assert child.start_at_s == 10.0 + waits_s[-1]
+    assert child.phase is ProcessPhase.WAITING
+
+
 def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
     child = make(
         tmp_path,

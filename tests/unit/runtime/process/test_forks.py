@@ -139,6 +139,20 @@ def test_a_library_that_starts_threads_is_not_forked(
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
     forks = Forks(environment, MODULES)
+    forks.clear_after(Left([], []))  # It ends without having read this.
+    wait(forks)
+    assert forks.fork("decode-0", ["jobcode"], {}) is None
+    forks.clear_after(Left([], []))
+    forks.close()
+
+
+def test_one_that_never_gets_ready_is_not_waited_for(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hadal.runtime.process.forks._WARM_S", 0.3)
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(600)\n")
+    forks = Forks(environment, MODULES)
+    assert forks.is_warming
     wait(forks)
     assert forks.fork("decode-0", ["jobcode"], {}) is None
     forks.close()
