@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -130,10 +131,12 @@ def show(found: Found, console: Console) -> None:
     status = found.status
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
     console.print(
-        f"[bold]{status.url}[/bold]  {state}, up {_duration(found.up_s)};"
+        f"[bold]{escape(status.url)}[/bold]  {state}, up {_duration(found.up_s)};"
         f" {', '.join(f'{name} {version}' for name, version in status.versions.items())}"
     )
-    console.print(f"[dim]run folder {found.folder}, supervisor pid {status.supervisor_pid}[/dim]")
+    console.print(
+        f"[dim]run folder {escape(str(found.folder))}, supervisor pid {status.supervisor_pid}[/dim]"
+    )
     table = Table("unit", "nodes", "ready", "pids", "started again", "last end", box=None)
     for unit, plans in units(found.plans).items():
         of_unit = {plan.name: status.processes[plan.name] for plan in plans}
@@ -153,10 +156,10 @@ def show(found: Found, console: Console) -> None:
     if (rollout := status.rollout) is not None and rollout.num_left:
         console.print(
             f"rollout: {rollout.num_units - rollout.num_left} of {rollout.num_units} units serve"
-            f" {rollout.model}"
+            f" {escape(rollout.model)}"
         )
     for sentence in wrong(status):
-        console.print(f"[yellow]{sentence}[/yellow]")
+        console.print(f"[yellow]{escape(sentence)}[/yellow]")
 
 
 def _places(processes: Collection[ProcessStatus], nodes: Sequence[int]) -> str:

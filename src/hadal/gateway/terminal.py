@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -262,6 +263,31 @@ class Answer:
         return ", ".join([*words, *(["stopped"] if self.stopped else [])])
 
 
+class _Delta(msgspec.Struct):
+    reasoning_content: str | None = None
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+
+
+class _Event(msgspec.Struct):
+    """What is read of a stream's event, whoever serves it."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that tell a terminal something; all but tabs and line feeds."""
+
+
 class ChatError(Exception):
     """The server cannot be reached or refuses; the text is for the user."""
 
@@ -327,17 +353,20 @@ class Chat:
             for sent in EventSource(reply).iter_sse():
                 if sent.data == "[DONE]":
                     return
-                event = msgspec.json.decode(sent.data, type=dict[str, Any])
-                if "error" in event:
-                    raise ChatError(str(event["error"].get("message", event["error"])))
-                usage = event.get("usage")
-                if usage:
-                    answer.num_tokens = usage["completion_tokens"]
-                for choice in event.get("choices", ()):
-                    self._show(choice.get("delta", {}), answer)
+                try:
+                    event = msgspec.json.decode(sent.data, type=_Event)
+                except msgspec.MsgspecError as error:
+                    raise ChatError(f"the server sent what is no answer ({error})") from error
+                if event.error is not None:
+                    raise ChatError(_said(event.error))
+                if event.usage is not None:
+                    answer.num_tokens = event.usage.completion_tokens
+                for choice in event.choices or ():
+                    if choice.delta is not None:
+                        self._show(choice.delta, answer)
 
-    def _show(self, delta: dict[str, Any], answer: Answer) -> None:
-        reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+    def _show(self, delta: _Delta, answer: Answer) -> None:
+        reasoning, content = delta.reasoning_content or "", delta.content or ""
         if not reasoning and not content:
             return
         answer.last_s = time.monotonic()
@@ -369,8 +398,15 @@ class Chat:
             self._shown = None
 
     def _print(self, text: str, style: str | None = None) -> None:
+        """What a model wrote is shown, and tells the terminal nothing."""
         self.console.print(
-            text, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
+            _CONTROLS.sub("", text),
+            end="",
+            style=style,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            soft_wrap=True,
         )
 
     def command(self, line: str) -> bool:
@@ -476,6 +512,10 @@ def first_model(client: httpx.Client) -> str:
         raise ChatError(
             f"{client.base_url} lists no model. Is it a server of models? Name one with `--model`."
         ) from None
+
+
+def _said(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def _error_of(reply: httpx.Response) -> str:

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from hadal.gateway.service import ServedModel
-from hadal.gateway.terminal import WordWrap, turns
+from hadal.gateway.terminal import Chat, ChatError, WordWrap, turns
 
 from .serving import serving
 from .world import spell
@@ -172,3 +173,37 @@ def test_a_chat_at_a_terminal(model: ServedModel, tmp_path: Path) -> None:
     kept = tmp_path / "hadal" / "chat_history"
     assert "how are you" in kept.read_text()
     assert kept.stat().st_mode & 0o077 == 0
+
+
+def answered(*events: str) -> str:
+    """What a chat shows where the server's stream has these events."""
+    body = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
+    reply = httpx.Response(200, headers={"content-type": "text/event-stream"}, text=body)
+    out = io.StringIO()
+    with httpx.Client(
+        base_url="http://here", transport=httpx.MockTransport(lambda request: reply)
+    ) as client:
+        Chat(client, Console(file=out, width=80), "m").turn("hi")
+    return out.getvalue()
+
+
+def test_what_a_model_writes_tells_the_terminal_nothing() -> None:
+    text = r"a\u001b]52;c;aGk=\u0007\u001b[2J\u009b2J\r\nb"
+    shown = answered(f'{{"choices": [{{"delta": {{"content": "{text}"}}}}]}}')
+    assert shown.startswith("a]52;c;aGk=[2J2J\nb")
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ('{"error": "overloaded"}', "overloaded"),
+        ('{"error": {"message": "too much"}}', "too much"),
+        ('{"choices": 3}', "no answer"),
+        ("what?", "no answer"),
+    ],
+)
+def test_whatever_a_server_sends_is_one_line(event: str, said: str) -> None:
+    with pytest.raises(ChatError, match=said):
+        answered(event)
+    fine = '{"choices": [{"delta": null}, {"delta": {"content": "yes"}}], "usage": null}'
+    assert answered(fine).startswith("yes")

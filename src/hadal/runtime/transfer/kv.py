@@ -37,6 +37,7 @@ from hadal.runtime.worker import Worker
 log = logging.getLogger(__name__)
 
 SHM, NIXL, TCP = "shm", "nixl", "tcp"
+_LOOK_S = 1.0
 
 
 class KvTransfer:
@@ -87,6 +88,7 @@ class KvTransfer:
         """Unit -> its source: a restarted unit's pool has another name and takes its predecessor's
         place.
         """
+        self._looked_s = time.monotonic()
 
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
         """Copy and verify leased blocks. Returns None, or what went wrong."""
@@ -119,6 +121,20 @@ class KvTransfer:
         network.
         """
         return self._source(source).transport
+
+    def let_go(self) -> None:
+        """Unmap pools whose units are gone: else they hold the memory that the next ones need. Looks
+        once a second at most.
+        """
+        if time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        with self._lock:
+            gone = {unit: one for unit, one in self._sources.items() if one.is_gone}
+            for unit in gone:
+                del self._sources[unit]
+        for source in gone.values():
+            source.close()
 
     def close(self, timeout_s: float = SILENCE_S) -> None:
         with self._lock:
@@ -198,6 +214,11 @@ class _Source:
             finally:
                 if self._closing.is_set():
                     self._let_go()
+
+    @property
+    def is_gone(self) -> bool:
+        """Its pool is mapped here and removed there."""
+        return self.mapped is not None and self.mapped.is_gone
 
     def close(self) -> None:
         """Let nothing be pulled from it any more. A pull under way fails soon, and lets go by
@@ -354,6 +375,7 @@ class Copier:
         """Return the outcomes that are ready. Raises what broke a copying thread, if anything
         did.
         """
+        self._transfer.let_go()
         done = self._worker.take()
         for result in done:
             self._num_pending[result.request_id] -= 1

@@ -77,8 +77,11 @@ class KvPool:
             self.num_blocks, self.block_bytes
         )
         """[P, bytes of a block]"""
-        self._toucher = threading.Thread(target=self._touch, name="touch", daemon=True)
-        if is_owner:
+        self._toucher: threading.Thread | None = None
+        if (
+            is_owner
+        ):  # Whoever only reads must not be kept by it: its memory goes with the last view.
+            self._toucher = threading.Thread(target=self._touch, name="touch", daemon=True)
             self._toucher.start()
 
     def _touch(self) -> None:
@@ -202,6 +205,11 @@ class KvPool:
             return "a block id is outside its pool"
         return None
 
+    @property
+    def is_gone(self) -> bool:
+        """Its owner has removed it, or another did after its end."""
+        return not (SHM_FOLDER / self.name).exists()
+
     def close(self) -> None:
         """Owner: remove the shared-memory file. The memory itself goes with the last array that
         looks at it.
@@ -212,7 +220,7 @@ class KvPool:
             (SHM_FOLDER / self.name).unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
-        if self._is_owner:
+        if self._toucher is not None:
             self._toucher.join()  # At most the milliseconds of a piece.
 
 

@@ -37,6 +37,8 @@ class WeightTransfer:
     def is_on_node(self, source: str) -> bool:
         return source.startswith(NEAR)
 
+    def let_go(self) -> None: ...
+
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
         with self.lock:
             assert lease.source not in self.under_way

@@ -4,11 +4,14 @@ says why not, soon.
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import signal
 import socket
 import subprocess
 import time
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -288,4 +291,26 @@ def test_a_restarted_owner_takes_its_predecessors_place(pool: KvPool) -> None:
             assert wire.pull(lease_of(owner.address, 5), (6,)) is None
         remove_shared_memory(RUN, "prefill-0")
     assert list(wire._sources) == [f"hadal-{RUN}.prefill-0"]
+    wire.close()
+
+
+def test_a_pool_whose_unit_is_gone_holds_no_memory_here(pool: KvPool) -> None:
+    """The next unit's pool may need it before anything is pulled from there."""
+    wire = wire_of(pool, "shm")
+    with Peer("owner", RUN, "shm", "127.0.0.1", 9) as owner:
+        assert wire.pull(lease_of(owner.address, 5), (6,)) is None
+        (source,) = wire._sources.values()
+        mapped = weakref.ref(source.mapped)
+        del source
+        wire._looked_s = -math.inf
+        wire.let_go()
+        assert mapped() is not None, "its unit lives"
+    remove_shared_memory(RUN, "prefill-0")
+    gc.disable()  # No cycle keeps it.
+    try:
+        wire._looked_s = -math.inf
+        wire.let_go()
+        assert mapped() is None
+    finally:
+        gc.enable()
     wire.close()
