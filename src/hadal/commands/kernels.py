@@ -2,7 +2,8 @@
 `make setup` calls it.
 
 It leaves with 0 where there is nothing to be done about their absence (no compiler,
-`HADAL_KERNELS=plain`) and with 1 where doing the same again may help.
+`HADAL_KERNELS=plain`), with 1 where doing the same again may help, and with 2 for a word that
+`HADAL_KERNELS` may not be.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from hadal.progress import Bar
 def main() -> int:
     """Returns the exit code."""
     try:
-        if instruction_set() == PLAIN:
+        asked = instruction_set()
+    except BuildError as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        return 2
+    try:
+        if asked == PLAIN:
             print(f"kernels: none are compiled, for {KERNELS} is {PLAIN}")
             return 0
         with Bar("kernels") as bar:

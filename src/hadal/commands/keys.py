@@ -124,7 +124,7 @@ def list_keys(
     for tenant in tenants:
         said = [f"weight {tenant['weight']:g}"]
         said += [
-            f"{tenant[field]:,g} {words}"
+            f"{tenant[field]:,} {words}"
             for field, words in (
                 ("tokens_per_minute", "tokens a minute"),
                 ("requests", "at once"),

@@ -428,7 +428,7 @@ def run(asked: PlanOptions) -> None:
     console = Console(highlight=False)
     show(console, search, plans, rows, notes, day, asked.num_verify)
     for path in paths:
-        console.print(f"Written: {path}", soft_wrap=True)
+        console.print(f"Written: {path}", soft_wrap=True, markup=False)
 
 
 def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[Search, list[str]]:

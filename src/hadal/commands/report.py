@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 from rich import box
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -332,7 +333,7 @@ def run(
     console.print(render(made, f"What was served in the last {last}"))
     if not made.total.counts.num_requests:
         console.print(_why_empty(window, offset_s))
-    console.print(f"[dim]Ledger: {shown(url)}[/dim]", highlight=False)
+    console.print(f"[dim]Ledger: {escape(shown(url))}[/dim]", highlight=False)
     return 0
 
 

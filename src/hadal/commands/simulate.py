@@ -672,7 +672,7 @@ def run(asked: SimulateOptions) -> None:
     console = Console()
     show(console, found)
     names = ", ".join(str(path) for path in written)
-    console.print(f"Took {found['seconds']:,.0f} s. Written: {names}", soft_wrap=True)
+    console.print(f"Took {found['seconds']:,.0f} s. Written: {names}", soft_wrap=True, markup=False)
 
 
 def _with_progress(plan: SimulationPlan) -> Simulated:

@@ -48,6 +48,8 @@ EPILOG = examples(
 )
 _TIMELINE_WIDTH = 96
 _TRACED_LAYERS = 8
+_MAX_SIZE = 1e9
+"""Of a batch or a length: far beyond any, and no time is infinite yet."""
 
 
 def step(
@@ -56,19 +58,23 @@ def step(
         int | None, typer.Option(help="Ranks of the unit. [dim]144, prefill 32[/dim]")
     ] = None,
     batch: Annotated[
-        float | None, typer.Option(help="Decode: requests of a rank. [dim]88[/dim]")
+        float | None, typer.Option(help="Decode: requests of a rank. [dim]88[/dim]", max=_MAX_SIZE)
     ] = None,
     kv: Annotated[
-        float | None, typer.Option(help="Decode: mean context in tokens. [dim]4989[/dim]")
+        float | None,
+        typer.Option(help="Decode: mean context in tokens. [dim]4989[/dim]", max=_MAX_SIZE),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Prefill: tokens a rank computes. [dim]16384[/dim]")
+        float | None,
+        typer.Option(help="Prefill: tokens a rank computes. [dim]16384[/dim]", max=_MAX_SIZE),
     ] = None,
     prompt: Annotated[
-        float | None, typer.Option(help="Prefill: tokens of a prompt. [dim]4096[/dim]")
+        float | None,
+        typer.Option(help="Prefill: tokens of a prompt. [dim]4096[/dim]", max=_MAX_SIZE),
     ] = None,
     cached: Annotated[
-        float | None, typer.Option(help="Prefill: of those, already in the cache. [dim]0[/dim]")
+        float | None,
+        typer.Option(help="Prefill: of those, already in the cache. [dim]0[/dim]", max=_MAX_SIZE),
     ] = None,
     hardware: Annotated[str, typer.Option(help="h800, h20, h100, h200, b200 or gb200.")] = "h800",
     mtp_tokens: Annotated[

@@ -83,6 +83,19 @@ def instruction_set() -> str:
     return asked
 
 
+def runs_plain() -> bool:
+    """Whether every op runs in plain torch: that is asked for, or there is nothing to compile with.
+    Raises BuildError for a word that is none.
+    """
+    if instruction_set() == PLAIN:
+        return True
+    try:
+        _compiler()
+    except BuildError:
+        return True
+    return False
+
+
 def check_asked(found: str) -> None:
     """Raise BuildError where an instruction set was named and this one is had instead."""
     asked = instruction_set()

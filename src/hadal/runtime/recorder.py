@@ -61,9 +61,11 @@ def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deploym
     folder = os.environ.get(RECORD, "")
     if not folder:
         return role
-    # The ledger's URL may hold a password, and no role asks for it.
+    # Databases' URLs may hold passwords, and no role asks for them.
     deployment = msgspec.structs.replace(
-        deployment, ledger=msgspec.structs.replace(deployment.ledger, url="")
+        deployment,
+        ledger=msgspec.structs.replace(deployment.ledger, url=""),
+        batches=msgspec.structs.replace(deployment.batches, url=""),
     )
     tape = Tape(partial(_append, _open(Path(folder), process)))
     tape.write(Opening(VERSION, run_id, process, made, deployment, clock_id()))

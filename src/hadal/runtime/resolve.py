@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -34,10 +35,10 @@ from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
-from hadal.kernels.build import KERNELS, PLAIN, BuildError, instruction_set
+from hadal.kernels.build import PLAIN, BuildError, instruction_set, runs_plain
 from hadal.kv.names import VERSION
 from hadal.runtime.batches import batches_url
-from hadal.runtime.devices import gpus
+from hadal.runtime.devices import cpu_kind, gpus
 from hadal.runtime.ledger.store import file_of, ledger_url
 from hadal.runtime.memory import (
     MemoryPlan,
@@ -97,8 +98,9 @@ def fingerprint_of(
         deployment.device.encode(),
         model_digest.encode(),
     )
-    # Plain torch and each instruction set round differently.
-    _add(digest, os.environ.get(KERNELS, "").encode())
+    if deployment.device == "cpu":  # Plain torch and each instruction set round differently.
+        computed = PLAIN if runs_plain() else instruction_set()
+        _add(digest, computed.encode(), cpu_kind().encode())
     return digest.hexdigest()
 
 
@@ -178,8 +180,8 @@ src/.
 _CONFIGS = (_PACKAGE / "configs").resolve()
 TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 """A model's folder has one of them, or both; the gateway reads the first that is there."""
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-_MEMORY_MAX = Path("/sys/fs/cgroup/memory.max")
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Control groups, of which a process is in one (version 2) or in one for each controller (version 1)."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ def plan(deployment: Deployment) -> Resolved:
     asked, deployment = deployment.decode.drafts, _with_drafts(deployment, config, stored)
     precision = stored.precision if stored is not None else ""
     try:
-        is_plain = instruction_set() == PLAIN
+        is_plain = runs_plain()
     except BuildError as error:
         raise ConfigError(str(error)) from None
     memory = plan_memory(deployment, config, precision, is_plain=is_plain)
@@ -482,31 +484,55 @@ def shipped_deployments() -> list[Path]:
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity, or fewer where a container's share of time is less
-    (cgroup v2).
-    """
+    """Cores this process may use: its affinity, or fewer where its control groups have less time."""
     cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CPU_MAX.read_text(encoding="ascii").split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # No such file, or "max".
-        return cores
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        for said in _limits("cpu", files):
+            with contextlib.suppress(ValueError):  # "max".
+                quota, period = map(int, said.split())
+                cores = min(cores, max(1, quota // period)) if quota > 0 else cores
+    return cores
 
 
 def available_bytes() -> int | None:
     """Memory that can be had without swapping; None where that is not known."""
-    return _meminfo("MemAvailable")
+    return _at_most_the_limit(_meminfo("MemAvailable"))
 
 
 def memory_bytes() -> int | None:
-    """All memory of this machine, or as much as the process's control group may use; None where
+    """All memory of this machine, or as much as the process's control groups may use; None where
     that is not known.
     """
-    there = _meminfo("MemTotal")
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(_MEMORY_MAX.read_text(encoding="ascii"))
-        there = limit if there is None else min(there, limit)
+    return _at_most_the_limit(_meminfo("MemTotal"))
+
+
+def _at_most_the_limit(there: int | None) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        for said in _limits("memory", (name,)):
+            with contextlib.suppress(ValueError):
+                there = int(said) if there is None else min(there, int(said))
     return there
+
+
+def _limits(controller: str, names: Sequence[str]) -> Iterator[str]:
+    """What files of these names say, of the process's control group and of those around it. Seen from
+    a container, its own is often the outermost one.
+    """
+    try:
+        lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = _GROUPS / controllers
+        own = top / path.lstrip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(top):
+                break
+            with contextlib.suppress(OSError):
+                yield " ".join((group / name).read_text(encoding="ascii") for name in names)
 
 
 def _meminfo(name: str) -> int | None:

@@ -85,6 +85,19 @@ def test_each_thing_that_kv_depends_on_changes_it(tmp_path: Path) -> None:
     assert len(seen) == 7
 
 
+def test_what_computes_it_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of another processor, and plain torch, round otherwise; whoever has no compiler has that."""
+    folder = model(tmp_path / "a")
+    before = of(folder, device="cpu")
+    with monkeypatch.context() as patched:
+        patched.setenv("CXX", "no-such-compiler")
+        without = of(folder, device="cpu")
+        patched.setenv("HADAL_KERNELS", "plain")
+        assert of(folder, device="cpu") == without != before
+    monkeypatch.setattr(module, "cpu_kind", lambda: "x86_64 avx2")
+    assert of(folder, device="cpu") not in (before, without)
+
+
 def test_what_kv_does_not_depend_on_leaves_it(tmp_path: Path) -> None:
     folder = model(tmp_path / "a")
     assert of(folder) == of(folder, port=1, model_name="x", chunk_tokens=64)

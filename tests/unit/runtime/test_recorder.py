@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.config import Deployment, LedgerConfig
+from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Cancel
 from hadal.core.seams import Effect, Event, Tick, WakeAt
@@ -28,7 +28,8 @@ from hadal.roles.recording import (
 )
 from hadal.runtime.recorder import RECORD, Tape, read_recordings, recorded
 
-DEPLOYMENT = Deployment(model="m", ledger=LedgerConfig(url="postgresql://user:secret@host/name"))
+URL = "postgresql://user:secret@host/name"
+DEPLOYMENT = Deployment(model="m", ledger=LedgerConfig(url=URL), batches=BatchesConfig(url=URL))
 MADE = MadeFront("e", 4096, "")
 
 

@@ -15,7 +15,9 @@ from hadal.runtime.banner import Banner
 from hadal.runtime.process.child import ProcessStatus, Status, read_status, write_status
 from hadal.runtime.process.process import Run, read_run, write_run
 from hadal.runtime.resolve import (
+    available_bytes,
     deployment_file,
+    memory_bytes,
     model_folder,
     num_cores,
     plan,
@@ -125,17 +127,53 @@ def test_the_variable_names_a_model_and_an_option_goes_before_it(
     assert model_folder(str(model.parent)) == model.parent
 
 
+@pytest.mark.parametrize("group", ["0::/", "0::/system.slice/hadal.service", "0::/gone/from/here"])
 @pytest.mark.parametrize(
     ("text", "cores"),
     [("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 0), ("max 100000", 0)],
 )
 def test_a_containers_share_of_time_bounds_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int, group: str
 ) -> None:
     """`cores` 0: as many as there are."""
+    groups(tmp_path, monkeypatch, group)
     (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(resolve_module, "_CPU_MAX", tmp_path / "cpu.max")
     assert num_cores() == (cores or len(os.sched_getaffinity(0)))
+
+
+def groups(folder: Path, monkeypatch: pytest.MonkeyPatch, *own: str) -> None:
+    """Control groups lie in this folder, and these are the process's."""
+    monkeypatch.setattr(resolve_module, "_GROUPS", folder)
+    monkeypatch.setattr(resolve_module, "_OWN_GROUPS", folder / "own")
+    (folder / "own").write_text("\n".join(own) + "\n")
+
+
+def test_memory_is_as_much_as_the_closest_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of version 2 below another group's, and of version 1 with a folder for each controller."""
+    groups(tmp_path, monkeypatch, "0::/slice/unit", "4:memory:/pod/one", "2:cpu,cpuacct:/pod")
+    inner, pod, time = (tmp_path / name for name in ("slice/unit", "memory/pod", "cpu,cpuacct/pod"))
+    for folder in (inner, pod, time):
+        folder.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text(f"{3 << 30}\n")
+    assert memory_bytes() == 3 << 30
+    (pod / "memory.limit_in_bytes").write_text(f"{2 << 30}\n")
+    assert memory_bytes() == 2 << 30
+    assert (available_bytes() or 0) <= 2 << 30
+    (time / "cpu.cfs_quota_us").write_text("-1\n")
+    (time / "cpu.cfs_period_us").write_text("100000\n")
+    assert num_cores() == len(os.sched_getaffinity(0))
+    (time / "cpu.cfs_quota_us").write_text("100000\n")
+    assert num_cores() == 1
+
+
+def test_without_a_compiler_weights_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kernels = plan(Deployment())
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    without = plan(Deployment())
+    assert without.memory.weight_bytes > with_kernels.memory.weight_bytes
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

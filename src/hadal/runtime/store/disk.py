@@ -321,7 +321,9 @@ class Loader:
         if known is not None and known.is_whole():
             reader.segments.move_to_end(number)
             return known
-        self._forget(reader, number)
+        for other, open_one in [*reader.segments.items()]:
+            if not open_one.is_whole():
+                self._forget(reader, other)
         segment = Segment.open(self._folder, number)
         try:
             segment.require(self._fingerprint, self._blocks.shape[1])

@@ -220,6 +220,8 @@ DEEPSEEK_HIT_SHARE = 342e9 / 608e9
 SHAPES: dict[str, DayShape] = {"flat": FLAT, "deepseek": SHAPE}
 NUM_QUANTILES = 256
 """Quantiles that stand for a distribution of lengths, wherever a mean over it is taken."""
+_SHAPE_MAX = 1e9
+"""Of variations and lengths: far beyond any, and no square of it is infinite."""
 REQUESTS_PER_S_MAX = 1e6
 """Some 500 of DeepSeek's published days at once: more is a mistake in a file."""
 _FIELDS = (
@@ -286,9 +288,10 @@ class Traffic:
                 f"traffic: cached_share is {self.cached_share:g}; from 0 to below 1 is possible."
             )
         for name in ("variation_in", "variation_out", "kv_length"):
-            if not (getattr(self, name) >= 0.0 and math.isfinite(getattr(self, name))):
+            if not 0.0 <= getattr(self, name) <= _SHAPE_MAX:
                 raise ValueError(
-                    f"traffic: {name} is {getattr(self, name):g}; it cannot be negative."
+                    f"traffic: {name} is {getattr(self, name):g}; it cannot be negative, nor more than"
+                    f" {_SHAPE_MAX:g}."
                 )
 
     @property

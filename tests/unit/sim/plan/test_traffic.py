@@ -85,6 +85,7 @@ def test_a_trace_of_a_day_says_when_people_ask() -> None:
         ({"tokens_in": "a"}, "a number"),
         ({"cached_share": 1.0}, "below 1"),
         ({"variation_in": -1}, "negative"),
+        ({"variation_out": 1e200}, "nor more than"),
         ({"shape": "round"}, "24 numbers"),
         ({"shape": [1, 2]}, "24 numbers"),
         ({"shape": [-1.0] * 24}, "from 0 on"),
