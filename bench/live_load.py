@@ -37,17 +37,14 @@ class Ask:
     ignore_eos: bool = False
 
 
-def task_prompts(
-    task: str, lengths: Sequence[int], seed: int, examples: list[Example] | None = None
-) -> list[tuple[int, ...]]:
-    """Held-out chats of one task, or these, each with so much past of the same task that it is about
-    as long as asked for.
+def task_prompts(task: str, lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
+    """Held-out chats of one task, each with so much past of the same task that it is about as long
+    as asked for.
     """
     folder = model_folder("")
     chat = read_chat_format(folder, read_vocabulary(folder))
     rng = random.Random(seed)
-    if examples is None:
-        examples = held_out_examples(max(32, len(lengths)), seed, (task,))
+    examples = held_out_examples(max(32, len(lengths)), seed, (task,))
     return [
         _chat_of(chat, rng, examples, examples[number % len(examples)], min(length, LONGEST))
         for number, length in enumerate(lengths)

@@ -107,7 +107,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
 
 
 async def _ask(client: httpx.AsyncClient, model: str, example: Example) -> Answer:
-    body = _body(model, example)
+    body = request_body(model, example)
     try:
         reply = await client.post("/v1/chat/completions", json=body)
     except httpx.HTTPError as error:
@@ -133,7 +133,7 @@ async def _ask(client: httpx.AsyncClient, model: str, example: Example) -> Answe
     )
 
 
-def _body(model: str, example: Example) -> dict[str, Any]:
+def request_body(model: str, example: Example) -> dict[str, Any]:
     """The request: with its tools, and the format that its answer must have."""
     body: dict[str, Any] = {
         "model": model,

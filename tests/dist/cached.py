@@ -55,14 +55,6 @@ def cache_fields(
     }
 
 
-def model_of(server: Server, key: str) -> str:
-    """Name of the model, for those who have a key."""
-    headers = {"Authorization": f"Bearer {key}"}
-    return str(
-        httpx.get(f"{server.url}/v1/models", timeout=10, headers=headers).json()["data"][0]["id"]
-    )
-
-
 def counts(server: Server, key: str = "") -> dict[str, int]:
     """Each of TOTALS, summed over units; 0 where nothing was counted yet."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import httpx
 import torch
 
+from evals.run import held_out_examples
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 from hadal.model.checkpoint import load_weights
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import FULL, Case, plain_answer
-from tests.dist.shipped import drawn_examples
 
 MAX_TOKENS = 80
 NUM_TURNS = 4
@@ -72,7 +72,7 @@ class ChatMaker:
         self._vocabulary: Vocabulary = read_vocabulary(folder)
         torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
         self._weights = weights or load_weights(folder)
-        examples = drawn_examples(24, seed)
+        examples = held_out_examples(24, seed)
         self._questions = [example.messages[-1]["content"] for example in examples]
         self._systems = [self.text_ids(size) for size in SYSTEM_TOKENS]
         self._eos = self._weights.config.eos_token_ids[0]

@@ -17,7 +17,8 @@ from pathlib import Path
 import httpx
 import torch
 
-from evals.tasks import Example
+from evals.run import held_out_examples
+from evals.tasks import TASKS, Example
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.chat import read_chat_format
 from hadal.gateway.openai import Turn
@@ -26,7 +27,6 @@ from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
-from tests.dist.shipped import TASKS, drawn_examples
 from tests.fresh import ANSWERS, FULL
 
 __all__ = [
@@ -121,11 +121,9 @@ def _prompts(num_cases: int, seed: int) -> Iterator[tuple[int, ...]]:
     folder = model_folder("")
     chat = read_chat_format(folder, read_vocabulary(folder))
     rng = random.Random(seed)
-    examples = drawn_examples(-(-num_cases // len(TASKS)), seed)
+    examples = held_out_examples(-(-num_cases // len(TASKS)), seed)
     rng.shuffle(examples)
-    # At full sizes more may be wanted than there are: then they come again, with another past.
-    for number in range(num_cases):
-        example = examples[number % len(examples)]
+    for number, example in enumerate(examples[:num_cases]):
         turns = [Turn(m["role"], m["content"]) for m in example.messages]
         if number % 3 == 0:
             turns = _long_past(rng, examples, rng.randint(2, 24)) + [

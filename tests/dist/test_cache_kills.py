@@ -22,8 +22,9 @@ import pytest
 
 from hadal.core.cache import DISK_HIT_TOKENS, STORED_BLOCKS
 from hadal.core.messages import BLOCK_TOKENS
-from tests.dist.cached import HEARTBEAT_S, audit, cache_fields, counts, model_of, settle
+from tests.dist.cached import HEARTBEAT_S, audit, cache_fields, counts, settle
 from tests.dist.chats import Answer, Chat, ask, client_for, everyday_chats, talk, wrong
+from tests.dist.keyed import model_of
 from tests.dist.oracle import FULL
 from tests.dist.segments import Record, names_on_disk, records_on_disk
 from tests.dist.serving import Server, StartServer, is_alive, wait_until

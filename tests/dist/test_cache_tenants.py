@@ -24,8 +24,9 @@ from hadal.core.cache import NAME_BYTES, split
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.auth import salt_of
 from hadal.kv.names import PUBLIC, extend
-from tests.dist.cached import cache_fields, model_of, settle
+from tests.dist.cached import cache_fields, settle
 from tests.dist.chats import Answer, ChatMaker, ask, client_for, talk, wrong
+from tests.dist.keyed import model_of
 from tests.dist.oracle import FULL, Case
 from tests.dist.segments import names_on_disk
 from tests.dist.serving import Server, StartServer

@@ -22,8 +22,13 @@ from tests.dist.test_drafts import ask_all, what_came
 from tests.dist.test_ep_exactness import units
 from tests.fresh import fresh
 from tests.schemas import SCHEMAS, closed
+from tests.unit.gateway.test_tools import BOS
 
 TEMPERATURE = 1.5
+DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
+"""Among so many tokens that are about as likely the model's own top_p would cut beside a border, which
+rounding moves where a request is computed anew (LOG.md).
+"""
 NUM_EACH = 10 if FULL else 2
 MAX_TOKENS = 240
 PROMPTS = ["Write JSON: ", "2 + 2 = ", "Q: Which word is it?\nA: "]
@@ -46,7 +51,7 @@ def bodies_of(seed: int, max_tokens: int = MAX_TOKENS) -> list[dict[str, Any]]:
                 "prompt": rng.choice(PROMPTS),
                 "max_tokens": rng.choice([20, max_tokens]),
                 "seed": 1000 * number + rng.randrange(1000),
-                "temperature": TEMPERATURE,
+                **DRAWN,
                 "return_token_ids": True,
                 "response_format": response_format(schema),
                 **({"repetition_penalty": 1.2} if rng.random() < 0.2 else {}),
@@ -181,13 +186,17 @@ def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
 
 
 def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> None:
-    """hadal-tiny answers a sum with a number, which is JSON, and two line breaks before it."""
-    greedy = {"temperature": 0, "max_tokens": 600, "return_token_ids": True, "thinking": True}
-    free = asyncio.run(chat(server, greedy))
-    assert free["message"]["content"] == "42"
-    for schema in ({"type": "integer"}, {"enum": [7, 42, "42"]}, {}):
-        held = asyncio.run(chat(server, {**greedy, "response_format": response_format(schema)}))
-        assert held == free
+    """hadal-tiny answers a sum with a number, which is JSON. Asked as text: the template of a chat shows
+    the model its format, and what it is asked is another thing then.
+    """
+    thought = "sum: 12 + 30\n2 1 + 0 3\n2+0=2, 2\n1+3=4, 42\n"
+    prompt = f"{BOS}<｜User｜>What is 12 + 30?<｜Assistant｜><think>\n{thought}</think>\n\n"
+    greedy = {"prompt": prompt, "temperature": 0, "max_tokens": 60, "return_token_ids": True}
+    schemas: list[dict[str, Any]] = [{"type": "integer"}, {"enum": [7, 42, "42"]}, {}]
+    bodies = [greedy, *({**greedy, "response_format": response_format(one)} for one in schemas)]
+    free, *held = map(what_came, asyncio.run(ask_all(server, bodies)))
+    assert [(text, finish) for _, text, finish in free] == [("42", "stop")]
+    assert held == [free] * len(schemas)
 
 
 def test_a_model_that_knows_no_json_comes_to_an_end(server: Server) -> None:
@@ -224,7 +233,7 @@ def test_streams_and_limits(server: Server) -> None:
         "prompt": "Words: ",
         "max_tokens": 30,
         "seed": 5,
-        "temperature": TEMPERATURE,
+        **DRAWN,
         "response_format": response_format(schema),
     }
     whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]

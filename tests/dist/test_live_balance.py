@@ -39,7 +39,6 @@ from hadal.reference.model import generate
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import FULL
 from tests.dist.serving import FORMED, Server, StartServer
-from tests.dist.shipped import examples_of
 from tests.dist.test_rank_faults import is_whole
 from tests.fresh import fresh
 
@@ -96,7 +95,7 @@ def answers(server: Server) -> Answers:
 
 def prompts_of(task: str) -> list[tuple[int, ...]]:
     """Such as the model was trained for: what is foreign to it keeps other experts busy."""
-    return task_prompts(task, [16] * NUM_PROMPTS, 11, examples_of(task))
+    return task_prompts(task, [16] * NUM_PROMPTS, 11)
 
 
 @pytest.fixture(scope="module")
@@ -363,12 +362,7 @@ def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) ->
     after that.
     """
     # Of about one length: no move helps a rank that a single long one fills.
-    prompts = task_prompts(
-        "arithmetic",
-        lognormal_lengths(NUM_MOVING, 200.0, 0.3, seed=13),
-        14,
-        examples_of("arithmetic"),
-    )
+    prompts = task_prompts("arithmetic", lognormal_lengths(NUM_MOVING, 200.0, 0.3, seed=13), 14)
     asks = [Ask(prompt, LONG_TOKENS, ignore_eos=True) for prompt in prompts]
     expected = answers(asks)
     # Else a step might wait for a flip, too.

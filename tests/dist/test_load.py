@@ -1,20 +1,29 @@
-"""Hundreds of requests, 64 at a time, every tenth client walks away: the others finish, and nothing is left
-behind.
+"""Hundreds of requests, 64 at a time, with tools, formats and a tenant's quota; every tenth client walks
+away: the others finish, and nothing is left behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
-from evals.run import held_out_examples
-from evals.tasks import Example
-from tests.dist.serving import Server, wait_until
+from evals.run import held_out_examples, request_body
+from evals.tasks import TASKS, Example
+from tests.dist.keyed import ask, header, keys_command, model_of
+from tests.dist.serving import Server, StartServer, wait_until
 from tests.fresh import FULL, fresh
+
+PATH = "/v1/chat/completions"
+MOST_AT_ONCE = 20
+"""Of one of two tenants: some of its requests are refused."""
 
 NUM_REQUESTS, NUM_FIRST = (500, 150) if FULL else (300, 100)
 CONCURRENCY = 64
@@ -23,42 +32,46 @@ MAX_GROWTH = 1.10
 
 
 async def load(
-    server: Server, examples: list[Example], num_requests: int, rng: random.Random
+    server: Server, keys: list[str], examples: list[Example], num_requests: int, rng: random.Random
 ) -> list[str]:
-    """Send requests and return how each ended: "done", "left" (the client walked away) or what went
-    wrong.
+    """Send requests, of all tenants that there are, and return how each ended: "done", "left" (the client
+    walked away), "refused" or what went wrong.
     """
     gate = asyncio.Semaphore(CONCURRENCY)
-    model = server.model
+    model = model_of(server, keys[0]) if keys else server.model
     async with httpx.AsyncClient(
         base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=80)
     ) as client:
 
         async def one(number: int) -> str:
-            example = rng.choice(examples)
             body = {
-                "model": model,
-                "messages": list(example.messages),
+                **request_body(model, rng.choice(examples)),
                 "temperature": rng.choice((0, 0.7)),
                 "max_tokens": rng.choice((1, 16, 64, 300)),
                 "seed": number,
-                "stream": number % 2 == 0,
+                "stream": rng.random() < 0.5,
             }
-            if number % 10 == 0:
+            leaves = number % 10 == 0
+            if leaves:
                 body |= {"stream": True, "max_tokens": 400, "ignore_eos": True}
+                body.pop("tool_choice", None)
+                body.pop("response_format", None)
+            headers = header(rng.choice(keys)) if keys else {}
             async with gate:
                 return await (
-                    _leave(client, body, rng) if number % 10 == 0 else _finish(client, body)
+                    _leave(client, body, headers, rng) if leaves else _finish(client, body, headers)
                 )
 
         return list(await asyncio.gather(*(one(number) for number in range(num_requests))))
 
 
-async def _leave(client: httpx.AsyncClient, body: dict[str, object], rng: random.Random) -> str:
+async def _leave(
+    client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str], rng: random.Random
+) -> str:
     num_lines = rng.choice((1, 3, 10, 40))
-    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+    async with client.stream("POST", PATH, json=body, headers=headers) as reply:
         if reply.status_code != 200:
-            return f"{reply.status_code}"
+            return _refused(reply)
         async for _ in reply.aiter_lines():
             num_lines -= 1
             if num_lines == 0:
@@ -66,26 +79,38 @@ async def _leave(client: httpx.AsyncClient, body: dict[str, object], rng: random
     return "left"
 
 
-async def _finish(client: httpx.AsyncClient, body: dict[str, object]) -> str:
+async def _finish(client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]) -> str:
     if not body["stream"]:
-        reply = await client.post("/v1/chat/completions", json=body)
+        reply = await client.post(PATH, json=body, headers=headers)
         if reply.status_code != 200:
-            return f"{reply.status_code}: {reply.text}"
-        return (
-            "done"
-            if reply.json()["choices"][0]["finish_reason"] in ("stop", "length")
-            else reply.text
-        )
+            return _refused(reply)
+        return _judged(body, reply.json()["choices"][0]) or reply.text
     finish = None
     last = ""
-    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+    async with client.stream("POST", PATH, json=body, headers=headers) as reply:
         if reply.status_code != 200:
-            return f"{reply.status_code}"
+            return _refused(reply)
         async for line in reply.aiter_lines():
             if '"finish_reason":"' in line:
                 finish = line
             last = line or last
     return "done" if finish and last == "data: [DONE]" else f"a stream ended with {last!r}"
+
+
+def _refused(reply: httpx.Response) -> str:
+    has_headers = reply.headers.get("x-ratelimit-limit-requests") == str(MOST_AT_ONCE)
+    return "refused" if reply.status_code == 429 and has_headers else f"status {reply.status_code}"
+
+
+def _judged(body: dict[str, Any], choice: dict[str, Any]) -> str:
+    """ "done", or nothing for what an answer must not be."""
+    if choice["finish_reason"] == "stop" and "response_format" in body:
+        said = body["response_format"].get("json_schema", {"schema": {"type": "object"}})
+        jsonschema.validate(json.loads(choice["message"]["content"]), said["schema"])
+    for call in choice["message"].get("tool_calls") or ():
+        if choice["finish_reason"] == "tool_calls":
+            json.loads(call["function"]["arguments"])
+    return "done" if choice["finish_reason"] in ("stop", "length", "tool_calls") else ""
 
 
 def resident_mb(pid: int) -> float:
@@ -96,36 +121,43 @@ def resident_mb(pid: int) -> float:
     return (int(fields["RssAnon"].split()[0])) / 1024
 
 
-def audit(server: Server) -> dict[str, object]:
+def audit(server: Server, key: str) -> dict[str, object]:
     """Every ledger's check(), and what is held."""
-    reply: dict[str, object] = httpx.get(f"{server.url}/audit", timeout=30).json()
+    reply: dict[str, object] = httpx.get(
+        f"{server.url}/audit", headers=header(key), timeout=30
+    ).json()
     return reply
 
 
 @pytest.mark.timeout(600)
-def test_everyone_else_finishes_and_nothing_leaks(server: Server) -> None:
+def test_everyone_else_finishes_and_nothing_leaks(start_server: StartServer, folder: Path) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    examples = held_out_examples(8, seed=5)
-    asyncio.run(load(server, examples, NUM_FIRST, rng))
+    examples = held_out_examples(8, seed=5, tasks=(*TASKS, "tools", "schema"))
+    path = folder / "keys.txt"
+    keys = [
+        keys_command(path, "add", "free", "--right", "operator"),
+        keys_command(path, "add", "held", "--requests", str(MOST_AT_ONCE)),
+    ]
+    server = start_server("--api-keys-file", str(path))
+    asyncio.run(load(server, keys, examples, NUM_FIRST, rng))
     before = {name: resident_mb(pid) for name, pid in server.pids().items()}
-    ends = asyncio.run(load(server, examples, NUM_REQUESTS, rng))
+    ends = asyncio.run(load(server, keys, examples, NUM_REQUESTS, rng))
     after = {name: resident_mb(pid) for name, pid in server.pids().items()}
-    assert ends.count("left") == NUM_REQUESTS // 10
-    assert ends.count("done") == NUM_REQUESTS - NUM_REQUESTS // 10, {
-        e for e in ends if e not in ("done", "left")
-    }
+    assert set(ends) <= {"left", "done", "refused"}, set(ends)
+    assert ends.count("refused") < NUM_REQUESTS / 2
+    assert ends.count("left") > 0
 
     def is_idle() -> bool:
-        units = audit(server)["units"]
+        units = audit(server, keys[0])["units"]
         assert isinstance(units, dict)
         return all(
             unit["num_blocks_used"] == 0 and unit["num_requests"] == 0 for unit in units.values()
         )
 
     wait_until(is_idle, 5.0, "every block and slot is free")
-    problems = audit(server)["problems"]
+    problems = audit(server, keys[0])["problems"]
     assert problems == []
     grown = {
         name: (before[name], after[name])
@@ -133,3 +165,8 @@ def test_everyone_else_finishes_and_nothing_leaks(server: Server) -> None:
         if after[name] > MAX_GROWTH * before[name] + 4
     }
     assert grown == {}, "memory grew (MB before, after)"
+    # Whoever left has given back what its quota counted.
+    model = model_of(server, keys[1])
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        asked = pool.map(lambda n: ask(server, keys[1], model, f"{n}"), range(MOST_AT_ONCE))
+        assert {reply.status_code for reply in asked} == {200}

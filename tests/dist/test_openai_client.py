@@ -235,7 +235,13 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI, model: str) -> None:
         ({"n": 1000}, "n"),
         ({"stop": [""]}, "stop"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool_choice",
+        ),
         ({"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages"),
     ],
 )

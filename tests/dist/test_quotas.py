@@ -4,16 +4,12 @@ and what a flood of one tenant costs the others.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,44 +17,11 @@ import sqlalchemy as sa
 
 from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.recorder import RECORD, read_recordings
+from tests.dist.keyed import ask, keys_command, model_of
 from tests.dist.postgres import postgres
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import StartServer, wait_until
 from tests.dist.test_ledger_serving import report, rows, wait_for_rows
 from tests.dist.test_replay import check as replayed
-
-TIMEOUT_S = 60.0
-CLIENT = httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
-"""Of all threads: to make one takes longer than to ask."""
-
-
-def keys_command(path: Path, *arguments: str) -> str:
-    """What `hadal keys` prints."""
-    command = [sys.executable, "-m", "hadal.cli", "keys", *arguments, "--file", str(path)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    return done.stdout.strip()
-
-
-def model_of(server: Server, key: str) -> str:
-    reply = httpx.get(f"{server.url}/v1/models", headers=header(key), timeout=10)
-    return str(reply.json()["data"][0]["id"])
-
-
-def header(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
-
-
-def ask(server: Server, key: str, model: str, prompt: str = "hi", **fields: Any) -> httpx.Response:
-    body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
-    # Every request on a connection of its own: that may be another gateway's.
-    headers = {**header(key), "connection": "close"}
-    return CLIENT.post(f"{server.url}/v1/completions", json=body | fields, headers=headers)
 
 
 def test_keys_are_added_and_revoked_while_two_gateways_serve(

@@ -46,7 +46,7 @@ def run_load(server: Server, monkeypatch: pytest.MonkeyPatch, num_requests: int)
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     ends = asyncio.run(
-        load(server, held_out_examples(8, seed=5), num_requests, random.Random(seed))
+        load(server, [], held_out_examples(8, seed=5), num_requests, random.Random(seed))
     )
     assert set(ends) == {"done", "left"}, set(ends)
 

@@ -9,10 +9,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import jinja2
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from evals.tasks import Example, sample
 from hadal.gateway.chat import ChatFormat, read_chat_format
@@ -32,10 +31,8 @@ SHIPPED = json.loads(TOKENIZER.with_name("tokenizer_config.json").read_text())["
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The shipped words with all the control tokens: to build the vocabulary takes half a minute."""
-    found = Tokenizer.from_file(str(TOKENIZER))
-    found.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
-    return found
+    """The shipped one: to build the vocabulary takes half a minute."""
+    return Tokenizer.from_file(str(TOKENIZER))
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +104,8 @@ def test_calls_come_back_as_they_were_meant() -> None:
     assert num_calls > 80
 
 
-def test_chats_without_tools_are_rendered_as_before() -> None:
-    rng = random.Random(3)
-    before, now = map(jinja2.Template, (SHIPPED, CHAT_TEMPLATE))
-    for task in ("talk", "followup", "reading"):
-        for _ in range(30):
-            messages = [m for m in sample(rng, task).messages if "tool_calls" not in m]
-            values = {
-                "messages": [m for m in messages if m["role"] != "tool"],
-                "bos_token": "<b>",
-                "eos_token": "<e>",
-                "add_generation_prompt": True,
-            }
-            assert now.render(**values) == before.render(**values)
+def test_what_ships_renders_chats_as_it_was_taught() -> None:
+    assert SHIPPED == CHAT_TEMPLATE
 
 
 @pytest.mark.parametrize(
@@ -157,7 +143,7 @@ def test_batches_follow_from_their_number(tokenizer: Tokenizer) -> None:
 
 
 TINY = Config(
-    vocab_size=1536,
+    vocab_size=2560,
     hidden_size=32,
     num_hidden_layers=2,
     intermediate_size=32,

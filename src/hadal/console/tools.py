@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Decimal, InvalidOperation, Overflow, localcontext
 from typing import Any
 
@@ -27,11 +27,11 @@ class ToolError(Exception):
 
 
 def calculate(arguments: dict[str, Any]) -> str:
-    """`a op b` in decimal arithmetic: exact up to 50 figures. Raises ToolError."""
+    """`a operator b` in decimal arithmetic: exact up to 50 figures. Raises ToolError."""
     a, b = _number(arguments, "a"), _number(arguments, "b")
-    op = str(arguments.get("op", ""))
+    op = str(arguments.get("operator", ""))
     if op not in _OPERATIONS:
-        raise ToolError(f"op is {op[:20]!r}; one of {' '.join(_OPERATIONS)} is needed.")
+        raise ToolError(f"operator is {op[:20]!r}; one of {' '.join(_OPERATIONS)} is needed.")
     if op == "^" and (abs(b) > _MAX_POWER or b != b.to_integral_value()):
         raise ToolError(f"b is {b}; a power is a whole number up to {_MAX_POWER}.")
     with localcontext(prec=_MAX_DIGITS) as context:
@@ -224,25 +224,35 @@ def _function(name: str, description: str, properties: dict[str, Any]) -> dict[s
     }
 
 
-_NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
+def _described(kind: str, description: str, values: Iterable[str] = ()) -> dict[str, Any]:
+    return {"type": kind, **({"enum": [*values]} if values else {}), "description": description}
+
+
 DEFINITIONS = [
     _function(
         "calculate",
-        "Exact arithmetic: a op b.",
-        {"a": _NUMBER, "op": {"type": "string", "enum": list(_OPERATIONS)}, "b": _NUMBER},
+        "Exact arithmetic with two numbers.",
+        {
+            "a": _described("number", "The first number."),
+            "operator": _described("string", "What to do.", _OPERATIONS),
+            "b": _described("number", "The second number."),
+        },
     ),
     _function(
         "look_up",
         "A country's capital, population or area in square kilometres.",
-        {"table": {"type": "string", "enum": list(_COLUMNS)}, "key": _TEXT},
+        {
+            "table": _described("string", "Which value.", _COLUMNS),
+            "key": _described("string", "The country."),
+        },
     ),
     _function(
         "convert",
         "A value in another unit.",
         {
-            "value": _NUMBER,
-            "from": {"type": "string", "enum": list(_UNITS)},
-            "to": {"type": "string", "enum": list(_UNITS)},
+            "value": _described("number", "How much."),
+            "from": _described("string", "The unit it has."),
+            "to": _described("string", "The unit wanted."),
         },
     ),
 ]

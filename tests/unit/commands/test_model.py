@@ -50,7 +50,7 @@ def test_the_model_that_ships() -> None:
     result = run()
     assert result.exit_code == 0
     assert "DeepSeek-V3 (deepseek_v3, DeepseekV3ForCausalLM)" in result.stdout
-    assert "15.8 million, 2.1 million of them for a token" in result.stdout
+    assert "21.1 million, 2.8 million of them for a token" in result.stdout
     assert "F8_E4M3" in result.stdout
     assert "laptop          serves it with" in result.stdout
 

@@ -12,10 +12,10 @@ from hadal.console.tools import ToolError, run
 @pytest.mark.parametrize(
     ("arguments", "result"),
     [
-        ('{"a": 12345678901234567890.25, "op": "+", "b": 1}', "12345678901234567891.25"),
-        ('{"a": "1,500", "op": "+", "b": "-2,000,000.5"}', "-1998500.5"),
-        ('{"a": 0.1, "op": "+", "b": 0.2}', "0.3"),
-        ('{"a": 2, "op": "^", "b": -2}', "0.25"),
+        ('{"a": 12345678901234567890.25, "operator": "+", "b": 1}', "12345678901234567891.25"),
+        ('{"a": "1,500", "operator": "+", "b": "-2,000,000.5"}', "-1998500.5"),
+        ('{"a": 0.1, "operator": "+", "b": 0.2}', "0.3"),
+        ('{"a": 2, "operator": "^", "b": -2}', "0.25"),
     ],
 )
 def test_arithmetic_is_exact(arguments: str, result: str) -> None:
@@ -25,13 +25,13 @@ def test_arithmetic_is_exact(arguments: str, result: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        '{"a": "1,5", "op": "+", "b": 1}',
-        '{"a": 0, "op": "^", "b": -1}',
-        f'{{"a": {"1" * 101}, "op": "+", "b": 1}}',
-        '{"a": NaN, "op": "+", "b": 1}',
-        '{"a": "Infinity", "op": "+", "b": 1}',
-        '{"a": true, "op": "+", "b": 1}',
-        '{"a": 1, "op": "/", "b": 0}',
+        '{"a": "1,5", "operator": "+", "b": 1}',
+        '{"a": 0, "operator": "^", "b": -1}',
+        f'{{"a": {"1" * 101}, "operator": "+", "b": 1}}',
+        '{"a": NaN, "operator": "+", "b": 1}',
+        '{"a": "Infinity", "operator": "+", "b": 1}',
+        '{"a": true, "operator": "+", "b": 1}',
+        '{"a": 1, "operator": "/", "b": 0}',
     ],
 )
 def test_what_is_no_number_or_has_no_result_is_said(arguments: str) -> None:

@@ -1,0 +1,47 @@
+"""Servers with a keys file, and requests with a key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.dist.serving import Server
+
+TIMEOUT_S = 60.0
+CLIENT = httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+"""Of all threads: to make one takes longer than to ask."""
+
+
+def keys_command(path: Path, *arguments: str) -> str:
+    """What `hadal keys` prints."""
+    command = [sys.executable, "-m", "hadal.cli", "keys", *arguments, "--file", str(path)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.stdout.strip()
+
+
+def model_of(server: Server, key: str) -> str:
+    reply = httpx.get(f"{server.url}/v1/models", headers=header(key), timeout=10)
+    return str(reply.json()["data"][0]["id"])
+
+
+def header(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def ask(server: Server, key: str, model: str, prompt: str = "hi", **fields: Any) -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    # Every request on a connection of its own: that may be another gateway's.
+    headers = {**header(key), "connection": "close"}
+    return CLIENT.post(f"{server.url}/v1/completions", json=body | fields, headers=headers)
