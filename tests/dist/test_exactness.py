@@ -116,7 +116,7 @@ def test_a_flood_gives_way(start_server: StartServer, cases: list[Case]) -> None
         flooding = asyncio.ensure_future(ask_as(server, flood, bodies))
         answers: list[Any] = []
         for first in range(0, 12, 3):
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.1)
             answers += await ask_as(server, other, bodies[first : first + 3])
         assert not flooding.done(), "it was no flood; this test shows nothing"
         return [*answers, *await flooding]

@@ -152,7 +152,7 @@ def test_preemption(
     start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any]
 ) -> None:
     server = start_server(
-        decode={"kv_blocks": 6, "kv_memory_mb": 0}, prefill={"kv_blocks": 40, "kv_memory_mb": 0}
+        decode={"kv_blocks": 5, "kv_memory_mb": 0}, prefill={"kv_blocks": 40, "kv_memory_mb": 0}
     )
     assert_same(server, bodies, expected)
     assert metric(server, "hadal_preemptions_total") > 0

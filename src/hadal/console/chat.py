@@ -56,6 +56,7 @@ _JS_S = 10.0
 _KEEP_S = 1.0
 _KEEP_CHARS_PER_S = 250_000
 """What comes in is kept every second; of a long conversation no more than this is sent in one."""
+_STORED_S = 1.0
 _MAX_AGAIN = 5
 _MAX_AGAIN_S = 60.0
 """A server that is busy for longer is not waited for."""
@@ -194,8 +195,10 @@ def _arguments_line(text: str) -> str:
 class ChatPage:
     """One open page."""
 
-    def __init__(self, asking: Asking, answered: set[str]) -> None:
-        """`answered`: ids of conversations in which some page is getting an answer."""
+    def __init__(self, asking: Asking, answered: dict[str, tuple[ChatPage, int]]) -> None:
+        """`answered`: by id, conversations in which a page is getting an answer, and which of its
+        askings that is.
+        """
         self._asking = asking
         self._answered = answered
         self._key = ""
@@ -212,7 +215,7 @@ class ChatPage:
         """The turn in whose place the next question is asked; None: it is asked behind all."""
         self._task: asyncio.Task[Any] | None = None
         self._is_running = False
-        self._num_follows = 0
+        self._num_follows = self._num_begun = 0
 
     async def build(self) -> None:
         """Make the page, and fill it when the browser is there."""
@@ -463,6 +466,8 @@ class ChatPage:
         now = self._now
         if now.id not in self._loaded:  # No page but this one has it.
             return True
+        if not self._may_ask(now.id):
+            return False
         self._is_running = True  # Nobody asks while the browser is read.
         self._num_follows += 1
         number, found = self._num_follows, None
@@ -479,7 +484,11 @@ class ChatPage:
             if now.turns[:num] != found.turns[:num]:
                 self._editing = None
             self._show()
-        if now.id not in self._answered:
+        return self._may_ask(now.id)
+
+    def _may_ask(self, chat_id: str) -> bool:
+        """Whether no other page is getting an answer there; says so if one is."""
+        if self._answered.get(chat_id, (self, 0))[0] is self:
             return True
         with self._body:
             ui.notify("Another page is getting an answer in this conversation.")
@@ -619,10 +628,20 @@ class ChatPage:
 
     def _begin(self, before: list[ChatAnswer]) -> None:
         self._is_running, self._editing = True, None
-        self._answered.add(self._now.id)
+        self._num_begun += 1
+        now, number = self._now, self._num_begun
+        self._answered[now.id] = self, number
         self._keep(self._now)
         self._show()
-        self._task = background_tasks.create(self._run(self._now, before))
+        task = self._task = background_tasks.create(self._run(now, before))
+        loop = asyncio.get_running_loop()
+        # What it wrote last is in the browser by then.
+        task.add_done_callback(lambda _: loop.call_later(_STORED_S, self._over, now.id, number))
+
+    def _over(self, chat_id: str, number: int) -> None:
+        """Other pages may ask there, unless this one has asked again."""
+        if self._answered.get(chat_id) == (self, number):
+            del self._answered[chat_id]
 
     async def _run(self, conversation: Conversation, before: list[ChatAnswer]) -> None:
         """Have the last question answered, carrying out what the model calls in between. `before`:
@@ -641,7 +660,6 @@ class ChatPage:
             why = next((one.error for one in turn.answers if one.error), "")
             if before and not has_come:
                 turn.answers = before
-            self._answered.discard(conversation.id)
             if conversation.id in self._loaded:  # Neither deleted nor its page gone.
                 self._keep(conversation)
             if self._now is conversation and self._task in (None, asyncio.current_task()):
@@ -729,7 +747,7 @@ def _new() -> Conversation:
 
 def add_chat(asking: Asking) -> None:
     """Serve the chat at `/`."""
-    answered = set[str]()
+    answered: dict[str, tuple[ChatPage, int]] = {}
 
     @ui.page("/")
     async def chat() -> None:

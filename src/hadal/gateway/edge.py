@@ -131,17 +131,23 @@ class GatewayProtocol(HttpToolsProtocol):
         self._begin_headers()
 
     def on_headers_complete(self) -> None:
-        self._end_headers()
         super().on_headers_complete()
+        self._end_headers()
 
     def on_message_complete(self) -> None:
         self._end_rest()
         super().on_message_complete()
         self._head = bytearray()
+        if self.cycle.response_complete:  # It was answered before it had come.
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._head is None and not self._in_headers and self._rest_timer is None:
+        is_early = self._head is None and not self._in_headers and self.cycle.response_complete
+        if is_early and self._rest_timer is None:
             self._rest_timer = self.loop.call_later(HEADERS_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
@@ -178,8 +184,9 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         cycle = self.cycle
-        is_answered = cycle is not None and (
-            not cycle.response_complete if self._in_headers else cycle.response_started
+        is_answered = bool(self.pipeline) or (
+            cycle is not None
+            and (not cycle.response_complete if self._in_headers else cycle.response_started)
         )
         self._end_headers()
         if self.transport.is_closing():

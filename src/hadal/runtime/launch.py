@@ -277,8 +277,11 @@ class Supervisor:
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
         self._fleet: FleetExecutor | None = None
         self._num_reviews = 0
-        self._is_unwritten = False
         """Decisions of the fleet that were written down."""
+        self._is_unwritten = False
+        """What was to be written last is not, and ..."""
+        self._is_run_old = False
+        """... run.json says what the run was before its last rollout ended."""
         self._ends: deque[ProcessEnd] = deque(maxlen=_NUM_ENDS)
         self._rollout: RolloutStatus | None = None
         self._last_rollout = Rollout()
@@ -489,7 +492,7 @@ class Supervisor:
                 model_digest=new.model_digest,
                 fingerprint=new.fingerprint,
             )
-        self._write(lambda: write_run(self._folder, self._told))
+        self._is_run_old = True
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
@@ -951,10 +954,14 @@ class Supervisor:
             self._write(lambda: write_fleet(self._folder, seen))
 
     def _write_status(self) -> None:
+        if self._is_run_old:
+            self._is_run_old = not self._write(lambda: write_run(self._folder, self._told))
         self._write(lambda: write_status(self._folder, self.status()))
 
-    def _write(self, write: Callable[[], None]) -> None:
-        """Write what others read: a full disk must not end what serves. It is said once."""
+    def _write(self, write: Callable[[], None]) -> bool:
+        """Write what others read: a full disk must not end what serves. It is said once. Returns whether
+        it could be.
+        """
         try:
             write()
         except OSError as error:
@@ -963,6 +970,7 @@ class Supervisor:
             self._is_unwritten = True
         else:
             self._is_unwritten = False
+        return not self._is_unwritten
 
 
 def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:

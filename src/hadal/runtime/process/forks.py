@@ -220,9 +220,13 @@ class Forks:
         if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
             return
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = start(theirs.fileno(), environment, modules)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = start(theirs.fileno(), environment, modules)
+            self._socket = ours
+        except OSError as error:
+            log.warning("processes are started without a fork server: %s", error)
 
     def clear_after(self, left: Left) -> None:
         """Have this removed if this process is killed."""
