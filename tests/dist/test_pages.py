@@ -484,6 +484,7 @@ def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
         expect(other.locator("#h-input")).to_have_value("second")
         page.keyboard.press("Escape")
         expect(page.locator(".h-stats").last).to_contain_text("stopped", timeout=WAIT_MS)
+        other.wait_for_timeout(1_500)  # What came last is being kept.
         other.press("#h-input", "Enter")
         expect(other.locator(".h-asked-text")).to_have_text(["first", "second"], timeout=WAIT_MS)
         expect(other.locator(".h-answer")).to_have_count(2, timeout=WAIT_MS)
