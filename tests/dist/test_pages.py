@@ -146,6 +146,24 @@ def test_esc_stops_an_answer_and_what_came_stays(server: Server, browser: Browse
         done(page)
 
 
+def test_an_answer_stays_until_something_takes_its_place(server: Server, browser: Browser) -> None:
+    """Also where the page is loaded anew before anything has come."""
+    with looking(browser, pages_of(server)) as page:
+        ask(page, "What is 12 + 30?")
+        done(page)
+        for unit in ("prefill-0", "decode-0"):
+            server.kill(unit, 19)  # SIGSTOP
+        try:
+            page.click("[aria-label=Regenerate]")
+            expect(page.locator(".h-stop")).to_be_visible()
+            page.reload()
+            page.click(".h-row-title")
+            expect(page.locator(".h-md").last).to_contain_text("42")
+        finally:
+            for unit in ("prefill-0", "decode-0"):
+                server.kill(unit, 18)
+
+
 def test_what_is_too_long_to_send_stays_in_the_field(server: Server, browser: Browser) -> None:
     with browser.new_context() as opened:
         page = opened.new_page()
@@ -232,6 +250,18 @@ def caller(*, can_call: bool = True) -> Iterator[ServedModel]:
     end = vocabulary.control_ids[EOS]
     with closing(ChatFormat(vocabulary, V31_TEMPLATE, BOS, EOS, "here")) as chat:
         yield ServedModel("caller", vocabulary, chat, 8192, 600, (end,), None, SamplingDefaults())
+
+
+@contextmanager
+def slow_chat(browser: Browser, *, can_call: bool = True) -> Iterator[Page]:
+    """A chat page of a model that goes on ticking."""
+    with (
+        caller(can_call=can_call) as model,
+        serving(model, ticking(model.vocabulary), step_s=0.1, has_heartbeat=True) as gateway,
+        child("--url", gateway.url) as pages,
+        looking(browser, pages) as page,
+    ):
+        yield page
 
 
 def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
@@ -337,12 +367,7 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
 
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
     """Another conversation is opened, and then the page is loaded anew, while an answer comes in."""
-    with (
-        caller() as model,
-        serving(model, ticking(model.vocabulary), step_s=0.1, has_heartbeat=True) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with slow_chat(browser) as page:
         ask(page, "first")
         answer = page.locator(".h-answer").last
         expect(answer).to_contain_text("tick tock", timeout=WAIT_MS)
@@ -466,16 +491,11 @@ def test_nothing_is_lost_while_the_server_is_away_or_another_page_asks(browser: 
 
 
 def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
-    with (
-        caller() as model,
-        serving(model, ticking(model.vocabulary), step_s=0.1, has_heartbeat=True) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with slow_chat(browser) as page:
         ask(page, "first")
         expect(page.locator(".h-answer").last).to_contain_text("tick tock", timeout=WAIT_MS)
         other = page.context.new_page()
-        other.goto(pages)
+        other.goto(page.url)
         other.click(".h-row-title")
         ask(other, "second")
         expect(other.locator(".q-notification")).to_contain_text(
@@ -539,12 +559,7 @@ def test_the_model_that_ships_calls_a_tool(server: Server, browser: Browser) -> 
 
 
 def test_a_model_without_tools_is_asked_without_them(browser: Browser) -> None:
-    with (
-        caller(can_call=False) as model,
-        serving(model, ticking(model.vocabulary), step_s=0.1, has_heartbeat=True) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with slow_chat(browser, can_call=False) as page:
         ask(page, "first")
         expect(page.locator(".h-answer").last).to_contain_text("tick tock", timeout=WAIT_MS)
         page.keyboard.press("Escape")

@@ -450,6 +450,7 @@ class ChatPage:
             del self._now.turns[self._editing :]
             self._now.title = self._now.title if self._now.turns else ""
         self._now.ask(text)
+        self._keep(self._now)
         self._begin([])
 
     async def regenerate(self) -> None:
@@ -631,7 +632,6 @@ class ChatPage:
         self._num_begun += 1
         now, number = self._now, self._num_begun
         self._answered[now.id] = self, number
-        self._keep(self._now)
         self._show()
         task = self._task = background_tasks.create(self._run(now, before))
         loop = asyncio.get_running_loop()

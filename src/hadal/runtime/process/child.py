@@ -416,9 +416,8 @@ class Child:
         if self._log_path is not None:
             try:
                 file = append_private(self._log_path)
-            except (
-                OSError
-            ) as error:  # Else nobody would read what it writes, and it would stand still.
+            except OSError as error:
+                # It is read all the same: whoever writes and is not read stands still.
                 log.warning(
                     "%s: what %s says is not kept there (%s)", self._log_path, self.name, error
                 )

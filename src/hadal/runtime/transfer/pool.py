@@ -78,9 +78,8 @@ class KvPool:
         )
         """[P, bytes of a block]"""
         self._toucher: threading.Thread | None = None
-        if (
-            is_owner
-        ):  # Whoever only reads must not be kept by it: its memory goes with the last view.
+        """Refers to the pool, so whoever only reads has none: the memory goes with the last view."""
+        if is_owner:
             self._toucher = threading.Thread(target=self._touch, name="touch", daemon=True)
             self._toucher.start()
 
