@@ -57,6 +57,7 @@ _KEEP_S = 1.0
 _KEEP_CHARS_PER_S = 250_000
 """What comes in is kept every second; of a long conversation no more than this is sent in one."""
 _STORED_S = 1.0
+"""A browser that has not said by then that it kept an answer is not waited for."""
 _MAX_AGAIN = 5
 _MAX_AGAIN_S = 60.0
 """A server that is busy for longer is not waited for."""
@@ -634,12 +635,14 @@ class ChatPage:
         self._answered[now.id] = self, number
         self._show()
         task = self._task = background_tasks.create(self._run(now, before))
-        loop = asyncio.get_running_loop()
-        # What it wrote last is in the browser by then.
-        task.add_done_callback(lambda _: loop.call_later(_STORED_S, self._over, now.id, number))
+        task.add_done_callback(lambda _: background_tasks.create(self._over(now.id, number)))
 
-    def _over(self, chat_id: str, number: int) -> None:
+    async def _over(self, chat_id: str, number: int) -> None:
         """Other pages may ask there, unless this one has asked again."""
+        with suppress(TimeoutError):  # As is likely where the page is gone.
+            async with asyncio.timeout(_STORED_S):
+                # A browser does things in turn: what it was given to keep is kept by then.
+                await self._client.run_javascript("return true", timeout=_STORED_S)
         if self._answered.get(chat_id) == (self, number):
             del self._answered[chat_id]
 

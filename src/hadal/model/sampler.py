@@ -162,8 +162,8 @@ class Sampler:
             logits_RV, slots_B, num_B, fed_R, self._table, masks
         )
         tokens_N, is_drawn_N = np.ascontiguousarray(rows_N["token"]), rows_N["status"] == DRAWN
-        if self.has_grammars:
-            self._follow(slots_B, num_drawn_B, tokens_N)
+        if self._masks is not None and len(self._masks):
+            self._masks.advance(slots_B, num_drawn_B, tokens_N)
         if not is_drawn_N.all() or (self._slots["num_logprobs"][slots_B] >= 0).any():
             slots_N = np.repeat(slots_B, num_drawn_B)
             num_best_N = self._slots["num_logprobs"][slots_N]
@@ -179,13 +179,6 @@ class Sampler:
             }
             return Drawn(tokens_N, num_drawn_B, at_N, draws, failed)
         return Drawn(tokens_N, num_drawn_B, at_N)
-
-    def _follow(self, slots_B: np.ndarray, num_drawn_B: np.ndarray, tokens_N: np.ndarray) -> None:
-        assert self._masks is not None
-        first = 0
-        for slot, num in zip(slots_B.tolist(), num_drawn_B.tolist(), strict=True):
-            self._masks.advance(slot, tokens_N[first : first + num].tolist())
-            first += num
 
     def _reason(self, slot: int, status: int) -> str:
         """Why nothing could be drawn."""

@@ -445,9 +445,7 @@ def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
     of them.
     """
     folder = Path(deployment.model)
-    # Half the cores: the other half computes the step beside it.
-    num_threads = max(1, torch.get_num_threads() // 2)
-    return Grammars(lambda: read_token_table(folder), config.vocab_size, num_threads)
+    return Grammars(lambda: read_token_table(folder), config.vocab_size)
 
 
 def make_cache(

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from hadal.core.plans import Grammar
 from hadal.tokens.table import TokenTable
@@ -233,6 +233,8 @@ class Place(Enum):
     ENDED = auto()
 
 
+_REASONED = (Place.START, Place.REASONING)
+"""Where a reasoning may be, or come."""
 _HELD = (Place.START, Place.HELD)
 """Where a token of the text may come."""
 
@@ -271,22 +273,17 @@ class Follower:
             return Place.HELD if token in grammar.opens else at
         return Place.FREE if token == grammar.closes else at
 
-    def _read_one(self) -> tuple[LLMatcher, int] | None:
-        """What was drawn, if that is one token more of a stretch: the caller has it consumed."""
-        if len(self._unread) != 1 or self._at is not Place.HELD or self._matcher is None:
-            return None
-        token = self._unread[0]
-        if token in self._grammar.end_ids or token == self._grammar.closes:
-            return None
-        self._unread = []
-        self._stretch.append(token)
-        return self._matcher, token
-
     def _read(self, make: Callable[[Grammar], LLMatcher]) -> None:
         """Take in what was drawn."""
         if not self._unread and self._matcher is not None:
             return
         tokens, self._unread = self._unread, []
+        if self._at is Place.HELD and self._matcher is not None and len(tokens) == 1:
+            (token,) = tokens  # Most steps, of most deployments.
+            if self._next(Place.HELD, token) is Place.HELD:
+                self._matcher.consume_token(token)
+                self._stretch.append(token)
+                return
         held: list[int] = []
         """Not consumed yet."""
         for token in tokens:
@@ -306,6 +303,8 @@ class Follower:
         """The rows in which the reply is in a reasoning, which something must follow. The rows are the
         first one and one behind each draft.
         """
+        if self._at not in _REASONED:
+            return slice(0)
         num = [*accumulate(drafts, self._next, initial=self._at)].count(Place.REASONING)
         first = int(self._at is Place.START)
         return slice(first, first + num) if num else slice(0)
@@ -324,7 +323,7 @@ class Follower:
         """Yield each stretch. Row i is what comes behind `drafts[:i]`. What is drawn behind an end,
         before it is known to be one, is for nobody.
         """
-        if not drafts:  # Most steps, of most deployments.
+        if not drafts:
             if self._at in _HELD:
                 assert self._matcher is not None
                 yield _Stretch(self._matcher, 0, [], 0)
@@ -370,19 +369,29 @@ class TextRows(NamedTuple):
     """What the second row was fed, the third, and so on."""
 
 
+def _write(matcher: LLMatcher, drafts: Sequence[int], at: int, num_bytes: int) -> None:
+    """Write the masks of a stretch's rows, each of `num_bytes`, side by side from the address `at` on.
+    The matcher stays where it is.
+    """
+    matcher.unsafe_compute_mask_ptr(at, num_bytes)
+    num = 0
+    # A draft that is not allowed is not drawn: the rows behind it stay without any token.
+    while num < len(drafts) and matcher.try_consume_tokens([drafts[num]]):
+        num += 1
+        matcher.unsafe_compute_mask_ptr(at + num * num_bytes, num_bytes)
+    if num:
+        matcher.rollback(num)
+
+
 class Grammars:
     """Grammars over the tokens of one model. One thread at a time."""
 
-    def __init__(
-        self, read: Callable[[], TokenTable], vocab_size: int, num_threads: int = 1
-    ) -> None:
+    def __init__(self, read: Callable[[], TokenTable], vocab_size: int) -> None:
         """`read` gives the tokens, of which the model has `vocab_size`, when the first grammar
         comes.
         """
         self._read = read
         self._vocab_size = vocab_size
-        self._num_threads = num_threads
-        self._executor: LLExecutor | None = None
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         """By the tokens that end a text: a model has one such list."""
         self._matchers: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -398,25 +407,22 @@ class Grammars:
         """Write what each row may draw into `bits_RW`, uint32, all zero before; and to
         `has_mask_R`, bool, which rows do not draw as they like. The texts stay where they are.
         """
-        if self._executor is None:
-            self._executor = LLExecutor(num_threads=self._num_threads)
-        # One call for all texts, without the interpreter: most have one token more.
-        drawn: list[tuple[LLMatcher, int]] = []
-        for follower, _, _ in all_rows:
-            one = follower._read_one()
-            if one is None:
-                follower._read(self._matcher)
-            else:
-                drawn.append(one)
-        if drawn:
-            self._executor.consume_token_par(drawn)
+        # Text by text: the library's calls for many texts wake a thread of its own, which takes
+        # several times as long as the masks.
+        base, num_bytes = bits_RW.ctypes.data, 4 * self.num_words
         renewed: set[Grammar] = set()
-        alone: list[tuple[LLMatcher, int]] = []
-        with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
-        held: list[tuple[Follower, int, _Stretch]] = []
         for follower, first, drafts in all_rows:
+            follower._read(self._matcher)
             if follower.error is None and follower._is_lost():
                 self._renew(follower, renewed)
+            matcher = follower._matcher
+            if not drafts and follower._at is Place.HELD and follower.error is None:
+                assert matcher is not None  # Most steps, of most deployments.
+                has_mask_R[first] = True
+                matcher.unsafe_compute_mask_ptr(base + first * num_bytes, num_bytes)
+                if matcher.is_error():
+                    self._row_by_row(follower, first, _Stretch(matcher, 0, [], 0), bits_RW, renewed)
+                continue
             rows = follower._reasoning(drafts)
             if rows.stop:
                 has_mask_R[first:][rows] = True
@@ -428,23 +434,12 @@ class Grammars:
                 has_mask_R[first + begin : first + row + len(of_it) + 1] = True
                 if follower.error is not None:
                     continue
-                held.append((follower, first, stretch))
-                if of_it:
-                    with_drafts.append((matcher, first + row, of_it))
-                else:
-                    alone.append((matcher, first + row))
-        into = bits_RW.ctypes.data, 4 * self.num_words, len(bits_RW)
-        if alone:
-            self._executor.unsafe_compute_mask_ptr(alone, *into)
-        if with_drafts:
-            # A draft that is not allowed is not drawn: the rows behind it stay without any token.
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *into)
-        for follower, first, stretch in held:
-            if stretch.matcher.is_error():
-                self._row_by_row(follower, first, stretch, bits_RW, renewed)
-            if follower._at is Place.START and not stretch.first and follower.error is None:
-                token = follower._grammar.begins_with
-                bits_RW[first, token // 32] |= 1 << token % 32
+                _write(matcher, of_it, base + (first + row) * num_bytes, num_bytes)
+                if matcher.is_error():
+                    self._row_by_row(follower, first, stretch, bits_RW, renewed)
+                if follower._at is Place.START and not begin and follower.error is None:
+                    token = follower._grammar.begins_with
+                    bits_RW[first, token // 32] |= 1 << token % 32
 
     def _row_by_row(
         self,
@@ -457,21 +452,21 @@ class Grammars:
         """Write the masks of rows whose automata came to a limit, each by new ones where it has to
         be: drafts are no reason to fail, nor are other texts.
         """
-        assert self._executor is not None
         matcher, row, drafts, begin = stretch
         bits_RW[first + begin : first + row + len(drafts) + 1] = 0
         is_own = matcher is follower._matcher
         tokens = follower._stretch if is_own else []
-        into = bits_RW.ctypes.data, 4 * self.num_words, len(bits_RW)
+        num_bytes = 4 * self.num_words
         for number in range(len(drafts) + 1):
             here = [*tokens, *drafts[:number]]
+            at = bits_RW.ctypes.data + (first + row + number) * num_bytes
             if number and not matcher.is_error():
                 matcher.consume_token(drafts[number - 1])
             if not matcher.is_error():
-                self._executor.unsafe_compute_mask_ptr([(matcher, first + row + number)], *into)
+                matcher.unsafe_compute_mask_ptr(at, num_bytes)
             if matcher.is_error():
                 matcher = self._anew(follower._grammar, here, renewed)
-                self._executor.unsafe_compute_mask_ptr([(matcher, first + row + number)], *into)
+                matcher.unsafe_compute_mask_ptr(at, num_bytes)
             if matcher.is_error():
                 # Behind a draft that is not allowed, or where this text comes to a limit by itself.
                 bits_RW[first + row + number] = 0
