@@ -1,28 +1,35 @@
 """What ten open consoles cost the gateway, and the pictures of the pages in docs/.
 
     python -m bench.pages [--rounds N]     p99 of short requests with ten consoles open, by that without
+    python -m bench.pages --near           the same, with their browser on this host
     python -m bench.pages --pictures       docs/pages-*.png, of a server that is asked and of 278 nodes
 
-Rounds with and without are taken in turn, and the figure is the median of the rounds' own ratios. The
-browser is on this host as well and runs at the lowest priority: what it takes is not the server's.
+Rounds with and without are taken in turn, and the figure is the median of the rounds' own ratios.
+Operators look from hosts of their own: consoles are connections that get all a browser would and draw
+none of it. A browser that draws ten of them takes a third of a core, of the two that serve.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
+import socketio  # type: ignore[import-untyped]
 
 from bench.server import Running, launched, wait_ready
 
@@ -54,19 +61,81 @@ def serving() -> Iterator[Running]:
         yield server
 
 
-def watch(url: str) -> None:
-    """Keep ten consoles open until the input ends."""
+class FarConsole:
+    """A console in a browser elsewhere: it is sent all that one shows."""
+
+    def __init__(self) -> None:
+        self.num_frames = 0
+        self._socket = socketio.AsyncClient(reconnection=False)
+        self._client_id = ""
+        self._next_message = 0
+
+    async def open(self, url: str) -> None:
+        """Load the page and connect, as the page's script does."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            page = (await client.get(f"{url}/console")).raise_for_status().text
+        found = re.search(r"query: ({.*?}),", page)
+        assert found is not None, "the page names no query for its socket"
+        asked = ast.literal_eval(found[1])
+        self._client_id = asked["client_id"]
+        self._socket.on("*", self._got)
+        browser = {name: str(uuid.uuid4()) for name in ("document_id", "tab_id", "old_tab_id")}
+        query = {**asked, "implicit_handshake": "true", **browser}
+        await self._socket.connect(
+            f"{url}?{urlencode(query)}",
+            socketio_path="/_nicegui_ws/socket.io",
+            transports=["websocket"],
+        )
+
+    async def close(self) -> None:
+        """Leave the page."""
+        await self._socket.disconnect()
+
+    async def acknowledge(self) -> None:
+        """Tell the server what need not be kept for this page any more."""
+        told = {"client_id": self._client_id, "next_message_id": self._next_message}
+        await self._socket.emit("ack", told)
+
+    async def _got(self, event: str, message: dict[str, Any] | None = None) -> None:
+        message = message or {}
+        self._next_message = max(self._next_message, message.get("_id", -1) + 1)
+        self.num_frames += "hadalFrames" in message.get("code", "")
+        if "request_id" in message:  # What a browser keeps: nothing.
+            answer = {"request_id": message["request_id"], "client_id": self._client_id}
+            await self._socket.emit("javascript_response", {**answer, "result": ""})
+
+
+async def watch_far(url: str) -> None:
+    """Keep ten consoles open until the input ends; say how many looks they had at the server."""
+    consoles = [FarConsole() for _ in range(NUM_CONSOLES)]
+    for console in consoles:
+        await console.open(url)
+    print("open", flush=True)
+    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    while not ended.done():
+        await asyncio.wait([ended], timeout=3.0)
+        for console in consoles:
+            await console.acknowledge()
+    for console in consoles:
+        await console.close()
+    print(min(console.num_frames for console in consoles), flush=True)
+
+
+def watch_near(url: str) -> None:
+    """The same, in a browser that draws them."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = chromium(playwright)
-        for _ in range(NUM_CONSOLES):
-            page = browser.new_page()
+        opened = [browser.new_page() for _ in range(NUM_CONSOLES)]
+        for page in opened:
             page.goto(f"{url}/console")
             page.wait_for_selector(".h-unit")
         print("open", flush=True)
         sys.stdin.read()
+        frames = [page.evaluate("window.hadalFrames || 0") for page in opened]
         browser.close()
+    print(min(frames), flush=True)
 
 
 def chromium(playwright: Any) -> Any:
@@ -95,7 +164,21 @@ async def p99_ms(url: str, seconds: float) -> float:
     return statistics.quantiles(took, n=100)[98]
 
 
-def compare(num_rounds: int) -> None:
+@contextmanager
+def watching(pages: str, *, is_near: bool) -> Iterator[None]:
+    """Ten consoles are open, at the lowest priority. Raises SystemExit if they were shown nothing."""
+    bench = [sys.executable, "-m", "bench.pages", "--watch", pages, *["--near"] * is_near]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["nice", "-n", "19", *bench], stdin=pipe, stdout=pipe, text=True) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        yield
+        said, _ = run.communicate()
+    if int(said or 0) < ROUND_S / 2:
+        raise SystemExit(f"a console was sent {said.strip() or 'nothing'} of what it shows")
+
+
+def compare(num_rounds: int, *, is_near: bool) -> None:
     """Print each round's two figures, and the median of their ratios."""
     with serving() as server:
         pages = pages_of(server)
@@ -105,29 +188,9 @@ def compare(num_rounds: int) -> None:
         for number in range(num_rounds):
             found = {}
             for has_consoles in (False, True) if number % 2 == 0 else (True, False):
-                command = [
-                    "nice",
-                    "-n",
-                    "19",
-                    sys.executable,
-                    "-m",
-                    "bench.pages",
-                    "--watch",
-                    pages,
-                ]
-                watching = (
-                    subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                    )
-                    if has_consoles
-                    else None
-                )
-                if watching is not None and watching.stdout is not None:
-                    watching.stdout.readline()
-                time.sleep(SETTLE_S)
-                found[has_consoles] = asyncio.run(p99_ms(url, ROUND_S))
-                if watching is not None:
-                    watching.communicate()
+                with watching(pages, is_near=is_near) if has_consoles else nullcontext():
+                    time.sleep(SETTLE_S)
+                    found[has_consoles] = asyncio.run(p99_ms(url, ROUND_S))
             ratios.append(found[True] / found[False])
             print(
                 f"round {number + 1}: p99 {found[False]:.1f} ms without, {found[True]:.1f} ms with"
@@ -214,14 +277,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--pictures", action="store_true")
     parser.add_argument("--frames", type=Path, help="of hadal simulate --frames, for the pictures")
+    parser.add_argument("--near", action="store_true", help="a browser on this host draws them")
     parser.add_argument("--watch", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.watch:
-        watch(asked.watch)
+        watch_near(asked.watch) if asked.near else asyncio.run(watch_far(asked.watch))
     elif asked.pictures:
         pictures(asked.frames)
     else:
-        compare(asked.rounds)
+        compare(asked.rounds, is_near=asked.near)
 
 
 if __name__ == "__main__":
