@@ -241,10 +241,10 @@ def page_of(browser: Any, size: str, scheme: str) -> Any:
 
 
 def picture_chat(browser: Any, url: str, size: str, scheme: str) -> None:
-    """A chat of two turns, the thinking of the last unfolded."""
+    """A chat of two turns: the thinking of the first is unfolded, the second calls a tool."""
     page = page_of(browser, size, scheme)
     page.goto(url)
-    for number, text in enumerate(("What is 12 + 30?", "What is 847 - 389?"), 1):
+    for text, number in (("What is 847 - 389?", 1), ("What is 4321 * 1234?", 3)):
         page.fill("#h-input", text)
         page.press("#h-input", "Enter")
         page.wait_for_function(
@@ -253,7 +253,7 @@ def picture_chat(browser: Any, url: str, size: str, scheme: str) -> None:
             arg=number,
             timeout=60_000,
         )
-    page.locator(".h-thinking summary").last.click()
+    page.locator(".h-thinking summary").first.click()
     page.wait_for_timeout(500)
     page.screenshot(path=DOCS / f"pages-chat-{size}.png")
 
