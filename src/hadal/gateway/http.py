@@ -82,7 +82,14 @@ from hadal.gateway.replies import (
     ReplyFormat,
     Times,
 )
-from hadal.gateway.responses import ResponseFormatter, input_page, parse_response
+from hadal.gateway.responses import (
+    REFERENCE,
+    InputItem,
+    ResponseFormatter,
+    input_page,
+    parse_response,
+    references_of,
+)
 from hadal.gateway.service import Service, Work
 from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
@@ -803,14 +810,22 @@ def _generating(gateway: Gateway) -> list[Endpoint]:
         return await service.completion(body, reply_id, tenant), CompletionFormatter
 
     async def message(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
-        return await service.chat(body, reply_id, tenant, parse_messages), MessagesFormatter
+        work = await service.chat(body, reply_id, tenant, parse_messages)
+        room = work.choices[0].generation.max_tokens
+        is_cut = room < (work.ask.max_tokens or 0)
+        return work, partial(MessagesFormatter, room=room if is_cut else None)
 
     async def response(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
-        asked = await service.off_loop(tenant, lambda: parse_response(body))
+        known: dict[str, InputItem] = {}
+        if REFERENCE.encode() in body:
+            ids = await service.off_loop(tenant, lambda: references_of(body))
+            known = await responses.items(tenant.name, ids)
+        asked = await service.off_loop(tenant, lambda: parse_response(body, known))
         before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
         work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before))
         keep = responses.keeper(tenant.name, reply_id, before, asked)
-        return work, partial(ResponseFormatter, asked=asked.request, keep=keep)
+        sampling = work.choices[0].generation.sampling
+        return work, partial(ResponseFormatter, asked=asked.request, keep=keep, sampling=sampling)
 
     def made(
         name: str, path: str, id_prefix: str, prepare: Prepare, about: Operation, *also: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,13 +23,14 @@ from hadal.core.messages import FRONT
 from hadal.gateway.errors import ApiError, overloaded
 from hadal.gateway.host import Pages
 from hadal.gateway.openai import Turn
-from hadal.gateway.responses import ResponseAsk, listed
+from hadal.gateway.responses import InputItem, ResponseAsk, listed
 from hadal.runtime.topology import GATEWAY
 
 PATH = "/responses"
 """Of the page that gateways ask each other for."""
 WAIT_S = 5.0
 _ID = re.compile(r"resp_(\d{1,3})_[0-9a-f]{32}")
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
 _ENTRY_BYTES = 512
 """What an entry takes besides its texts."""
 _MAX_SENT_BYTES = 16 << 20
@@ -136,6 +137,12 @@ class KeptResponses:
             self.delete(tenant, response_id)
 
 
+class _Output(msgspec.Struct):
+    """What a response gave."""
+
+    output: list[InputItem]
+
+
 class _HasPages(Protocol):
     @property
     def pages(self) -> Pages: ...
@@ -203,6 +210,17 @@ class Responses:
         if kept is None:
             raise _not_kept(response_id, self.own.keep_s)
         return kept.turns
+
+    async def items(self, tenant: str, ids: Iterable[str]) -> dict[str, InputItem]:
+        """Those of these items that responses have which are kept, by id. Raises ApiError."""
+        found: dict[str, InputItem] = {}
+        matches = filter(None, map(_ITEM_ID.fullmatch, ids))
+        for response_id in dict.fromkeys(f"resp_{match[1]}" for match in matches):
+            kept = await self.get(tenant, response_id, "body")
+            if kept is not None:
+                output = msgspec.json.decode(kept.body, type=_Output).output
+                found |= {item.id: item for item in output if item.id is not None}
+        return found
 
     def keeper(
         self, tenant: str, response_id: str, before: tuple[Turn, ...], asked: ResponseAsk

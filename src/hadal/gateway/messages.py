@@ -224,6 +224,7 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
             common, request.max_tokens, "max_tokens", format=format, stop_name="stop_sequences"
         ),
         omits_reasoning=request.thinking is not None and request.thinking.display == "omitted",
+        ends_with_context=True,  # Clients send a max_tokens of their own where nobody asked for one.
     )
     return ChatAsk(ask, turns, thinking, kwargs, choosing, prefix)
 
@@ -384,8 +385,10 @@ class MessagesFormatter:
 
     keep_alive = PING
 
-    def __init__(self, head: Head, vocabulary: Vocabulary) -> None:
+    def __init__(self, head: Head, vocabulary: Vocabulary, *, room: int | None = None) -> None:
+        """`room`: tokens that the context has room for, where more were asked for."""
         self._head = head
+        self._room = room
         self._fold = PartFold()
         self._last = Piece()
 
@@ -404,7 +407,7 @@ class MessagesFormatter:
 
     def end(self, usage: Usage) -> bytes:
         reason = {
-            "stop_reason": _reason(self._last),
+            "stop_reason": self._reason(self._last, usage),
             "stop_sequence": self._last.stop,
         }
         return _event("message_delta", delta=reason, usage=_usage(usage)) + _event("message_stop")
@@ -415,7 +418,15 @@ class MessagesFormatter:
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         piece = outcomes[0].piece
         content = [self._block(part) for part in parts_of(piece)]
-        return _encode(self._message(content, _reason(piece), piece.stop, usage))
+        return _encode(self._message(content, self._reason(piece, usage), piece.stop, usage))
+
+    def _reason(self, piece: Piece, usage: Usage) -> str | None:
+        # Behind a stop sequence there may be calls to be answered.
+        if piece.stop is not None and piece.finish == "stop":
+            return "stop_sequence"
+        if piece.finish == "length" and usage.num_output_tokens == self._room:
+            return "model_context_window_exceeded"
+        return STOP_REASONS.get(piece.finish or "")
 
     def _message(
         self, content: list[Any], reason: str | None, stop: str | None, usage: Usage
@@ -428,6 +439,8 @@ class MessagesFormatter:
             "content": content,
             "stop_reason": reason,
             "stop_sequence": stop,
+            "stop_details": None,
+            "container": None,
             "usage": _usage(usage),
         }
 
@@ -438,13 +451,8 @@ class MessagesFormatter:
             shown = "" if self._head.omits_reasoning else text
             return {"type": "thinking", "thinking": shown, "signature": self._head.id}
         if part.kind is PartKind.TEXT:
-            return {"type": "text", "text": text}
-        return {
-            "type": "tool_use",
-            "id": part.call_id,
-            "name": part.name,
-            "input": _object_of(text),
-        }
+            return _text_block(text)
+        return _call_block(part, _object_of(text))
 
     def _events(self, change: PartChange) -> bytes:
         part, kind = change.part, change.part.kind
@@ -473,8 +481,18 @@ def _opened(part: ReplyPart) -> dict[str, Any]:
     if part.kind is PartKind.REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     if part.kind is PartKind.TEXT:
-        return {"type": "text", "text": ""}
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+        return _text_block("")
+    return _call_block(part, {})
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
+    """`caller`: the model itself, as no program of its runs here."""
+    call = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": input}
+    return {**call, "caller": {"type": "direct"}}
 
 
 def _object_of(arguments: str) -> Any:
@@ -486,19 +504,18 @@ def _object_of(arguments: str) -> Any:
     return msgspec.Raw(arguments.encode())
 
 
-def _reason(piece: Piece) -> str | None:
-    if piece.stop is not None and piece.finish == "stop":  # Else there are calls to be answered.
-        return "stop_sequence"
-    return STOP_REASONS.get(piece.finish or "")
-
-
-def _usage(usage: Usage) -> dict[str, int]:
-    """Tokens that were found in a cache are counted apart."""
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Tokens that were found in a cache are counted apart; what is written to one is not counted."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.num_cached_tokens,
         "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+        "server_tool_use": None,
+        "inference_geo": None,
+        "service_tier": "standard",
     }
 
 

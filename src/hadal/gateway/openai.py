@@ -490,6 +490,8 @@ class CommonFields:
     format: AnswerFormat | None = None
     """None: any text."""
     omits_reasoning: bool = False
+    ends_with_context: bool = False
+    """More tokens than the context has room for may be asked for: it ends where the context does."""
     """The reply says that the model thinks, and not what."""
 
 

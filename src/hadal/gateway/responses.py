@@ -4,11 +4,13 @@
 
 A conversation is a list of items: messages, calls of functions, what came of them, and reasoning, which
 is not read again. A response that is kept (gateway/kept) can be gone on from by its id; what is kept is
-the conversation up to its end, so nothing else need be there then. Knows no tokens and no sockets.
+the conversation up to its end, so nothing else need be there then. An item of one may be named instead
+of sent. Knows no tokens and no sockets.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -17,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from hadal.core.errors import RequestError
+from hadal.core.plans import Sampling
 from hadal.gateway.errors import ApiError
 from hadal.gateway.openai import (
     INT64_MAX,
@@ -61,8 +64,8 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct):
-    """An item of a conversation: a "message", a "function_call", a "function_call_output" or
-    "reasoning". Without a type it is a message.
+    """An item of a conversation: a "message", a "function_call", a "function_call_output",
+    "reasoning", or an "item_reference" to one by its id. Without a type it is a message.
     """
 
     type: str = "message"
@@ -154,10 +157,28 @@ class ResponseAsk:
         return replace(self.chat, turns=whole)
 
 
-def parse_response(body: bytes) -> ResponseAsk:
-    """Read a body of /v1/responses. Raises RequestError."""
+REFERENCE = "item_reference"
+
+
+def references_of(body: bytes) -> list[str]:
+    """Ids of the items that a body of /v1/responses names instead of sending them. Raises
+    RequestError.
+    """
+    items = decode(body, ResponsesRequest).input
+    if isinstance(items, str):
+        return []
+    return [item.id for item in items if item.type == REFERENCE and item.id]
+
+
+def parse_response(body: bytes, known: Mapping[str, InputItem] | None = None) -> ResponseAsk:
+    """Read a body of /v1/responses; `known`: items that it may name, by their ids. Raises
+    RequestError.
+    """
     request = decode(body, ResponsesRequest)
     check_served(body, RESPONSE)
+    if not isinstance(request.input, str):
+        items = [_referred(item, index, known or {}) for index, item in enumerate(request.input)]
+        request = msgspec.structs.replace(request, input=items)
     _check_options(request)
     effort = request.reasoning.effort if request.reasoning is not None else None
     thinking, told = with_effort(None, effort, "reasoning.effort")
@@ -183,6 +204,18 @@ def parse_response(body: bytes) -> ResponseAsk:
     )
     turns = turns_of(request.input)
     return ResponseAsk(request, ChatAsk(ask, turns, thinking, kwargs, choosing))
+
+
+def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
+    if item.type != REFERENCE:
+        return item
+    if item.id is None or item.id not in known:
+        raise RequestError(
+            f"input[{index}].id: no item {(item.id or '')[:80]!r} is kept here for this API key; send"
+            " the item itself.",
+            f"input[{index}].id",
+        )
+    return known[item.id]
 
 
 def _check_options(request: ResponsesRequest) -> None:
@@ -254,7 +287,7 @@ def _choice_of(choice: Any) -> Any:
 MAX_LISTED = 100
 """Items of an input on one page."""
 _TEXTS = ("input_text", "output_text", "text")
-_ITEMS = "message, function_call, function_call_output and reasoning"
+_ITEMS = "message, function_call, function_call_output, reasoning and item_reference"
 
 
 def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
@@ -403,13 +436,17 @@ class ResponseFormatter:
         vocabulary: Vocabulary,
         asked: ResponsesRequest,
         keep: Callable[[bytes, Turn], None] | None,
+        sampling: Sampling,
+        now: Callable[[], float] = time.time,
     ) -> None:
         """`keep` is given the response, and the turn that it is, before the client has it; None: it
-        is not kept.
+        is not kept. `sampling`: how it is drawn, whoever said so.
         """
         self._head = head
         self._asked = asked
         self._keep = keep
+        self._sampling = sampling
+        self._now = now
         self._fold = PartFold()
         self._finish: str | None = None
         self._num_events = 0
@@ -451,6 +488,7 @@ class ResponseFormatter:
         status = "incomplete" if reason else "completed"
         response = self._response(status, self._items(parts, status), usage)
         response["incomplete_details"] = {"reason": reason} if reason else None
+        response["completed_at"] = None if reason else int(self._now())
         if self._keep is not None:
             self._keep(_encode(response), turn_of(parts))
         return response
@@ -474,7 +512,7 @@ class ResponseFormatter:
         return item | {"type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, part: ReplyPart) -> str:
-        return f"{_PREFIXES[part.kind]}_{self._head.id.rpartition('_')[2]}{part.index:04x}"
+        return f"{_PREFIXES[part.kind]}_{self._head.id.removeprefix('resp_')}{part.index:04x}"
 
     def _events(self, change: PartChange) -> bytes:
         part, kind = change.part, change.part.kind
@@ -522,30 +560,39 @@ class ResponseFormatter:
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: Usage | None
     ) -> dict[str, Any]:
-        asked = self._asked
+        asked, sampling = self._asked, self._sampling
         reasoning = asked.reasoning or ReasoningOptions()
         format = (asked.text or TextOptions()).format
         return {
             "id": self._head.id,
             "object": "response",
             "created_at": self._head.created,
+            "completed_at": None,
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": None,
             "instructions": asked.instructions,
+            "frequency_penalty": sampling.frequency_penalty,
             "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": asked.metadata or {},
             "model": self._head.model,
             "output": output,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "presence_penalty": sampling.presence_penalty,
             "previous_response_id": asked.previous_response_id,
+            "prompt_cache_key": None,
             "reasoning": {"effort": reasoning.effort, "summary": None},
+            "safety_identifier": None,
+            "service_tier": "default",
             "store": self._keep is not None,
-            "temperature": asked.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"} if format is None else _format_fields(format)},
             "tool_choice": _choice_fields(asked.tool_choice),
             "tools": asked.tools or [],
-            "top_p": asked.top_p,
+            "top_logprobs": 0,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }

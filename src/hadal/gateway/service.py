@@ -532,6 +532,8 @@ class Service:
         max_tokens = ask.max_tokens
         if max_tokens is None:
             max_tokens = min(limits.default_output_tokens, room, limits.max_output_tokens or room)
+        elif max_tokens > room and ask.ends_with_context:
+            max_tokens = room
         elif max_tokens > room:
             context, num_prompt = self.model.context_tokens, len(prompt.ids)
             raise RequestError(

@@ -111,6 +111,7 @@ class TextChoice(Shape):
     logprobs: TextScores | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] = []
+    prompt_logprobs: list[dict[str, Json] | None] = []
 
 
 class TextReply(Shape):
@@ -196,23 +197,32 @@ class ResponseReply(Shape):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
     error: Json | None
     incomplete_details: Json | None
     instructions: str | None
+    frequency_penalty: float
     max_output_tokens: int | None
+    max_tool_calls: None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
+    prompt_cache_key: None
     reasoning: Json
+    safety_identifier: None
+    service_tier: Literal["default"]
     store: bool
-    temperature: float | None
+    temperature: float
     text: Json
     tool_choice: Any
     tools: list[Json]
-    top_p: float | None
+    top_logprobs: int
+    top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
 
@@ -336,9 +346,14 @@ class MessageUsage(Shape):
     """Tokens of the prompt that a cache had are counted apart."""
 
     input_tokens: int
+    cache_creation: dict[str, int]
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: dict[str, int]
+    server_tool_use: None
+    inference_geo: None
+    service_tier: Literal["standard"]
 
 
 class ThinkingPart(Shape, tag="thinking"):
@@ -348,12 +363,14 @@ class ThinkingPart(Shape, tag="thinking"):
 
 class TextPart(Shape, tag="text"):
     text: str
+    citations: None
 
 
 class ToolUsePart(Shape, tag="tool_use"):
     id: str
     name: str
     input: Json
+    caller: Json
 
 
 class MessageReply(Shape):
@@ -364,8 +381,19 @@ class MessageReply(Shape):
     role: Literal["assistant"]
     model: str
     content: list[ThinkingPart | TextPart | ToolUsePart]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: (
+        Literal[
+            "end_turn",
+            "max_tokens",
+            "stop_sequence",
+            "tool_use",
+            "model_context_window_exceeded",
+        ]
+        | None
+    )
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessageUsage
 
 

@@ -17,9 +17,9 @@ const SUM = "What is 23 plus 19?";
 const PRODUCT = "What is 4817 times 2395? Use the calculator.";
 const PERSON = "Ann is 34 years old and lives in Oslo. Give her name, age and city as JSON.";
 
-const arguments_ = z.object({ a: z.number().int(), operation: z.enum(["plus", "minus", "times"]), b: z.number().int() });
+const arguments_ = z.object({ a: z.number().int(), operator: z.enum(["+", "-", "*"]), b: z.number().int() });
 const person = z.object({ name: z.string(), age: z.number().int(), city: z.string() });
-const reckon = ({ a, operation, b }) => ({ plus: a + b, minus: a - b, times: a * b })[operation];
+const reckon = ({ a, operator, b }) => ({ "+": a + b, "-": a - b, "*": a * b })[operator];
 const digits = (text) => String(text).replace(/\D/g, "");
 
 function expect(holds, seen) {

@@ -80,15 +80,15 @@ def tools() -> str:
 
 
 @anthropic.beta_tool
-def calculate(a: int, operation: str, b: int) -> str:
+def calculate(a: int, operator: str, b: int) -> str:
     """Compute with two whole numbers.
 
     Args:
         a: The first number.
-        operation: One of plus, minus, times.
+        operator: One of +, -, *.
         b: The second number.
     """
-    return str(reckon(a, operation, b))
+    return str(reckon(a, operator, b))
 
 
 def runner() -> str:

@@ -122,7 +122,7 @@ def strict_tool() -> str:
         tool_choice="required",
     )
     arguments = (reply.choices[0].message.tool_calls or [])[0].function.arguments
-    return expect(set(json.loads(arguments)) == {"a", "operation", "b"}, arguments)
+    return expect(set(json.loads(arguments)) == {"a", "operator", "b"}, arguments)
 
 
 def parse() -> str:

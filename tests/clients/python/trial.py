@@ -24,25 +24,25 @@ PRODUCT_ANSWER = "11536715"
 PERSON = "Ann is 34 years old and lives in Oslo. Give her name, age and city as JSON."
 
 
-def calculate(a: int, operation: str, b: int) -> int:
+def calculate(a: int, operator: str, b: int) -> int:
     """Compute with two whole numbers.
 
     Args:
         a: The first number.
-        operation: One of plus, minus, times.
+        operator: One of +, -, *.
         b: The second number.
     """
-    return {"plus": a + b, "minus": a - b, "times": a * b}[operation]
+    return {"+": a + b, "-": a - b, "*": a * b}[operator]
 
 
 CALCULATE = {
     "type": "object",
     "properties": {
         "a": {"type": "integer"},
-        "operation": {"type": "string", "enum": ["plus", "minus", "times"]},
+        "operator": {"type": "string", "enum": ["+", "-", "*"]},
         "b": {"type": "integer"},
     },
-    "required": ["a", "operation", "b"],
+    "required": ["a", "operator", "b"],
     "additionalProperties": False,
 }
 TOOL = {

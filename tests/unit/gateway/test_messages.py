@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -49,6 +50,11 @@ def parse(**fields: Any) -> ChatAsk:
 
 def chat(**fields: Any) -> ChatAsk:
     return parse_chat(json.dumps({"model": "small", "max_tokens": 60, **fields}).encode())
+
+
+def as_message(ask: ChatAsk) -> ChatAsk:
+    """The same, asked by way of /v1/messages."""
+    return replace(ask, ask=replace(ask.ask, ends_with_context=True))
 
 
 # ---- what bodies mean ----
@@ -117,14 +123,14 @@ def test_a_conversation_is_the_same_chat() -> None:
             {"role": "user", "content": "And?"},
         ],
     )
-    assert ours == theirs
+    assert ours == as_message(theirs)
 
 
 def test_what_every_api_takes_is_taken_here() -> None:
     more = {"cache_salt": "ann", "priority": -3, "seed": 7, "stop_repetition": False}
     kwargs = {"chat_template_kwargs": {"thinking": False, "style": "dry"}}
     ours = parse(**more, **kwargs)
-    assert ours == chat(messages=ASKED["messages"], **more, **kwargs)
+    assert ours == as_message(chat(messages=ASKED["messages"], **more, **kwargs))
     assert (ours.ask.cache_salt, ours.thinking) == ("ann", False)
 
 
@@ -338,7 +344,7 @@ def test_errors_are_in_anthropics_shape(model: ServedModel, path: str) -> None:
     async def scene(it: World) -> None:
         for body, headers, status, kind in (
             ({**ASKED, "model": "other"}, {}, 404, "not_found_error"),
-            ({**ASKED, "max_tokens": 10**6}, {}, 400, "invalid_request_error"),
+            ({**ASKED, "max_tokens": 0}, {}, 400, "invalid_request_error"),
             (ASKED, {"x-api-key": "wrong"}, 401, "authentication_error"),
         ):
             sent = {"x-api-key": "right", **headers}
@@ -375,9 +381,8 @@ def test_tokens_that_a_cache_had_are_counted_apart(model: ServedModel) -> None:
         second = (await it.client.post("/v1/messages", json=body)).json()["usage"]
         assert first["cache_read_input_tokens"] == 0
         assert second["cache_read_input_tokens"] >= 64
-        assert sum(second[name] for name in second if name != "output_tokens") == sum(
-            first[name] for name in first if name != "output_tokens"
-        )
+        read, fresh = "cache_read_input_tokens", "input_tokens"
+        assert second[read] + second[fresh] == first[read] + first[fresh]
         counted = await it.client.post("/v1/messages/count_tokens", json=body)
         assert counted.json() == {"input_tokens": first["input_tokens"]}
         start = named_events(
@@ -480,6 +485,21 @@ def test_two_calls_with_text_around_them(taught: ServedModel) -> None:
             **asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
         )
         assert [block.type for block in one.content] == ["text", "tool_use"]
+
+
+def test_an_answer_ends_where_the_context_does(model: ServedModel) -> None:
+    """Clients send a max_tokens of their own, which knows nothing of the model."""
+    context = model.context_tokens
+    with serving(model, spell(model, "tick " * context)) as it, client_of(it) as client:
+        asked = {**ASKED, "max_tokens": 10 * context}
+        asked["extra_body"] = {"stop_repetition": False}
+        made = client.messages.create(**asked)
+        assert made.usage.input_tokens + made.usage.output_tokens == context
+        assert made.stop_reason == "model_context_window_exceeded"
+        with client.messages.stream(**asked) as stream:
+            assert stream.get_final_message().stop_reason == made.stop_reason
+        short = client.messages.create(**{**ASKED, "max_tokens": 9})
+        assert short.stop_reason == "max_tokens"
 
 
 class Verdict(BaseModel):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.core.messages import Token
+from hadal.core.plans import Sampling
 from hadal.gateway.messages import MessagesFormatter
 from hadal.gateway.openai import Turn
 from hadal.gateway.parts import PartFold, PartKind, parts_of
@@ -73,15 +74,22 @@ def whole_message(piece: Piece) -> dict[str, Any]:
     return body
 
 
+def response_formatter(kept: list[tuple[bytes, Turn]]) -> ResponseFormatter:
+    def keep(*each: Any) -> None:
+        kept.append(each)
+
+    return ResponseFormatter(HEAD, VOCABULARY, ASKED, keep, Sampling(), now=lambda: 7.0)
+
+
 def response(pieces: Sequence[Piece], kept: list[tuple[bytes, Turn]]) -> dict[str, Any]:
     """As a client of /v1/responses reads the stream."""
-    reply = ResponseFormatter(HEAD, VOCABULARY, ASKED, lambda *each: kept.append(each))
+    reply = response_formatter(kept)
     data = reply.begin(USAGE) + b"".join(reply.chunks(0, piece) for piece in pieces)
     return response_of(named_events(data + reply.end(USAGE)))
 
 
 def whole_response(piece: Piece, kept: list[tuple[bytes, Turn]]) -> dict[str, Any]:
-    reply = ResponseFormatter(HEAD, VOCABULARY, ASKED, lambda *each: kept.append(each))
+    reply = response_formatter(kept)
     body: dict[str, Any] = json.loads(reply.whole([Outcome(0, piece, True)], USAGE))
     return body
 
@@ -155,5 +163,5 @@ def test_a_stop_string_is_told() -> None:
     pieces = pieces_of(V31, ids, [3], stops=("two",))
     body = message(pieces)
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "two")
-    assert body["content"] == [{"type": "text", "text": "One, "}]
+    assert body["content"] == [{"type": "text", "text": "One, ", "citations": None}]
     assert parts_of(added(pieces))[0].text == "One, "

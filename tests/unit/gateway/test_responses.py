@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
+from hadal.core.plans import Sampling
 from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
 from hadal.gateway.replies import Head, Usage
 from hadal.gateway.responses import (
@@ -218,7 +219,9 @@ for _ in range(70):
     [
         ({"input": []}, "input"),
         ({"input": [{"type": "reasoning"}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         (
@@ -323,6 +326,38 @@ def test_a_response_is_gone_on_from(model: ServedModel) -> None:
     play(model, scene)
 
 
+def test_items_of_a_response_are_named_instead_of_sent(model: ServedModel) -> None:
+    """Those of two responses, in whatever order; to others than their tenant they are not there."""
+
+    async def scene(it: World) -> None:
+        mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
+        ids: list[str] = []
+        for _ in range(2):
+            reply = await it.client.post("/v1/responses", json=ASKED, headers=mine)
+            ids += [item["id"] for item in reply.json()["output"]]
+        named = [{"type": "item_reference", "id": item_id} for item_id in ids]
+        question = {"role": "user", "content": "And?"}
+        asked = {**ASKED, "input": [question, *named, question]}
+        reply = await it.client.post("/v1/responses", json=asked, headers=mine)
+        assert reply.status_code == 200
+        said = {"role": "assistant", "content": "The answer is 4. 🙂"}
+        messages = [question, said, said, question]
+        chat = {"model": "small", "messages": messages}
+        await it.client.post("/v1/chat/completions", json=chat, headers=mine)
+        *_, responded, chatted = it.units.submitted
+        assert responded.prompt == chatted.prompt
+        path = f"/v1/responses/{reply.json()['id']}/input_items"
+        items = (await it.client.get(path, headers=mine)).json()["data"]
+        assert [item["type"] for item in items if item["id"] in ids] == [
+            "message",
+            "reasoning",
+        ] * 2
+        refused = await it.client.post("/v1/responses", json=asked, headers=other)
+        assert error_of(refused, 400)["param"] == "input[1].id"
+
+    play(model, scene, keys=("mine", "other"))
+
+
 def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
@@ -356,7 +391,7 @@ def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedM
         [Piece(reasoning="We"), Piece(reasoning="ll.", content="It is", finish="length")],
         [Piece(reasoning="Well.", content="It is"), Piece(finish="length")],
     ):
-        made = ResponseFormatter(head, model.vocabulary, parse().request, None)
+        made = ResponseFormatter(head, model.vocabulary, parse().request, None, Sampling())
         usage = Usage(3, 4, 2)
         data = made.begin(usage) + b"".join(made.chunks(0, piece) for piece in pieces)
         events = named_events(data + made.end(usage))
