@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,8 @@ _MESSAGE_TYPES = {
     500: "api_error",
 }
 """Anthropic's names; where it has none, OpenAI's."""
+UNTHREADED = "thread_unsupported_request"
+"""The code by which Anthropic's clients know that they have to send whole conversations."""
 _MESSAGE_PATHS = re.compile(r"(/anthropic)?(/v1)?/messages(/.*)?")
 
 
@@ -78,7 +81,10 @@ class ApiError(HadalError):
         kind = _MESSAGE_TYPES.get(
             self.status, "api_error" if self.status >= 500 else "invalid_request_error"
         )
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(self)}})
+        error: dict[str, Any] = {"type": kind, "message": str(self)}
+        if self.code == UNTHREADED:
+            error["details"] = {"error_code": self.code, "unsupported": [self.param]}
+        return msgspec.json.encode({"type": "error", "error": error})
 
     def body_at(self, path: str) -> bytes:
         """The JSON body of a refusal of what was asked for at a path."""

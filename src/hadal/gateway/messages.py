@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from hadal.core.errors import RequestError
-from hadal.gateway.errors import ApiError
+from hadal.gateway.errors import UNTHREADED, ApiError
 from hadal.gateway.openai import (
     INT64_MAX,
     MAX_MESSAGES,
@@ -170,6 +170,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    thread: Any = None
+    """A conversation that the server would keep, which is refused."""
 
 
 def parse_messages(body: bytes) -> ChatAsk:
@@ -196,6 +198,13 @@ def _decode(body: bytes, kind: type[CountRequest]) -> Any:
 
 def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
     check_served(body, MESSAGE)
+    if request.thread is not None:
+        raise RequestError(
+            "thread is not supported: no conversation is kept here. Leave it out, and send all of its"
+            " messages.",
+            "thread",
+            UNTHREADED,
+        )
     output = request.output_config or OutputConfig()
     switch = request.thinking and request.thinking.type
     thinking = {"enabled": True, "disabled": False}.get(switch or "")
@@ -486,7 +495,7 @@ def _opened(part: ReplyPart) -> dict[str, Any]:
 
 
 def _text_block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
+    return {"type": "text", "text": text, "citations": []}
 
 
 def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:

@@ -363,7 +363,7 @@ class ThinkingPart(Shape, tag="thinking"):
 
 class TextPart(Shape, tag="text"):
     text: str
-    citations: None
+    citations: list[Json]
 
 
 class ToolUsePart(Shape, tag="tool_use"):
@@ -415,6 +415,7 @@ class Detokenized(Shape):
 class MessageErrorFields(Shape):
     type: str
     message: str
+    details: Json = {}
 
 
 class MessageErrorReply(Shape):

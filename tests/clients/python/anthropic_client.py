@@ -79,7 +79,7 @@ def tools() -> str:
     return expect(PRODUCT_ANSWER in digits(text_of(last)), text_of(last))
 
 
-@anthropic.beta_tool
+@anthropic.beta_tool(input_schema=CALCULATE)
 def calculate(a: int, operator: str, b: int) -> str:
     """Compute with two whole numbers.
 

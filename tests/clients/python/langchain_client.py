@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from langchain.agents import create_agent
+from langchain.tools import tool
 from langchain_anthropic import ChatAnthropic
 from langchain_deepseek import ChatDeepSeek
 from langchain_openai import ChatOpenAI
@@ -47,7 +48,7 @@ def _invoke(model: object) -> str:
 
 
 def _agent(model: object) -> str:
-    agent = create_agent(model, tools=[calculate])
+    agent = create_agent(model, tools=[tool(calculate, parse_docstring=True)])
     messages = agent.invoke({"messages": [("user", PRODUCT)]}, {"recursion_limit": 8})["messages"]
     kinds = [message.type for message in messages]
     return expect(

@@ -363,6 +363,16 @@ def test_errors_are_in_anthropics_shape(model: ServedModel, path: str) -> None:
     play(model, scene, keys=("right",))
 
 
+def test_conversations_are_not_kept_and_the_client_sends_them_whole(taught: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        reply = await it.client.post("/v1/messages", json={**ASKED, "thread": {"type": "create"}})
+        assert reply.status_code == 400
+        details = reply.json()["error"]["details"]
+        assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+    play(taught, scene)
+
+
 def test_a_stream_that_waits_pings(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.go.clear()

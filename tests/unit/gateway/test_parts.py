@@ -163,5 +163,5 @@ def test_a_stop_string_is_told() -> None:
     pieces = pieces_of(V31, ids, [3], stops=("two",))
     body = message(pieces)
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "two")
-    assert body["content"] == [{"type": "text", "text": "One, ", "citations": None}]
+    assert body["content"] == [{"type": "text", "text": "One, ", "citations": []}]
     assert parts_of(added(pieces))[0].text == "One, "
