@@ -1,8 +1,9 @@
 """What a response_format costs: decode steps of hadal-tiny in which every request has a grammar,
 beside the same without.
 
-`python -m bench.grammars [--model mid | mid-v3] [--batch 32] [--drafts 0]`; mid-v3 has as many
-tokens in its vocabulary as V3. The two take turns, a round each; figures are
+`python -m bench.grammars [--model mid | mid-v3] [--batch 32] [--drafts 0] [--own]`; mid-v3 has as
+many tokens in its vocabulary as V3. With `--own` each request has a schema of its own, which no other
+has the automata of. The two take turns, a round each; figures are
 those of the median step and of the tenth quickest of a hundred, which other work on the machine
 disturbs less. `wait` is how long a step stood still for masks; the rest of what they take runs
 beside the step, on cores that it shares. `CPU` is processor time a step, of the thread that computes
@@ -36,18 +37,23 @@ from hadal.runtime.resolve import model_folder
 from hadal.tokens.grammars import Grammars, grammar_text
 from hadal.tokens.table import read_token_table
 
-ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
+
+def schema_of(name: str) -> dict[str, Any]:
+    """Of a list so long that no request ends; `name`: what one of its items' properties is called."""
+    properties = {
+        name: {"type": "string"},
         "count": {"type": "integer"},
         "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "count", "tags"],
-    "additionalProperties": False,
-}
-SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
-"""So that no request ends."""
+    }
+    item = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "array", "items": item, "minItems": 1000}
+
+
 MODELS = {
     "hadal-tiny": lambda: model_folder(""),
     "mid": mid_model,
@@ -97,10 +103,11 @@ class Rank:
         rng = random.Random(1)
         self._prompts = [[rng.randrange(20, 400) for _ in range(CONTEXT)] for _ in range(batch)]
 
-    def round(self, grammar: Grammar | None) -> Round:
-        """All requests from their prompts on."""
+    def round(self, grammars: Sequence[Grammar | None]) -> Round:
+        """All requests from their prompts on, which take turns in `grammars`."""
         joins = []
         for slot, prompt in enumerate(self._prompts):
+            grammar = grammars[slot % len(grammars)]
             sampling = Sampling(temperature=1.0, seed=slot, grammar=grammar)
             first = 1 + slot * self._blocks_each
             blocks = tuple(range(first, first + self._blocks_each))
@@ -141,12 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=tuple(MODELS), default="hadal-tiny")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--own", action="store_true", help="a schema of its own for each")
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
     rank = Rank(MODELS[asked.model](), asked.batch, asked.drafts)
-    grammar = Grammar(grammar_text(SCHEMA, follows_reasoning=False), (1,))
-    kinds: dict[str, Grammar | None] = {"free": None, "json_schema": grammar}
+    names = [f"name{slot}" for slot in range(asked.batch)] if asked.own else ["name"]
+    held = [Grammar(grammar_text(schema_of(name), follows_reasoning=False), (1,)) for name in names]
+    kinds: dict[str, Sequence[Grammar | None]] = {"free": [None], "json_schema": held}
     rounds: dict[str, list[Round]] = {name: [] for name in kinds}
     for number in range(1 + NUM_ROUNDS):
         for name, wanted in kinds.items():

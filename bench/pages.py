@@ -5,8 +5,8 @@
     python -m bench.pages --pictures       docs/pages-*.png, of a server that is asked and of 278 nodes
 
 Rounds with and without are taken in turn, and the figure is the median of the rounds' own ratios.
-Operators look from hosts of their own: consoles are connections that get all a browser would and draw
-none of it. A browser that draws ten of them takes a third of a core, of the two that serve.
+Operators look from hosts of their own: a console here is a connection that is sent all that a browser
+would be, and draws none of it. A browser that draws ten of them takes a third of one of two cores.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FarConsole:
         self._next_message = 0
 
     async def open(self, url: str) -> None:
-        """Load the page and connect, as the page's script does."""
+        """Load the page and connect, as the page's script does (createApp in NiceGUI 3's nicegui.js)."""
         async with httpx.AsyncClient(trust_env=False) as client:
             page = (await client.get(f"{url}/console")).raise_for_status().text
         found = re.search(r"query: ({.*?}),", page)
@@ -106,7 +106,7 @@ class FarConsole:
 
 
 async def watch_far(url: str) -> None:
-    """Keep ten consoles open until the input ends; say how many looks they had at the server."""
+    """Keep ten consoles open until the input ends; print the fewest frames that one of them got."""
     consoles = [FarConsole() for _ in range(NUM_CONSOLES)]
     for console in consoles:
         await console.open(url)
@@ -171,7 +171,8 @@ def watching(pages: str, *, is_near: bool) -> Iterator[None]:
     pipe = subprocess.PIPE
     with subprocess.Popen(["nice", "-n", "19", *bench], stdin=pipe, stdout=pipe, text=True) as run:
         assert run.stdout is not None
-        run.stdout.readline()
+        if run.stdout.readline() != "open\n":
+            raise SystemExit("the consoles do not open; what is above says why")
         yield
         said, _ = run.communicate()
     if int(said or 0) < ROUND_S / 2:
@@ -281,7 +282,10 @@ def main() -> None:
     parser.add_argument("--watch", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.watch:
-        watch_near(asked.watch) if asked.near else asyncio.run(watch_far(asked.watch))
+        if asked.near:
+            watch_near(asked.watch)
+        else:
+            asyncio.run(watch_far(asked.watch))
     elif asked.pictures:
         pictures(asked.frames)
     else:

@@ -252,7 +252,8 @@ def _resources(url: str, model: str) -> list[Trial]:
         seen = f"{passed} passed" + (f"; not: {', '.join(sorted(set(failed)))}" if failed else "")
         if not passed and not failed:
             failed, seen = ["runs"], (errors or output)[-200:]
-        trials.append(Trial("openai-python's own tests", path.stem, not failed, seen))
+        what = name.removeprefix("tests/api_resources/").removesuffix(".py")
+        trials.append(Trial("openai-python's own tests", what, not failed, seen))
     return trials
 
 

@@ -639,12 +639,15 @@ class ChatPage:
 
     async def _over(self, chat_id: str, number: int) -> None:
         """Other pages may ask there, unless this one has asked again."""
-        with suppress(TimeoutError):  # As is likely where the page is gone.
-            async with asyncio.timeout(_STORED_S):
-                # A browser does things in turn: what it was given to keep is kept by then.
-                await self._client.run_javascript("return true", timeout=_STORED_S)
-        if self._answered.get(chat_id) == (self, number):
-            del self._answered[chat_id]
+        try:
+            with suppress(TimeoutError):  # As is likely where the page is gone.
+                # The call's own limit leaves out the wait for a page that lost its line.
+                async with asyncio.timeout(_STORED_S):
+                    # localStorage is written at once: what the browser was told before is kept then.
+                    await self._client.run_javascript("return true", timeout=_STORED_S)
+        finally:
+            if self._answered.get(chat_id) == (self, number):
+                del self._answered[chat_id]
 
     async def _run(self, conversation: Conversation, before: list[ChatAnswer]) -> None:
         """Have the last question answered, carrying out what the model calls in between. `before`:

@@ -83,11 +83,14 @@ from hadal.gateway.replies import (
     Times,
 )
 from hadal.gateway.responses import (
-    REFERENCE,
-    InputItem,
+    ResponseAsk,
     ResponseFormatter,
+    ResponsesRequest,
     input_page,
+    items_in,
+    listed,
     parse_response,
+    read_response,
     references_of,
 )
 from hadal.gateway.service import Service, Work
@@ -811,21 +814,36 @@ def _generating(gateway: Gateway) -> list[Endpoint]:
 
     async def message(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
         work = await service.chat(body, reply_id, tenant, parse_messages)
-        room = work.choices[0].generation.max_tokens
-        is_cut = room < (work.ask.max_tokens or 0)
-        return work, partial(MessagesFormatter, room=room if is_cut else None)
+        return work, partial(
+            MessagesFormatter,
+            max_tokens=work.ask.max_tokens or 0,
+            context_tokens=service.model.context_tokens,
+        )
 
     async def response(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
-        known: dict[str, InputItem] = {}
-        if REFERENCE.encode() in body:
-            ids = await service.off_loop(tenant, lambda: references_of(body))
-            known = await responses.items(tenant.name, ids)
-        asked = await service.off_loop(tenant, lambda: parse_response(body, known))
+        def parse(
+            request: ResponsesRequest, bodies: list[bytes], ids: list[str]
+        ) -> tuple[ResponseAsk, bytes]:
+            known = items_in(bodies, ids, service.limits.max_body_bytes)
+            asked = parse_response(request, known)
+            return asked, msgspec.json.encode(listed(asked.request.input))
+
+        def read() -> tuple[ResponsesRequest, list[str]]:
+            request = read_response(body)
+            return request, references_of(request)
+
+        request, ids = await service.off_loop(tenant, read)
+        bodies = await responses.bodies_with(tenant.name, ids) if ids else []
+        asked, items = await service.off_loop(tenant, lambda: parse(request, bodies, ids))
         before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
         work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before))
-        keep = responses.keeper(tenant.name, reply_id, before, asked)
-        sampling = work.choices[0].generation.sampling
-        return work, partial(ResponseFormatter, asked=asked.request, keep=keep, sampling=sampling)
+        return work, partial(
+            ResponseFormatter,
+            asked=asked.request,
+            keep=responses.keeper(tenant.name, reply_id, before, asked, items),
+            sampling=work.choices[0].generation.sampling,
+            now=gateway.unix_time,
+        )
 
     def made(
         name: str, path: str, id_prefix: str, prepare: Prepare, about: Operation, *also: str

@@ -10,6 +10,7 @@ that has most go first, its oldest before its others.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -23,14 +24,15 @@ from hadal.core.messages import FRONT
 from hadal.gateway.errors import ApiError, overloaded
 from hadal.gateway.host import Pages
 from hadal.gateway.openai import Turn
-from hadal.gateway.responses import InputItem, ResponseAsk, listed
+from hadal.gateway.responses import ResponseAsk, response_id_of
 from hadal.runtime.topology import GATEWAY
 
 PATH = "/responses"
 """Of the page that gateways ask each other for."""
 WAIT_S = 5.0
 _ID = re.compile(r"resp_(\d{1,3})_[0-9a-f]{32}")
-_ITEM_ID = re.compile(r"(?:rs|msg|fc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
+_MAX_NAMED = 64
+"""Responses whose items one request may name."""
 _ENTRY_BYTES = 512
 """What an entry takes besides its texts."""
 _MAX_SENT_BYTES = 16 << 20
@@ -137,12 +139,6 @@ class KeptResponses:
             self.delete(tenant, response_id)
 
 
-class _Output(msgspec.Struct):
-    """What a response gave."""
-
-    output: list[InputItem]
-
-
 class _HasPages(Protocol):
     @property
     def pages(self) -> Pages: ...
@@ -211,25 +207,37 @@ class Responses:
             raise _not_kept(response_id, self.own.keep_s)
         return kept.turns
 
-    async def items(self, tenant: str, ids: Iterable[str]) -> dict[str, InputItem]:
-        """Those of these items that responses have which are kept, by id. Raises ApiError."""
-        found: dict[str, InputItem] = {}
-        matches = filter(None, map(_ITEM_ID.fullmatch, ids))
-        for response_id in dict.fromkeys(f"resp_{match[1]}" for match in matches):
-            kept = await self.get(tenant, response_id, "body")
-            if kept is not None:
-                output = msgspec.json.decode(kept.body, type=_Output).output
-                found |= {item.id: item for item in output if item.id is not None}
-        return found
+    async def bodies_with(self, tenant: str, item_ids: Iterable[str]) -> list[bytes]:
+        """The kept responses that said these items. Raises RequestError for items of too many
+        responses, ApiError.
+        """
+        response_ids = dict.fromkeys(filter(None, map(response_id_of, item_ids)))
+        if len(response_ids) > _MAX_NAMED:
+            raise RequestError(
+                f"input names items of {len(response_ids)} responses; at most {_MAX_NAMED} are"
+                " allowed. Send the items themselves, or go on from a response by"
+                " previous_response_id.",
+                "input",
+            )
+        kept = await asyncio.gather(
+            *(self.get(tenant, response_id, "body") for response_id in response_ids)
+        )
+        return [response.body for response in kept if response is not None]
 
     def keeper(
-        self, tenant: str, response_id: str, before: tuple[Turn, ...], asked: ResponseAsk
+        self,
+        tenant: str,
+        response_id: str,
+        before: tuple[Turn, ...],
+        asked: ResponseAsk,
+        items: bytes,
     ) -> Callable[[bytes, Turn], None] | None:
-        """What keeps a response when it has ended; None where it is not to be kept."""
+        """What keeps a response when it has ended; None where it is not to be kept. `items`: its input,
+        as it can be asked for.
+        """
         if asked.request.store is False or not self.own.keep_s:
             return None
         turns = (*before, *asked.chat.turns)
-        items = msgspec.json.encode(listed(asked.request.input))
 
         def keep(body: bytes, turn: Turn) -> None:
             self.own.put(tenant, response_id, KeptResponse(body, items, (*turns, turn)))

@@ -233,7 +233,7 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
             common, request.max_tokens, "max_tokens", format=format, stop_name="stop_sequences"
         ),
         omits_reasoning=request.thinking is not None and request.thinking.display == "omitted",
-        ends_with_context=True,  # Clients send a max_tokens of their own where nobody asked for one.
+        ends_with_room=True,  # Clients send a max_tokens of their own where nobody asked for one.
     )
     return ChatAsk(ask, turns, thinking, kwargs, choosing, prefix)
 
@@ -394,10 +394,13 @@ class MessagesFormatter:
 
     keep_alive = PING
 
-    def __init__(self, head: Head, vocabulary: Vocabulary, *, room: int | None = None) -> None:
-        """`room`: tokens that the context has room for, where more were asked for."""
+    def __init__(
+        self, head: Head, vocabulary: Vocabulary, *, max_tokens: int, context_tokens: int
+    ) -> None:
+        """`max_tokens`: as the client asked."""
         self._head = head
-        self._room = room
+        self._max_tokens = max_tokens
+        self._context_tokens = context_tokens
         self._fold = PartFold()
         self._last = Piece()
 
@@ -430,10 +433,12 @@ class MessagesFormatter:
         return _encode(self._message(content, self._reason(piece, usage), piece.stop, usage))
 
     def _reason(self, piece: Piece, usage: Usage) -> str | None:
-        # Behind a stop sequence there may be calls to be answered.
+        # A reply that also calls tools ends with tool_use, whatever stop sequence it met.
         if piece.stop is not None and piece.finish == "stop":
             return "stop_sequence"
-        if piece.finish == "length" and usage.num_output_tokens == self._room:
+        num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
+        is_full = num_tokens == self._context_tokens and usage.num_output_tokens < self._max_tokens
+        if piece.finish == "length" and is_full:
             return "model_context_window_exceeded"
         return STOP_REASONS.get(piece.finish or "")
 
@@ -499,7 +504,7 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
-    """`caller`: the model itself, as no program of its runs here."""
+    """`caller` says that the model called by itself: none of its programs runs here."""
     call = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": input}
     return {**call, "caller": {"type": "direct"}}
 

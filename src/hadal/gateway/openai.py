@@ -490,9 +490,11 @@ class CommonFields:
     format: AnswerFormat | None = None
     """None: any text."""
     omits_reasoning: bool = False
-    ends_with_context: bool = False
-    """More tokens than the context has room for may be asked for: it ends where the context does."""
     """The reply says that the model thinks, and not what."""
+    ends_with_room: bool = False
+    """More tokens may be asked for than the context, or the server's limit, has room for: the answer
+    ends there.
+    """
 
 
 @dataclass(frozen=True)

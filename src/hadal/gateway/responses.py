@@ -4,13 +4,13 @@
 
 A conversation is a list of items: messages, calls of functions, what came of them, and reasoning, which
 is not read again. A response that is kept (gateway/kept) can be gone on from by its id; what is kept is
-the conversation up to its end, so nothing else need be there then. An item of one may be named instead
-of sent. Knows no tokens and no sockets.
+the conversation up to its end, so nothing else need be there then. What it said may be named, item by
+item, instead of sent. Knows no tokens, no sockets and no clock.
 """
 
 from __future__ import annotations
 
-import time
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -54,6 +54,9 @@ from hadal.gateway.stream import Piece
 from hadal.gateway.tools import ToolWords, read_choice, read_tools
 from hadal.gateway.vocabulary import Vocabulary
 
+REFERENCE = "item_reference"
+"""The type of an item that names another."""
+
 
 class ItemPart(msgspec.Struct, omit_defaults=True):
     """A part of a message's content: input_text, output_text or refusal."""
@@ -65,7 +68,7 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
 
 class InputItem(msgspec.Struct):
     """An item of a conversation: a "message", a "function_call", a "function_call_output",
-    "reasoning", or an "item_reference" to one by its id. Without a type it is a message.
+    "reasoning", or an "item_reference" to one that a response has. Without a type it is a message.
     """
 
     type: str = "message"
@@ -157,27 +160,69 @@ class ResponseAsk:
         return replace(self.chat, turns=whole)
 
 
-REFERENCE = "item_reference"
-
-
-def references_of(body: bytes) -> list[str]:
-    """Ids of the items that a body of /v1/responses names instead of sending them. Raises
-    RequestError.
-    """
-    items = decode(body, ResponsesRequest).input
-    if isinstance(items, str):
-        return []
-    return [item.id for item in items if item.type == REFERENCE and item.id]
-
-
-def parse_response(body: bytes, known: Mapping[str, InputItem] | None = None) -> ResponseAsk:
-    """Read a body of /v1/responses; `known`: items that it may name, by their ids. Raises
-    RequestError.
-    """
+def read_response(body: bytes) -> ResponsesRequest:
+    """Read a body of /v1/responses. Raises RequestError."""
     request = decode(body, ResponsesRequest)
     check_served(body, RESPONSE)
+    if len(request.input) > MAX_MESSAGES and not isinstance(request.input, str):
+        raise RequestError(
+            f"input has {len(request.input)} items; at most {MAX_MESSAGES} are allowed.", "input"
+        )
+    return request
+
+
+def references_of(request: ResponsesRequest) -> list[str]:
+    """Ids of the items that a request names instead of sending them. Raises RequestError for one that
+    is named twice: what a request stands for is not to be much longer than the request.
+    """
+    if isinstance(request.input, str):
+        return []
+    ids: dict[str, None] = {}
+    for index, item in enumerate(request.input):
+        if item.type == REFERENCE and item.id:
+            if item.id in ids:
+                raise RequestError(
+                    f"input[{index}].id: the item {item.id[:80]!r} is named twice.",
+                    f"input[{index}].id",
+                )
+            ids[item.id] = None
+    return list(ids)
+
+
+class _Said(msgspec.Struct):
+    """Of a response: the items that it said."""
+
+    output: list[msgspec.Raw]
+
+
+class _Named(msgspec.Struct):
+    id: str = ""
+
+
+def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dict[str, InputItem]:
+    """Of what these responses said the items that have one of `ids`, by id. Raises RequestError if
+    they are longer than `max_bytes`, as a body that sent them would be.
+    """
+    found: dict[str, InputItem] = {}
+    wanted, num_bytes = set(ids), 0
+    for body in bodies:
+        for raw in msgspec.json.decode(body, type=_Said).output:
+            item_id = msgspec.json.decode(raw, type=_Named).id
+            if item_id not in wanted:
+                continue
+            num_bytes += len(raw)
+            if num_bytes > max_bytes:
+                raise RequestError(
+                    f"input names items of more than {max_bytes} bytes; name fewer.", "input"
+                )
+            found[item_id] = msgspec.json.decode(raw, type=InputItem)
+    return found
+
+
+def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) -> ResponseAsk:
+    """Check a request; `known`: the items that it may name, by id. Raises RequestError."""
     if not isinstance(request.input, str):
-        items = [_referred(item, index, known or {}) for index, item in enumerate(request.input)]
+        items = [_referred(item, index, known) for index, item in enumerate(request.input)]
         request = msgspec.structs.replace(request, input=items)
     _check_options(request)
     effort = request.reasoning.effort if request.reasoning is not None else None
@@ -296,11 +341,9 @@ def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
         return (Turn("user", items),)
     if not items:
         raise RequestError("input is empty; send a text or a list of items.", "input")
-    if len(items) > MAX_MESSAGES:
-        raise RequestError(
-            f"input has {len(items)} items; at most {MAX_MESSAGES} are allowed.", "input"
-        )
     turns: list[Turn] = []
+    behind: dict[int, list[str]] = {}
+    """By turn: what an assistant says behind its calls. It stands before what came of them."""
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type == "function_call":
@@ -319,14 +362,15 @@ def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
         elif item.type == "message":
             turn = Turn(_role_of(item, where), _text_of(item.content, f"{where}.content"))
             if turn.role == "assistant" and turns and turns[-1].calls:
-                # What it says behind its calls stands before what came of them.
-                turns[-1] = replace(turns[-1], content=turns[-1].content + turn.content)
+                behind.setdefault(len(turns) - 1, []).append(turn.content)
             else:
                 turns.append(turn)
         elif item.type != "reasoning":  # Which is not read again.
             raise RequestError(
                 f"{where}.type is {item.type[:40]!r}; {_ITEMS} are supported.", f"{where}.type"
             )
+    for at, texts in behind.items():
+        turns[at] = replace(turns[at], content="".join((turns[at].content, *texts)))
     if not turns:
         raise RequestError("input holds nothing to reply to; send a message.", "input")
     return tuple(turns)
@@ -437,10 +481,10 @@ class ResponseFormatter:
         asked: ResponsesRequest,
         keep: Callable[[bytes, Turn], None] | None,
         sampling: Sampling,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float],
     ) -> None:
         """`keep` is given the response, and the turn that it is, before the client has it; None: it
-        is not kept. `sampling`: how it is drawn, whoever said so.
+        is not kept. `sampling`: how it is drawn, with the model's defaults filled in.
         """
         self._head = head
         self._asked = asked
@@ -512,6 +556,7 @@ class ResponseFormatter:
         return item | {"type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, part: ReplyPart) -> str:
+        """The part's, from which `response_id_of` makes the response's."""
         return f"{_PREFIXES[part.kind]}_{self._head.id.removeprefix('resp_')}{part.index:04x}"
 
     def _events(self, change: PartChange) -> bytes:
@@ -599,6 +644,13 @@ class ResponseFormatter:
 
 
 _PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
+
+
+def response_id_of(item_id: str) -> str | None:
+    """The id of the response that said an item; None for an id that is none of ours."""
+    match = _ITEM_ID.fullmatch(item_id)
+    return None if match is None else f"resp_{match[1]}"
 
 
 def _format_fields(format: TextFormat) -> dict[str, Any]:

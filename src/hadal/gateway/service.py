@@ -408,10 +408,10 @@ class Service:
         limits = self.limits
         if ask.n > limits.max_n:
             raise RequestError(f"n is {ask.n}; at most {limits.max_n} choices are allowed.", "n")
-        if limits.max_output_tokens and (ask.max_tokens or 0) > limits.max_output_tokens:
+        most = 0 if ask.ends_with_room else limits.max_output_tokens
+        if most and (ask.max_tokens or 0) > most:
             raise RequestError(
-                f"{ask.max_name} is {ask.max_tokens}; at most {limits.max_output_tokens} are"
-                " allowed.",
+                f"{ask.max_name} is {ask.max_tokens}; at most {most} are allowed.",
                 ask.max_name,
             )
         check_ids(ask, self.model.vocab_size)
@@ -529,11 +529,11 @@ class Service:
         """`names`: those that its prompt has already, and the fingerprint that they are under."""
         limits = self.limits
         room = self.model.context_tokens - len(prompt.ids)
-        max_tokens = ask.max_tokens
+        max_tokens, most = ask.max_tokens, min(room, limits.max_output_tokens or room)
         if max_tokens is None:
-            max_tokens = min(limits.default_output_tokens, room, limits.max_output_tokens or room)
-        elif max_tokens > room and ask.ends_with_context:
-            max_tokens = room
+            max_tokens = min(limits.default_output_tokens, most)
+        elif ask.ends_with_room:
+            max_tokens = min(max_tokens, most)
         elif max_tokens > room:
             context, num_prompt = self.model.context_tokens, len(prompt.ids)
             raise RequestError(

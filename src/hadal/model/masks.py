@@ -30,7 +30,9 @@ class _Drawn(NamedTuple):
 
 
 class SlotMasks:
-    """The grammars of a table's slots. All methods are called from one thread."""
+    """The grammars of a table's slots. Its methods are called from one thread. The followers are the
+    other thread's from `begin` until `wait`, and that one's otherwise.
+    """
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -44,6 +46,11 @@ class SlotMasks:
     def __len__(self) -> int:
         return len(self._followers)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether masks are being found out that nobody waited for yet."""
+        return self._asked is not None
+
     def join(self, slot: int, grammar: Grammar, output: Sequence[int]) -> None:
         """The slot's text follows the grammar, and has this output so far."""
         self._settle()
@@ -55,11 +62,12 @@ class SlotMasks:
         self._followers.pop(slot, None)
 
     def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
-        """Start to find out what the rows of these slots may draw, `num_B` of each side by side,
-        which were fed `fed_R`. The arrays stay as they are until `wait`.
+        """Start to find out what the rows of these slots may draw: `num_B` of each, side by side,
+        that were fed `fed_R`.
         """
         self._drop()
-        self._asked = self._thread.submit(self._run, slots_B, num_B, fed_R)
+        # Copies: if the step fails, its table changes before anybody waits.
+        self._asked = self._thread.submit(self._run, slots_B.copy(), num_B.copy(), fed_R.copy())
 
     def wait(self) -> RowMasks | None:
         """What was begun; None where no slot of it has a grammar."""
@@ -69,7 +77,9 @@ class SlotMasks:
     def advance(self, slots_B: np.ndarray, num_B: np.ndarray, tokens_N: np.ndarray) -> None:
         """These slots drew `num_B` tokens each, side by side."""
         self._settle()
-        self._drawn = _Drawn(slots_B.copy(), num_B, tokens_N)
+        self._drawn = _Drawn(
+            slots_B.copy(), num_B, tokens_N
+        )  # The slots are a view of the table's.
 
     def error(self, slot: int) -> str | None:
         """Why nothing can be drawn for the slot, if it is its grammar's fault."""
@@ -81,13 +91,14 @@ class SlotMasks:
         self._tell()
 
     def _tell(self) -> None:
+        """Have the followers read what was drawn."""
         if self._drawn is None:
             return
         slots_B, num_B, tokens_N = self._drawn
         self._drawn = None
-        tokens, first, find = tokens_N.tolist(), 0, self._followers.get
+        tokens, first = tokens_N.tolist(), 0
         for slot, num in zip(slots_B.tolist(), num_B.tolist(), strict=True):
-            follower = find(slot)
+            follower = self._followers.get(slot)
             if follower is not None:
                 follower.advance(tokens[first : first + num])
             first += num
@@ -102,9 +113,9 @@ class SlotMasks:
         self._tell()
         fed, first, num_masks = fed_R.tolist(), 0, 0
         all_rows: list[TextRows] = []
-        is_held, find = list[bool](), self._followers.get
+        is_held: list[bool] = []
         for slot, num in zip(slots_B.tolist(), num_B.tolist(), strict=True):
-            follower = find(slot)
+            follower = self._followers.get(slot)
             is_held.append(follower is not None)
             if follower is not None:
                 all_rows.append(TextRows(follower, num_masks, fed[first + 1 : first + num]))

@@ -72,8 +72,6 @@ class Sampler:
         self._slots = np.zeros(num_slots, SLOT)
         self._bias: dict[int, np.ndarray] = {}
         self._masks = None if grammars is None else SlotMasks(grammars)
-        self._has_begun = False
-        """The masks of the next draw are being found out."""
         # Its counts, for all slots, are made when the first one with a penalty joins.
         self._table = SlotTable(self._slots, np.empty(0, TOKEN_VALUE))
 
@@ -128,18 +126,18 @@ class Sampler:
 
     def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
         """Find out, while the rows are computed that `draw` will be asked with, what their grammars
-        allow. `draw` does it where this was not called.
+        allow. `wait` does it where this was not called.
         """
-        if self._masks is not None and len(self._masks):
+        if self._masks is not None and self.has_grammars:
             self._masks.begin(slots_B, num_B, fed_R)
-            self._has_begun = True
 
     def wait(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> RowMasks | None:
         """What the rows' grammars allow."""
-        if not self._has_begun:
+        if self._masks is None:
+            return None
+        if not self._masks.has_begun:
             self.begin(slots_B, num_B, fed_R)
-        self._has_begun = False
-        return None if self._masks is None else self._masks.wait()
+        return self._masks.wait()
 
     def draw(
         self,
@@ -162,7 +160,7 @@ class Sampler:
             logits_RV, slots_B, num_B, fed_R, self._table, masks
         )
         tokens_N, is_drawn_N = np.ascontiguousarray(rows_N["token"]), rows_N["status"] == DRAWN
-        if self._masks is not None and len(self._masks):
+        if self._masks is not None and self.has_grammars:
             self._masks.advance(slots_B, num_drawn_B, tokens_N)
         if not is_drawn_N.all() or (self._slots["num_logprobs"][slots_B] >= 0).any():
             slots_N = np.repeat(slots_B, num_drawn_B)

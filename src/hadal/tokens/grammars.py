@@ -234,7 +234,7 @@ class Place(Enum):
 
 
 _REASONED = (Place.START, Place.REASONING)
-"""Where a reasoning may be, or come."""
+"""Places before or within a reasoning."""
 _HELD = (Place.START, Place.HELD)
 """Where a token of the text may come."""
 
@@ -279,7 +279,7 @@ class Follower:
             return
         tokens, self._unread = self._unread, []
         if self._at is Place.HELD and self._matcher is not None and len(tokens) == 1:
-            (token,) = tokens  # Most steps, of most deployments.
+            (token,) = tokens
             if self._next(Place.HELD, token) is Place.HELD:
                 self._matcher.consume_token(token)
                 self._stretch.append(token)
@@ -409,15 +409,20 @@ class Grammars:
         """
         # Text by text: the library's calls for many texts wake a thread of its own, which takes
         # several times as long as the masks.
+        assert bits_RW.shape[1:] == (self.num_words,)
+        assert bits_RW.dtype.itemsize == 4
+        assert bits_RW.flags.c_contiguous
         base, num_bytes = bits_RW.ctypes.data, 4 * self.num_words
         renewed: set[Grammar] = set()
         for follower, first, drafts in all_rows:
+            assert first + len(drafts) < len(bits_RW), "the library writes to addresses"
             follower._read(self._matcher)
             if follower.error is None and follower._is_lost():
                 self._renew(follower, renewed)
             matcher = follower._matcher
             if not drafts and follower._at is Place.HELD and follower.error is None:
-                assert matcher is not None  # Most steps, of most deployments.
+                # Most steps, of most deployments: 32 such texts take 90 us, and 134 by what follows.
+                assert matcher is not None
                 has_mask_R[first] = True
                 matcher.unsafe_compute_mask_ptr(base + first * num_bytes, num_bytes)
                 if matcher.is_error():

@@ -129,6 +129,9 @@ def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> None:
             if asked != owner:
                 assert found is not None
                 assert found.num_bytes < entry("long").num_bytes, "the others do not come with it"
+        item_id = f"msg_{response_id.removeprefix('resp_')}0001"
+        assert await there.bodies_with("t", [item_id, item_id, "msg_1"]) == [entry("long").body]
+        assert await there.bodies_with("other", [item_id]) == []
         assert await there.get("other", response_id) is None
         assert await there.get("t", id_of(owner, 1)) is None
         assert await there.turns_before("t", response_id) == entry("long").turns
@@ -138,6 +141,13 @@ def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> None:
             await there.turns_before("t", response_id)
 
     asyncio.run(run())
+
+
+def test_items_of_many_responses_are_not_looked_for() -> None:
+    """They would be asked of other gateways, one by one."""
+    item_ids = [f"fc_{id_of(2, number).removeprefix('resp_')}0000" for number in range(65)]
+    with pytest.raises(RequestError, match="at most 64"):
+        asyncio.run(gateways(set())[1].bodies_with("t", item_ids))
 
 
 @pytest.mark.parametrize("lost", [FRONT, "gateway-2"])

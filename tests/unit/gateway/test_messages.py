@@ -54,7 +54,7 @@ def chat(**fields: Any) -> ChatAsk:
 
 def as_message(ask: ChatAsk) -> ChatAsk:
     """The same, asked by way of /v1/messages."""
-    return replace(ask, ask=replace(ask.ask, ends_with_context=True))
+    return replace(ask, ask=replace(ask.ask, ends_with_room=True))
 
 
 # ---- what bodies mean ----

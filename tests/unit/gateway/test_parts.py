@@ -61,15 +61,19 @@ def added(pieces: Sequence[Piece]) -> Piece:
     return whole
 
 
+def message_formatter() -> MessagesFormatter:
+    return MessagesFormatter(HEAD, VOCABULARY, max_tokens=60, context_tokens=4096)
+
+
 def message(pieces: Sequence[Piece]) -> dict[str, Any]:
     """As a client of /v1/messages reads the stream."""
-    reply = MessagesFormatter(HEAD, VOCABULARY)
+    reply = message_formatter()
     data = reply.begin(USAGE) + b"".join(reply.chunks(0, piece) for piece in pieces)
     return message_of(named_events(data + reply.end(USAGE)))
 
 
 def whole_message(piece: Piece) -> dict[str, Any]:
-    reply = MessagesFormatter(HEAD, VOCABULARY)
+    reply = message_formatter()
     body: dict[str, Any] = json.loads(reply.whole([Outcome(0, piece, True)], USAGE))
     return body
 

@@ -21,8 +21,10 @@ from hadal.gateway.replies import Head, Usage
 from hadal.gateway.responses import (
     ResponseAsk,
     ResponseFormatter,
+    items_in,
     listed,
     parse_response,
+    read_response,
 )
 from hadal.gateway.service import ServedModel
 from hadal.gateway.stream import Piece
@@ -44,7 +46,7 @@ WEATHER = {
 
 
 def parse(**fields: Any) -> ResponseAsk:
-    return parse_response(json.dumps({**ASKED, **fields}).encode())
+    return parse_response(read_response(json.dumps({**ASKED, **fields}).encode()), {})
 
 
 def chat(**fields: Any) -> ChatAsk:
@@ -352,10 +354,24 @@ def test_items_of_a_response_are_named_instead_of_sent(model: ServedModel) -> No
             "message",
             "reasoning",
         ] * 2
+        twice = {**asked, "input": [*named, named[0]]}
+        refused = await it.client.post("/v1/responses", json=twice, headers=mine)
+        assert "is named twice" in error_of(refused, 400)["message"]
         refused = await it.client.post("/v1/responses", json=asked, headers=other)
         assert error_of(refused, 400)["param"] == "input[1].id"
 
     play(model, scene, keys=("mine", "other"))
+
+
+def test_named_items_are_no_longer_than_a_body_that_sends_them() -> None:
+    item = {"id": "msg_1", "type": "message", "role": "assistant"}
+    body = json.dumps(
+        {"output": [{**item, "content": "x" * 900}, {**item, "id": "msg_2"}]}
+    ).encode()
+    assert set(items_in([body], ["msg_1"], 1000)) == {"msg_1"}
+    assert set(items_in([body], ["msg_2", "msg_3"], 100)) == {"msg_2"}
+    with pytest.raises(RequestError, match="more than 500 bytes"):
+        items_in([body], ["msg_1"], 500)
 
 
 def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
@@ -391,7 +407,9 @@ def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedM
         [Piece(reasoning="We"), Piece(reasoning="ll.", content="It is", finish="length")],
         [Piece(reasoning="Well.", content="It is"), Piece(finish="length")],
     ):
-        made = ResponseFormatter(head, model.vocabulary, parse().request, None, Sampling())
+        made = ResponseFormatter(
+            head, model.vocabulary, parse().request, None, Sampling(), lambda: 7.0
+        )
         usage = Usage(3, 4, 2)
         data = made.begin(usage) + b"".join(made.chunks(0, piece) for piece in pieces)
         events = named_events(data + made.end(usage))

@@ -82,6 +82,14 @@ def test_what_was_begun_and_not_drawn_leaves_no_trace() -> None:
     assert texts[0] == texts[1]
 
 
+def test_nothing_is_drawn_without_a_mask_that_was_begun_and_dropped() -> None:
+    sampler, rows = sampler_of(1), (np.array([0]), np.array([1]), np.array([0]))
+    sampler.join(0, Sampling(grammar=LISTS), 0)
+    sampler.begin(*rows)
+    sampler.join(0, Sampling(grammar=LISTS), 0)
+    assert sampler.wait(*rows) is not None
+
+
 def test_a_text_that_cannot_be_followed_fails_with_a_reason_and_alone() -> None:
     sampler = sampler_of(2)
     sampler.join(0, Sampling(grammar=LISTS), 1, output=[ord("x")])
