@@ -15,7 +15,7 @@ import typer
 from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]  # Not in __all__.
 
 from hadal import __version__
-from hadal.commands.address import URL, server_url
+from hadal.commands.address import URL, server_url, server_url_or_none
 from hadal.commands.bench import EPILOG as BENCH_EPILOG
 from hadal.commands.bench import bench
 from hadal.commands.examples import examples
@@ -780,7 +780,7 @@ def console(
         str,
         typer.Option(
             help="A server elsewhere: the pages know of it what it says itself. [dim]none[/dim]",
-            callback=lambda parameter, given: server_url(parameter, given) if given else "",
+            callback=server_url_or_none,
         ),
     ] = "",
     host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",

@@ -27,6 +27,15 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"hadal {__version__}\n"
 
 
+@pytest.mark.parametrize("words", [["chat"], ["trace"], ["console", "--port", "0"]])
+def test_an_address_that_is_none_is_one_line(words: list[str]) -> None:
+    result = CliRunner().invoke(app, [*words, "--url", "foo"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "hadal: --url is 'foo'; an address such as http://127.0.0.1:8000 is needed.\n"
+    )
+
+
 @pytest.mark.parametrize("command", ["serve", "chat"])
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)

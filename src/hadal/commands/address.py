@@ -13,6 +13,11 @@ EXIT_ADDRESS = 2
 MAX_URL_CHARS = 2000
 
 
+def server_url_or_none(parameter: typer.CallbackParam, given: str) -> str:
+    """The same where none is needed."""
+    return server_url(parameter, given) if given else ""
+
+
 def server_url(parameter: typer.CallbackParam, given: str) -> str:
     """An address that a client can be made for; else one line and out."""
     try:

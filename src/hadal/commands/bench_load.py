@@ -457,6 +457,8 @@ async def _asked(
 
 
 def _message(reply: httpx.Response) -> str:
+    if reply.status_code == 401:
+        return "it wants an API key that it knows: give --api-key, or HADAL_API_KEY"
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):

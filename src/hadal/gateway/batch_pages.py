@@ -140,6 +140,14 @@ class BatchPages:
         return self._json(self._file(kept))
 
     async def _add_file(self, request: Request, tenant: Tenant, upload: _Upload) -> FileRow | None:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "multipart/form-data":
+            raise ApiError(
+                415,
+                f"The content type is {kind[:100]!r}; send a form of 'multipart/form-data' with a file"
+                f" and the purpose {BATCH!r}.",
+                code="unsupported_media_type",
+            )
         async with self._gateway.bodies.wait(tenant.name, UPLOAD_S):
             try:
                 within = Request(request.scope, self._within(request, tenant.name, upload))

@@ -38,8 +38,14 @@ class Formats:
         """The text of the format's grammar. `prefix`: what an answer begins with. Raises
         RequestError for one that cannot be followed; ApiError 503 if that cannot be found out.
         """
-        text = grammar_text(wanted.schema, follows_reasoning=follows_reasoning)
-        self._check_content(text, wanted, prefix)
+        plain = grammar_text(wanted.schema, follows_reasoning=False)
+        # Line breaks behind a reasoning would hide that nothing can follow them.
+        self._check_content(plain, wanted, "" if follows_reasoning else prefix)
+        if not follows_reasoning:
+            return plain
+        text = grammar_text(wanted.schema, follows_reasoning=True)
+        if prefix:
+            self._check_content(text, wanted, prefix)
         return text
 
     def calls_text(

@@ -126,6 +126,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             f"The content type is {kind[:100]!r}; send 'Content-Type: application/json'.",
             code="unsupported_media_type",
         )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"The content encoding is {coding[:100]!r}; send the body as it is, without one.",
+            code="unsupported_media_type",
+        )
     chunks: list[bytes] = []
     num_bytes = 0
     async for chunk in request.stream():
@@ -1047,7 +1054,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return _refusal(
             ApiError(
-                404, f"There is nothing at {path}; try /v1/chat/completions.", code="not_found"
+                404,
+                f"There is nothing at {path}; /openapi.json lists what is served.",
+                code="not_found",
             ),
             path,
         )
@@ -1059,7 +1068,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return _refusal(
             ApiError(
                 405,
-                f"{path} does not take {method}.",
+                f"{path} does not take {method}; it takes"
+                f" {(error.headers or {}).get('Allow', 'other methods')}. /openapi.json lists what is"
+                " served.",
                 code="method_not_allowed",
                 headers=dict(error.headers or {}),
             ),

@@ -71,7 +71,14 @@ def add_line(path: Path, line: str) -> None:
     """
     with _locked(path):
         text = _text(path) if path.exists() else ""
-        keys_of((), path, (*(read_lines(path) if text else ()), line))
+        lines = read_lines(path) if text else []
+        name = parse_key(line)[1].name
+        if name in {parse_key(other)[1].name for other in lines}:
+            raise ConfigError(
+                f"{path} has a key with the name {name} already; a name is one tenant's. Take another,"
+                f" or `hadal keys revoke {name}` first."
+            )
+        keys_of((), path, (*lines, line))
         _replace(path, f"{text}\n{line}\n" if text else f"{line}\n")
 
 

@@ -398,9 +398,18 @@ def decode(body: bytes, kind: type[T]) -> T:
     except UnicodeDecodeError as error:
         raise RequestError(f"The body is not valid UTF-8 (byte {error.start}).") from None
     except msgspec.DecodeError as error:
+        if half := _HALF.search(body):
+            raise RequestError(
+                f"The body has {half[0].decode()} in a text: half of a surrogate pair, which stands"
+                " for no character. Leave it out."
+            ) from None
         raise RequestError(f"The body is not valid JSON: {error}.") from None
 
 
+_HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 MAX_NAME_CHARS = 64

@@ -254,13 +254,14 @@ def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) ->
 def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
     if item.type != REFERENCE:
         return item
-    if item.id is None or item.id not in known:
+    item_id = _needed(item.id, f"input[{index}].id")
+    if item_id not in known:
         raise RequestError(
-            f"input[{index}].id: no item {(item.id or '')[:80]!r} is kept here for this API key; send"
-            " the item itself.",
+            f"input[{index}].id: no response that is kept here for this API key said an item"
+            f" {item_id[:80]!r}; send the item itself.",
             f"input[{index}].id",
         )
-    return known[item.id]
+    return known[item_id]
 
 
 def _check_options(request: ResponsesRequest) -> None:

@@ -519,6 +519,8 @@ def _said(error: Any) -> str:
 
 
 def _error_of(reply: httpx.Response) -> str:
+    if reply.status_code == 401:
+        return "401: the server wants an API key that it knows: give --api-key, or HADAL_API_KEY."
     try:
         return f"{reply.status_code}: {reply.json()['error']['message']}"
     except (ValueError, LookupError, TypeError):

@@ -146,6 +146,10 @@ _LOOK_S = 0.1
 _WARMING_S = 0.02
 """How often it is looked whether units can be forked yet."""
 _STOP_S = 4.0
+_SAME_SIGNAL_S = 0.2
+"""What ends a group of processes reaches some of them twice, as make passes on what it is sent: a
+second signal so soon is the first one.
+"""
 _HUNG_S = 8 * GATEWAY_HEARTBEAT_S
 """A gateway that says nothing for so long is killed: its connections wait for the next one in the
 listening socket.
@@ -884,13 +888,15 @@ class Supervisor:
     def _stop_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return
+        timeout_s, now_s = self._deployment.drain_timeout_s, time.monotonic()
         if self._drain_until_s is not None:
+            if now_s < self._drain_until_s - timeout_s + _SAME_SIGNAL_S:
+                return
             log.warning("ending at once")
             self._kill_at_once = True
             self._exit_code = 128 + number
             return
-        timeout_s = self._deployment.drain_timeout_s
-        self._drain_until_s = time.monotonic() + timeout_s
+        self._drain_until_s = now_s + timeout_s
         fronting = self._children[GATEWAY]
         if fronting.phase is not ProcessPhase.READY and not self._other_gateways():
             self._exit_code = 0  # There is no stream to finish.

@@ -318,8 +318,8 @@ def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
         )
     else:
         remedy = (
-            "The weights alone do not fit: take a checkpoint in FP8, a smaller model, or a machine"
-            f" with {gb(plan.total_bytes)}."
+            "The weights alone do not fit: take a checkpoint of fewer bytes a weight, a smaller model,"
+            f" or a machine with {gb(plan.total_bytes)}."
         )
     return (
         f"{gb(plan.total_bytes)} are needed ({parts}), and there are {gb(there_bytes)} of memory."

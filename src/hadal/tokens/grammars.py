@@ -62,8 +62,8 @@ _END_OF_BYTES = 256
 MARK_IDS = range(257, 265)
 """What stands for marks where a grammar is looked at that has some."""
 _NOT_KNOWN = "Unimplemented keys: "
-_QUOTED = re.compile(r"\n<non-verbose/>|\n +1 \|.*", re.DOTALL)
-"""Behind an error: the grammar's text."""
+_QUOTED = re.compile(r"\n<non-verbose/>|\n +\d+ \|.*", re.DOTALL)
+"""Behind an error: the grammar's lines around it."""
 
 
 @dataclass(frozen=True)

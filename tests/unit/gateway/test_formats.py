@@ -69,6 +69,14 @@ def test_a_keyword_that_is_not_supported_is_named(formats: Formats) -> None:
     assert it.value.param == "response_format"
 
 
+@pytest.mark.parametrize("follows_reasoning", [False, True])
+def test_a_schema_that_no_text_satisfies_is_refused(
+    formats: Formats, follows_reasoning: bool
+) -> None:
+    with pytest.raises(RequestError, match="no text satisfies it"):
+        formats.text(AnswerFormat("mine", {"$ref": "#"}), follows_reasoning=follows_reasoning)
+
+
 @pytest.mark.parametrize("schema", [unanchored(14), intersections(8)], ids=["regex", "product"])
 def test_what_takes_too_long_to_look_at_is_refused(formats: Formats, schema: Any) -> None:
     begun_s = time.process_time()

@@ -135,7 +135,7 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     as_json = json.loads(run(app, ["keys", "list", "--file", str(path), "--json"]).stdout)
     assert [one["is_hashed"] for one in as_json] == [False, True]
     twice = run(app, ["keys", "add", *given])
-    assert (twice.exit_code, "two keys have the name" in twice.stderr) == (2, True)
+    assert (twice.exit_code, "already; a name is one tenant's" in twice.stderr) == (2, True)
     assert run(app, ["keys", "revoke", "alice", "--file", str(path)]).exit_code == 0
     assert path.read_text() == "# ours\nsk-old priority\n"
     gone = run(app, ["keys", "revoke", "alice", "--file", str(path)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,6 +95,20 @@ def test_completion(model: ServedModel, all_bodies: list[bytes]) -> None:
     _throw_all(model, "/v1/completions", all_bodies)
 
 
+@pytest.mark.parametrize("half", [r"\ud800", r"\udc00 abc", r"\ud83d\ud83d\ude00"])
+def test_half_of_a_surrogate_pair_is_named(model: ServedModel, half: str) -> None:
+    async def run() -> None:
+        async with world(model, spell(model, "a")) as it:
+            body = b'{"model": "small", "prompt": "%s"}' % half.encode()
+            reply = await it.client.post("/v1/completions", content=body)
+            assert reply.status_code == 400
+            assert "half of a surrogate pair" in reply.json()["error"]["message"]
+            whole = {"model": "small", "prompt": "\U0001f600"}
+            assert (await it.client.post("/v1/completions", json=whole)).status_code == 200
+
+    asyncio.run(run())
+
+
 def test_headers(model: ServedModel) -> None:
     async def run() -> None:
         async with world(model, spell(model, "a")) as it:
@@ -112,6 +127,10 @@ def test_headers(model: ServedModel) -> None:
                     headers={"Content-Type": kind.encode("latin-1")},
                 )
                 assert reply.status_code == status, kind
+            reply = await it.client.post(
+                "/v1/completions", content=b"x", headers={"Content-Encoding": "gzip"}
+            )
+            assert (reply.status_code, "without one" in reply.text) == (415, True)
             for length in (b"-1", b"x", b"99999999999999999999"):
                 reply = await it.client.post(
                     "/v1/completions",

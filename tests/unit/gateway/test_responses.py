@@ -223,6 +223,7 @@ for _ in range(70):
         ({"input": [{"type": "reasoning"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].id"),
         ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": None}]}, "input[0].id"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

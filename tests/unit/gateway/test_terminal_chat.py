@@ -70,7 +70,7 @@ def test_refusals(model: ServedModel) -> None:
     with serving(model, spell(model, TEXT), keys=("k",)) as it:
         assert talk(it.url, "hi\n") == (
             1,
-            "hadal chat: 401: An API key is needed: send 'Authorization: Bearer KEY'.\n",
+            "hadal chat: 401: the server wants an API key that it knows: give --api-key, or HADAL_API_KEY.\n",
         )
         assert talk(f"{it.url}/v1/", "hi\n", api_key="k")[0] == 0
         code, shown = talk(it.url, "hi\n", api_key="k", model="other")

@@ -322,3 +322,8 @@ def test_what_cannot_be_followed_is_named(schema: dict[str, Any], said: str) -> 
     assert why is not None
     assert said in why
     assert "x-guidance" not in why
+
+
+def test_nothing_of_the_grammar_is_in_what_is_said_of_a_schema() -> None:
+    said = complaint(grammar_text({"type": "strin"}, follows_reasoning=True))
+    assert said == "Invalid type: strin"
