@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from hadal.runtime.launch import SAME_SIGNAL_S
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import remove_stale_shared_memory
 from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive, wait_until
@@ -267,12 +268,26 @@ def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
     def end_twice() -> None:
         server.process.terminate()
         wait_until(lambda: server.status().draining, 5.0, "it drains")
+        time.sleep(2 * SAME_SIGNAL_S)
         server.process.terminate()
 
     with pytest.raises(httpx.TransportError):
         act_midway(server, 3900, end_twice)
     assert server.process.wait(3) == 128 + signal.SIGTERM
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_signal_that_comes_twice_is_one(start_server: StartServer) -> None:
+    """As make passes on what its whole group was sent: the stream ends as after one."""
+    server = start_server()
+
+    def end_twice() -> None:
+        server.process.terminate()
+        time.sleep(SAME_SIGNAL_S / 10)
+        server.process.terminate()
+
+    act_midway(server, 600, end_twice)
+    assert server.process.wait(30) == 0
 
 
 def test_a_damaged_checkpoint_ends_it_with_the_files_name(

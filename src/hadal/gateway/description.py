@@ -129,7 +129,7 @@ FILE_UPLOADED = Operation(
     "Keep a file of requests.",
     FileObject,
     FileUpload,
-    (400, 408, 413, 429),
+    (400, 408, 413, 415, 429),
     body_type="multipart/form-data",
 )
 FILES = Operation(

@@ -146,7 +146,7 @@ _LOOK_S = 0.1
 _WARMING_S = 0.02
 """How often it is looked whether units can be forked yet."""
 _STOP_S = 4.0
-_SAME_SIGNAL_S = 0.2
+SAME_SIGNAL_S = 0.2
 """What ends a group of processes reaches some of them twice, as make passes on what it is sent: a
 second signal so soon is the first one.
 """
@@ -890,7 +890,7 @@ class Supervisor:
             return
         timeout_s, now_s = self._deployment.drain_timeout_s, time.monotonic()
         if self._drain_until_s is not None:
-            if now_s < self._drain_until_s - timeout_s + _SAME_SIGNAL_S:
+            if now_s < self._drain_until_s - timeout_s + SAME_SIGNAL_S:
                 return
             log.warning("ending at once")
             self._kill_at_once = True
