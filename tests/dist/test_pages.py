@@ -548,7 +548,13 @@ def child(*arguments: str) -> Iterator[str]:
 
 
 def test_the_model_that_ships_calls_a_tool(server: Server, browser: Browser) -> None:
+    """Greedy: at its own temperature it is wrong now and then."""
     with looking(browser, pages_of(server)) as page:
+        page.click(".h-quiet")
+        page.get_by_text("The model's own temperature").click()
+        page.locator(".q-slider--enabled").click(position={"x": 1, "y": 10})
+        page.get_by_role("button", name="Done").click()
+        expect(page.get_by_text("temperature 0", exact=True)).to_be_visible()
         ask(page, "What is 4321 * 1234?")
         done(page, 2)
         card = page.locator(".h-call")
