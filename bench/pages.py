@@ -6,7 +6,7 @@
 
 Rounds with and without are taken in turn, and the figure is the median of the rounds' own ratios.
 Operators look from hosts of their own: a console here is a connection that is sent all that a browser
-would be, and draws none of it. A browser that draws ten of them takes a third of one of two cores.
+would be, and draws none of it.
 """
 
 from __future__ import annotations
