@@ -8,8 +8,10 @@ ARGS   ?=
 # uv does not read pip's variable for a local folder of wheels; pass it on, so that no path is written down here.
 UV := UV_FIND_LINKS="$$PIP_FIND_LINKS" UV_PYTHON_DOWNLOADS=never $(BIN)/uv
 
+CHANGED ?=
+
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat eval test test-all swarm check bench bench-quick bench-peers model pins clean
+.PHONY: help setup serve chat eval test test-more test-all swarm check bench bench-quick bench-peers model pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,11 +39,14 @@ chat: setup  ## chat in the terminal with a running server
 eval: setup  ## how well a running server answers the tasks its model was taught
 	@$(BIN)/python -m evals $(ARGS)
 
-test: setup  ## the test suite
-	@$(BIN)/python -m tests.suite -m "not full" $(ARGS)
+test: setup  ## the test suite (8 minutes); CHANGED=main runs the tests of what changed since main
+	@$(BIN)/python -m tests.suite test $(if $(CHANGED),--changed $(CHANGED)) $(ARGS)
 
-test-all: setup  ## the test suite at full sizes (hours)
-	@HADAL_FULL=1 $(BIN)/python -m tests.suite $(ARGS)
+test-more: setup  ## what `make test` leaves out, and campaigns with fresh seeds (30 minutes)
+	@$(BIN)/python -m tests.suite more $(ARGS)
+
+test-all: setup  ## everything at full sizes (hours)
+	@$(BIN)/python -m tests.suite all $(ARGS)
 
 swarm: setup  ## ten thousand small worlds with random faults; ARGS="--seed 7" repeats one
 	@$(BIN)/python -m tests.sim.swarm $(ARGS)

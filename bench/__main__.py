@@ -27,6 +27,7 @@ from bench import (
     cache_policies,
     cache_replay,
     cache_ttft,
+    claims,
     control_plane,
     dispatch_bytes,
     distributed,
@@ -120,6 +121,7 @@ def main() -> None:
     for name in options.names or BENCHMARKS:
         console.rule(name)
         BENCHMARKS[name](["--quick"] if options.quick else [])
+    claims.print_summary(console)
     console.print(f"[dim]all benchmarks: {(time.monotonic() - start) / 60:.0f} min[/dim]")
 
 

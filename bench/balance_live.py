@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.balance_device import DeviceCosts
+from bench.claims import Claim, print_claims
 from bench.live_installs import Watched, first_and_last, ratio, told, watch
 from bench.live_load import Ask, lognormal_lengths, task_prompts
 from bench.live_rounds import (
@@ -38,7 +39,8 @@ from bench.live_rounds import (
     serve_all,
 )
 from bench.server import wait_ready
-from hadal.core.balance import OBJECTIVES
+from hadal.core.balance import EXPERTS as EXPERT_LOADS
+from hadal.core.balance import KV, OBJECTIVES, TIME
 
 TASK = "arithmetic"
 REGIMES = ("arithmetic", "letters", "talk", "reverse")
@@ -174,9 +176,35 @@ def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table
     return out
 
 
+def claims(scene: Scene, servers: Sequence[Served]) -> list[Claim]:
+    """What balancing must be worth on virtual devices: ranks more equal, and as many tokens/s at least.
+
+    Ranks that share cores show neither.
+    """
+    if scene.device is None:
+        return []
+    by_name = {served.variant.name: served for served in servers}
+    off = by_name[OFF.name]
+    objectives = (
+        ((REQUESTS, TIME, "steps cut by cost give ranks equal times"),)
+        if scene.role == "prefill"
+        else (
+            (EXPERTS, EXPERT_LOADS, "moved experts give ranks equal loads"),
+            (REQUESTS, KV, "moved requests give ranks equal KV"),
+        )
+    )
+    found = []
+    for variant, objective, what in objectives:
+        now, before = by_name[variant.name].balance(objective), off.balance(objective)
+        ratio = now / before if now and before else None
+        found.append(Claim(f"{what}, {scene.name}", ratio, "the balance without", 1.0))
+    speed = by_name[BOTH.name].over(off)
+    return [*found, Claim(f"balancers serve more, {scene.name}", speed, "tokens/s without", 1.0)]
+
+
 def run_scene(
     scene: Scene, variants: Sequence[Variant], sizes: Sizes, say: Callable[[str], None]
-) -> Table:
+) -> tuple[Table, list[Claim]]:
     with serve_all(scene, variants) as servers:
         others_cores = measure(
             scene,
@@ -187,7 +215,7 @@ def run_scene(
             window_s=sizes.window_s,
             say=lambda text: say(f"{scene.name}, {text}"),
         )
-        return table(scene, servers, others_cores)
+        return table(scene, servers, others_cores), claims(scene, servers)
 
 
 def run_installs(scene: Scene, sizes: Sizes, console: Console) -> None:
@@ -251,9 +279,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if scene.device is not None or not options.quick
             else (OFF, BOTH)
         )
-        console.print(
-            run_scene(scene, variants, sizes, lambda text: console.print(f"  [dim]{text}[/dim]"))
+        shown, made = run_scene(
+            scene, variants, sizes, lambda text: console.print(f"  [dim]{text}[/dim]")
         )
+        console.print(shown)
+        print_claims(console, made)
 
 
 if __name__ == "__main__":

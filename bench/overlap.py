@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.checkpoints import ROOT
+from bench.claims import print_claims
 from bench.machine import describe
 from bench.overlap_device import BALANCED, DECODE_LIKE
 from bench.overlap_model import ModelCase
@@ -31,6 +32,7 @@ from bench.overlap_net import hosts, why_not
 from bench.overlap_ranks import Ranks
 from bench.overlap_real import calibrate, measure
 from bench.overlap_report import as_json, show
+from bench.overlap_virtual import claims
 from bench.overlap_virtual import measure as measure_virtual
 
 LINK_OVER_COMPUTE = (0.5, 1.0, 2.0)
@@ -47,6 +49,9 @@ def virtual(console: Console, *, quick: bool) -> list[str]:
                 result = measure_virtual(ranks, replace(case, num_layers=8), 3 if quick else 7)
                 lines.append(f"{result}")
                 console.print(lines[-1])
+                stated = claims(result)
+                print_claims(console, stated)
+                lines += map(str, stated)
     return lines
 
 

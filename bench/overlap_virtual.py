@@ -8,15 +8,18 @@ sleep. See bench/overlap_device for what that proves.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from bench.overlap_device import DeviceCase
+from bench.claims import Claim
+from bench.overlap_device import BALANCED, DeviceCase
 from bench.overlap_ranks import Ranks
 from bench.overlap_variants import DECODE, FULL, LINK, LINK_FULL, PREFILL, Variant
 from hadal.perf.price import OpSeconds
 
 VARIANTS = (FULL, PREFILL, DECODE)
+PREFILL_BAR, DECODE_BAR, MAX_OVER_PRICE = 1.75, 1.5, 1.05
+"""Speed-ups over one full batch in sequence, and measured over priced time."""
 
 
 @dataclass
@@ -70,30 +73,39 @@ def measure(
         result.priced_s[variant.name] = variant.price(full, half, case.num_layers).total_s
         result.seconds[variant.name] = []
     for _ in range(num_pairs):
-        _repeat(result, ranks, variants)
+        for variant in variants:
+            elapsed_s = ranks.run(variant.question())[0]["elapsed_s"]
+            result.seconds[variant.name].append(elapsed_s)
     return result
 
 
-def measure_until(
-    ranks: Ranks,
-    case: DeviceCase,
-    problems: Callable[[VirtualResult], list[str]],
-    *,
-    num_least: int = 3,
-    num_most: int = 15,
-) -> VirtualResult:
-    """Run all variants `num_least` times and then until there is no problem, `num_most` times in
-    all.
-    """
-    result = measure(ranks, case, num_least)
-    while result.num_repetitions < num_most and problems(result):
-        _repeat(result, ranks, VARIANTS)
-    return result
-
-
-def _repeat(result: VirtualResult, ranks: Ranks, variants: Sequence[Variant]) -> None:
-    for variant in variants:
-        result.seconds[variant.name].append(ranks.run(variant.question())[0]["elapsed_s"])
+def claims(result: VirtualResult) -> list[Claim]:
+    """What the schedule that a case is made for must be worth in it."""
+    if result.case.name == BALANCED.name:
+        chosen, bar, what = PREFILL, PREFILL_BAR, "hides a balanced link"
+    else:
+        chosen, bar, what = DECODE, DECODE_BAR, "hides where attention is long"
+    unit = f"EP{result.num_ranks}"
+    found = [
+        Claim(f"{chosen.name} {what}, {unit}", result.speed_up(chosen), "sequential", bar),
+    ]
+    if chosen is DECODE:
+        ahead = result.fastest_s(PREFILL) / result.fastest_s(DECODE)
+        found.append(
+            Claim(
+                f"{DECODE.name} is ahead where attention is long, {unit}", ahead, PREFILL.name, 1.0
+            )
+        )
+    return found + [
+        Claim(
+            f"{variant.name} takes what its price says, {result.case.name}, {unit}",
+            result.error(variant),
+            "its price",
+            MAX_OVER_PRICE,
+            is_most=True,
+        )
+        for variant in (FULL, chosen)
+    ]
 
 
 def _with_link(times: OpSeconds, ranks: Ranks, variant: Variant) -> OpSeconds:

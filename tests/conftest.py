@@ -1,26 +1,58 @@
-"""For every test: none writes into the home folder of whoever runs it, and torch draws the same
-numbers every time. The command line is declared once for all of them.
+"""For every test: none writes into the home folder of its user, and torch draws the same numbers every
+time. The command line is declared once for all of them. Which tests run, and how large, is the level's
+business (`levels`); a test that hangs fails with the stacks of all processes (`stacks`).
 """
+
+from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 
-import hypothesis
+import httpx
 import pytest
 import typer.testing
 
 from hadal.runtime.ledger.store import LEDGER_VARIABLE
+from tests import levels, needs, stacks
 from tests.fresh import RUN, VARIABLE
+from tests.waiting import Hang
 
 os.environ[LEDGER_VARIABLE] = (
     "off"  # Also for the processes that tests start; those that want a ledger say where.
 )
-# How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("hadal", deadline=None)
-hypothesis.settings.load_profile("hadal")
+stacks.mark()
+levels.set_examples()
 # Typer declares every command anew whenever a test calls one, 25 ms of the 30 that most calls take.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
+HANGS = (Hang, TimeoutError, subprocess.TimeoutExpired, httpx.TimeoutException)
+TIMED_OUT = "from pytest-timeout"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    levels.declare(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    levels.choose(config, items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            needs.need(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, HANGS) or TIMED_OUT in str(error):
+        report.sections.append(("Stacks of all processes", stacks.dump()))
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -12,16 +12,17 @@ import os
 import sys
 from collections import Counter
 from random import Random, SystemRandom
+from types import FrameType
+
+import pytest
+
+from tests.levels import FULL, NUM_SEEDS
 
 VARIABLE = "HADAL_FRESH"
 ANSWERS = "HADAL_ANSWERS"
 """Environment variable: a folder of the run in which its processes keep what the plain loop answered,
 each for the others. Without it each process computes for itself.
 """
-FULL = os.environ.get("HADAL_FULL") == "1"
-"""Sizes of `make test-all`; `make test` runs a slice of the same tests."""
-NUM_SEEDS = int(os.environ.get("HADAL_SEEDS", "5" if FULL else "3"))
-"""Fresh ones beside the fixed ones, of a test that runs worlds."""
 RUN = os.environ.get(VARIABLE) or str(SystemRandom().randrange(2**48))
 os.environ[VARIABLE] = (
     RUN  # For the other processes of this run (pytest-xdist): they draw the same.
@@ -31,7 +32,24 @@ _num_drawn: Counter[str] = Counter()
 
 def fresh() -> Random:
     """A generator for one draw, or for all of a test's."""
-    caller = sys._getframe(1)
+    return _generator(sys._getframe(1))
+
+
+def seeds(num: int, num_more: int, num_full: int = 0) -> list[object]:
+    """Return a test's seeds: 0 to `num` in `make test`; those up to `num_more`, and NUM_SEEDS fresh
+    ones, in `make test-more`; those up to `num_full` beside them in `make test-all`.
+    """
+    more, new = pytest.mark.more("further seeds"), pytest.mark.campaign("fresh seeds")
+    random = _generator(sys._getframe(1))
+    return [
+        *(pytest.param(seed) for seed in range(num)),
+        *(pytest.param(seed, marks=more) for seed in range(num, num_more)),
+        *(pytest.param(seed) for seed in range(num_more, num_full if FULL else 0)),
+        *(pytest.param(random.randrange(2**40), marks=new) for _ in range(NUM_SEEDS)),
+    ]
+
+
+def _generator(caller: FrameType) -> Random:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     caller_name = f"{caller.f_globals['__name__']}:{caller.f_lineno} {test}"
     _num_drawn[caller_name] += 1

@@ -16,6 +16,9 @@ scopes, until one fails:
     rest   all other unit tests and tests/sim
     live   a few files that start servers, for mutants of runtime and gateway
 
+A tree with levels (tests/levels.py) has its tests run by level: `test` first, then `more` for the mutants
+that `test` did not notice.
+
 First a scope is run once without a mutant, to learn which tests execute which mutants'
 statements; then each mutant has only those, quickest files first, up to --cap-s seconds of them.
 What fails where clocks and processes are at work must fail twice. Two hours for two trees on two
@@ -45,6 +48,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tests import levels
 from tests.fresh import VARIABLE
 from tests.mutants_points import (
     PROBE,
@@ -95,8 +99,9 @@ class Outcome:
 class Copy:
     """A private copy of a checkout, whose code may be changed."""
 
-    def __init__(self, checkout: Path, folder: Path, options: Options) -> None:
+    def __init__(self, checkout: Path, level: str, folder: Path, options: Options) -> None:
         self.folder = folder
+        self._level = level
         self._checkout = checkout
         self._options = options
         self._num_changed = 0
@@ -149,6 +154,7 @@ class Copy:
             "OMP_NUM_THREADS": "1",
             "MUTANTS_ASKED": json.dumps(asked),
             VARIABLE: "14",
+            levels.VARIABLE: self._level,
         }
         with (self.folder / "output.txt").open("wb") as output:
             process = subprocess.Popen(
@@ -190,27 +196,46 @@ class Copy:
                 continue  # It has ended, or is somebody else's.
 
 
+@dataclass(frozen=True)
+class Run:
+    """The tests of one checkout, or of one of its levels."""
+
+    checkout: Path
+    level: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.checkout.name} {self.level}".strip()
+
+
+def runs_of(checkout: Path) -> list[Run]:
+    """Return the runs of a checkout, the cheapest first."""
+    has_levels = (checkout / "tests" / "levels.py").is_file()
+    return [Run(checkout, level) for level in (("test", "more") if has_levels else ("",))]
+
+
 class Trial:
-    """The mutants in one checkout. Everything that is learned lies in `state`, a JSON value."""
+    """The mutants in one run. Everything that is learned lies in `state`, a JSON value."""
 
     def __init__(
         self,
-        name: str,
-        checkout: Path,
+        run: Run,
         points: list[Point],
         state: dict[str, Any],
         killers: dict[int, str],
         options: Options,
         console: Console,
     ) -> None:
-        self._name = name
+        """`killers`: tests that noticed a mutant in another run."""
+        self._name = run.name
+        self._level = run.level
         self._killers = killers
-        self._checkout = checkout
+        self._checkout = run.checkout
         self._points = points
         self._state = state
         self._options = options
         self._console = console
-        tree = read_tree(checkout)
+        tree = read_tree(run.checkout)
         self._places: dict[int, Place] = {}
         for number, point in enumerate(points):
             if place := find(tree, point):
@@ -220,11 +245,11 @@ class Trial:
         """Run what has no result yet; `save()` is called after every step."""
         results = self._state.setdefault("results", {})
         for number, point in enumerate(self._points):
-            if number not in self._places:
+            if number not in self._places and str(number) not in results:
                 results[str(number)] = {"place": "not in this tree", "done": True}
                 self._tell(f"{number:2} {point.function}: not in this tree")
         with tempfile.TemporaryDirectory(prefix="hadal-mutants-") as folder:
-            copied = Copy(self._checkout, Path(folder) / "copy", self._options)
+            copied = Copy(self._checkout, self._level, Path(folder) / "copy", self._options)
             for scope in ("known", "room", "rest", "live"):
                 left = [
                     number
@@ -244,6 +269,18 @@ class Trial:
         for number in self._places:
             results[str(number)]["done"] = True
         save()
+
+    def leave_out(self, mutants: set[int]) -> None:
+        """Leave out mutants that a cheaper level has noticed."""
+        results = self._state.setdefault("results", {})
+        for number in mutants & self._places.keys():
+            results[str(number)] = {"place": "noticed by a lower level", "done": True}
+            del self._places[number]
+
+    def noticed(self) -> set[int]:
+        """Return the mutants that a test of this run noticed."""
+        results = self._state["results"].items()
+        return {int(number) for number, one in results if one.get("killed_by")}
 
     def _tell(self, text: str) -> None:
         now = time.strftime("%H:%M:%S")
@@ -486,6 +523,15 @@ def _summary(points: list[Point], name_to_run: dict[str, Any]) -> list[str]:
         done = {int(n): one for n, one in run.get("results", {}).items() if one.get("done")}
         killed[name] = {number for number, one in done.items() if one.get("killed_by")}
         lines.append(f"{name}: {len(killed[name])} of {len(points)} killed, {len(done)} run")
+    together: dict[str, set[int]] = defaultdict(set)
+    for name in killed:
+        together[name.partition(" ")[0]] |= killed[name]
+    lines += [
+        f"{name}, all levels: {len(numbers)} of {len(points)} killed"
+        for name, numbers in together.items()
+        if name not in killed
+    ]
+    killed = together
     for number, point in enumerate(points):
         by = [name for name in killed if number in killed[name]]
         if by and len(by) < len(killed):
@@ -565,11 +611,16 @@ def main(arguments: list[str]) -> int:
     if not asked.list:
         options = Options(asked.cap_s, asked.file_s, asked.timeout)
         for path in checkouts:
-            run = state["runs"].setdefault(path.name, {})
-            if asked.again:
-                _forget(run, asked.again)
-            killers = _killers(state["runs"])
-            Trial(path.name, path, points, run, killers, options, console).run(save)
+            noticed: set[int] = set()
+            for run in runs_of(path):
+                its_state = state["runs"].setdefault(run.name, {})
+                if asked.again:
+                    _forget(its_state, asked.again)
+                killers = _killers(state["runs"])
+                trial = Trial(run, points, its_state, killers, options, console)
+                trial.leave_out(noticed)
+                trial.run(save)
+                noticed |= trial.noticed()
     console.print(table_of(points, state["runs"]))
     for line in _summary(points, state["runs"]):
         console.print(line, markup=False)

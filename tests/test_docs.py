@@ -7,6 +7,7 @@ import pytest
 from typer.main import get_command
 
 from hadal.cli import app
+from tests.suite import promises
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,3 +43,19 @@ def test_the_first_page_says_every_command() -> None:
         name for name in get_command(app).commands if not re.search(rf"`(hadal )?{name}\b", text)
     ]
     assert left_out == []
+
+
+def test_promises_stand_in_the_pages() -> None:
+    missing = [one for one in promises.held() if promises.page_of(one.sentence) is None]
+    assert not missing, "\n".join(f"{one.test}: {one.sentence}" for one in missing)
+
+
+def test_every_promise_is_held_by_make_test() -> None:
+    held = promises.held()
+    in_test = {one.sentence for one in held if one.is_in_test}
+    assert {one.sentence for one in held} == in_test
+
+
+def test_the_table_of_promises_is_of_today() -> None:
+    text = promises.PAGE.read_text(encoding="utf-8")
+    assert promises.written(text) == text, "python -m tests.suite.promises --write"

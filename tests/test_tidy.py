@@ -384,3 +384,81 @@ def test_no_class_name_stands_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 name_to_places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
     fail_on([f"{each}: {', '.join(at)}" for each, at in name_to_places.items() if len(at) > 1])
+
+
+CLOCKS = {
+    "time": {"time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"},
+    "datetime": {"now", "utcnow", "today"},
+    "date": {"today"},
+    "timeit": {"timeit", "repeat", "default_timer"},
+}
+"""Module or class -> functions that read a clock; with `_ns` behind them too."""
+READS_CLOCKS = {"tests/waiting.py", "tests/dist/gate.py", "tests/dist/ledger_child.py"}
+"""Files that may read a clock: the waits, and processes that must end by themselves. The tools of the
+suite may as well (TOOLS), for they print how long it took.
+"""
+TOOLS = ("tests/suite/", "tests/mutants", "tests/clients/__main__.py", "tests/sim/swarm.py")
+GIVEN = {"deadline", "unix_now"}
+"""Functions of tests/waiting.py that return a time to hand on, and never to compare."""
+
+
+def clock_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, code) of every call that reads a clock, `loop.time()` and `reply.elapsed` included."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "elapsed":
+            yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and node.module in CLOCKS:
+            names = {alias.name.removesuffix("_ns") for alias in node.names}
+            if names & CLOCKS[node.module]:
+                yield node.lineno, ast.unparse(node)
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        owner = ast.unparse(node.func.value).rpartition(".")[2]
+        is_clock = node.func.attr.removesuffix("_ns") in CLOCKS.get(owner, set())
+        is_loop = node.func.attr == "time" and not node.args and owner != "time"
+        if is_clock or is_loop:
+            yield node.lineno, ast.unparse(node)
+
+
+def test_tests_read_no_clock() -> None:
+    """A verdict that depends on a time depends on how busy the machine is. Tests wait with
+    `tests.waiting`, assert order and outcome, and leave times to simulations and to `bench`.
+    """
+    fail_on(
+        [
+            f"{name(path)}:{line}: {code}"
+            for path in python_files("tests")
+            if name(path) not in READS_CLOCKS and not name(path).startswith(TOOLS)
+            for line, code in clock_reads(parse(path))
+        ]
+    )
+
+
+def test_times_that_tests_hand_on_are_not_compared() -> None:
+    offenders = []
+    for path in python_files("tests"):
+        for function in functions(parse(path)):
+            given = {
+                target.id
+                for node in nodes(function)
+                if isinstance(node, ast.Assign) and calls(node.value, GIVEN)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            for node in nodes(function):
+                if isinstance(node, ast.Compare | ast.Assert) and (
+                    calls(node, GIVEN) or names_in(node) & given
+                ):
+                    offenders.append(f"{name(path)}:{node.lineno}: {ast.unparse(node)}")
+    fail_on(offenders)
+
+
+def calls(tree: ast.AST, functions: set[str]) -> bool:
+    return any(
+        isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in functions
+        for node in ast.walk(tree)
+    )
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

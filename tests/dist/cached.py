@@ -22,7 +22,8 @@ from hadal.core.cache import (
     STORED_BLOCKS,
 )
 from hadal.core.config import OFF
-from tests.dist.serving import Server, wait_until
+from tests.dist.serving import Server
+from tests.waiting import wait_until
 
 TOTALS = {
     MEMORY_HIT_TOKENS: ("hadal_cache_hit_tokens_total{", 'tier="memory"'),
@@ -79,7 +80,7 @@ def settle(server: Server, key: str = "") -> dict[str, int]:
             since_s, seen = time.monotonic(), now
         return seen if time.monotonic() - since_s > QUIET_S else None
 
-    settled: dict[str, int] = wait_until(quiet, SETTLE_S, "nothing more is written to disk")
+    settled: dict[str, int] = wait_until(quiet, "nothing more is written to disk")
     return settled
 
 

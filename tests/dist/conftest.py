@@ -1,5 +1,6 @@
-"""Running servers for tests: one of their own, or one for a whole module."""
+"""Running servers for tests: borrowed from a pool, or one of their own."""
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.dist.serving import RANKED, Server, StartServer, finish, launch, wait_until
+from tests.dist.pool import Pool, Pooled
+from tests.dist.serving import RANKED, Server, StartServer, finish, launch
 
-__all__ = ["Server", "StartServer", "starting", "wait_until"]
+__all__ = ["Server", "StartServer", "starting"]
 
 
 @contextmanager
@@ -64,15 +66,40 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """One server for a whole module, for tests that leave it as they found it."""
-    with starting() as start:
-        yield start()
+@pytest.fixture(scope="session")
+def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """All servers that tests of this process borrow."""
+    servers = Pool()
+    yield servers
+    servers.close()
+    for line in servers.token_differences:
+        print(line)
 
 
-@pytest.fixture(scope="module")
-def ranked() -> Iterator[Server]:
-    """The same with units of many ranks, for tests after which it is whole again."""
-    with starting() as start:
-        yield start(**RANKED)
+@pytest.fixture
+def borrow(pool: Pool) -> Iterator[StartServer]:
+    """`borrow("--api-key", "k", decode={"drafts": 1})`: a server of this configuration that other
+    tests have used, and will use. It is audited at the end of the test.
+    """
+    borrowed: list[Pooled] = []
+
+    def take(*arguments: str, **overrides: Any) -> Server:
+        borrowed.append(pool.borrow(arguments, overrides))
+        return borrowed[-1].server
+
+    yield take
+    with contextlib.ExitStack() as stack:  # Each is audited, whatever becomes of the others.
+        for one in borrowed:
+            stack.callback(pool.give_back, one)
+
+
+@pytest.fixture
+def server(borrow: StartServer) -> Server:
+    """A server as it is by default, for a test that leaves it as it found it."""
+    return borrow()
+
+
+@pytest.fixture
+def ranked(borrow: StartServer) -> Server:
+    """Like `server`, with units of many ranks."""
+    return borrow(**RANKED)

@@ -26,7 +26,8 @@ import pytest
 
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER
-from tests.dist.serving import Server, to_toml, wait_until
+from tests.dist.serving import Server, to_toml
+from tests.waiting import wait_until
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,7 +342,7 @@ class Hosts:
                 self.start_ray_node(host)
             return not coming and not absent
 
-        wait_until(are_up, START_S, "Ray nodes")
+        wait_until(are_up, "Ray nodes")
 
     def start_head(self, *, is_volatile: bool = False) -> None:
         head = self.hosts[0]
@@ -358,7 +359,7 @@ class Hosts:
             ],
             {} if is_volatile else storage,
         )
-        wait_until(lambda: head.has_ray, START_S, "the head to start")
+        wait_until(lambda: head.has_ray, "the head to start")
 
     def start_ray_node(self, host: Host) -> None:
         host.start(

@@ -27,7 +27,8 @@ from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
-from tests.fresh import ANSWERS, FULL
+from tests.fresh import ANSWERS
+from tests.levels import FULL
 
 __all__ = [
     "FULL",

@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,10 +25,11 @@ from hadal.commands import plan, report  # noqa: F401  Imported for those that a
 from hadal.gateway import process  # noqa: F401
 from hadal.runtime import banner, launch, rank, unit  # noqa: F401
 from hadal.runtime.process import forks
+from tests.dist import gate
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILDREN = ("tests.dist.ledger_child", "tests.dist.disk_child")
-WARM_TIMEOUT_S = 120.0
 _PLAIN_START = forks.start
 _warm: list[forks.Forks] = []
 
@@ -78,10 +78,7 @@ def fork_module(
         warm = forks.Forks({**forks.environment(), "PYTHONPATH": path}, modules)
         _warm.append(warm)
         atexit.register(warm.close)
-    until_s = time.monotonic() + WARM_TIMEOUT_S
-    while _warm[0].is_warming:
-        assert time.monotonic() < until_s, "nothing to fork from"
-        time.sleep(0.005)
+    wait_until(lambda: not _warm[0].is_warming, "there is a warm process to fork from")
     forked = _warm[0].fork("hadal", [module, *arguments], environment, fds)
     assert forked is not None, "nothing to fork from"
     return forked
@@ -95,6 +92,7 @@ def main() -> int:
     os.close(log_fd)
     sys.argv[1:] = sys.argv[2:]
     forks.start = _start
+    gate.install(os.environ[gate.VARIABLE])
     try:
         cli.app()
     except SystemExit as end:

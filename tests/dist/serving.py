@@ -2,13 +2,11 @@
 without a trace.
 """
 
-import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,13 +19,14 @@ import pytest
 from hadal.runtime.process.child import Status, read_status
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER
+from tests.dist import gate
+from tests.dist.gate import Gate
 from tests.dist.served import Forked, fork
+from tests.processes import is_alive
+from tests.waiting import wait_for, wait_until
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
-STOPPED_S = 0.1
-"""What a process said before it was stopped has been read after this time."""
+STOP_TIMEOUT_S = 120.0
 
 SMALL: dict[str, Any] = {
     "prefill": {"threads": 1, "kv_memory_mb": 64},
@@ -72,24 +71,6 @@ def noticed_in(log: str) -> list[Noticed]:
     ]
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Return the first true value of `condition`. Fails the test after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline_s:
-            pytest.fail(f"after {timeout_s:.0f} s still not: {what}")
-        time.sleep(0.01)
-    return value
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @dataclass
 class Server:
     """One running `hadal serve`."""
@@ -97,6 +78,8 @@ class Server:
     process: subprocess.Popen[bytes] | Forked
     folder: Path
     log_path: Path
+    gate: Gate
+    """Holds its units' steps; without effect where the server was started as users start it."""
     seen_pids: set[int] = field(default_factory=set)
 
     def status(self) -> Status:
@@ -126,19 +109,24 @@ class Server:
         os.kill(pid, number)
         return pid
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until /health says that requests can be answered."""
-        wait_until(self._healthy, timeout_s, "the server is ready")
+    @staticmethod
+    def headers(api_key: str) -> dict[str, str]:
+        """Headers of a request with an API key, or of one without."""
+        return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_ready(self) -> None:
+        """Wait until /health says that requests can be answered."""
+        wait_until(self._healthy, "the server is ready")
+
+    def wait_restarted(self, name: str, old_pid: int) -> None:
         """Wait until the process runs again under another pid, and the server is ready."""
 
         def restarted() -> bool:
             process = self.status().processes[name]
             return process.phase == "ready" and process.pid not in (0, old_pid)
 
-        wait_until(restarted, timeout_s, f"{name} runs again")
-        self.wait_ready(timeout_s)
+        wait_until(restarted, f"{name} runs again")
+        self.wait_ready()
 
     def shared_pools(self) -> list[str]:
         """Names of its KV pools in shared memory."""
@@ -154,6 +142,7 @@ class Server:
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """SIGTERM, then wait for the end; returns the exit code."""
+        self.gate.open()
         self.status()
         self.process.terminate()
         return self.process.wait(timeout_s)
@@ -178,9 +167,10 @@ def blocks_used(server: Server) -> int:
     return sum(unit["num_blocks_used"] for unit in reply.json()["units"].values())
 
 
-def metric(server: Server, name: str, label: str = "") -> float:
-    """The sum of a metric over its labels, or of those series that have this one."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+def metric(server: Server, name: str, label: str = "", *, key: str = "") -> float:
+    """Return the sum of a metric over its labels, or of those series that have this one."""
+    reply = httpx.get(f"{server.url}/metrics", timeout=60, headers=Server.headers(key))
+    lines = reply.text.splitlines()
     values = [
         float(line.rpartition(" ")[2])
         for line in lines
@@ -190,25 +180,17 @@ def metric(server: Server, name: str, label: str = "") -> float:
     return sum(values)
 
 
-async def kill_at_work(server: Server, unit: str, num_tokens: int = 20) -> None:
-    """Kill a unit that has requests, once so many tokens have flowed. It is stopped first, so that
-    what it has is not done by the time it is known.
-    """
-    state = "prefilling" if unit.startswith("prefill") else "decoding"
-    before = metric(server, "hadal_output_tokens_total")
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while metric(server, "hadal_output_tokens_total") < before + num_tokens:
-        assert time.monotonic() < deadline_s, "no tokens came"
-        await asyncio.sleep(0.005)
-    while True:
-        server.kill(unit, signal.SIGSTOP)
-        await asyncio.sleep(STOPPED_S)
-        if metric(server, "hadal_generations_now", f'state="{state}"'):
-            server.kill(unit)
-            return
-        server.kill(unit, signal.SIGCONT)
-        assert time.monotonic() < deadline_s, f"nothing was in flight at {unit}"
-        await asyncio.sleep(0.005)
+async def kill_at_work(server: Server, unit: str, num_steps: int = 3) -> None:
+    """Kill a unit that is held before a step, so that it has requests."""
+    is_prefill = unit.startswith("prefill")
+    state = "prefilling" if is_prefill else "decoding"
+    server.gate.hold(gate.PREFILL if is_prefill else gate.DECODE, num_steps)
+    await wait_for(
+        lambda: metric(server, "hadal_generations_now", f'state="{state}"'),
+        f"{unit} has requests",
+    )
+    server.kill(unit)
+    server.gate.open()
 
 
 def to_toml(fields: dict[str, Any]) -> str:
@@ -251,9 +233,15 @@ def launch(
     config = folder / "deployment.toml"
     config.write_text(to_toml(fields))
     run_folder, log_path = folder / "run", folder / "server.log"
+    its_gate = Gate(folder / "gate")
     command = ["serve", "--config", str(config), "--run-folder", str(run_folder), *arguments]
     elsewhere = "PYTHONPATH" in environment
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **environment}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        gate.VARIABLE: str(its_gate.path),
+        **environment,
+    }
     process: subprocess.Popen[bytes] | Forked
     with log_path.open("wb") as log:
         if is_plain or elsewhere:
@@ -267,7 +255,7 @@ def launch(
             )
         else:
             process = fork(command, environment, log.fileno())
-    return Server(process, run_folder, log_path)
+    return Server(process, run_folder, log_path, its_gate)
 
 
 _LOG_SHOWN = 8000
@@ -290,14 +278,13 @@ def finish(server: Server) -> None:
             server.process.wait(STOP_TIMEOUT_S)
             pytest.fail(f"hadal serve did not end:\n{server.log()}")
     wait_until(
-        lambda: not any(is_alive(pid) for pid in pids), 5.0, "all processes of the server are gone"
+        lambda: not any(is_alive(pid) for pid in pids), "all processes of the server are gone"
     )
     if status is not None:
         mark = f"{PREFIX}{status.run_id}."
         # Of one that was killed the fork server clears up, once it hears of that.
         wait_until(
             lambda: not any(name.startswith(mark) for name in os.listdir(SHM_FOLDER)),
-            5.0,
             "no pools are left in shared memory",
         )
 

@@ -19,12 +19,13 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tests.dist.serving import Server, StartServer, metric, wait_until
+from tests.dist.serving import Server, StartServer, metric
 from tests.dist.test_ledger_serving import rows, wait_for_rows
 from tests.dist.test_openai_client import is_empty
 from tests.unit.gateway.event_streams import message_of, named_events, parsed, response_of
 from tests.unit.gateway.test_tools import BOS, CONTROLS, EOS, LISTING, V31_TEMPLATE, tokenizer_of
 from tests.unit.model.test_family import write_checkpoint
+from tests.waiting import wait_until
 
 SYSTEM, ASKED, SAID, AGAIN = "Answer briefly.", "What is 12 + 30?", "It is 42.", "And 5 + 6?"
 NUM_TOKENS = 48
@@ -135,12 +136,12 @@ def test_an_effort_of_none_is_an_answer_without_thinking(gpt: OpenAI, model: str
 def test_a_client_that_leaves_frees_its_blocks(
     server: Server, model: str, path: str, fields: dict[str, Any]
 ) -> None:
-    wait_until(lambda: is_empty(server), 5, "the server is idle")
+    wait_until(lambda: is_empty(server), "the server is idle")
     body = {"model": model, "stream": True, "temperature": 2, **fields}
     with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=30) as reply:
         assert reply.status_code == 200
         next(reply.iter_bytes())
-    wait_until(lambda: is_empty(server), 2.0, "the blocks of the request are free")
+    wait_until(lambda: is_empty(server), "the blocks of the request are free")
 
 
 def test_what_they_cost_is_written_down(start_server: StartServer) -> None:
@@ -200,7 +201,7 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartSer
         made[response_id.split("_")[1]] = response_id
         return len(made) == 2
 
-    wait_until(responded, 30.0, "both have answered")
+    wait_until(responded, "both have answered")
     for response_id in made.values():
         servers = set()
 
@@ -212,11 +213,11 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartSer
             assert kept.json()["id"] == response_id
             return len(servers) == 2
 
-        wait_until(gone_on, 30.0, "both have gone on from it")
+        wait_until(gone_on, "both have gone on from it")
     old_pid = server.kill("gateway-1", signal.SIGKILL)
     server.wait_restarted("gateway-1", old_pid)
     lost = wait_until(
-        lambda: (reply := post(made["1"])).status_code != 503 and reply, 30.0, "it is answered"
+        lambda: (reply := post(made["1"])).status_code != 503 and reply, "it is answered"
     )
     assert lost.status_code == 400
     assert lost.json()["error"]["code"] == "previous_response_not_found"

@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from openai import OpenAI
 
 from tests.dist.conftest import Server, StartServer, starting
-from tests.dist.serving import metric, wait_until
+from tests.dist.serving import metric
+from tests.waiting import wait_until
 
 KEYS = ("sk-alice name=alice", "sk-bob name=bob")
 PRICES = "1/2/4"
@@ -46,7 +47,7 @@ def wait_ended(client: OpenAI, batch_id: str, timeout_s: float = 90.0) -> Any:
         batch = client.batches.retrieve(batch_id)
         return batch if batch.status in ENDED else None
 
-    return wait_until(ended, timeout_s, "the batch has ended")
+    return wait_until(ended, "the batch has ended")
 
 
 def rows(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -135,7 +136,7 @@ def test_a_batch_from_file_to_file_at_half_the_price(server: Server, folder: Pat
         mine = {name: v for name, v in charges(folder).items() if name.rpartition("-")[0] in ids}
         return mine if len(mine) == len(ids) else None
 
-    mine = wait_until(charged, 10, "all are in the ledger")
+    mine = wait_until(charged, "all are in the ledger")
     assert sum(charge for _, _, charge in mine.values()) == expected
     assert {tenant for tenant, _, _ in mine.values()} == {"alice"}
     assert {model for _, model, _ in mine.values()} == {"hadal-tiny/batch"}
@@ -237,9 +238,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(server: Server) -> None:
     client = client_of(server)
     lines = [line(f"r{n}", ignore_eos=True, max_tokens=300) for n in range(40)]
     batch_id = create(client, lines)
-    wait_until(
-        lambda: client.batches.retrieve(batch_id).request_counts.completed, 60, "one is done"
-    )
+    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed, "one is done")
     assert client.batches.cancel(batch_id).status in ("cancelling", "cancelled")
     batch = wait_ended(client, batch_id)
     assert batch.status == "cancelled"
@@ -270,7 +269,7 @@ def test_others_are_served_as_without_and_the_batch_ends(server: Server) -> None
         line(f"r{n}", f"What is {n} + 30?", max_tokens=150, ignore_eos=True) for n in range(40)
     ]
     batch_id = create(client, lines)
-    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed, 60, "it runs")
+    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed, "it runs")
     beside = first_tokens(40)
     during = client.batches.retrieve(batch_id)
     assert during.status == "in_progress", "it ran all the while"
@@ -291,7 +290,7 @@ def test_nothing_is_lost_or_done_twice_when_somebody_is_killed(
     names = [f"r{n}" for n in range(30)]
     lines = [line(name, f"What is {n} + 30?", max_tokens=60) for n, name in enumerate(names)]
     batch_id = create(client, lines)
-    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed > 3, 60, "begun")
+    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed > 3, "begun")
     if who == "gateway":
         old = server.kill("gateway")
         server.wait_restarted("gateway", old)
@@ -309,7 +308,7 @@ def test_nothing_is_lost_or_done_twice_when_somebody_is_killed(
     assert batch.request_counts.completed == 30
     # What stands in the output is charged, each line once, and nothing that was thrown away is.
     written = sorted(row["response"]["request_id"] for row in done)
-    wait_until(lambda: len(charges(tmp_path)) >= 30, 20, "all are in the ledger")
+    wait_until(lambda: len(charges(tmp_path)) >= 30, "all are in the ledger")
     time.sleep(2.5)  # Two more looks at what is left to be charged.
     assert sorted(name.rpartition("-")[0] for name in charges(tmp_path)) == written
 

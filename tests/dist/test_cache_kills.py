@@ -4,7 +4,7 @@ from a broken block.
 Rounds on one folder: a server starts on what the last one left, answers chats of that one's tenant
 (out of its blocks) and of a new tenant (whose blocks it has to write), and is killed: all of it,
 its supervisor only, or first one unit, which comes back while the load goes on. Moments are drawn
-from a seed, which is printed. `HADAL_FULL=1`: 200 rounds.
+from a seed, which is printed. `HADAL_LEVEL=all`: 200 rounds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tests.dist.chats import Answer, Chat, ask, client_for, everyday_chats, talk
 from tests.dist.keyed import model_of
 from tests.dist.oracle import FULL
 from tests.dist.segments import Record, names_on_disk, records_on_disk
-from tests.dist.serving import Server, StartServer, is_alive, wait_until
+from tests.dist.serving import Server, StartServer, is_alive
 from tests.fresh import fresh
+from tests.waiting import wait_until
 
 NUM_ROUNDS = 200 if FULL else 4
 NUM_CHATS = 24 if FULL else 8
@@ -148,12 +149,12 @@ def kill_all(server: Server, way: str) -> None:
     else:
         os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait(GONE_S)
-    wait_until(lambda: not any(map(is_alive, pids)), GONE_S, "every process of the server is gone")
+    wait_until(lambda: not any(map(is_alive, pids)), "every process of the server is gone")
 
 
 def await_a_write(server: Server, key: str) -> None:
     """On a busy host nothing may be written yet, which looks as quiet as when all is."""
-    wait_until(lambda: counts(server, key)[STORED_BLOCKS] > 0, GONE_S, "a block is durable")
+    wait_until(lambda: counts(server, key)[STORED_BLOCKS] > 0, "a block is durable")
 
 
 def one_round(

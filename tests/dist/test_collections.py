@@ -38,7 +38,7 @@ _KINDS = {"dict": "object", "float": "number", "tuple": "array", "any": None}
 def files_of(variable: str) -> list[Path]:
     folder = os.environ.get(variable)
     if not FULL or not folder:
-        pytest.skip(f"HADAL_FULL=1 and {variable} are needed")
+        pytest.skip(f"HADAL_LEVEL=all and {variable} are needed")
     return sorted(Path(folder).rglob("*.json"))
 
 

@@ -1,5 +1,5 @@
 """Writers of a disk cache are killed at random moments: what they were told is durable is found
-again, byte for byte, and nobody who reads meanwhile is ever given a wrong block. `HADAL_FULL=1`:
+again, byte for byte, and nobody who reads meanwhile is ever given a wrong block. `HADAL_LEVEL=all`:
 200 rounds.
 """
 
@@ -21,8 +21,8 @@ from hadal.runtime.store.view import DiskView
 from tests.dist.disk_child import BLOCK_BYTES, FINGERPRINT, content
 from tests.dist.served import fork_module
 from tests.fresh import fresh
+from tests.levels import FULL
 
-FULL = os.environ.get("HADAL_FULL") == "1"
 NUM_ROUNDS = 200 if FULL else 12
 ROUNDS_OF_A_FOLDER = 3
 """Then a new one: what the first rounds left is adopted by the next ones."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import Server, StartServer
+from tests.waiting import wait_until
 
 PROMPT = list(range(10, 130))
 NUM_SLOTS = 4
@@ -66,7 +67,7 @@ class Crowd:
     def until(self, condition: Callable[[], bool], what: str) -> list[str]:
         """Go on until it holds; returns all answers."""
         try:
-            wait_until(condition, 60.0, what)
+            wait_until(condition, what)
         finally:
             self._enough.set()
             for thread in self._threads:
@@ -92,7 +93,6 @@ def test_a_unit_comes_with_the_crowd_and_goes_after_it(start_server: StartServer
     assert next(iter(answers)).startswith(undisturbed)
     wait_until(
         lambda: httpx.get(f"{server.url}/health", timeout=5).json()["units_up"]["decode"] == 1,
-        5.0,
         "one is up",
     )
     assert complete(server, 200) == undisturbed

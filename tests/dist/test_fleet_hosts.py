@@ -6,7 +6,7 @@ published day. `[fleet]` says what a unit does, so that the policy's thresholds 
 machine. The simulator is the real fleet role beside the real front and leaders (tests/sim/fleet),
 given the same requests and the start-up, stop and step times that were measured.
 
-    HADAL_FULL=1 HADAL_HOUR_S=10 pytest tests/dist/test_fleet_hosts.py -s
+    HADAL_LEVEL=all HADAL_HOUR_S=10 pytest tests/dist/test_fleet_hosts.py -s
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from hadal.roles.fleet import NUM_SAMPLES
 from hadal.sim.day.clock import HOUR_S as REAL_HOUR_S
 from hadal.sim.day.clock import DemandClock, hour_beijing
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Hosts
-from tests.dist.serving import wait_until
 from tests.dist.test_hosts import SMALL, Deployed, serve
 from tests.sim.engine import VOCAB
 from tests.sim.fleet import FleetFaults, FleetWorld
 from tests.sim.scenario import longest_output
 from tests.sim.world import Faults
+from tests.waiting import wait_until
 
 HOUR_S = float(os.environ.get("HADAL_HOUR_S", "60"))
 """Of an hour of the day."""
@@ -425,7 +425,7 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
         live = LiveDay(deployed)
         expected = hosts[0].call(lambda: asyncio.run(live.quiet()))
         job = ValleyJob(hosts)
-        wait_until(lambda: owned(deployed) == FLOOR, QUIET_S + 120, "only the floor is there")
+        wait_until(lambda: owned(deployed) == FLOOR, "only the floor is there")
         time.sleep(QUIET_S)
         groups, floor = in_ray(hosts, "before")
         hosts[0].call(lambda: asyncio.run(live.day(asked, expected)))
@@ -441,7 +441,7 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
                 for host in hosts
             )
 
-        wait_until(is_gone, 20.0, "nothing of it is left on any host")
+        wait_until(is_gone, "nothing of it is left on any host")
         assert in_ray(hosts, "after") == ([], 0)
         moves = moves_in(log, live.began_unix_s)
         starts, stops = moves.took_s("starting", "ready"), moves.took_s("stopping", "ended")

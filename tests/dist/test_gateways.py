@@ -11,9 +11,10 @@ import threading
 import httpx
 import pytest
 
-from tests.dist.serving import Server, StartServer, blocks_used, wait_until
+from tests.dist.serving import Server, StartServer, blocks_used
 from tests.dist.test_supervision import complete, stream
-from tests.fresh import FULL
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 NUM_TOKENS = 1500 if FULL else 500
 FRONT, OTHER = "gateway", "gateway-1"
@@ -60,7 +61,7 @@ def streaming(server: Server, *gateways: str) -> dict[str, Asking]:
     asking = {gateway: Asking(server, gateway) for gateway in gateways}
     for one in asking.values():
         one.start()
-    wait_until(lambda: all(len(one.text) > 20 for one in asking.values()), 60.0, "they stream")
+    wait_until(lambda: all(len(one.text) > 20 for one in asking.values()), "they stream")
     return asking
 
 
@@ -81,7 +82,6 @@ def test_the_end_of_one_gateway_costs_its_own_streams_alone(start_server: StartS
         old_pid = server.kill(victim, number)
         wait_until(
             lambda name=victim, gone=old_pid: server.pids()[name] != gone,
-            3.0,
             "its end was noticed",
         )
         # Nobody is refused meanwhile.
@@ -95,7 +95,7 @@ def test_the_end_of_one_gateway_costs_its_own_streams_alone(start_server: StartS
         assert asking[victim].is_broken
         assert undisturbed.startswith(asking[victim].text)
         server.wait_restarted(victim, old_pid)
-        wait_until(lambda: blocks_used(server) == 0, 10.0, "all blocks are free")
+        wait_until(lambda: blocks_used(server) == 0, "all blocks are free")
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
     assert {name for name in (FRONT, OTHER) if f'gateway="{name}"' in text} == {FRONT, OTHER}
 

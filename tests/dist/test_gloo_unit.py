@@ -1,7 +1,7 @@
 """Units over gloo: the plain loop's tokens, and a killed rank that no request shows.
 
 Gloo notices a dead peer by its connection or not at all; the leader's news must end the wait.
-`HADAL_FULL=1`: 64 prompts.
+`HADAL_LEVEL=all`: 64 prompts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
-from tests.dist.serving import FORMED, Server, StartServer, noticed_in, wait_until
+from tests.dist.serving import FORMED, Server, StartServer, noticed_in
+from tests.waiting import wait_until
 
 VICTIM = "decode-0.1"
 BROKEN_S = 5.0
@@ -66,7 +67,6 @@ def test_the_plain_loops_tokens_with_a_rank_killed_and_without(
     server.wait_restarted(VICTIM, old_pid)
     wait_until(
         lambda: members(server, "decode-0")[-1] == "0,1",
-        30.0,
         f"{VICTIM} belongs to its unit again",
     )
     outputs = asyncio.run(complete_all(server.url, server.model, cases[:4], concurrency=4))

@@ -13,7 +13,8 @@ import pytest
 
 from hadal.runtime.transfer.nixl import package
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
-from tests.dist.serving import Server, StartServer, kill_at_work, metric, wait_until
+from tests.dist.serving import Server, StartServer, kill_at_work, metric
+from tests.waiting import wait_until
 
 NUM_CASES = 200 if FULL else 24
 TRANSPORTS = [
@@ -56,7 +57,7 @@ def test_tokens_are_those_of_the_plain_loop(
     assert differences(cases, outputs) == []
     assert transports(server) == {handover}
     assert metric(server, "hadal_retries_total") == 0
-    wait_until(lambda: is_clean(server), 10.0, "nothing is held")
+    wait_until(lambda: is_clean(server), "nothing is held")
 
 
 @pytest.mark.timeout(900)
@@ -82,7 +83,7 @@ def test_killed_midway_nothing_is_lost(
             f"nothing was in flight at {victim}; this test shows nothing"
         )
         server.wait_restarted(victim, old_pid)
-        wait_until(lambda: is_clean(server), 40.0, "nothing is held")
+        wait_until(lambda: is_clean(server), "nothing is held")
     assert transports(server) == {handover}
 
 
@@ -98,4 +99,4 @@ def test_ranks_pull_over_tcp(start_server: StartServer, cases: list[Case]) -> No
     outputs = asyncio.run(complete_all(server.url, server.model, cases[:12]))
     assert differences(cases[:12], outputs) == []
     assert transports(server) == {"tcp"}
-    wait_until(lambda: is_clean(server), 10.0, "nothing is held")
+    wait_until(lambda: is_clean(server), "nothing is held")

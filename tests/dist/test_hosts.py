@@ -29,7 +29,8 @@ from hadal.runtime.process.process import EXIT_CONFIG
 from tests.dist.conftest import StartServer
 from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
-from tests.dist.serving import Server, blocks_used, wait_until
+from tests.dist.serving import Server, blocks_used
+from tests.waiting import wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(600 if not FULL else 3600)]
 
@@ -90,7 +91,7 @@ class Deployed:
             self.keep_ray_nodes()
             return self.server.status().ready
 
-        wait_until(is_whole, timeout_s, "all processes are ready")
+        wait_until(is_whole, "all processes are ready")
 
     def keep_ray_nodes(self) -> None:
         for host in self.hosts:
@@ -102,7 +103,7 @@ class Deployed:
         def is_started_again() -> bool:
             return self.server.status().processes[process].num_starts > num_starts
 
-        wait_until(is_started_again, 60.0, f"{process} is started again")
+        wait_until(is_started_again, f"{process} is started again")
         self.wait_whole()
 
 
@@ -336,7 +337,7 @@ def test_it_ends_and_gives_all_back(deployed: Deployed) -> None:
     def is_gone() -> bool:
         return not any(host.names().keys() & OURS or host.pools() for host in deployed.hosts)
 
-    wait_until(is_gone, 20.0, "nothing of it is left on any host")
+    wait_until(is_gone, "nothing of it is left on any host")
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """Processes that write one ledger are killed at random moments: what they were told is kept is
 there, each fact once, and the sums are exact. In SQLite and in PostgreSQL, whose server is stopped
-as well. `HADAL_FULL=1`: 100 rounds.
+as well. `HADAL_LEVEL=all`: 100 rounds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from hadal.stats.tally import Tally
 from tests.dist.ledger_child import fact_of
 from tests.dist.postgres import Postgres, postgres
 from tests.dist.served import fork_module
+from tests.levels import FULL
 from tests.unit.runtime.ledger.test_outbox import left_in
 from tests.unit.stats.facts import details_of
 
-NUM_ROUNDS = 100 if os.environ.get("HADAL_FULL") == "1" else 4
+NUM_ROUNDS = 100 if FULL else 4
 TIMEOUT_S = 30.0
 ALWAYS = (0, 2**60)
 

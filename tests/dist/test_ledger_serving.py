@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from tests.dist.served import fork
-from tests.dist.serving import Server, StartServer, metric, wait_until
+from tests.dist.serving import Server, StartServer, metric
 from tests.unit.runtime.ledger.test_outbox import left_in
+from tests.waiting import wait_until
 
 WHOLE = {"ignore_eos": True, "temperature": 0}
 TIMEOUT_S = 60.0
@@ -49,7 +50,6 @@ def wait_for_rows(path: Path, number: int) -> None:
     """Facts are written a moment after their replies."""
     wait_until(
         lambda: rows(path, "SELECT count(*) FROM hadal_requests")[0][0] >= number,
-        20,
         f"{number} facts",
     )
 
@@ -216,7 +216,7 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(
         num_tokens += asyncio.run(few(5))
         assert time.monotonic() - started_s < 4.0, "nobody waits for the ledger"
         wait_until(
-            lambda: metric(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the outbox"
+            lambda: metric(server, "hadal_ledger_waiting") == 0, "the facts are in the outbox"
         )
         assert metric(server, "hadal_ledger_down") == 1
         assert left_in(folder / "l.sqlite.outbox")
@@ -227,7 +227,7 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(
     server.wait_restarted("gateway", old_pid)
     wait_for_rows(path, 8)
     assert report(path)["tokens_out"] == num_tokens
-    wait_until(lambda: not left_in(folder / "l.sqlite.outbox"), 20, "what waited is written")
+    wait_until(lambda: not left_in(folder / "l.sqlite.outbox"), "what waited is written")
     num_tokens += asyncio.run(few(1))
     wait_for_rows(path, 9)
     assert report(path)["tokens_out"] == num_tokens

@@ -4,7 +4,7 @@ move; no token shows it.
 The load is of one task at a time, which asks for some experts far more than for others, and then of
 another task. Every answer is compared with that of a server whose units are one rank each, where
 nothing can move; test_exactness holds it to the plain single-request loop, and so does this for
-some of the prompts. Times are printed, never asserted. `HADAL_FULL=1`: more regimes, twenty kills,
+some of the prompts. Times are printed, never asserted. `HADAL_LEVEL=all`: more regimes, twenty kills,
 longer requests.
 """
 

@@ -18,8 +18,10 @@ import pytest
 from evals.run import held_out_examples, request_body
 from evals.tasks import TASKS, Example
 from tests.dist.keyed import ask, header, keys_command, model_of
-from tests.dist.serving import Server, StartServer, wait_until
-from tests.fresh import FULL, fresh
+from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 PATH = "/v1/chat/completions"
 MOST_AT_ONCE = 20
@@ -156,7 +158,7 @@ def test_everyone_else_finishes_and_nothing_leaks(start_server: StartServer, fol
             unit["num_blocks_used"] == 0 and unit["num_requests"] == 0 for unit in units.values()
         )
 
-    wait_until(is_idle, 5.0, "every block and slot is free")
+    wait_until(is_idle, "every block and slot is free")
     problems = audit(server, keys[0])["problems"]
     assert problems == []
     grown = {

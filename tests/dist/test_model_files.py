@@ -15,8 +15,9 @@ import pytest
 
 from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import StartServer
-from tests.dist.serving import Server, wait_until
+from tests.dist.serving import Server
 from tests.dist.test_rank_processes import complete
+from tests.waiting import wait_until
 
 NUM_TOKENS = 24
 NOTICED_S = 15.0
@@ -59,13 +60,12 @@ def test_a_file_that_shrinks_ends_the_units_until_it_is_whole(served: tuple[Serv
     os.truncate(folder / SHARD, len(whole) // 3)
     wait_until(
         lambda: "changed while it was in use" in server.log() or "SIGBUS" in server.log(),
-        NOTICED_S,
         "a unit ends with a word about the file",
     )
-    wait_until(lambda: "cannot start" in server.log(), BACK_S, "it cannot start")
+    wait_until(lambda: "cannot start" in server.log(), "it cannot start")
     assert server.process.poll() is None, "the server stays"
     (folder / SHARD).write_bytes(whole)
-    wait_until(lambda: answer_is(server, expected), BACK_S, "it works again")
+    wait_until(lambda: answer_is(server, expected), "it works again")
 
 
 @pytest.mark.timeout(300)
@@ -83,10 +83,9 @@ def test_another_models_weights_are_refused(served: tuple[Server, Path]) -> None
     (folder / "new").rename(folder / SHARD)
     wait_until(
         lambda: "are not those that this server was started with" in server.log(),
-        BACK_S,
         "the other weights are refused",
     )
     answer_is(server, expected)
     (folder / "new").write_bytes(whole)
     (folder / "new").rename(folder / SHARD)
-    wait_until(lambda: answer_is(server, expected), BACK_S, "it works again")
+    wait_until(lambda: answer_is(server, expected), "it works again")

@@ -16,7 +16,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
-from tests.dist.serving import Server, StartServer, metric, wait_until
+from tests.dist.serving import Server, StartServer, metric
+from tests.waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG = {"ignore_eos": True}
@@ -324,7 +325,7 @@ def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream:
     """Of three choices that would go on to the end of the context, nothing is left within a
     second.
     """
-    wait_until(lambda: is_empty(server), 5, "the server is idle")
+    wait_until(lambda: is_empty(server), "the server is idle")
 
     async def leave() -> None:
         async with AsyncOpenAI(
@@ -352,7 +353,7 @@ def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream:
                     await asking
 
     asyncio.run(leave())
-    wait_until(lambda: is_empty(server), 1.0, "the blocks of the request are free")
+    wait_until(lambda: is_empty(server), "the blocks of the request are free")
 
 
 def test_keys(start_server: StartServer) -> None:
@@ -387,20 +388,19 @@ def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
     first.start()
     wait_until(
         lambda: metric(server, "hadal_generations_total") >= 0 and not is_empty(server),
-        10,
         "the first runs",
     )
     second = threading.Thread(target=read, args=({**body, "max_tokens": 3},))
     second.start()
     queued = 'hadal_generations_now{state="queued"} 1.0'
-    wait_until(lambda: queued in httpx.get(f"{server.url}/metrics").text, 5, "the second waits")
+    wait_until(lambda: queued in httpx.get(f"{server.url}/metrics").text, "the second waits")
     with client_of(server) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             client.chat.completions.create(model=model, messages=MESSAGES)
         assert int(caught.value.response.headers["retry-after"]) >= 1
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 5, "it drains")
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "it drains")
         with pytest.raises(openai.InternalServerError) as refused:
             client.chat.completions.create(model=model, messages=MESSAGES)
         assert refused.value.status_code == 503

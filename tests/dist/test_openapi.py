@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.dist.openapi_hooks import MODEL
-from tests.dist.serving import StartServer, blocks_used, metric, wait_until
-from tests.fresh import FULL
+from tests.dist.serving import StartServer, blocks_used, metric
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = (
@@ -72,4 +73,4 @@ def test_what_is_served_is_what_is_described(
         answered = f'endpoint="{name}",status="200"'
         assert metric(server, "hadal_requests_total", answered) > 0, "some were good"
     if not has_keys:
-        wait_until(lambda: blocks_used(server) == 0, 30.0, "nothing is left of it")
+        wait_until(lambda: blocks_used(server) == 0, "nothing is left of it")

@@ -31,10 +31,11 @@ from hadal.gateway.vocabulary import Vocabulary
 from tests.dist.browser import NARROW, browsing, looking
 from tests.dist.conftest import Server, StartServer, starting
 from tests.dist.keyed import keys_command
-from tests.dist.serving import RANKED, wait_until
+from tests.dist.serving import RANKED
 from tests.unit.gateway.fake_units import Script
 from tests.unit.gateway.serving import serving
 from tests.unit.gateway.test_tools import BOS, EOS, V31, V31_TEMPLATE, vocabulary_of
+from tests.waiting import wait_until
 
 PAGES = {"mode": "auto", "port": 0}
 WAIT_MS = 60_000
@@ -79,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def pages_of(server: Server) -> str:
     """Address of the pages, once they are served."""
     url = server.status().console_url
-    wait_until(lambda: server.status().processes["console"].phase == "ready", 60, "pages are there")
+    wait_until(lambda: server.status().processes["console"].phase == "ready", "pages are there")
     return url
 
 
@@ -280,9 +281,9 @@ def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
             return sum(float(line.rsplit(" ", 1)[1]) for line in states)
 
         ask(page, "Count from 1 to 90.")
-        wait_until(lambda: num_open() == 1, 20.0, "an answer has begun")
+        wait_until(lambda: num_open() == 1, "an answer has begun")
         page.close()
-        wait_until(lambda: num_open() == 0, 60.0, "nobody makes it any more")
+        wait_until(lambda: num_open() == 0, "nobody makes it any more")
 
 
 def ticking(vocabulary: Vocabulary) -> Script:
@@ -745,7 +746,7 @@ def refresh_ms(page: Page, session: Any, num: int) -> float:
         return own_s, int(page.evaluate("window.hadalFrames"))
 
     begin_s, first = now()
-    wait_until(lambda: page.evaluate("window.hadalFrames") >= first + num, 60, "frames come")
+    wait_until(lambda: page.evaluate("window.hadalFrames") >= first + num, "frames come")
     page.wait_for_timeout(300)
     end_s, last = now()
     return 1e3 * (end_s - begin_s) / (last - first)

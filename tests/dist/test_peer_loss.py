@@ -20,7 +20,8 @@ import torch
 from hadal.comm.group import PeerLost
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.plans import Member
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.unit.comm.groups import run_processes
 from tests.unit.comm.mesh.test_mesh import exchange_sized, shuffle
 

@@ -15,7 +15,8 @@ import pytest
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS
 from tests.dist.serving import Server, StartServer
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 
 VOCAB = 1500
 NUM_LONG, NUM_SHORT, NUM_STEPS = (10, 120, 60) if FULL else (5, 60, 32)

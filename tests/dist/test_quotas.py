@@ -19,9 +19,10 @@ from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.recorder import RECORD, read_recordings
 from tests.dist.keyed import ask, keys_command, model_of
 from tests.dist.postgres import postgres
-from tests.dist.serving import StartServer, wait_until
+from tests.dist.serving import StartServer
 from tests.dist.test_ledger_serving import report, rows, wait_for_rows
 from tests.dist.test_replay import check as replayed
+from tests.waiting import wait_until
 
 
 def test_keys_are_added_and_revoked_while_two_gateways_serve(
@@ -38,7 +39,7 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
 
     assert statuses("sk-nobody") == {401}
     second = keys_command(path, "add", "second", "--requests", "3", "--tokens-per-minute", "100000")
-    wait_until(lambda: statuses(second) == {200}, 20.0, "both gateways know the new key")
+    wait_until(lambda: statuses(second) == {200}, "both gateways know the new key")
     for _ in range(12):
         headers = ask(server, second, model, max_tokens=1).headers
         assert headers["x-ratelimit-limit-requests"] == "3"
@@ -55,7 +56,7 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
     assert statuses(second) == {200}, "a file that cannot be read changes nothing"
     path.write_text(path.read_text().replace("bad,line\n", ""))
     keys_command(path, "revoke", "second")
-    wait_until(lambda: statuses(second) == {401}, 20.0, "both gateways forgot the key")
+    wait_until(lambda: statuses(second) == {401}, "both gateways forgot the key")
     assert statuses(first) == {200}
     old_pid = server.kill("gateway")
     server.wait_restarted("gateway", old_pid)
@@ -130,14 +131,14 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
     killed.join()
     server.wait_restarted("gateway", old_pid)
     assert statuses[429] > 0
-    wait_until(lambda: spent_micro_usd() > before, 10.0, "facts are written")
+    wait_until(lambda: spent_micro_usd() > before, "facts are written")
     time.sleep(0.5)
     spent = spent_micro_usd()
     assert budget_micro_usd - 30 <= spent <= budget_micro_usd
     old_pid = server.kill("gateway")
     server.wait_restarted("gateway", old_pid)
     refused = wait_until(
-        lambda: (reply := ask(server, key, model)).status_code == 429 and reply, 20.0, "it is read"
+        lambda: (reply := ask(server, key, model)).status_code == 429 and reply, "it is read"
     )
     assert refused.json()["error"]["code"] == "insufficient_quota"
     assert ask(server, other, model).status_code == 200
@@ -156,7 +157,7 @@ def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder:
         ledger={"url": str(folder / "l.sqlite")},
         environment={RECORD: str(folder / "recorded")},
     )
-    wait_until(lambda: ask(server, key, "?").status_code != 503, 20.0, "the ledger is read")
+    wait_until(lambda: ask(server, key, "?").status_code != 503, "the ledger is read")
     model = model_of(server, key)
     with ThreadPoolExecutor(4) as pool:
         statuses = Counter(
@@ -218,9 +219,7 @@ def test_a_flood_has_its_share_and_no_more_while_others_wait(
         for one in flooding:
             one.result()
     num_others = NUM_AT_ONCE * NUM_ASKED
-    wait_until(
-        lambda: tokens_of(ledger, "a") == num_others * NUM_OUT, 20.0, "all of it is written down"
-    )
+    wait_until(lambda: tokens_of(ledger, "a") == num_others * NUM_OUT, "all of it is written down")
     share = num_others * NUM_OUT
     assert [tokens_of(ledger, name) for name in others] == [share] * 3
     had = tokens_of(ledger, "flood", begun_us, ended_us)

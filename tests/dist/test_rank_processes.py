@@ -15,17 +15,10 @@ import pytest
 
 from hadal.runtime.process.child import FAILED_STARTS_MAX, PUT_OFF_S
 from tests.dist.conftest import StartServer, starting
-from tests.dist.serving import (
-    FORMED,
-    RANKED,
-    START_TIMEOUT_S,
-    Server,
-    is_alive,
-    noticed_in,
-    wait_until,
-)
+from tests.dist.serving import FORMED, RANKED, START_TIMEOUT_S, Server, is_alive, noticed_in
 from tests.dist.test_supervision import stream
-from tests.fresh import FULL
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 NUM_TOKENS = 300 if FULL else 100
 """Of an answer during which a rank is struck."""
@@ -94,13 +87,11 @@ def put_off() -> Iterator[PutOff]:
         for _ in range(1 + FAILED_STARTS_MAX):
             wait_until(
                 lambda gone=last_pid: ranked.pids()["decode-0.2"] not in (0, gone),
-                10.0,
                 "decode-0.2 is started",
             )
             last_pid = ranked.kill("decode-0.2")
         wait_until(
             lambda: "the others go on without it; it is started again" in ranked.log(),
-            10.0,
             "it is put off",
         )
         yield PutOff(ranked, undisturbed, last_pid)
@@ -110,7 +101,6 @@ def test_a_rank_that_cannot_start_again_does_not_end_those_that_serve(put_off: P
     assert complete(put_off.server, FEW_TOKENS) == put_off.undisturbed
     wait_until(
         lambda: metric(put_off.server, "hadal_unit_ranks").get("decode-0") == 3.0,
-        10.0,
         "it is missed",
     )
 
@@ -130,7 +120,7 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
     pieces: list[str] = []
     asking = threading.Thread(target=lambda: pieces.extend(stream(ranked, NUM_TOKENS, model)))
     asking.start()
-    wait_until(lambda: len(pieces) > 2, 30.0, "it streams")
+    wait_until(lambda: len(pieces) > 2, "it streams")
     log_before, struck_s = len(ranked.log()), time.time()
     old_pid = ranked.kill(victim, number)
     asking.join(120)
@@ -144,7 +134,7 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
         generations = [found for of, found in members(log) if of == unit]
         return len(generations) >= 2 and others in generations and generations[-1] == everybody
 
-    wait_until(has_rejoined, 30.0, f"{victim} belongs to {unit} again")
+    wait_until(has_rejoined, f"{victim} belongs to {unit} again")
     found = noticed_in(ranked.log()[log_before:])
     noticed = {one.rank: one.at_s for one in found if (one.unit, one.gone) == (unit, int(rank))}
     assert noticed.keys() == others
@@ -152,7 +142,6 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
     assert undisturbed.startswith("".join(stream(ranked, FEW_TOKENS, model)))
     wait_until(
         lambda: metric(ranked, "hadal_unit_ranks").get(unit) == len(everybody),
-        10.0,
         "all ranks are counted",
     )
     assert len(ranked.shared_pools()) == len(RANKS)
@@ -164,15 +153,15 @@ def test_health_tells_of_dead_ranks_within_two_seconds(ranked: Server) -> None:
         reply = httpx.get(f"{ranked.url}/health", timeout=10)
         return reply.status_code, reply.json()["status"], reply.json()["missing"]
 
-    wait_until(lambda: health() == (200, "ready", []), 10.0, "nothing is missing")
+    wait_until(lambda: health() == (200, "ready", []), "nothing is missing")
     ranked.kill("decode-0.2")
-    wait_until(lambda: health() == (200, "degraded", ["decode-0.2"]), 2.0, "the dead rank is named")
-    wait_until(lambda: health() == (200, "ready", []), START_TIMEOUT_S, "it is back")
+    wait_until(lambda: health() == (200, "degraded", ["decode-0.2"]), "the dead rank is named")
+    wait_until(lambda: health() == (200, "ready", []), "it is back")
     for rank in range(4):
         ranked.kill(f"decode-0.{rank}")
     everybody = [f"decode-0.{rank}" for rank in range(4)]
-    wait_until(lambda: health() == (503, "degraded", everybody), 2.0, "nobody is there to serve")
-    wait_until(lambda: health() == (200, "ready", []), START_TIMEOUT_S, "all are back")
+    wait_until(lambda: health() == (503, "degraded", everybody), "nobody is there to serve")
+    wait_until(lambda: health() == (200, "ready", []), "all are back")
 
 
 def test_no_rank_outlives_a_killed_supervisor(start_server: StartServer) -> None:
@@ -180,8 +169,8 @@ def test_no_rank_outlives_a_killed_supervisor(start_server: StartServer) -> None
     pids, pools = list(ranked.pids().values()), ranked.shared_pools()
     ranked.process.kill()
     ranked.process.wait(5)
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), 5.0, "every process is gone")
-    wait_until(lambda: not set(pools) & set(os.listdir("/dev/shm")), 5.0, "their memory is gone")
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "every process is gone")
+    wait_until(lambda: not set(pools) & set(os.listdir("/dev/shm")), "their memory is gone")
 
 
 def test_a_rank_that_was_put_off_comes_back(put_off: PutOff) -> None:
@@ -189,6 +178,5 @@ def test_a_rank_that_was_put_off_comes_back(put_off: PutOff) -> None:
     put_off.server.wait_restarted("decode-0.2", put_off.last_pid, PUT_OFF_S + START_TIMEOUT_S)
     wait_until(
         lambda: metric(put_off.server, "hadal_unit_ranks").get("decode-0") == 4.0,
-        10.0,
         "it is back",
     )

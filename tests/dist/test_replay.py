@@ -1,7 +1,7 @@
 """A live server under load, recorded, and decided again by the simulator: the same decisions in the
 same order.
 
-`HADAL_FULL=1`: more requests.
+`HADAL_LEVEL=all`: more requests.
 """
 
 from __future__ import annotations

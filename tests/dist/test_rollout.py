@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import StartServer
-from tests.dist.serving import Server, wait_until
+from tests.dist.serving import Server
+from tests.waiting import wait_until
 
 PROMPTS = [f"What is {number} + 30?" for number in range(12, 18)]
 NUM_TOKENS = 60
@@ -51,7 +52,7 @@ class Askers:
     def __enter__(self) -> Askers:
         for thread in self._threads:
             thread.start()
-        wait_until(lambda: len(self.answers) >= len(PROMPTS), 60.0, "all are answered once")
+        wait_until(lambda: len(self.answers) >= len(PROMPTS), "all are answered once")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -185,7 +186,6 @@ def test_what_does_not_come_up_stops_it_and_the_way_back_is_another_rollout(
             os.truncate(path, 100)
         wait_until(
             lambda: (status := server.status().rollout) is not None and status.num_failed >= 2,
-            60.0,
             "it stops",
         )
         rolled = server.status().rollout

@@ -5,7 +5,7 @@ Each round strikes one process, the gateway, a leader, a rank or the supervisor,
 SIGSTOP, when some of the answers are in the middle, and prints when that was and how many. Who asks
 is a plain client: where its connection breaks, which only the end of the gateway or of the whole
 server may cause, it asks again. Nobody restarts a supervisor but the test; a stopped one goes on
-after a while. `HADAL_FULL=1`: 30 rounds, and 10 on a starved processor.
+after a while. `HADAL_LEVEL=all`: 30 rounds, and 10 on a starved processor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import httpx
 import pytest
 
 from tests.dist.oracle import FULL
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import Server, StartServer
 from tests.dist.test_starved import NUM_SPINNING, on_one_processor, spinning
 from tests.fresh import fresh
+from tests.waiting import wait_until
 
 NUM_ROUNDS, NUM_STARVED = (30, 10) if FULL else (3, 1)
 NUM_FIXED = 2
@@ -168,7 +169,6 @@ class Rounds:
     def _wait_whole(self, victim: str, before: dict[str, int], struck_s: float) -> float:
         wait_until(
             lambda: self._is_whole(victim, before),
-            self.whole_again_s,
             f"whole again without {victim}",
         )
         return time.monotonic() - struck_s

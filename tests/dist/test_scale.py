@@ -22,7 +22,7 @@ from hadal.runtime.wire import Network, ZmqWire, write_address
 from tests.dist.fake_nodes import GPUS, ClusterState
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Host, Hosts
 from tests.dist.light_lender import NUM_AGENTS
-from tests.dist.serving import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.full, pytest.mark.timeout(3000)]
 
@@ -49,7 +49,7 @@ def wait_for(host: Host, is_so: Callable[[ClusterState], bool], what: str) -> Cl
         now = state(host)
         return now if now is not None and is_so(now) else None
 
-    seen = wait_until(found, START_S, what)
+    seen = wait_until(found, what)
     assert isinstance(seen, ClusterState)
     return seen
 

@@ -2,7 +2,7 @@
 theirs.
 
 Whatever they are at, all of them end soon, with the code of a command that was interrupted, and
-nothing is said. `HADAL_FULL=1`: forty moments.
+nothing is said. `HADAL_LEVEL=all`: forty moments.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 
 from hadal.commands.simulate import study_toml
 from tests.dist.oracle import FULL
-from tests.dist.serving import wait_until
 from tests.unit.sim.studies import WORKLOAD, small
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -73,9 +73,7 @@ class Running:
     def check_end(self) -> None:
         """It ends in time, as a command that was interrupted does, alone and in silence."""
         code = self.process.wait(STOP_TIMEOUT_S)
-        wait_until(
-            lambda: not self.members(), STOP_TIMEOUT_S, "every process of the command has ended"
-        )
+        wait_until(lambda: not self.members(), "every process of the command has ended")
         said = self.said.read_text(errors="replace")
         assert code == EXIT_INTERRUPTED, said
         for word in ("Traceback", "KeyboardInterrupt", "Error", "leaked", "Exception"):
@@ -134,7 +132,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("delay_s", MOMENTS_S)
 def test_ctrl_c_ends_all_of_it_at_any_moment(running: Running, delay_s: float) -> None:
-    wait_until(running.workers, START_TIMEOUT_S, "a process of the simulation is there")
+    wait_until(running.workers, "a process of the simulation is there")
     time.sleep(delay_s)
     assert running.process.poll() is None, running.said.read_text()
     running.interrupt()
@@ -143,7 +141,7 @@ def test_ctrl_c_ends_all_of_it_at_any_moment(running: Running, delay_s: float) -
 
 @pytest.mark.timeout(180)
 def test_whoever_presses_it_again_and_again_is_not_told_more(running: Running) -> None:
-    wait_until(running.workers, START_TIMEOUT_S, "a process of the simulation is there")
+    wait_until(running.workers, "a process of the simulation is there")
     for _ in range(5):
         running.interrupt()
         time.sleep(0.01)

@@ -2,7 +2,7 @@
 really is frozen?
 
 Server and spinning processes share one processor, so that whatever else runs here is left alone.
-`HADAL_FULL=1`: for two minutes.
+`HADAL_LEVEL=all`: for two minutes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from contextlib import contextmanager
 import pytest
 
 from tests.dist.conftest import StartServer
-from tests.dist.serving import RANKED, Server, wait_until
+from tests.dist.serving import RANKED, Server
 from tests.dist.test_rank_processes import complete, metric
 from tests.dist.test_supervision import stream
-from tests.fresh import FULL
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 NUM_SPINNING = 15
 """On one processor: the load that thirty make on two."""
@@ -96,10 +97,10 @@ def test_a_frozen_leader_is_noticed_within_three_seconds(ranked: Server, unit: s
     pieces: list[str] = []
     asking = threading.Thread(target=lambda: pieces.extend(stream(server, NUM_TOKENS, model)))
     asking.start()
-    wait_until(lambda: len(pieces) > 2, 30.0, "it streams")
+    wait_until(lambda: len(pieces) > 2, "it streams")
     stopped_s = time.monotonic()
     old_pid = server.kill(unit, signal.SIGSTOP)
-    wait_until(lambda: f"{unit} has sent no heartbeat" in server.log(), 30.0, "it is noticed")
+    wait_until(lambda: f"{unit} has sent no heartbeat" in server.log(), "it is noticed")
     noticed_s = time.monotonic() - stopped_s
     print(f"{unit}: noticed after {noticed_s:.2f} s")
     asking.join(120)

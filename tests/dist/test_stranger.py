@@ -19,8 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dist.serving import Server, StartServer, wait_until
-from tests.fresh import FULL, fresh
+from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 NUM_ATTACKS = 10_000 if FULL else 150
 TIMEOUT_S = 240.0
@@ -200,9 +202,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     assert server.pids() == pids
     assert server.log().count(" done in ") == num_formed, "no unit had to form anew"
     assert "refused" in server.log()
-    wait_until(
-        lambda: num_refused(server) >= found["attacks"] // 2, TIMEOUT_S, "the refusals are counted"
-    )
+    wait_until(lambda: num_refused(server) >= found["attacks"] // 2, "the refusals are counted")
     print(f"{num_refused(server):.0f} refusals in /metrics")
     assert [ask(server, number) for number in range(10, 14)] == wanted
 

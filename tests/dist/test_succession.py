@@ -1,7 +1,7 @@
 """`kill -9` of a leader whose ranks live: the next one takes them over while answers stream.
 
 The ranks are the same processes before and after, requests in decode keep their KV, and the texts
-are what they would have been. `HADAL_FULL=1`: 30 rounds.
+are what they would have been. `HADAL_LEVEL=all`: 30 rounds.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import httpx
 import pytest
 
 from tests.dist.conftest import StartServer
-from tests.dist.serving import RANKED, START_TIMEOUT_S, Server, wait_until
+from tests.dist.serving import RANKED, START_TIMEOUT_S, Server
 from tests.dist.test_rank_processes import complete, metric
 from tests.dist.test_supervision import stream
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 NUM_ROUNDS = 30 if FULL else 2
 BACK_S = 3.0
@@ -86,7 +88,6 @@ def test_a_leaders_ranks_are_taken_over_with_their_kv_while_answers_stream(
         streams, least = Streams(server, 3), random.uniform(*STRUCK_AT) * len(undisturbed)
         wait_until(
             lambda streams=streams, least=least: min(map(len, streams.texts)) >= least,
-            30.0,
             "all answers are in decode",
         )
         retries = _retries(server)
@@ -124,9 +125,7 @@ def test_ranks_that_no_leader_can_take_over_are_ended_and_started_again(
     undisturbed, ranks = complete(server, FEW_TOKENS), ranks_of(server, "decode-0")
     pid = 0
     for _ in range(3):
-        wait_until(
-            lambda pid=pid: server.pids()["decode-0"] not in (0, pid), 10.0, "a leader is started"
-        )
+        wait_until(lambda pid=pid: server.pids()["decode-0"] not in (0, pid), "a leader is started")
         pid = server.kill("decode-0")
     for name, old_pid in ranks.items():
         server.wait_restarted(name, old_pid, 2 * START_TIMEOUT_S)

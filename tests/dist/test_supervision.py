@@ -22,7 +22,8 @@ import pytest
 from hadal.runtime.launch import SAME_SIGNAL_S
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import remove_stale_shared_memory
-from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive, wait_until
+from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive
+from tests.waiting import wait_until
 
 PROMPT = list(range(10, 130))
 """Token ids: two blocks of KV, whatever the tokenizer."""
@@ -83,9 +84,7 @@ def test_a_stream_goes_on_where_it_stopped_when_a_unit_is_killed(
         pieces.append(piece)
         if len(pieces) == 10:
             old_pid = server.kill(victim)
-            wait_until(
-                lambda gone=old_pid: server.pids()[victim] != gone, 2.0, "its end was noticed"
-            )
+            wait_until(lambda gone=old_pid: server.pids()[victim] != gone, "its end was noticed")
     assert "".join(pieces) == undisturbed
     server.wait_restarted(victim, old_pid)
     assert len(server.shared_pools()) == 2
@@ -121,13 +120,13 @@ def test_a_killed_gateway_comes_back_and_connections_wait_for_it(server: Server)
         server.wait_restarted("gateway", old_pid)
     assert complete(server, 100) == undisturbed
     # What the units held for streams that are gone is freed.
-    wait_until(lambda: _blocks_used(server) == [0.0, 0.0], 5.0, "all blocks are free")
+    wait_until(lambda: _blocks_used(server) == [0.0, 0.0], "all blocks are free")
 
 
 def test_a_hung_gateway_is_replaced(server: Server) -> None:
     undisturbed = complete(server, 8)
     old_pid = server.kill("gateway", signal.SIGSTOP)
-    wait_until(lambda: server.pids()["gateway"] != old_pid, 3.0, "that it hangs was noticed")
+    wait_until(lambda: server.pids()["gateway"] != old_pid, "that it hangs was noticed")
     assert complete(server, 8) == undisturbed
     server.wait_restarted("gateway", old_pid)
     assert not is_alive(old_pid)
@@ -204,9 +203,9 @@ def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> N
     assert len(pools) == 2
     server.process.kill()
     server.process.wait(5)
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), 2.0, "every child is gone")
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
     # What it could not remove itself its fork server does, when the socket between them ends.
-    wait_until(lambda: not server.shared_pools(), 3.0, "its shared memory is gone")
+    wait_until(lambda: not server.shared_pools(), "its shared memory is gone")
 
 
 def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartServer) -> None:
@@ -231,7 +230,7 @@ def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartS
         swept.update(remove_stale_shared_memory())
         return set(pools) <= swept
 
-    wait_until(all_swept, 5.0, "all its pools are swept")
+    wait_until(all_swept, "all its pools are swept")
     assert server.shared_pools() == []
 
 
@@ -250,7 +249,6 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartSe
                 # The gateway has to hear of it first.
                 wait_until(
                     lambda: client.get(f"{url}/health").json()["status"] == "draining",
-                    5.0,
                     "it drains",
                 )
             if len(pieces) == 6:
@@ -267,7 +265,7 @@ def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
 
     def end_twice() -> None:
         server.process.terminate()
-        wait_until(lambda: server.status().draining, 5.0, "it drains")
+        wait_until(lambda: server.status().draining, "it drains")
         time.sleep(2 * SAME_SIGNAL_S)
         server.process.terminate()
 

@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from bench.attacks import ATTACKER, ATTACKS, OTHER, watch, watch_attacked
-from tests.dist.conftest import Server, starting, wait_until
-from tests.fresh import FULL
+from tests.dist.conftest import Server, starting
+from tests.levels import FULL
+from tests.waiting import wait_until
 
 SPAN_S = 4.0 if FULL else 1.5
 NUM_ALONE = 3
@@ -45,7 +46,7 @@ def is_at_rest(server: Server) -> bool:
 @pytest.mark.parametrize("name", ["flood", "flood_first", "dribble", "unread", "cancel", "big_ids"])
 def test_an_attack_costs_another_tenant_no_answer(tenants: Server, name: str) -> None:
     """The server is the same for all attacks: each finds it at rest."""
-    wait_until(lambda: is_at_rest(tenants), 30.0, "the attack before this one is over")
+    wait_until(lambda: is_at_rest(tenants), "the attack before this one is over")
     url = httpx.URL(tenants.url)
     alone = watch((url.host, url.port or 80), SPAN_S, NUM_ALONE, NUMBERS)
     attacked = watch_attacked((url.host, url.port or 80), ATTACKS[name], SPAN_S, NUMBERS)

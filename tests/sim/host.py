@@ -68,6 +68,11 @@ class Host:
         """It lives and does nothing."""
         self.life = 0
         self.starving = Starving()
+        self.check_every = 1
+        """Events from one check of the role to the next: a check takes time in proportion to all
+        that the role holds.
+        """
+        self._num_unchecked = 0
         self._check = check
         self._clock = clock
         self._random = random
@@ -97,6 +102,10 @@ class Host:
             self._clock.at(runs_s, lambda: Host.handle(self, event))
             return
         self._apply(self.role.handle(self._clock.now(), event))
+        self._num_unchecked += 1
+        if self._num_unchecked < self.check_every:
+            return
+        self._num_unchecked = 0
         problems = self._check()
         assert not problems, f"{self.name} after {type(event).__name__}: {problems}"
 

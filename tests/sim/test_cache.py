@@ -1,7 +1,7 @@
 """Seeds against the cache: chats whose turns find what was computed before, in memory and on disk,
 and never find what is not theirs. Every token is checked, every block that is named or stored is
 compared with its name's text, and at the end nothing is held. HADAL_SEEDS=N runs N fresh seeds
-beside the fixed ones, HADAL_FULL=1 a thousand: each takes a second and more, and the swarm has ten
+beside the fixed ones, HADAL_LEVEL=all a thousand: each takes a second and more, and the swarm has ten
 thousand smaller worlds.
 """
 
@@ -15,19 +15,17 @@ import pytest
 from hadal.core import cache
 from hadal.core.config import CacheConfig
 from hadal.roles.prefill.leader import PrefillLeader
-from tests.fresh import FULL, NUM_SEEDS, fresh
+from tests.fresh import seeds
+from tests.levels import FULL, MORE
 from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
 from tests.sim.disk import DiskFaults
 from tests.sim.test_world import run_seed
 from tests.sim.world import World, inner_of
 
-NUM_FIXED = 1_000 if FULL else 10
-STEP = 20 if FULL else 5
 NUM_CALM = 8 if FULL else 2
 """Worlds for each kind of cache."""
 NUM_BAD = 12 if FULL else 3
 """Worlds with a bad disk."""
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 
 
 def counts_of(worlds: list[World]) -> Counter[str]:
@@ -41,14 +39,8 @@ def counts_of(worlds: list[World]) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("first", range(0, NUM_FIXED, STEP))
-def test_fixed_seeds(first: int) -> None:
-    for seed in range(first, first + STEP):
-        run_seed(seed, chats_world)
-
-
-@pytest.mark.parametrize("seed", FRESH_SEEDS)
-def test_fresh_seed(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(5, 10, 1_000))
+def test_turns_find_what_is_theirs(seed: int) -> None:
     run_seed(seed, chats_world)
 
 
@@ -96,7 +88,7 @@ def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", [0, 1, fresh().randrange(2**40)])
+@pytest.mark.parametrize("seed", seeds(2, 2))
 def test_nothing_is_read_into_blocks_of_a_step_that_failed_before_all_ranks_broke_it_off(
     seed: int,
 ) -> None:

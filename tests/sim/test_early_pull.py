@@ -17,7 +17,7 @@ from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import AnyMessage, Cancel, Decode, Generation, PrefilledEarly, PullEarly
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
-from tests.fresh import FULL, NUM_SEEDS, fresh
+from tests.fresh import seeds
 from tests.sim.engine import VOCAB
 from tests.sim.scenario import RANK_TIMEOUT_S, longest_output, random_sampling
 from tests.sim.test_world import run_seed
@@ -25,10 +25,6 @@ from tests.sim.world import Faults, World, inner_of
 
 NUM_SEEN = 12
 """Seeds that see hints go every way."""
-FIXED_SEEDS = list(range(NUM_SEEN, 24 if FULL else 14))
-"""The others."""
-NUM_RANKED = 10 if FULL else 3
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 
 
 class EarlyWorld(World):
@@ -146,12 +142,12 @@ def ranked_early_world(seed: int) -> EarlyWorld:
     return early_world(seed, num_ranks=3)
 
 
-@pytest.mark.parametrize("seed", [*FIXED_SEEDS, *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", seeds(1, 1, 24))
 def test_early_pulls_come_to_the_same_tokens(seed: int) -> None:
     run_seed(seed, early_world)
 
 
-@pytest.mark.parametrize("seed", [*range(NUM_RANKED), *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", seeds(1, 3, 10))
 def test_early_pulls_into_units_of_many_ranks(seed: int) -> None:
     run_seed(seed, ranked_early_world)
 

@@ -19,7 +19,8 @@ from hadal.core.placement import without
 from hadal.policy.experts.balance import Cluster, balance
 from hadal.roles.experts.experts import InstallState
 from hadal.roles.ranks.ranks import RankedLeader
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.sim.experts import NUM_LAYERS, Traffic, skewed
 from tests.sim.ranks import RankHost
 from tests.sim.test_membership import RANK_TIMEOUT_S, SteppingWorld

@@ -16,7 +16,8 @@ from hadal.core.messages import Generation, Prefill
 from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver, Effect, Event, Send
 from hadal.policy.fairness import INPUT_COST, OUTPUT_COST
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.sim.world import Faults, World
 
 NUM_WORLDS = 1000 if FULL else 8

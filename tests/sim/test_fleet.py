@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fresh import FULL, NUM_SEEDS, fresh
+from tests.fresh import seeds
 from tests.sim.fleet import FleetWorld, fleet_world
 
 NUM_SEEN = 14
 """Seeds that show what they are for."""
-FIXED_SEEDS = list(range(NUM_SEEN, 30 if FULL else 17))
-"""The others."""
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
 LIMIT_S = 900.0
 """A unit that was forgotten while it started is noticed after ten minutes."""
 
@@ -41,13 +38,8 @@ def run(seed: int) -> FleetWorld:
     return world
 
 
-@pytest.mark.parametrize("seed", FIXED_SEEDS)
+@pytest.mark.parametrize("seed", seeds(1, 1, 30))
 def test_no_request_is_lost_while_units_come_and_go(seed: int) -> None:
-    run(seed)
-
-
-@pytest.mark.parametrize("seed", FRESH_SEEDS)
-def test_fresh_seeds(seed: int) -> None:
     run(seed)
 
 

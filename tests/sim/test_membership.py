@@ -17,15 +17,14 @@ from hadal.core.messages import RankForm, UnitUp
 from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
 from hadal.roles.ranks.ranks import RankedLeader
-from tests.fresh import FULL, NUM_SEEDS, fresh
+from tests.fresh import seeds
+from tests.levels import FULL, MORE
 from tests.sim.experts import NUM_EXPERTS
 from tests.sim.host import Host
 from tests.sim.ranks import RankHost
 from tests.sim.world import Faults, World, is_whole
 
-FIXED_SEEDS = list(range(15 if FULL else 4))
-NUM_LATENCIES = 12 if FULL else 4
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
+NUM_LATENCIES = 12 if FULL else 4 if MORE else 2
 RANK_TIMEOUT_S = 1.5
 NOTICED_S = 0.21
 """From a death to the supervisor's word of it, in this world."""
@@ -150,13 +149,8 @@ def run_seed(seed: int) -> SteppingWorld:
     return world
 
 
-@pytest.mark.parametrize("seed", FIXED_SEEDS)
-def test_fixed_seed(seed: int) -> None:
-    run_seed(seed)
-
-
-@pytest.mark.parametrize("seed", FRESH_SEEDS)
-def test_fresh_seed(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(2, 4, 15))
+def test_units_become_whole_and_step(seed: int) -> None:
     run_seed(seed)
 
 

@@ -14,14 +14,13 @@ from hadal.core.balance import KV, REQUESTS
 from hadal.core.messages import AnyMessage, UnitReport
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import STALL_STEPS_MAX
-from tests.fresh import FULL, NUM_SEEDS, fresh
+from tests.fresh import seeds
+from tests.levels import FULL, MORE
 from tests.sim.scenario import uneven_world
 from tests.sim.test_world import run_seed
 from tests.sim.world import World
 
-FIXED_SEEDS = list(range(10 if FULL else 2))
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
-NUM_PAIRS = 10 if FULL else 6
+NUM_PAIRS = 10 if FULL else 6 if MORE else 2
 """Of worlds with moves and without."""
 
 
@@ -72,13 +71,14 @@ def run_watched(seed: int, request_balance: str = "auto", *, is_calm: bool = Fal
     return watches[0]
 
 
-@pytest.mark.parametrize("seed", [*FIXED_SEEDS, *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", seeds(2, 2, 10))
 def test_nobody_notices_a_move(seed: int) -> None:
     watch = run_watched(seed)
     print(f"stalls by steps: {dict(watch.stalls)}; moved: {watch.num_moved}")
     assert max(watch.stalls, default=0) <= STALL_STEPS_MAX, watch.stalls
 
 
+@pytest.mark.campaign("more worlds")
 def test_moves_make_the_unit_evener() -> None:
     # Worlds differ by .04 to either side with one message more or less; moves are worth that in the
     # mean.

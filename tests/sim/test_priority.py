@@ -11,7 +11,8 @@ from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Generation
 from hadal.core.plans import Sampling
 from hadal.policy.admission import AGE_S
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.sim.world import Faults, World
 
 SEEDS = [*([0] if FULL else []), fresh().randrange(2**40)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.roles.ranks.ranks import RankedLeader
-from tests.fresh import FULL
+from tests.levels import FULL
 from tests.sim.scenario import ranked_world, uneven_world
 from tests.sim.starving import Starving
 from tests.sim.test_world import LIMIT_S

@@ -14,14 +14,19 @@ import pytest
 
 from hadal.core.cache import num_names
 from hadal.core.messages import AnyMessage, Cached, Resume
-from tests.fresh import FULL, NUM_SEEDS, fresh
+from tests.fresh import fresh, seeds
+from tests.levels import FULL, MORE, NUM_SEEDS
 from tests.sim.chats import MEMORY, chats_world
 from tests.sim.scenario import ranked_world, uneven_world
 from tests.sim.test_world import LIMIT_S
 from tests.sim.world import World
 
-SEEDS = range(12) if FULL else range(2, 5)
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
+SEEDS = range(12) if FULL else range(2, 5) if MORE else range(2, 4)
+
+
+def some_seeds() -> list[int]:
+    """Fixed and fresh ones."""
+    return [*SEEDS, *(fresh().randrange(2**40) for _ in range(NUM_SEEDS))]
 
 
 class Watched:
@@ -65,10 +70,11 @@ class Watched:
         assert errors <= {None, "cancelled: the client went away"}
 
 
+@pytest.mark.campaign("more seeds")
 def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
     """Nearly all: what was on its way between ranks or units is tried again."""
     num_resumed = num_retries = 0
-    for seed in [*SEEDS, *FRESH_SEEDS]:
+    for seed in some_seeds():
         watched = Watched(uneven_world(seed, is_calm=True), seed, 3, ["decode-0"])
         watched.run()
         num_resumed += watched.num_resumed
@@ -76,24 +82,25 @@ def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
     assert num_resumed > 5 * num_retries
 
 
+@pytest.mark.campaign("more seeds")
 def test_what_is_named_in_prefill_is_found_by_the_next_leader() -> None:
     """And is what its name says: each name is compared with the block when it is told, each token
     when it comes.
     """
     num_found = 0
-    for seed in [*SEEDS, *FRESH_SEEDS]:
+    for seed in some_seeds():
         watched = Watched(chats_world(seed, MEMORY, ranks=2, is_calm=True), seed, 3, ["prefill-0"])
         watched.run()
         num_found += watched.num_found
     assert num_found > 50
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", seeds(2, 5, 12))
 def test_chats_whose_leaders_die_among_all_else_that_goes_wrong(seed: int) -> None:
     Watched(chats_world(seed, ranks=3), seed, 6, ["prefill-0"]).run()
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", seeds(2, 5, 12))
 def test_leaders_die_among_all_else_that_goes_wrong(seed: int) -> None:
     world = ranked_world(seed)
     leaders = [

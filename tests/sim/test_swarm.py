@@ -1,5 +1,5 @@
 """A slice of the swarm with every run of the tests: fixed seeds, fresh ones, those that once found
-something, and that the swarm can fail at all. `make swarm` runs ten thousand, as HADAL_FULL=1 does
+something, and that the swarm can fail at all. `make swarm` runs ten thousand, as HADAL_LEVEL=all does
 here.
 """
 
@@ -25,7 +25,8 @@ from hadal.roles.front.front import Front
 from hadal.roles.front.units import FrontUnits
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED
-from tests.fresh import NUM_SEEDS, fresh
+from tests.fresh import fresh
+from tests.levels import NUM_SEEDS
 from tests.sim.swarm import LIMIT_S, command, draw, run, run_all, run_seed, shrink
 from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES
 from tests.sim.swarm_world import SwarmWorld

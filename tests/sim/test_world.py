@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.fresh import FULL, NUM_SEEDS, fresh
+from tests.fresh import fresh, seeds
+from tests.levels import FULL, MORE, NUM_SEEDS
 from tests.sim.scenario import pressured_world, random_world, ranked_world
 from tests.sim.world import World
 
 LIMIT_S = 3000.0
-FIXED_SEEDS = list(range(40 if FULL else 10))
-NUM_RANKED, NUM_PRESSURED = (24, 6) if FULL else (6, 4)
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
+NUM_PRESSURED = 6 if FULL else 4 if MORE else 2
 
 
 def run_seed(seed: int, make_world: Callable[[int], World] = random_world) -> World:
@@ -39,23 +38,20 @@ def run_seed(seed: int, make_world: Callable[[int], World] = random_world) -> Wo
     return world
 
 
-@pytest.mark.parametrize("seed", FIXED_SEEDS)
-def test_fixed_seed(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(6, 10, 40))
+def test_every_stream_ends_with_its_tokens(seed: int) -> None:
     run_seed(seed)
 
 
-@pytest.mark.parametrize("seed", FRESH_SEEDS)
-def test_fresh_seed(seed: int) -> None:
-    run_seed(seed)
-
-
-@pytest.mark.parametrize("seed", [*range(NUM_RANKED), *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", seeds(4, 6, 24))
 def test_ranks_come_and_go(seed: int) -> None:
     run_seed(seed, ranked_world)
 
 
+@pytest.mark.campaign("more seeds")
 def test_preemption_loses_nothing() -> None:
-    worlds = [run_seed(seed, pressured_world) for seed in [*range(NUM_PRESSURED), *FRESH_SEEDS]]
+    new = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
+    worlds = [run_seed(seed, pressured_world) for seed in [*range(NUM_PRESSURED), *new]]
     assert sum(world.num_returned["preempted"] for world in worlds) > len(worlds)
 
 

@@ -95,8 +95,11 @@ class World:
         wire_s: float = 0.002,
         disk_blocks: int = 0,
         disk_faults: DiskFaults | None = None,
+        check_every: int = 1,
     ) -> None:
-        """`disk_blocks`: of the folder that `config.cache` names."""
+        """`disk_blocks`: of the folder that `config.cache` names. `check_every`: a process's events
+        from one check of its ledgers to the next, for worlds that are about many requests.
+        """
         self.random = Random(seed)
         self.clock = SimClock()
         self.names = Names()
@@ -121,6 +124,7 @@ class World:
         self.fronts: list[Front] = []
         self.num_deaths = 0
         self.starving = Starving()
+        self.check_every = check_every
         self.num_returned: Counter[str] = Counter()
         """Reasons for which units gave attempts back."""
         self.quiet_from_s = max(faults.until_s, 0.2)
@@ -308,6 +312,7 @@ class World:
         assert name not in self.hosts or not self.hosts[name].is_alive, f"{name} runs twice"
         host.life = self._num_lives
         host.starving = self.starving
+        host.check_every = self.check_every
         self.hosts[name] = host
         host.start()
         if self.disk is not None and inner_of(host) is not None:

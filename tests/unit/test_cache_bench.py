@@ -1,12 +1,11 @@
 """The cache replay: its books on traces one can count by hand, the bound above ours, ours above LRU
 at tight budgets.
 
-The measured traces are replayed where they are: a slice of each, or all of them with HADAL_FULL=1.
+The measured traces are replayed where they are: a slice of each, or all of them with HADAL_LEVEL=all.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -19,9 +18,9 @@ from bench.shared_data import MOONCAKE, why_missing
 from hadal.core.cache import NAME_BYTES, num_names
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.eviction import Arc, Lru
+from tests.levels import FULL
 
 Replay = Callable[..., Outcome]
-IS_FULL = bool(os.environ.get("HADAL_FULL"))
 CHATS = chats(0, num_chats=900)
 
 
@@ -107,12 +106,12 @@ def test_the_measured_traces() -> None:
     if not traces:
         pytest.skip(why_missing(MOONCAKE))
     for whole in traces:
-        trace = whole if IS_FULL else Trace(whole.name, whole.prompts[: QUICK_PROMPTS // 3])
-        if IS_FULL:
+        trace = whole if FULL else Trace(whole.name, whole.prompts[: QUICK_PROMPTS // 3])
+        if FULL:
             most = sum(infinite(trace)) / trace.num_tokens
             assert memory(trace, trace.num_blocks()).share > most - 0.01
             assert disk(trace, trace.num_blocks()).share > most - 0.01
-        for share in SHARES if IS_FULL else SHARES[1:]:
+        for share in SHARES if FULL else SHARES[1:]:
             num_blocks = int(share * trace.num_blocks())
             ours, lru = memory(trace, num_blocks, Arc).share, memory(trace, num_blocks, Lru).share
             assert ours > lru, (trace.name, share, ours, lru)

@@ -1,13 +1,24 @@
-"""The overlap benchmark's own arithmetic: who used the machine, which repetitions count, what was
-sent.
-"""
+"""The overlap benchmark: its own arithmetic, and what it claims, in made-up time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
-from bench.overlap_device import BALANCED, DECODE_LIKE
+from bench import overlap_device
+from bench.overlap_device import (
+    BALANCED,
+    DECODE_LIKE,
+    HEAD_BYTES,
+    DeviceCase,
+    VirtualDevice,
+    _head,
+)
 from bench.overlap_echo import _Echo
 from bench.overlap_gate import (
     CLOCK_TICKS,
@@ -18,7 +29,18 @@ from bench.overlap_gate import (
     parse_usage,
     spread,
 )
-from bench.overlap_variants import CANDIDATES, DECODE, FULL, PREFILL, SCHEDULED, cheapest
+from bench.overlap_variants import (
+    CANDIDATES,
+    DECODE,
+    FULL,
+    PREFILL,
+    SCHEDULED,
+    Variant,
+    cheapest,
+)
+from bench.overlap_virtual import VirtualResult, claims
+from hadal.comm.group import Interval
+from hadal.model.execute import execute
 from hadal.overlap.plan import parse
 
 
@@ -64,6 +86,67 @@ def test_prices_of_the_virtual_cases() -> None:
         prices = {variant.name: variant.price(full, half, 8) for variant in SCHEDULED}
         assert prices[FULL.name].total_s / prices[best.name].total_s >= bar
         assert cheapest(prices, CANDIDATES) is best
+
+
+@dataclass
+class MadeUpLink:
+    """The group of one of two ranks: exchanges travel one after the other, from the device's time on."""
+
+    bytes_per_s: float
+    rank: int = 0
+    members: tuple[int, ...] = (0, 1)
+    free_s: float = 0.0
+    devices: list[VirtualDevice] = field(default_factory=list)
+
+    def exchange(self, sends: Mapping[int, Tensor]) -> SimpleNamespace:
+        start_s = max(self.devices[0].free_s, self.free_s)
+        self.free_s = start_s + sum(map(len, sends.values())) / self.bytes_per_s
+        tags = {peer: int(data[:HEAD_BYTES].view(torch.int32)[1]) for peer, data in sends.items()}
+        received = {peer: _head(peer, tag) for peer, tag in tags.items()}
+        return SimpleNamespace(wait=lambda: received, interval=Interval(start_s, self.free_s))
+
+
+def played(case: DeviceCase, variant: Variant) -> float:
+    """Seconds in which a virtual device executes a variant."""
+    link = MadeUpLink(case.bandwidth_bytes_per_s)
+    device = VirtualDevice(link, case, variant.num_micro_batches)  # type: ignore[arg-type]
+    link.devices.append(device)
+    execute(variant.schedule, case.num_layers, range(variant.num_micro_batches), device.run_op)
+    return device.free_s
+
+
+def test_communication_hides_in_made_up_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bars of `make bench-quick`, of what the executor runs: prefill's two micro-batches on a
+    balanced link, decode's five stages where attention is long, each in the time of its price.
+    """
+    monkeypatch.setattr(overlap_device, "_sleep_until", lambda when_s: None)
+    made = []
+    for case in (BALANCED, DECODE_LIKE):
+        result = VirtualResult(case, 2)
+        full, half = case.op_seconds(2.0), case.op_seconds()
+        for variant in CANDIDATES:
+            seconds = played(case, variant)
+            priced_s = variant.price(full, half, case.num_layers).total_s
+            assert seconds == pytest.approx(priced_s, rel=1e-6)
+            result.seconds[variant.name] = [seconds]
+            result.priced_s[variant.name] = priced_s
+        made += claims(result)
+    assert [claim for claim in made if not claim.is_held] == []
+    assert len(made) == 7
+
+
+def test_a_claim_is_held_or_missed() -> None:
+    result = VirtualResult(DECODE_LIKE, 2)
+    result.seconds = {FULL.name: [3.0, 3.2], PREFILL.name: [2.0, 1.9], DECODE.name: [2.1, 2.0]}
+    result.priced_s = {FULL.name: 3.0, DECODE.name: 1.8}
+    assert [str(claim) for claim in claims(result)] == [
+        "decode_five hides where attention is long, EP2: 1.50x of sequential, bar 1.5: held",
+        "decode_five is ahead where attention is long, EP2: 0.95x of prefill_dual, bar 1: missed",
+        "one full batch takes what its price says, decode-like, EP2: 1.000x of its price,"
+        " bar at most 1.05: held",
+        "decode_five takes what its price says, decode-like, EP2: 1.111x of its price,"
+        " bar at most 1.05: missed",
+    ]
 
 
 def test_an_echo_is_ones_own_message() -> None:

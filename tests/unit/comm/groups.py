@@ -15,7 +15,7 @@ import torch
 
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.plans import Member
-from tests.fresh import FULL
+from tests.levels import FULL
 
 DEADLINE_S = 20.0
 """Of one exchange; only a hang reaches it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,10 +33,13 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import Draw, Score
 from tests.columns import Row, tokens_message
+from tests.waiting import wait_for
 
 NUM_BLOCKS = 1000
 MAX_REQUESTS = 64
-HEARTBEAT_S = 0.5
+
+UNIT_TIMEOUT_S = 1e6
+"""Of a front's deployment: these units are never taken for frozen."""
 
 Script = Callable[[Generation, int], int]
 """(generation, index in the output) -> token."""
@@ -49,16 +52,17 @@ class Running:
 
 
 class FakeUnits:
-    """`step_s` is the time between two steps. Nothing moves while `go` is cleared. Without heartbeats
-    a front gives them up once they have had nothing to do for two seconds.
+    """`step_s` is the time between two steps. Nothing moves while `go` is cleared. They send no
+    heartbeats: fronts of the tests wait for them as long as a test does (`UNIT_TIMEOUT_S`).
     """
 
-    def __init__(self, script: Script, step_s: float = 0.0, *, has_heartbeat: bool = False) -> None:
+    def __init__(self, script: Script, step_s: float = 0.0) -> None:
         self.script = script
         self.step_s = step_s
-        self.has_heartbeat = has_heartbeat
         self.tokens_step = 1
         """Tokens that a decode step draws for a request."""
+        self.held_at = sys.maxsize
+        """Output tokens at which decode stops with a request, until this is raised."""
         self.prefilling: dict[tuple[str, int], Generation] = {}
         self.leased: set[tuple[str, int]] = set()
         self.decoding: dict[tuple[str, int], Running] = {}
@@ -68,7 +72,6 @@ class FakeUnits:
         """Of blocks that were prefilled."""
         self.go = asyncio.Event()
         self.go.set()
-        self._up: set[str] = set()
         self._inbox: list[AnyMessage] = []
         self._ready = asyncio.Event()
 
@@ -80,7 +83,6 @@ class FakeUnits:
     # ---- the wire, as the host sees it ----
     def send(self, to: str, message: AnyMessage) -> None:
         if isinstance(message, FrontUp):
-            self._up.add(to)
             self._say(UnitUp(to, to.partition("-")[0], f"{to}-epoch", NUM_BLOCKS, MAX_REQUESTS))
         elif isinstance(message, Prefill):
             self.submitted.append(message.generation)
@@ -98,6 +100,11 @@ class FakeUnits:
             self.leased.discard(key)
             self.decoding.pop(key, None)
 
+    @property
+    def has_said(self) -> bool:
+        """Whether something that they said has not been received yet."""
+        return bool(self._inbox)
+
     async def receive_async(self) -> list[AnyMessage]:
         await self._ready.wait()
         self._ready.clear()
@@ -114,16 +121,19 @@ class FakeUnits:
 
     # ---- the units at work ----
     async def run(self) -> None:
-        beat_s = time.monotonic()
         while True:
             await asyncio.sleep(self.step_s)
             await self.go.wait()
             self._prefill()
             self._decode()
-            if self.has_heartbeat and time.monotonic() - beat_s >= HEARTBEAT_S:
-                beat_s = time.monotonic()
-                for unit in self._up:
-                    self._report(unit)
+
+    async def drawn(self, num_tokens: int) -> None:
+        """Wait until decode has so many tokens of a request."""
+
+        def are_there() -> bool:
+            return any(len(running.output) >= num_tokens for running in self.decoding.values())
+
+        await wait_for(are_there, f"{num_tokens} tokens are drawn")
 
     def _prefill(self) -> None:
         for key, generation in list(self.prefilling.items()):
@@ -154,6 +164,8 @@ class FakeUnits:
         draws: dict[int, Draw] = {}
         for _ in range(self.tokens_step):
             for key, running in list(self.decoding.items()):
+                if len(running.output) >= self.held_at:
+                    continue
                 token = self._token(running.generation, len(running.output))
                 running.output.append(token.token)
                 if token.logprob is not None:
@@ -163,25 +175,20 @@ class FakeUnits:
                     del self.decoding[key]
         if rows:
             self._say(tokens_message("decode-0", rows, draws))
-            self._report("decode-0")
-
-    def _report(self, unit: str) -> None:
-        """What it holds now."""
-        num_requests = len(self.decoding) if unit.startswith("decode") else len(self.prefilling)
-        self._say(
-            UnitReport(
-                unit,
-                f"{unit}-epoch",
-                NUM_BLOCKS,
-                3,
-                num_requests,
-                MAX_REQUESTS,
-                0,
-                1,
-                2.5,
-                0.25,
+            self._say(
+                UnitReport(
+                    "decode-0",
+                    "decode-0-epoch",
+                    NUM_BLOCKS,
+                    3,
+                    len(self.decoding),
+                    MAX_REQUESTS,
+                    0,
+                    1,
+                    2.5,
+                    0.25,
+                )
             )
-        )
 
     def _token(self, generation: Generation, index: int) -> Token:
         value = self.script(generation, index)

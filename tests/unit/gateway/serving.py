@@ -15,6 +15,8 @@ import uvicorn
 from hadal.gateway.process import server_config
 from hadal.gateway.service import ServedModel
 
+from tests.waiting import join, wait_for, wait_until
+
 from .fake_units import Script
 from .world import World, world
 
@@ -43,22 +45,21 @@ def serving(
             server = uvicorn.Server(server_config(it.gateway, it.more))
             shared.update(world=it, server=server)
             task = asyncio.create_task(server.serve([listener]))
-            while not server.started:
-                await asyncio.sleep(0.001)
+            await wait_for(lambda: server.started, "the gateway listens")
             ready.set()
             await task
             await it.settle()
 
     thread = threading.Thread(target=lambda: shared.update(error=_error_of(run)), daemon=True)
     thread.start()
-    assert ready.wait(10), shared.get("error")
+    wait_until(lambda: ready.is_set() or "error" in shared, "the gateway is ready")
+    assert ready.is_set(), shared
     try:
         yield Serving(f"http://127.0.0.1:{address[1]}", shared["world"], address)
     finally:
         shared["server"].should_exit = True
-        thread.join(20)
+        join(thread)
         listener.close()
-    assert not thread.is_alive()
     assert shared["error"] is None
 
 

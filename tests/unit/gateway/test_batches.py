@@ -9,7 +9,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +38,8 @@ from hadal.runtime.batches import (
 )
 from hadal.runtime.ledger.store import ledger_url
 
+from tests.waiting import DEADLINE_S, wait_for, wait_until
+
 from .scenes import CHAT, TEXT, error_of
 from .serving import serving
 from .test_accounting import List
@@ -66,7 +67,7 @@ class _Failing(BatchStore):
         self, batch_id: str, number: int, answer: bytes, *, is_error: bool, facts: Any = ()
     ) -> bool:
         self.is_writing.set()
-        assert self.go.wait(20)
+        assert self.go.wait(DEADLINE_S)
         is_new = super().answer(batch_id, number, answer, is_error=is_error, facts=facts)
         if self.num_unheard:
             self.num_unheard -= 1
@@ -122,12 +123,12 @@ async def begin(it: World, bodies: Sequence[dict[str, Any]] = (CHAT,) * NUM_LINE
 
 async def reach(it: World, batch_id: str, statuses: Sequence[str] = ENDED) -> dict[str, Any]:
     """Wait until a batch has one of these statuses."""
-    async with asyncio.timeout(20):
-        while True:
-            batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
-            if batch["status"] in statuses:
-                return dict(batch)
-            await asyncio.sleep(0.01)
+
+    async def reached() -> dict[str, Any]:
+        batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
+        return dict(batch) if batch["status"] in statuses else {}
+
+    return await wait_for(reached, f"the batch is {' or '.join(statuses)}")
 
 
 async def rows_of(it: World, file_id: str) -> list[dict[str, Any]]:
@@ -146,9 +147,7 @@ async def end(it: World, batch_id: str) -> list[str]:
 
 async def charged(sink: List, request_ids: Sequence[str]) -> None:
     """All of these are charged once, and nothing else is."""
-    async with asyncio.timeout(10):
-        while len(sink.requests) < len(request_ids):
-            await asyncio.sleep(0.01)
+    await wait_for(lambda: len(sink.requests) >= len(request_ids), "all are charged")
     assert sorted(asked_of(fact) for fact in sink.requests) == sorted(request_ids)
     assert all(fact.income_pico_usd > 0 for fact in sink.requests)
     assert {fact.model for fact in sink.requests} == {"small/batch"}
@@ -187,16 +186,18 @@ def test_a_write_that_outlives_its_line_is_charged(model: ServedModel, tmp_path:
         store.go.clear()
         async with life(model, store) as (it, sink):
             batch_id = await begin(it)
-            await asyncio.to_thread(store.is_writing.wait, 20)
-            threading.Timer(0.2, store.go.set).start()
+            await asyncio.to_thread(store.is_writing.wait)
+            # The write goes on in the very turn of the loop in which the life ends.
+            asyncio.get_running_loop().call_soon(store.go.set)
         first = sink.requests
         assert len(first) == 1
         sink.on_kept(list(first))
         async with life(model, BatchStore(ledger_url(str(tmp_path / "b.sqlite")))) as (it, later):
             request_ids = await end(it, batch_id)
-            async with asyncio.timeout(10):
-                while len({fact.request_id for fact in (*first, *later.requests)}) < NUM_LINES:
-                    await asyncio.sleep(0.01)
+            await wait_for(
+                lambda: len({one.request_id for one in (*first, *later.requests)}) == NUM_LINES,
+                "all lines are charged",
+            )
         given = {fact.request_id: fact for fact in first}
         for fact in later.requests:
             assert given.setdefault(fact.request_id, fact) == fact, "else it were another charge"
@@ -222,9 +223,8 @@ def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
             assert sorted(second.requests, key=asked_of) == sorted(first.requests, key=asked_of)
             second.on_kept(list(second.facts))
             assert it.worker is not None
-            async with asyncio.timeout(10):
-                while await it.worker.call(it.worker.store.charges):
-                    await asyncio.sleep(0.01)
+            while await it.worker.call(it.worker.store.charges):
+                await asyncio.sleep(0.01)
         async with life(model, store()) as (it, third):
             await end(it, await begin(it))
             await charged(third, [asked_of(fact) for fact in third.requests])
@@ -240,9 +240,7 @@ def test_what_nobody_thought_of_is_said_and_the_work_goes_on(
         store = _Failing(tmp_path / "b.sqlite")
         store.num_broken = 2
         async with life(model, store) as (it, sink):
-            async with asyncio.timeout(10):
-                while store.num_broken:
-                    await asyncio.sleep(0.01)
+            await wait_for(lambda: not store.num_broken, "it was broken twice")
             await charged(sink, await end(it, await begin(it)))
 
     asyncio.run(steps())
@@ -310,14 +308,13 @@ def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
                 it.client.headers["Authorization"] = f"Bearer {key}"
                 ids.append(await begin(it))
                 await reach(it, ids[-1], ["in_progress"])
-            assert it.worker is not None
-            async with asyncio.timeout(10):
-                while len(it.worker._waits) < 2:
-                    await asyncio.sleep(0.01)
+            worker = it.worker
+            assert worker is not None
+            await wait_for(lambda: len(worker._waits) == 2, "both wait")
             assert len({*asked}) == 1  # Bob's line waits behind Alice's.
             await it.client.post(f"/v1/batches/{ids[1]}/cancel")
             assert (await reach(it, ids[1]))["status"] == "cancelled"
-            assert [*it.worker._waits] == ids[:1]
+            assert [*worker._waits] == ids[:1]
 
     asyncio.run(steps())
 
@@ -347,18 +344,11 @@ def test_a_withdrawn_key_ends_its_batch(
             for at, tenant in enumerate(tenants):
                 it.client.headers["Authorization"] = f"Bearer sk-{tenant}"
                 batch_id = await begin(it)
-                async with asyncio.timeout(10):
-                    while len(worker._waits) <= at or not asked:
-                        await asyncio.sleep(0.01)
+                await wait_for(lambda n=at: len(worker._waits) > n and asked, "it waits")
             it.gateway.take_keys(Keys(("sk-bob name=bob",)))
-            async with asyncio.timeout(10):
-                while True:
-                    row = await worker.call(store.batch, "alice", batch_id)
-                    assert row is not None
-                    if row.status in ENDED:
-                        break
-                    await asyncio.sleep(0.01)
-                    is_full = is_full and waits
+            while (row := await worker.call(store.batch, "alice", batch_id)).status not in ENDED:
+                await asyncio.sleep(0.01)
+                is_full = is_full and waits
             assert (row.status, row.num_completed, row.num_failed) == ("cancelled", 0, 0)
 
     asyncio.run(steps())
@@ -410,12 +400,9 @@ def test_a_line_is_priced_by_the_quota_of_its_moment(
             monkeypatch.setattr(it.gateway.host, "check_room", check)
             it.client.headers["Authorization"] = "Bearer sk-alice"
             await begin(it)
-            async with asyncio.timeout(10):
-                while not most:
-                    await asyncio.sleep(0.01)
-                it.gateway.take_keys(Keys(("sk-alice name=alice dollars_per_day=1",)))
-                while not most[-1]:
-                    await asyncio.sleep(0.01)
+            await wait_for(lambda: most, "a line asks for room")
+            it.gateway.take_keys(Keys(("sk-alice name=alice dollars_per_day=1",)))
+            await wait_for(lambda: most[-1], "its price counts")
             assert not most[0]
 
     asyncio.run(steps())
@@ -583,12 +570,12 @@ def test_an_upload_is_refused_as_soon_as_it_is_too_long(
     """Its length is not said, and its end never comes."""
     store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
-        with socket.create_connection(it.address, 10) as client:
+        with socket.create_connection(it.address, DEADLINE_S) as client:
             upload(client, 6)
             reply = read_all(client)
         assert reply.startswith(b"HTTP/1.1 413 ")
         assert code.encode() in reply
-        listed = httpx.get(f"{it.url}/v1/files", timeout=10).json()
+        listed = httpx.get(f"{it.url}/v1/files", timeout=DEADLINE_S).json()
         assert listed["data"] == []
 
 
@@ -596,14 +583,14 @@ def test_uploads_at_once_have_one_limit_together(model: ServedModel, tmp_path: P
     store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
     config = BatchesConfig(max_file_mb=2, max_tenant_mb=2)
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
-        with socket.create_connection(it.address, 10) as first:
+        with socket.create_connection(it.address, DEADLINE_S) as first:
             upload(first, 6)
-            with socket.create_connection(it.address, 10) as second:
+            with socket.create_connection(it.address, DEADLINE_S) as second:
                 upload(second, 6)
                 reply = read_all(second)
             assert reply.startswith(b"HTTP/1.1 413 ")
             assert b"files_too_large" in reply
-        with socket.create_connection(it.address, 10) as third:
+        with socket.create_connection(it.address, DEADLINE_S) as third:
             upload(third, 6)
             third.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(b"\r\n--x--\r\n"), b"\r\n--x--\r\n"))
             assert third.recv(65536).startswith(b"HTTP/1.1 200 "), (
@@ -636,8 +623,8 @@ def test_a_file_that_nobody_reads_is_given_up(
     with serving(model, spell(model, TEXT), store=store) as it:
         url, raw = f"{it.url}/v1/files", b"z" * (24 << 20)
         form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": raw}}
-        file = httpx.post(url, timeout=30, **form).json()
-        whole = httpx.get(f"{url}/{file['id']}/content", timeout=30)
+        file = httpx.post(url, timeout=DEADLINE_S, **form).json()
+        whole = httpx.get(f"{url}/{file['id']}/content", timeout=DEADLINE_S)
         assert int(whole.headers["content-length"]) == len(raw)
         assert whole.content == raw
         caplog.clear()
@@ -647,7 +634,4 @@ def test_a_file_that_nobody_reads_is_given_up(
             client.connect(it.address)
             path = f"/v1/files/{file['id']}/content"
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
-            until_s = time.monotonic() + 10
-            while f"GET {path} 499" not in caplog.text:
-                assert time.monotonic() < until_s, caplog.text
-                time.sleep(0.05)
+            wait_until(lambda: f"GET {path} 499" in caplog.text, "it is given up")

@@ -32,7 +32,7 @@ from hadal.gateway.stream import Assembler, Calls, Piece
 from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
-from tests.fresh import FULL
+from tests.levels import FULL
 from tests.schemas import SCHEMAS, closed
 
 from .test_tools import BOS, EOS, KIMI, LISTING, V3, V31, VOCABULARY, read, written

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hadal.gateway.service import ServedModel
-from tests.fresh import FULL
+from tests.levels import FULL
 
 from .malformed import (
     CHAT_FIELDS,

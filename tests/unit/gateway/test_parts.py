@@ -21,7 +21,7 @@ from hadal.gateway.replies import Head, Outcome, Usage
 from hadal.gateway.responses import ResponseFormatter, ResponsesRequest
 from hadal.gateway.stream import Assembler, Calls, Piece
 from hadal.gateway.tools import FORMATS, CallReader, Choosing, ToolFormat
-from tests.fresh import FULL
+from tests.levels import FULL
 
 from .event_streams import message_of, named_events, response_of
 from .test_tools import V31, VOCABULARY, WEATHER, replies, written

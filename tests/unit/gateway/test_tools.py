@@ -34,7 +34,7 @@ from hadal.gateway.tools import (
 )
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.tokens.tiktoken import byte_of_char
-from tests.fresh import FULL
+from tests.levels import FULL
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 V3, V31, KIMI = (FORMATS[name] for name in ("deepseek-v3", "deepseek-v3.1", "kimi-k2"))

@@ -25,7 +25,9 @@ from hadal.gateway.service import ServedModel, Service
 from hadal.roles.front.front import Front
 from hadal.runtime.batches import BatchStore
 
-from .fake_units import FakeUnits, Script
+from tests.waiting import DEADLINE_S, wait_for
+
+from .fake_units import UNIT_TIMEOUT_S, FakeUnits, Script
 
 
 def spell(model: ServedModel, text: str, *, then_stop: bool = True) -> Script:
@@ -51,11 +53,13 @@ class World:
     worker: BatchWorker | None = None
     """Whoever runs it has batches answered."""
 
-    async def settle(self, timeout_s: float = 5.0) -> None:
+    async def settle(self) -> None:
         """Wait until nothing is open and the units hold nothing."""
-        async with asyncio.timeout(timeout_s):
-            while self.units.num_held or self.gateway.host.num_open or self.gateway.num_requests:
-                await asyncio.sleep(0.005)
+        it = self.gateway
+        await wait_for(
+            lambda: not (self.units.num_held or it.host.num_open or it.num_requests),
+            "nothing is open, and the units hold nothing",
+        )
 
 
 def gateway_of(
@@ -70,7 +74,12 @@ def gateway_of(
 ) -> Gateway:
     """The parts of a gateway, put together as its process does, with `units` for a wire."""
     limits = limits or LimitsConfig()
-    deployment = Deployment(model="x", limits=limits, gateway=settings or GatewayConfig())
+    deployment = Deployment(
+        model="x",
+        limits=limits,
+        gateway=settings or GatewayConfig(),
+        unit_timeout_s=UNIT_TIMEOUT_S,
+    )
     front = Front(deployment, epoch="epoch", max_context=model.context_tokens, fingerprint="f0")
     return Gateway(
         service=Service(model, limits, front.names),
@@ -98,14 +107,13 @@ async def world(
     step_s: float = 0.0,
     settings: GatewayConfig | None = None,
     bound_host: str = "",
-    has_heartbeat: bool = False,
     store: BatchStore | None = None,
     batches: BatchesConfig | None = None,
 ) -> AsyncIterator[World]:
     """Start everything, wait until it is ready, and stop it at the end. `store`: where files and
     batches are; None: there are none.
     """
-    units = FakeUnits(script, step_s, has_heartbeat=has_heartbeat)
+    units = FakeUnits(script, step_s)
     gateway = gateway_of(
         model,
         units,
@@ -122,11 +130,9 @@ async def world(
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     try:
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", timeout=20
+            transport=transport, base_url="http://test", timeout=DEADLINE_S
         ) as client:
-            async with asyncio.timeout(5):
-                while not gateway.snapshot().can_serve:
-                    await asyncio.sleep(0)
+            await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
             yield World(app, client, units, gateway, more, worker)
     finally:
         for task in tasks:

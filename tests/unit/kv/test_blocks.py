@@ -8,7 +8,7 @@ from hashlib import blake2b
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.cache import NAME_BYTES, num_names, split
@@ -236,7 +236,6 @@ def test_check_sees_a_wrong_count_of_followers() -> None:
     assert blocks.check()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=60))
 def test_any_use_adds_up(uses: list[tuple[int, int]]) -> None:
     blocks = BlockAllocator(8)

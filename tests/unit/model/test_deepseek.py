@@ -16,7 +16,8 @@ from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference.model import forward, generate, no_latents
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.unit.model.checkpoints import Peer
 
 TOLERANCE = 1e-4

@@ -30,7 +30,8 @@ from hadal.runtime.resolve import model_folder
 from hadal.tokens.grammars import Grammars, grammar_text
 from hadal.tokens.table import read_token_table
 from tests.dist.oracle import Case, everyday_cases
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 
 SEEDS = [*range(10 if FULL else 1), fresh().randrange(1 << 30)]
 NUM_SLOTS = 4

@@ -28,7 +28,7 @@ from hadal.reference.model import mtp as reference_mtp
 from hadal.reference.params import Experts, Matrix, ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import everyday_cases
-from tests.fresh import FULL
+from tests.levels import FULL
 from tests.stored import KINDS
 from tests.unit.comm.queues import in_threads, queue_groups
 from tests.unit.kernels.shapes import odd_config, random_weights

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from bench.shared_data import EXPERT_LOADS, find, why_missing
 from hadal.perf.step import PLACED_BY_NODES, expected_imbalance, expected_maximum
 from hadal.policy.experts.balance import rebalance_experts
+from tests.needs import shared_data
 
 
 def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> float:
@@ -29,11 +29,8 @@ def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> fl
 
 def published_loads(phase: str) -> list[NDArray[np.float64]]:
     """Tokens [58, 256] of each of SGLang's published workloads."""
-    folder = find(EXPERT_LOADS)
-    if folder is None:
-        pytest.skip(why_missing(EXPERT_LOADS))
     found = []
-    for path in sorted(folder.glob(f"{phase}_*.json.gz")):
+    for path in sorted(shared_data("expert_loads").glob(f"{phase}_*.json.gz")):
         loads = np.array(
             json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64
         )

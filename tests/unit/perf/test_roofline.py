@@ -4,11 +4,9 @@ they should be.
 
 import csv
 import math
-import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -36,6 +34,7 @@ from hadal.perf.shapes import (
     causal_pairs,
     expanded_flops_per_pair,
 )
+from tests.needs import shared_data
 
 LINE = Roofline(H800)
 DECODE_FLOPS = absorbed_flops_per_pair(DEEPSEEK_V3)
@@ -56,10 +55,7 @@ def mha(line: Roofline, context: float) -> float:
 
 
 def table(name: str) -> Iterator[dict[str, str]]:
-    folder = os.environ.get("HADAL_SHARED_DATA")
-    if not folder:
-        pytest.skip("HADAL_SHARED_DATA names no folder: the kernel tables are not at hand")
-    with (Path(folder) / "h800_kernels" / name).open(newline="") as file:
+    with (shared_data("h800_kernels") / name).open(newline="") as file:
         yield from csv.DictReader(file)
 
 
@@ -163,7 +159,7 @@ def test_a_curve_has_a_source_and_a_residual() -> None:
     assert all(curve.source and 0.0 < curve.residual < 0.1 for curve in CURVES.values())
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     rows=st.floats(0.5, 65536),
     by=st.floats(1.0, 4.0),
@@ -187,7 +183,7 @@ def test_more_rows_wider_layers_and_more_experts_take_longer(
         assert hit <= line.grouped(curve, rows, slots + 1, n, k).seconds * (1 + 1e-12)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     st.floats(0.5, 1024),
     st.floats(1.0, 2e5),

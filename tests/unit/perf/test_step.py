@@ -22,7 +22,7 @@ WAYS = st.sampled_from(["auto", *SCHEDULES])
 NEVER_CHEAPER = 1.0 + 1e-12
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     ranks=RANKS,
     name=HARDWARES,
@@ -43,7 +43,7 @@ def test_decode_grows_with_batch_context_and_drafts(
     assert seconds <= model.decode(batch, kv, mtp + 1, way).seconds * NEVER_CHEAPER
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     ranks=RANKS,
     name=HARDWARES,
@@ -65,7 +65,7 @@ def test_prefill_grows_with_tokens_and_prompt(
     assert seconds <= model.prefill(tokens, prompt * by, schedule=way).seconds * NEVER_CHEAPER
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     st.integers(1, 600),
     st.floats(100.0, 50_000.0),

@@ -29,7 +29,7 @@ def test_the_published_figures_of_ep32() -> None:
     assert expected_holders(DEEPSEEK_V3, 1e9) == pytest.approx(DEEPSEEK_V3.num_experts_per_tok)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.floats(1.0, 320.0), st.floats(1.0, 2.0))
 def test_more_places_are_reached_where_there_are_more(num_holders: float, by: float) -> None:
     few, many = (
@@ -85,7 +85,7 @@ def test_one_rank_exchanges_nothing_and_one_nvlink_domain_uses_no_nic() -> None:
     assert domain[1] < nodes[1] / 2
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     st.integers(2, 320),
     st.floats(1.0, 4096.0),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.decode_rules import Sent, with_sent
@@ -27,7 +27,6 @@ from hadal.policy.views import DecodeRanksView
 from tests.fresh import fresh
 
 SEEDS = [*range(3), *(fresh().randrange(1 << 30) for _ in range(2))]
-PROPERTY = settings(max_examples=150, deadline=None)
 
 
 def unit(*rows: tuple[int, int], blocks: int = 100, slots: int = 8) -> DecodeRanksView:
@@ -74,7 +73,6 @@ def after(view: DecodeRanksView, ranks: list[int], arrivals: list[Arrival]) -> D
     return with_sent(view, [0] * view.ranks.size, sent)
 
 
-@PROPERTY
 @given(views(), ARRIVALS)
 def test_without_a_plan_to_preempt_everybody_can_run_to_the_end(
     view: DecodeRanksView, arrivals: list[Arrival]
@@ -85,7 +83,6 @@ def test_without_a_plan_to_preempt_everybody_can_run_to_the_end(
     assert (full.num_requests <= view.num_requests_max).all()
 
 
-@PROPERTY
 @given(views(), ARRIVALS)
 def test_with_a_plan_what_is_let_in_fits_now_and_alone(
     view: DecodeRanksView, arrivals: list[Arrival]
@@ -101,7 +98,6 @@ def test_with_a_plan_what_is_let_in_fits_now_and_alone(
     )
 
 
-@PROPERTY
 @given(views(), ARRIVALS, st.booleans())
 def test_nobody_is_overtaken_and_nobody_waits_without_need(
     view: DecodeRanksView, arrivals: list[Arrival], preempts: bool
@@ -113,7 +109,6 @@ def test_nobody_is_overtaken_and_nobody_waits_without_need(
     assert place(full, arrivals[len(ranks) :][:1], preempts=preempts) == []
 
 
-@PROPERTY
 @given(views(), ARRIVALS, st.booleans())
 def test_equal_snapshots_give_equal_placements_and_stay_as_they_are(
     view: DecodeRanksView, arrivals: list[Arrival], preempts: bool
@@ -126,7 +121,6 @@ def test_equal_snapshots_give_equal_placements_and_stay_as_they_are(
     assert all((a == b).all() for a, b in zip(before, now, strict=True))
 
 
-@PROPERTY
 @given(views(), st.integers(0, 20))
 def test_one_arrival_goes_where_the_larger_share_is_smallest(
     view: DecodeRanksView, num_blocks: int
@@ -150,7 +144,6 @@ def test_one_arrival_goes_where_the_larger_share_is_smallest(
         assert larger[chosen] <= larger[fits].min() * (1 + 1e-5)
 
 
-@PROPERTY
 @given(views(), st.integers(0, 20), st.integers(0, 5), st.integers(0, 40), st.integers(0, 8))
 def test_more_load_never_makes_a_rank_the_choice(
     view: DecodeRanksView, num_blocks: int, row: int, more_blocks: int, more_requests: int
@@ -170,7 +163,6 @@ def test_more_load_never_makes_a_rank_the_choice(
             assert place(heavier, [ask(num_blocks)], preempts=preempts) != [int(view.ranks[row])]
 
 
-@PROPERTY
 @given(views(), ARRIVALS, st.integers(0, 20))
 def test_a_stale_report_and_the_list_of_what_was_sent_are_a_fresh_one(
     view: DecodeRanksView, arrivals: list[Arrival], num_seen: int

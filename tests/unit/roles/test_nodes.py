@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.config import AGENT_BEAT_S
@@ -23,7 +23,6 @@ from hadal.core.messages import (
 )
 from hadal.policy.suspicion import PAUSE_PERIODS
 from hadal.roles.nodes import PERIOD_S, FarProcess, NodePhase, Nodes, agent_name
-from tests.fresh import FULL
 
 TIMEOUT_S = 1.5
 STEP_S = 0.1
@@ -736,7 +735,6 @@ events = st.lists(
 )
 
 
-@settings(max_examples=8000 if FULL else 100)
 @given(events, st.integers(0, 1 << 32))
 def test_after_the_last_fault_every_node_runs_what_the_book_says(
     faults: list[tuple[str, int, float]], seed: int

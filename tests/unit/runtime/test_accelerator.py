@@ -5,13 +5,14 @@ import torch
 
 from hadal.core.errors import ConfigError
 from hadal.runtime.rank import open_device
+from tests.needs import skip_unless
 
 
 def test_a_cpu_is_always_there() -> None:
     assert open_device(None) == "cpu"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@skip_unless(not torch.cuda.is_available(), "there is a GPU", "a machine without a GPU")
 def test_a_gpu_that_torch_does_not_see_is_named() -> None:
     with pytest.raises(ConfigError, match="sees no GPU"):
         open_device(0)

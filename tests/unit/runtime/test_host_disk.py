@@ -21,6 +21,7 @@ from hadal.runtime.store.view import DiskView
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 from hadal.runtime.wire import ZmqWire
 from tests.unit.runtime.test_host import Runner, World
+from tests.waiting import DEADLINE_S
 
 RUN = f"testhostdisk{os.getpid()}"
 SHAPE = (8, 2, 64, 64)
@@ -66,7 +67,7 @@ def test_blocks_go_to_disk_are_told_of_and_come_back(tmp_path: Path) -> None:
         world = World(script, host, front, pool, pool)  # type: ignore[arg-type]
         try:
             world.run(StoreBlocks(3, NAMES, (0, 1), (1, 2)))
-            assert front.receive(20) == [Cancel("loaded", 0)]
+            assert front.receive(DEADLINE_S) == [Cancel("loaded", 0)]
             assert (pool.blocks[4:6] == pool.blocks[1:3]).all()
             host.stop()
             world.join()

@@ -21,6 +21,8 @@ from hadal.runtime.process.process import Run
 from hadal.runtime.rank import News, make_group, make_runner
 from hadal.runtime.resolve import Resolved, plan
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
+from tests.needs import skip_unless
+from tests.waiting import join
 
 RUN = f"testrank{os.getpid()}"
 PROMPTS = ((5, 6, 7, 8, 9), (11, 12, 13))
@@ -57,8 +59,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(30)
+    join(*threads)
     return [results[index] for index in range(len(calls))]
 
 
@@ -114,7 +115,7 @@ def test_ranks_put_together_draw_what_one_alone_draws(tmp_path: Path, transport:
     assert first_tokens(2, tmp_path, transport) == first_tokens(1, tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nccl can be had")
+@skip_unless(not torch.cuda.is_available(), "nccl can be had here", "a machine without a GPU")
 def test_a_transport_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     deployment = Deployment(device="cuda", transport="nccl")
     with pytest.raises(ConfigError, match="'nccl' cannot be had"):

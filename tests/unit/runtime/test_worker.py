@@ -6,28 +6,43 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 
 import pytest
 
 from hadal.runtime.worker import MIN_REST_S, NICE, Pace, Worker, lower_priority
+from tests.waiting import DEADLINE_S, join, wait_until
 
 
-def work(seconds: float) -> float:
-    """Take so much of a core; return how much it was."""
-    begun_s = time.thread_time()
-    while time.thread_time() - begun_s < seconds:
-        sum(range(1000))
-    return time.thread_time() - begun_s
+class Clock:
+    """What a Pace reads instead of `time`: nothing passes but what a test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._of_thread = threading.local()
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def thread_time(self) -> float:
+        return getattr(self._of_thread, "worked_s", 0.0)
+
+    def work(self, seconds: float) -> None:
+        """The calling thread takes so much of a core."""
+        self._of_thread.worked_s = self.thread_time() + seconds
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("hadal.runtime.worker.time", made)
+    return made
 
 
 def take(worker: Worker[int, int], count: int) -> list[int]:
-    found, deadline_s = [], time.monotonic() + 10
-    while len(found) < count:
-        assert time.monotonic() < deadline_s
-        found += worker.take()
-        time.sleep(0.001)
+    found: list[int] = []
+    wait_until(lambda: found.extend(worker.take()) or len(found) >= count, "the results are there")
     return found
 
 
@@ -40,10 +55,10 @@ def test_jobs_are_done_in_order_and_each_result_wakes_the_host() -> None:
     for job in range(10):
         worker.submit(job)
     assert take(worker, 5) == [10, 30, 50, 70, 90]
-    assert all(woken.acquire(timeout=5) for _ in range(5))
+    assert all(woken.acquire(timeout=DEADLINE_S) for _ in range(5))
     worker.put(7)
     assert worker.take() == [7]
-    assert worker.stop(5)
+    assert worker.stop(DEADLINE_S)
     assert not woken.acquire(blocking=False)
 
 
@@ -52,44 +67,45 @@ def test_what_a_job_raises_is_raised_once_in_the_host_and_the_next_is_done() -> 
     worker: Worker[int, int] = Worker("test", lambda job: 12 // job, woken.release)
     worker.start()
     worker.submit(0)
-    assert woken.acquire(timeout=5)
+    assert woken.acquire(timeout=DEADLINE_S)
     with pytest.raises(ZeroDivisionError):
         worker.take()
     worker.submit(3)
     assert take(worker, 1) == [4]
-    assert worker.stop(5)
+    assert worker.stop(DEADLINE_S)
 
 
 def test_several_threads_begin_what_may_run_beside_the_rest() -> None:
     """Of two jobs of the same parity one waits for the other."""
     go, begun, lock = threading.Event(), list[int](), threading.Lock()
+    was_asked = threading.Event()
 
     def do(job: int) -> int:
         with lock:
             begun.append(job)
-        assert go.wait(10)
+        assert go.wait(DEADLINE_S)
         return job
 
     def pick(waiting: deque[int], running: list[int]) -> int | None:
         fit = [job for job in waiting if all((job - one) % 2 for one in running)]
         if fit:
             waiting.remove(fit[0])
+        elif len(running) == 2 and len(waiting) == 3:
+            was_asked.set()  # By the third thread, when all jobs were there.
         return fit[0] if fit else None
 
     worker: Worker[int, int] = Worker("test", do, lambda: None, pick=pick, num_threads=3)
     worker.start()
     for job in (2, 4, 1, 6, 3):
         worker.submit(job)
-    deadline_s = time.monotonic() + 10
-    while len(begun) < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    time.sleep(0.05)
+    wait_until(lambda: len(begun) == 2, "two have begun")
+    assert was_asked.wait(DEADLINE_S)
     assert sorted(begun) == [1, 2]
     go.set()
     worker.settle()
     assert sorted(worker.take()) == [1, 2, 3, 4, 6]
     assert [job for job in begun if job % 2 == 0] == [2, 4, 6]
-    assert worker.stop(5)
+    assert worker.stop(DEADLINE_S)
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
@@ -98,17 +114,17 @@ def test_stopping_ends_what_runs_and_what_waits_if_asked(is_draining: bool) -> N
 
     def do(job: int) -> int:
         begun.set()
-        assert go.wait(10)
+        assert go.wait(DEADLINE_S)
         return job
 
     worker: Worker[int, int] = Worker("test", do, lambda: None)
     worker.start()
     for job in range(3):
         worker.submit(job)
-    assert begun.wait(10)
+    assert begun.wait(DEADLINE_S)
     assert not worker.stop(0.05, is_draining=is_draining), "it is in the middle of a job"
     go.set()
-    assert worker.stop(10, is_draining=is_draining)
+    assert worker.stop(DEADLINE_S, is_draining=is_draining)
     assert worker.take() == ([0, 1, 2] if is_draining else [0])
 
 
@@ -121,7 +137,7 @@ def test_a_priority_is_a_threads_own() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(5)
+    join(thread)
     assert found == [min(before + NICE, 19)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
@@ -138,57 +154,50 @@ def test_a_process_of_low_priority_keeps_its_order(own: int, background: int) ->
         " t.start(); t.join()"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     assert found.stdout.split() == [str(background)], found.stderr
 
 
-def test_what_was_worked_is_rested_for() -> None:
-    pace, begun_s, worked_s = Pace(0.25), time.monotonic(), 0.0
+def test_what_was_worked_is_rested_for(clock: Clock) -> None:
+    pace = Pace(0.25)
     assert pace.owed_s() == 0.0
     for _ in range(3):
-        worked_s += work(0.01)
-        owed_s = pace.owed_s()
-        elapsed_s = time.monotonic() - begun_s
-        assert owed_s >= worked_s / 0.25 - elapsed_s - 2 * MIN_REST_S
-        time.sleep(owed_s)
+        clock.work(0.01)
+        assert pace.owed_s() == pytest.approx(0.03)
+        clock.now_s += 0.03
         assert pace.owed_s() == 0.0
-    assert time.monotonic() - begun_s >= worked_s / 0.25 - 2 * MIN_REST_S
 
 
-def test_idle_time_is_not_saved_up() -> None:
+def test_idle_time_is_not_saved_up(clock: Clock) -> None:
     pace = Pace(0.25)
     pace.owed_s()
-    time.sleep(0.2)
+    clock.now_s += 0.2
     pace.owed_s()
-    begun_s = time.monotonic()
-    worked_s = work(0.02)
-    owed_s = pace.owed_s()
-    assert owed_s >= worked_s / 0.25 - (time.monotonic() - begun_s) - 2 * MIN_REST_S
+    clock.work(0.02)
+    assert pace.owed_s() == pytest.approx(0.06)
 
 
-def test_short_rests_add_up() -> None:
+def test_short_rests_add_up(clock: Clock) -> None:
     pace = Pace(0.5)
     rests = [pace.owed_s()]
-    for _ in range(20):
-        work(MIN_REST_S / 5)
+    for _ in range(8):
+        clock.work(MIN_REST_S / 4)
         rests.append(pace.owed_s())
-    assert all(rest == 0.0 or rest >= MIN_REST_S for rest in rests)
+    assert rests[:4] == [0.0] * 4
+    assert rests[4:] == pytest.approx([MIN_REST_S * (1 + n / 4) for n in range(5)])
 
 
-def test_threads_share_one_pace() -> None:
-    pace, begun_s, worked = Pace(0.25), time.monotonic(), list[float]()
+def test_threads_share_one_pace(clock: Clock) -> None:
+    pace, owed_s = Pace(0.25), list[float]()
 
     def run() -> None:
         pace.owed_s()
-        for _ in range(3):
-            worked.append(work(0.01))
-            time.sleep(pace.owed_s())
+        clock.work(0.01)
+        owed_s.append(pace.owed_s())
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
+    for _ in range(3):
+        thread = threading.Thread(target=run)
         thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(worked) == 9
-    assert time.monotonic() - begun_s >= sum(worked) / 0.25 - 6 * MIN_REST_S
+        join(thread)
+    assert owed_s == pytest.approx([0.03, 0.06, 0.09])

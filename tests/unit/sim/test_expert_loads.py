@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,6 +14,7 @@ from hadal.core.config import DECODE, PREFILL
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import StepModel, redundant_default
 from hadal.sim.expert_loads import POLICIES, ExpertRanks, draw_loads, expert_share
+from tests.needs import shared_data
 
 NUM_SEEDS = 8
 
@@ -50,9 +48,7 @@ def test_placements_leave_what_they_leave_of_measured_loads(
 
 
 def test_drawn_loads_are_like_the_measured_ones() -> None:
-    folder = Path(os.environ.get("HADAL_SHARED_DATA", "")) / "expert_loads"
-    if not folder.is_dir():
-        pytest.skip("HADAL_SHARED_DATA names no folder with expert_loads/")
+    folder = shared_data("expert_loads")
     for phase, names in ((PREFILL, PREFILL_NAMES), (DECODE, DECODE_NAMES)):
         measured = np.mean([figures(phase, read_loads(folder, name)) for name in names], axis=0)
         drawn = np.array(figures(phase, draw_loads(phase, np.random.default_rng(0), 580)))

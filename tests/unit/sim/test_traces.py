@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +13,7 @@ import pytest
 from hadal.sim.day.cache import replay
 from hadal.sim.plan.traffic import azure, mooncake
 from hadal.sim.workload import Workload
-
-FOLDER = Path(
-    os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
-)
-
-
-def data(name: str) -> Path:
-    if not (FOLDER / name).is_file():
-        pytest.skip(f"no {name}: set HADAL_SHARED_DATA to the folder that has it")
-    return FOLDER / name
+from tests.needs import shared_data
 
 
 def row(at_ms: int, length: int, ids: list[int], output: int = 100) -> str:
@@ -85,7 +74,7 @@ def test_azures_rows_by_hand() -> None:
     [("conversation", 12_031, 144_793_823), ("synthetic", 3_993, 61_194_628)],
 )
 def test_mooncakes_traces(name: str, num: int, tokens: int) -> None:
-    with gzip.open(data(f"mooncake_{name}.jsonl.gz"), "rt", encoding="utf-8") as lines:
+    with gzip.open(shared_data(f"mooncake_{name}.jsonl.gz"), "rt", encoding="utf-8") as lines:
         load = mooncake(lines)
     assert (len(load), load.tokens_in.sum()) == (num, tokens)
     first = load.take(np.arange(len(load)) < 300)
@@ -93,7 +82,7 @@ def test_mooncakes_traces(name: str, num: int, tokens: int) -> None:
 
 
 def test_azures_trace() -> None:
-    with data("azure2023_conv.csv").open(encoding="utf-8") as lines:
+    with shared_data("azure2023_conv.csv").open(encoding="utf-8") as lines:
         load = azure(lines)
     assert len(load) == 19_366
     assert load.tokens_in.mean() == pytest.approx(1154.7, abs=0.1)

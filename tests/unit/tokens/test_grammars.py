@@ -15,7 +15,8 @@ from hadal.runtime.resolve import model_folder
 from hadal.tokens import grammars as grammars_module
 from hadal.tokens.grammars import Follower, Grammars, TextRows, complaint, grammar_text
 from hadal.tokens.table import read_token_table
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.schemas import SCHEMAS
 
 TABLE = read_token_table(model_folder(""))

@@ -4,20 +4,15 @@ real loads.
 
 import gzip
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.placement import EMPTY, Placement
 from hadal.policy.experts.balance import Cluster, balance, balancedness, moved_replicas, rank_loads
-
-DATA = Path(
-    os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[5] / "shared" / "data")
-)
+from tests.needs import shared_data
 
 
 def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float = 0.65) -> np.ndarray:
@@ -27,12 +22,8 @@ def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float = 0.65)
 
 
 def measured(name: str) -> np.ndarray:
-    path = DATA / "expert_loads" / f"{name}.json.gz"
-    if not path.is_file():
-        pytest.skip(f"no {path.name}: set HADAL_SHARED_DATA to the folder of measured loads")
-    loads = np.array(
-        json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64
-    )
+    packed = shared_data(f"expert_loads/{name}.json.gz").read_bytes()
+    loads = np.array(json.loads(gzip.decompress(packed))["tokens_per_expert"], np.float64)
     return loads[loads.sum(axis=1) > 0]
 
 
@@ -52,7 +43,6 @@ def check(placement: Placement, cluster: Cluster) -> None:
     assert (held <= np.array(cluster.expert_slots)).all()
 
 
-@settings(deadline=None, max_examples=80)
 @given(clusters(), st.sampled_from([0.0, 0.7, 2.5]))
 def test_sound_and_never_worse_than_greedy(case: tuple[Cluster, int, int], sigma: float) -> None:
     cluster, num_experts, seed = case
@@ -66,7 +56,6 @@ def test_sound_and_never_worse_than_greedy(case: tuple[Cluster, int, int], sigma
     assert np.allclose(rank_loads(best.placement, loads).sum(axis=1), loads.sum(axis=1))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([(8, 2, 2, 4), (8, 4, 2, 3), (12, 3, 3, 2), (4, 2, 4, 2)]),
@@ -88,7 +77,6 @@ def test_hierarchical_keeps_groups_on_a_node(seed: int, sizes: tuple[int, int, i
     assert (hybrid.balancedness_L >= plan.balancedness_L - 1e-6).all()
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([(16, 6, 4), (12, 9, 2), (20, 4, 6)])
 )
@@ -150,7 +138,6 @@ def test_a_window_chooses_by_its_steps() -> None:
     assert near.moved_replicas == 2
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     st.integers(0, 2**31),
     st.sampled_from(["global", "hierarchical", "hybrid"]),
@@ -199,7 +186,6 @@ def test_a_window_beats_its_sums_on_loads_that_come_by_turns() -> None:
         assert seen[1] > seen[0] + (0.005 if not options.get("weighted") else 0), options
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**31), st.sampled_from([0, 4, 20]), st.sampled_from([4, 2]))
 def test_near_todays_groups_stay_on_their_node(
     seed: int, max_moves: int, num_expert_slots: int

@@ -4,7 +4,7 @@ moves, in budget.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.policy.experts.balance import Cluster, balance, balancedness
@@ -24,7 +24,6 @@ def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float) -> np.
     return np.exp(sigma * np.random.default_rng(seed).standard_normal((num_layers, num_experts)))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([(16, 10), (20, 12), (8, 7)]),

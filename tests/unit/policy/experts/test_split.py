@@ -4,14 +4,13 @@ even.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.placement import EMPTY
 from hadal.policy.experts.balance import Cluster, balance, balancedness, rank_loads
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([(8, (3, 3, 3)), (12, (4, 4, 0, 3, 4)), (6, (2, 2, 2, 2))]),

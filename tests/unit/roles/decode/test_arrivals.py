@@ -25,7 +25,8 @@ from hadal.kv.blocks import blocks_for
 from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, of, sent
 

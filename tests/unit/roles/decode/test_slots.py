@@ -15,7 +15,8 @@ from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.policy.decode_balance import MoveTerms
 from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, done, of, sent
 

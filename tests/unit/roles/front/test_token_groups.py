@@ -34,7 +34,8 @@ from hadal.core.seams import Closing, Deliver, Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.front.front import Front
 from tests.columns import Row, tokens_message
-from tests.fresh import NUM_SEEDS, fresh
+from tests.fresh import fresh
+from tests.levels import NUM_SEEDS
 from tests.unit.roles.driving import generation, of, sent
 
 LEASE = KvLease("pool", (1,), (0,), 10)

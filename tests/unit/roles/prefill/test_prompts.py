@@ -31,7 +31,8 @@ from hadal.policy.routing import Prefix
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt, PromptChunk, cut, pack
 from hadal.roles.ranks.pools import RankPools
-from tests.fresh import FULL, fresh
+from tests.fresh import fresh
+from tests.levels import FULL
 from tests.unit.roles.driving import done, generation, of, prefill, sent
 from tests.unit.roles.rank_worlds import PrefillWorld
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from hadal.runtime.process.child import (
     ProcessPhase,
 )
 from hadal.runtime.process.forks import Started, start_here
+from tests.waiting import DEADLINE_S, wait_until
 
 
 def make(tmp_path: Path, code: str) -> Child:
@@ -35,7 +35,7 @@ def start(child: Child, path: Path | str, now_s: float = 0.0) -> None:
 def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_one(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "childcode.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "childcode.py").write_text("import time; time.sleep(600)")
     other = start_here("decode-0", ["childcode"], {**os.environ, "PYTHONPATH": str(tmp_path)})
     child = Child("decode-0", "decode", ["childcode"], tmp_path / "log", first_life=1001)
     child.adopt(5.0, other)
@@ -59,11 +59,11 @@ def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_
 
 
 def reap(child: Child, now_s: float = 0.0) -> int:
-    deadline_s = time.monotonic() + 20
-    while (code := child.poll(now_s)) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    return code
+    def ended() -> list[int]:
+        code = child.poll(now_s)
+        return [] if code is None else [code]
+
+    return wait_until(ended, f"{child.name} has ended")[0]
 
 
 def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
@@ -72,12 +72,8 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
     assert child.phase is ProcessPhase.STARTING
     assert child.status().pid == child.pid > 0
     assert reap(child) == 3
-    deadline_s = time.monotonic() + 5
-    while (
-        len(lines := (tmp_path / "log").read_text().splitlines()) < 2
-        and time.monotonic() < deadline_s
-    ):
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / "log").read_text().count("\n") == 2, "both are logged")
+    lines = (tmp_path / "log").read_text().splitlines()
     # What is no line of its log becomes one, under its name.
     assert [line.split()[1:] for line in lines] == [
         ["decode-0", "WARNING", "one"],
@@ -116,9 +112,7 @@ def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
     start(child, f"{tmp_path}:{source}")
     assert child.doing is None
     reap(child)
-    deadline_s = time.monotonic() + 5
-    while not (tmp_path / "log").read_text() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / "log").read_text().endswith("\n"), "a line is logged")
     assert str(child.doing) == "reads (25%)"
     assert child.moved_s > 0.0
     assert (tmp_path / "log").read_text().endswith("one\n")
@@ -141,7 +135,7 @@ def test_it_is_told_which_start_it_is(tmp_path: Path) -> None:
 
 
 def test_a_signal_is_told_from_an_exit(tmp_path: Path) -> None:
-    child = make(tmp_path, "import time; time.sleep(60)")
+    child = make(tmp_path, "import time; time.sleep(600)")
     start(child, tmp_path)
     assert child.poll(0.0) is None
     child.signal(signal.SIGKILL)
@@ -229,17 +223,17 @@ def test_one_that_cannot_start_is_tried_less_and_less_often_until_it_does(tmp_pa
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_waiting_for_its_end(tmp_path: Path, number: signal.Signals) -> None:
-    child = make(tmp_path, "import time; time.sleep(60)")
+    child = make(tmp_path, "import time; time.sleep(600)")
     assert child.wait(0.0), "it was never started"
     start(child, tmp_path)
     assert not child.wait(0.05)
     child.signal(number)
-    assert child.wait(10)
+    assert child.wait(DEADLINE_S)
     assert child.phase is ProcessPhase.ENDED
 
 
 def test_one_that_is_replaced_has_not_crashed(tmp_path: Path) -> None:
-    child = make(tmp_path, "import time; time.sleep(60)")
+    child = make(tmp_path, "import time; time.sleep(600)")
     child.replace()  # There is nobody to replace.
     for now_s in range(EXITS_MAX + 5):
         start(child, tmp_path, float(now_s))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hadal.runtime.process import entry
+from tests.processes import is_alive
+from tests.waiting import DEADLINE_S, wait_until
 
 STARTS = """
 import os, sys, time
@@ -18,28 +18,13 @@ from hadal.runtime.process.forks import start_here
 child = Child("decode-0", "decode", ["slow_to_import"], None)
 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 child.start(0.0, lambda arguments, life: start_here(child.name, arguments, environment))
-time.sleep(60)
+time.sleep(600)
 """
 SLOW = """
 import os, pathlib, time
 pathlib.Path("pid").write_text(str(os.getpid()))
-time.sleep(60)
+time.sleep(600)
 """
-
-
-def is_there(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.01)
 
 
 def test_a_child_that_still_imports_ends_with_its_killed_supervisor(tmp_path: Path) -> None:
@@ -50,13 +35,13 @@ def test_a_child_that_still_imports_ends_with_its_killed_supervisor(tmp_path: Pa
     )
     pid_file = tmp_path / "pid"
     try:
-        wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the child imports")
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the child imports")
         pid = int(pid_file.read_text())
-        assert is_there(pid)
+        assert is_alive(pid)
     finally:
         supervisor.kill()
-        supervisor.wait(10)
-    wait_for(lambda: not is_there(pid), "the child is gone", timeout_s=2.0)
+        supervisor.wait(DEADLINE_S)
+    wait_until(lambda: not is_alive(pid), "the child is gone")
 
 
 def test_one_whose_parent_is_gone_already_runs_nothing(tmp_path: Path) -> None:
@@ -67,7 +52,7 @@ def test_one_whose_parent_is_gone_already_runs_nothing(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode != 0
@@ -93,7 +78,7 @@ def test_a_module_is_run_as_if_it_were_named_to_python(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=True,
     )
     assert done.stdout.strip() == f"__main__ ['--unit', 'decode-0'] {tmp_path / 'tells.py'}"

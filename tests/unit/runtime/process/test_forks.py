@@ -6,15 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hadal.runtime.process.forks import Forked, Forks, Left, reap_others
+from tests.processes import is_alive
+from tests.waiting import DEADLINE_S, wait_until
 
-DEADLINE_S = 60.0
 MODULES = ("json", "jobcode")
 """What is imported before, and what once nobody waits."""
 
@@ -31,10 +31,7 @@ def main():
 
 
 def wait(forks: Forks) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while forks.is_warming:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_until(lambda: not forks.is_warming, "it is warm")
 
 
 @pytest.fixture
@@ -122,12 +119,13 @@ def test_processes_that_nobody_else_reaps_leave_no_zombie(forks: Forks) -> None:
     process.stdout.close()
     os.kill(left, signal.SIGKILL)
     process.kill()
-    until_s = time.monotonic() + DEADLINE_S
-    while Path(f"/proc/{left}").exists():
-        assert time.monotonic() < until_s
+
+    def no_zombie() -> bool:
         reap_others((process.pid,))
         process.poll()
-        time.sleep(0.01)
+        return not Path(f"/proc/{left}").exists()
+
+    wait_until(no_zombie, "what was left is reaped")
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
 
 
@@ -161,22 +159,24 @@ def test_one_that_never_gets_ready_is_not_waited_for(
 def test_one_that_is_closed_clears_nothing(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However late it is killed: whoever closes it lives, and may start another."""
+    """It is killed before it hears that nothing is asked any more."""
     folder = tmp_path / "run"
     folder.mkdir()
     forks = Forks(environment, MODULES)
     wait(forks)
     forks.clear_after(Left([], [str(folder)]))
-    process = forks._process
+    process, line = forks._process, forks._socket
     assert process is not None
-    kill = process.kill
+    assert line is not None
+    kill, are_open = process.kill, []
 
-    def kill_late() -> None:
-        time.sleep(0.5)
+    def noted() -> None:
+        are_open.append(line.fileno() >= 0)
         kill()
 
-    monkeypatch.setattr(process, "kill", kill_late)
+    monkeypatch.setattr(process, "kill", noted)
     forks.close()
+    assert are_open == [True]
     assert process.poll() is not None
     assert folder.is_dir()
 
@@ -206,18 +206,7 @@ def test_what_a_killed_supervisor_leaves_is_removed_and_its_processes_end(
     os.kill(pid, 0)
     supervisor.kill()
     supervisor.wait()
-    until_s = time.monotonic() + DEADLINE_S
-    while folder.exists() or segment.exists() or is_alive(pid):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-    reap_others(())
-
-
-def is_alive(pid: int) -> bool:
-    """Not a zombie: this process may have become its parent, as the first of these tests made it a
-    subreaper.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(
+        lambda: not (folder.exists() or segment.exists() or is_alive(pid)), "nothing is left"
+    )
+    reap_others(())  # The first of these tests made this process a subreaper.

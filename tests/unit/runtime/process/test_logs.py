@@ -26,6 +26,7 @@ from hadal.runtime.process.logs import (
     as_line,
     fields,
 )
+from tests.waiting import DEADLINE_S
 
 AT_S = 1_790_000_000.5
 TIME = "2026-09-21T14:13:20.500Z"
@@ -115,7 +116,10 @@ def test_a_line_that_cannot_be_made_stops_nobody(
         "logging.info('%d', 'x', extra=fields(odd=object()))\nlogging.info('it goes on')\n"
     )
     subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)}
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=DEADLINE_S,
+        env={"PYTHONPATH": ":".join(sys.path)},
     )
     told = capfd.readouterr().err
     assert "Logging error" in told

@@ -5,6 +5,7 @@ import sys
 import time
 
 from hadal.runtime.process.process import clock_id
+from tests.waiting import DEADLINE_S
 
 LIMITED = """
 import resource
@@ -18,14 +19,18 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
 
 
 def test_a_child_may_open_as_many_files_as_the_system_lets_it() -> None:
-    subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=DEADLINE_S)
 
 
 def test_processes_of_a_host_read_one_clock() -> None:
     """Whatever they read it with: steps are timed by perf_counter, roles by monotonic."""
     asked = "from hadal.runtime.process.process import clock_id; print(clock_id())"
     told = subprocess.run(
-        [sys.executable, "-c", asked], check=True, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", asked],
+        check=True,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
     )
     assert told.stdout.strip() == clock_id() != ""
     clocks = [time.get_clock_info(name) for name in ("monotonic", "perf_counter")]

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from hadal.runtime.process.child import look_at
+from tests.needs import skip_unless
+from tests.waiting import wait_until
 
 SPIN = "while True: pass"
 
@@ -36,25 +35,25 @@ def running(*sources: str, cpu: int) -> Iterator[list[int]]:
 
 
 def test_a_stopped_process_is_seen_to_be() -> None:
-    with running("import time; time.sleep(60)", cpu=min(os.sched_getaffinity(0))) as (pid,):
+    with running("import time; time.sleep(600)", cpu=min(os.sched_getaffinity(0))) as (pid,):
         assert not look_at(pid).is_stopped
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
         assert look_at(pid).is_stopped
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waits"
+@skip_unless(
+    Path("/proc/self/schedstat").exists(),
+    "this kernel does not count waits",
+    "a kernel with CONFIG_SCHED_INFO",
 )
 def test_those_that_share_a_processor_wait_for_it() -> None:
     with running(*[SPIN] * 3, cpu=min(os.sched_getaffinity(0))) as pids:
-        time.sleep(0.5)
         before = [look_at(pid).waited_s for pid in pids]
-        time.sleep(1.0)
-        waited_s = sum(look_at(pid).waited_s for pid in pids) - sum(before)
-    assert (
-        waited_s > 1.0
-    )  # Each waits for the other two: 2 s in all, or more where others run as well.
+        wait_until(
+            lambda: all(look_at(pid).waited_s > was for pid, was in zip(pids, before, strict=True)),
+            "each has waited for the other two",
+        )
 
 
 def test_one_that_is_gone_has_waited_for_nothing() -> None:

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from itertools import count
+from pathlib import Path
 
 from hadal.runtime.process.child import Sight, Watch, look_at
+from tests.needs import skip_unless
+from tests.waiting import DEADLINE_S, wait_until
 
 TIMEOUT_S, PERIOD_S = 2.0, 0.5
 PIDS = {"gateway": 7, "gateway-1": 8}
@@ -50,7 +53,8 @@ def test_a_stopped_one_is_frozen() -> None:
 
 
 def test_one_that_gets_no_processor_is_waited_for() -> None:
-    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: Sight(time.monotonic() * 1e6, is_stopped=False))
+    waited_s = count(0.0, TIMEOUT_S)
+    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: Sight(next(waited_s), is_stopped=False))
     for name in PIDS:
         watch.heard(0.0, name)
     assert frozen_at(watch, 0.0, 10.0, speaks=("gateway",)) == {}
@@ -68,26 +72,39 @@ def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
     assert frozen_at(watch, 3602.0, TIMEOUT_S) == {}
 
 
+@skip_unless(
+    Path("/proc/self/schedstat").exists(),
+    "this kernel does not count waits",
+    "a kernel with CONFIG_SCHED_INFO",
+)
 def test_a_stopped_process_is_found_out_and_a_crowded_one_waited_for() -> None:
-    cores = len(os.sched_getaffinity(0))
+    """In the test's own time, which goes on whenever the crowded one has waited as long."""
+    cpu = min(os.sched_getaffinity(0))
     spinning = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * cores)
+        subprocess.Popen(
+            [sys.executable, "-c", "while True: pass"],
+            preexec_fn=lambda: os.sched_setaffinity(0, {cpu}),
+        )
+        for _ in range(4)
     ]
     try:
-        time.sleep(0.5)
-        pids = {"crowded": spinning[1].pid, "stopped": spinning[0].pid}
+        stopped, crowded = (process.pid for process in spinning[:2])
+        pids = {"crowded": crowded, "stopped": stopped}
         watch = Watch(0.4, 0.1, lambda name: look_at(pids[name]))
+        now_s = 0.0
         for name in pids:
-            watch.heard(time.monotonic(), name)
-        spinning[0].send_signal(signal.SIGSTOP)
+            watch.heard(now_s, name)
+        os.kill(stopped, signal.SIGSTOP)
+        os.waitpid(stopped, os.WUNTRACED)
         found: list[str] = []
-        until_s = time.monotonic() + 10.0
-        while not found and time.monotonic() < until_s:
-            time.sleep(0.05)
-            found = watch.frozen(time.monotonic(), pids)
+        while not found:
+            until_s = look_at(crowded).waited_s + 0.1
+            wait_until(lambda until_s=until_s: look_at(crowded).waited_s > until_s, "it waits")
+            now_s += 0.1
+            found = watch.frozen(now_s, pids)
         assert found == ["stopped"]
         assert watch.why("stopped") == ", stopped"
     finally:
         for process in spinning:
             process.kill()
-            process.wait(10)
+            process.wait(DEADLINE_S)

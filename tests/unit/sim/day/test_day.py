@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from hadal.policy.demand import DAY_S
 from hadal.sim.day.clock import FIRST_HOUR, HOURLY_SHARES, DemandCurve
+from tests.needs import shared_data
 
 
 def test_a_day_of_the_curve_brings_the_days_tokens() -> None:
@@ -31,12 +29,7 @@ def test_its_hours_have_their_shares() -> None:
 
 
 def test_the_shares_are_those_of_the_file() -> None:
-    folder = os.environ.get("HADAL_SHARED_DATA")
-    if not folder:
-        pytest.skip(
-            "HADAL_SHARED_DATA is not set: the published shape is not here to compare with."
-        )
-    rows = (Path(folder) / "deepseek_arrival_shape.csv").read_text().split()[1:]
+    rows = shared_data("deepseek_arrival_shape.csv").read_text().split()[1:]
     rows = [row for row in rows if row[:2].isdigit()]
     assert int(rows[0][:2]) == FIRST_HOUR
     assert [(int(row[:2]), float(row.split(",")[1])) for row in rows] == [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.policy.demand import Floats
@@ -123,7 +123,6 @@ def test_the_step_does_not_matter_much() -> None:
     assert run(60.0) == pytest.approx(run(1.0), rel=0.02)
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -21,7 +21,7 @@ from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.world.seen import Requests
 from hadal.sim.world.units import DiskSpeed, kv_blocks
 from hadal.sim.world.world import FleetWorld
-from tests.fresh import FULL
+from tests.levels import FULL
 
 SPAN_S = 10.0 if FULL else 4.0
 """Of requests that come, where more of them are compared with fewer."""

@@ -1,0 +1,70 @@
+"""Claims of speed: ratios of times of one run beside their bars, printed as held or missed.
+
+A ratio on real clocks depends on what else the machine does, so no test asserts one. A test asserts
+each claim's order in simulated time; `make bench-quick` measures it and prints all claims again at
+its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A ratio that shall reach a bar."""
+
+    what: str
+    ratio: float | None
+    """The measured ratio; None: the run did not measure it."""
+    of: str
+    """What the ratio is of, in words."""
+    bar: float
+    is_most: bool = False
+    """The ratio must not exceed the bar, instead of reach it."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the ratio was measured and reaches the bar."""
+        if self.ratio is None:
+            return False
+        return self.ratio <= self.bar if self.is_most else self.ratio >= self.bar
+
+    def __str__(self) -> str:
+        bar = f"bar {'at most ' if self.is_most else ''}{self.bar:g}"
+        if self.ratio is None:
+            return f"{self.what}: not measured, {bar}"
+        digits = 3 if self.is_most else 2
+        verdict = "held" if self.is_held else "missed"
+        return f"{self.what}: {self.ratio:.{digits}f}x of {self.of}, {bar}: {verdict}"
+
+
+_measured: list[Claim] = []
+"""All claims of this process, in the order in which they were measured."""
+
+
+def print_claims(console: Console, claims: Iterable[Claim]) -> None:
+    """Print claims, and remember them for the summary."""
+    for claim in claims:
+        _measured.append(claim)
+        console.print(_shown(claim), soft_wrap=True)
+
+
+def print_summary(console: Console) -> None:
+    """Print all claims of this process again; nothing if there was none."""
+    if not _measured:
+        return
+    console.rule("claims")
+    for claim in _measured:
+        console.print(_shown(claim), soft_wrap=True)
+    num_held = sum(claim.is_held for claim in _measured)
+    console.print(f"{num_held} of {len(_measured)} claims held")
+
+
+def _shown(claim: Claim) -> str:
+    style = "green" if claim.is_held else "yellow"
+    head, colon, verdict = str(claim).rpartition(": ")
+    return f"{head}{colon}[{style}]{verdict}[/{style}]"

@@ -1,0 +1,96 @@
+"""A gate before the steps of a served unit: a test holds a stream where it is until it has seen what it
+wants, instead of hoping that the answer is long enough.
+
+    test                      unit
+      |-- hold(DECODE, 20)      |   20 steps more, then its computing thread waits
+      |                         |   (heartbeats go on, and a broken formation is not waited for)
+      |-- ... looks, kills      |
+      |-- open() -------------->|   the next step begins
+
+The gate is a file that every process of a server maps. A test's server is forked from a process that
+has imported this module (`served`), which wraps `Compute`; a server that is started as users start it
+has no gate.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from hadal.core.plans import FormPlan, PrefillPlan
+from hadal.runtime.compute import Compute
+
+VARIABLE = "HADAL_TEST_GATE"
+"""Environment variable: path of a server's gate."""
+PREFILL, DECODE = 0, 1
+_LAYOUT = struct.Struct("<qqqq")
+"""For prefill, then decode: number of the hold, and steps that it lets through; negative: all."""
+_PERIOD_S = 0.002
+_HELD_MAX_S = 240.0
+"""A test that ended without opening its gate holds nobody for ever."""
+
+
+class Gate:
+    """The test's end. All units are free at first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(_LAYOUT.pack(0, -1, 0, -1))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
+
+    def hold(self, kind: int, after: int = 0) -> None:
+        """Let each unit of a kind run `after` steps more, then hold it before the next."""
+        self._set(kind, after)
+
+    def open(self) -> None:
+        """Let all units go on."""
+        for kind in (PREFILL, DECODE):
+            self._set(kind, -1)
+
+    def _set(self, kind: int, num_steps: int) -> None:
+        values = list(_LAYOUT.unpack(self._map))
+        values[2 * kind : 2 * kind + 2] = [values[2 * kind] + 1, num_steps]
+        self._map[:] = _LAYOUT.pack(*values)
+
+
+class _Unit:
+    """The unit's end, in a process of its own."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), _LAYOUT.size, access=mmap.ACCESS_READ)
+        self._hold = 0
+        self._num_steps = 0
+
+    def pass_through(self, compute: Any, kind: int, formation: int) -> None:
+        """Wait until a step may begin, or is void."""
+        until_s = time.monotonic() + _HELD_MAX_S
+        while time.monotonic() < until_s and compute._formation <= formation:
+            hold, num_allowed = _LAYOUT.unpack(self._map)[2 * kind : 2 * kind + 2]
+            if hold != self._hold:
+                self._hold, self._num_steps = hold, 0
+            if num_allowed < 0 or self._num_steps < num_allowed:
+                break
+            time.sleep(_PERIOD_S)
+        self._num_steps += 1
+
+
+def install(path: str) -> None:
+    """Put a gate before every step that this process and those forked from it will compute."""
+    plain_run = Compute._run
+    opened: list[_Unit] = []
+
+    def run(self: Any, item: Any) -> Any:
+        plan, _, formation = item
+        if not isinstance(plan, FormPlan):
+            if not opened:
+                opened.append(_Unit(path))
+            kind = PREFILL if isinstance(plan, PrefillPlan) else DECODE
+            opened[0].pass_through(self, kind, formation)
+        return plain_run(self, item)
+
+    Compute._run = run  # type: ignore[method-assign]

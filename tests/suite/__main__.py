@@ -1,0 +1,130 @@
+"""Run the suite at a level, show how far it is, and end with what was left out and what it cost.
+
+    python -m tests.suite test                        8 minutes on two quiet cores
+    python -m tests.suite more                        what `test` leaves out, and larger campaigns
+    python -m tests.suite all                         everything at full sizes: hours
+    python -m tests.suite test --changed main         tests of what changed since main, and of what
+                                                      may import it
+    python -m tests.suite test tests/dist -k drafts   options and paths are pytest's
+
+The last line counts what passed, failed and was skipped. Output of each part: .pytest_cache/PART.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+
+from hadal.progress import Bar
+from tests import levels
+from tests.fresh import ANSWERS, RUN, VARIABLE
+from tests.suite.budget import Budget, Loop
+from tests.suite.changed import tests_of_changes
+from tests.suite.events import Event
+from tests.suite.parts import CACHE, NOTHING_TO_RUN, SOME_FAILED, Part, Running, parts
+from tests.suite.summary import Summary, chosen_options
+
+PERIOD_S = 0.2
+OVER_BUDGET = "HADAL_HOLD_BUDGET"
+"""Environment variable: if set, a folder above its budget fails the run."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the parts at the same time; returns the worst exit code."""
+    asked, rest = _parser().parse_known_args(arguments)
+    options, paths = chosen_options(rest)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    is_chosen = bool(paths or asked.changed)
+    if asked.changed:
+        paths = tests_of_changes(asked.changed)
+        console.print(f"{len(paths)} files of tests for what changed since {asked.changed}")
+        if not paths:
+            return 0
+    CACHE.mkdir(exist_ok=True)
+    summary, budget = Summary(), Budget(asked.level)
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hadal-answers-") as answers, Loop() as loop:
+        environment = {VARIABLE: RUN, ANSWERS: answers, levels.VARIABLE: asked.level}
+        with _running(parts(paths), options, environment) as running:
+            _follow(running, summary, budget, console)
+            codes = {one.part.name: one.poll() or 0 for one in running}
+    for one in running:
+        _show(one, codes[one.part.name], console)
+    tables = [summary.table_left_out(), summary.table_slow()]
+    processor, over = summary.table_processor(budget, loop.mean_s)
+    for table in (*tables, processor):
+        if table.row_count:
+            console.print(table)
+    console.print(
+        f"{(time.monotonic() - start_s) / 60:.1f} min at level {asked.level}; one unit is "
+        f"{loop.mean_s:.3f} s of a processor; {VARIABLE}={RUN} draws the same seeds again"
+    )
+    if over and os.environ.get(OVER_BUDGET) and not is_chosen:
+        console.print(f"Above the budget by half: {', '.join(over)}: see tests/budget.toml")
+        codes["budget"] = SOME_FAILED
+    print(summary.closing_line(), flush=True)
+    return max(0 if code == NOTHING_TO_RUN else code for code in codes.values())
+
+
+@contextlib.contextmanager
+def _running(
+    chosen: Sequence[Part], options: Sequence[str], environment: dict[str, str]
+) -> Iterator[list[Running]]:
+    """Processes of the parts, which end with the block."""
+    running = [Running(part, options, environment) for part in chosen]
+    try:
+        yield running
+    finally:
+        for one in running:
+            one.end()
+
+
+def _follow(running: Sequence[Running], summary: Summary, budget: Budget, console: Console) -> None:
+    """Read what the parts tell until all have ended, and show how far they are."""
+    start_s = time.monotonic()
+    with Bar("tests", 1.0, console=console) as bar:
+        is_last = False
+        while not is_last:
+            is_last = all(one.poll() is not None for one in running)
+            for one in running:
+                for line in one.read():
+                    event: Event = msgspec.json.decode(line, type=Event)
+                    if failed := summary.note(one.part.name, event):
+                        bar.print_above(f"FAILED {failed}".encode())
+            text, share = summary.progress(budget, time.monotonic() - start_s)
+            bar.update(text, done=share)
+            time.sleep(PERIOD_S)
+
+
+def _show(one: Running, code: int, console: Console) -> None:
+    """Print the output of a part where something failed, from the first failure on."""
+    text = one.output.read_text(errors="replace")
+    if code in (0, NOTHING_TO_RUN):
+        text = "\n".join(text.splitlines()[-1:])
+    console.print(f"{one.part.name}: exit code {code}", markup=False)
+    print(text, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m tests.suite",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("level", choices=levels.LEVELS)
+    parser.add_argument(
+        "--changed", metavar="REF", default="", help="only what this commit's successors changed"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""The budget of the suite: processor time that each folder of tests may take, in units of a loop that runs
+beside the suite, so that a slow or busy machine has longer.
+
+`tests/budget.toml` holds it, by level. A change that needs more raises it there, where it is seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import tomllib
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+PATH = Path(__file__).resolve().parents[1] / "budget.toml"
+PERIOD_S = 20.0
+_ROUNDS = 40
+_SIZE = 200_000
+
+
+class Budget:
+    """Units by folder, of one level."""
+
+    SLACK: ClassVar[float] = 1.5
+    """A folder above its budget by more than this factor is over it."""
+
+    def __init__(self, level: str) -> None:
+        self._units: dict[str, float] = tomllib.loads(PATH.read_text())["units"].get(level, {})
+
+    def of(self, folder: str) -> float | None:
+        """Return the units of a folder; None if it has no budget at this level."""
+        return self._units.get(folder)
+
+
+def loop_s() -> float:
+    """Run the loop once: half of it in the interpreter, half in numpy. Returns its processor seconds."""
+    values = np.arange(_SIZE, dtype=np.float64)
+    start_s = time.thread_time()
+    total = 0
+    for number in range(_ROUNDS * 10_000):
+        total += number & 7
+    for _ in range(_ROUNDS):
+        np.sort(values[::-1] * 1.0001)
+    return time.thread_time() - start_s
+
+
+class Loop:
+    """Runs the loop every PERIOD_S beside the suite. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._times_s: list[float] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="budget", daemon=True)
+
+    @property
+    def mean_s(self) -> float:
+        """Mean processor seconds of the loop during this run."""
+        return float(np.mean(self._times_s))
+
+    def __enter__(self) -> Loop:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._times_s.append(loop_s())
+            if self._end.wait(PERIOD_S):
+                return

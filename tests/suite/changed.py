@@ -1,0 +1,132 @@
+"""Files of tests for a change, chosen by the import law (tests/test_tidy.py).
+
+A change of a room can be seen by the rooms that may import it, directly or through others; their unit
+tests run, and tests of served processes where such a room is served. Files of tests are followed by
+their own imports. What touches everything runs everything; a merge runs all.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.test_tidy import MAY_IMPORT, ROOT, room_of
+
+ALWAYS = ("tests/test_tidy.py", "tests/test_docs.py", "tests/test_same_code.py")
+EVERYTHING = ("pyproject.toml", "requirements.txt", "tests/conftest.py", "Makefile")
+SERVED = {"runtime", "gateway", "console"}
+"""Rooms whose processes `hadal serve` starts."""
+FOLDER_TO_ROOMS = {"tests/sim": {"sim"}, "tests/dist": SERVED, "tests/gpu": {"model"}}
+
+
+def tests_of_changes(since: str) -> list[str]:
+    """Return the files of tests to run for what changed since the merge base with a commit, what is not
+    committed included.
+    """
+    return chosen(_changed(since))
+
+
+def chosen(changed: Iterable[str]) -> list[str]:
+    """Return the files of tests for changed files, all as paths from the root."""
+    changed = set(changed)
+    everything = sorted(path.relative_to(ROOT).as_posix() for path in _test_files())
+    if changed & set(EVERYTHING):
+        return everything
+    rooms = _importers({room_of(ROOT / one) for one in changed if one.startswith("src/hadal/")})
+    found = {one for one in everything if one in ALWAYS or one in changed}
+    for path in _test_files():
+        name = path.relative_to(ROOT).as_posix()
+        if _rooms_tested(path) & rooms or changed & _loads(path) or _is_about(path, changed):
+            found.add(name)
+    return sorted(found)
+
+
+def _importers(rooms: set[str]) -> set[str]:
+    """Return rooms and all that may import them, directly or not."""
+    found = set(rooms)
+    while more := {room for room, may in MAY_IMPORT.items() if may & found} - found:
+        found |= more
+    return found
+
+
+def _rooms_tested(path: Path) -> set[str]:
+    """Return the rooms that a file of tests is about: by its place, and by what it imports of them."""
+    parts = path.relative_to(ROOT).parts
+    found = set(parts[2:3]) if parts[1] == "unit" and len(parts) > 3 else set()
+    found |= FOLDER_TO_ROOMS.get("/".join(parts[:2]), set())
+    return found | {
+        module.split(".")[1] for module in _modules(path) if module.startswith("hadal.")
+    }
+
+
+def _is_about(path: Path, changed: set[str]) -> bool:
+    """Return whether a file of tests names a changed file that is no module: a page, a model, a script."""
+    others = {one for one in changed if not one.endswith(".py")}
+    text = path.read_text(encoding="utf-8") if others else ""
+    return any(one.split("/")[-1] in text or f'"{one.split("/")[0]}"' in text for one in others)
+
+
+@functools.cache
+def _loads(path: Path) -> frozenset[str]:
+    """Return the files outside `src` that a file of tests imports, directly or not."""
+    found, todo = set[str](), [path, *_conftests(path)]
+    while todo:
+        one = todo.pop()
+        name = one.relative_to(ROOT).as_posix()
+        if name not in found:
+            found.add(name)
+            todo += _imported(one)
+    return frozenset(found)
+
+
+def _conftests(path: Path) -> Iterator[Path]:
+    for folder in path.parents:
+        if folder == ROOT:
+            return
+        if (folder / "conftest.py").exists():
+            yield folder / "conftest.py"
+
+
+@functools.cache
+def _modules(path: Path) -> frozenset[str]:
+    """Return the modules that a file imports, by their dotted names."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
+
+
+def _imported(path: Path) -> list[Path]:
+    """Return the files outside `src` that a file imports."""
+    places = [ROOT / module.replace(".", "/") for module in _modules(path)]
+    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    return [file for file in files if file.is_file()]
+
+
+@functools.cache
+def _test_files() -> tuple[Path, ...]:
+    return tuple(sorted((ROOT / "tests").rglob("test_*.py")))
+
+
+def _changed(since: str) -> list[str]:
+    base = _git("merge-base", since, "HEAD")[0]
+    return [
+        *_git("diff", "--name-only", base),
+        *_git("ls-files", "--others", "--exclude-standard"),
+    ]
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.splitlines()

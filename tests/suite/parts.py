@@ -1,0 +1,125 @@
+"""Parts of a run of the suite, and the processes of pytest that run them.
+
+    live   tests that serve, wait or start processes  ┐ at the same time, each on all cores; no verdict
+    pure   tests that need only a processor           ┘ depends on how busy the machine is
+
+Live tests wait more than they compute, so the pure ones run beside them, at a lower priority.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.suite import events
+from tests.suite.folders import LIVE
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".pytest_cache"
+MAX_WORKERS = 8
+MAX_LIVE_WORKERS = 4
+"""Each has servers of up to eight processes."""
+NICE = 10
+"""Niceness of the pure part beside the live one."""
+SOME_FAILED, NOTHING_TO_RUN = 1, 5
+"""pytest's exit codes where it came to its end and tests failed, and where the options left no test."""
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""Taken out of the environment: where it is set, every worker of every part compiles all tests anew."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of pytest."""
+
+    name: str
+    arguments: tuple[str, ...]
+    nice: int = 0
+    threads: int = 0
+    """OMP_NUM_THREADS; 0: as it is. Workers that all want every core for each op wait for one another."""
+
+
+def parts(paths: Sequence[str]) -> list[Part]:
+    """Return the parts that run `paths`, files or folders of tests, or all tests if there are none."""
+    num_cores = len(os.sched_getaffinity(0))
+    live, pure = _split(paths or ("tests",))
+    made = []
+    if live:
+        num = min(MAX_LIVE_WORKERS, num_cores + 1)
+        made.append(
+            Part("live", ("-n", str(num), "--dist", "loadfile", "--no-loadscope-reorder", *live))
+        )
+    if pure:
+        num = min(MAX_WORKERS, num_cores)
+        made.append(Part("pure", ("-n", str(num), "--dist", "worksteal", *pure), NICE, threads=1))
+    return made
+
+
+def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files of the live part, tests/dist first, and of the pure one. What names one test is kept."""
+    live, pure = list[str](), list[str]()
+    for path in paths:
+        name, colons, test = path.partition("::")
+        place = ROOT / name
+        files = sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
+        for file in files:
+            one = file.resolve().relative_to(ROOT).as_posix() + colons + test
+            is_live = one.startswith(tuple(f"{folder}/" for folder in LIVE)) or (
+                one.startswith("tests/unit/test_")
+            )
+            (live if is_live else pure).append(one)
+    return live, pure
+
+
+class Running:
+    """A part that runs. What it prints goes to a file; its events can be read as they come."""
+
+    def __init__(self, part: Part, options: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.part = part
+        self.output = CACHE / f"{part.name}.log"
+        self._events_path = CACHE / f"{part.name}.events"
+        self._events_path.write_bytes(b"")
+        self._num_read = 0
+        threads = {"OMP_NUM_THREADS": str(part.threads)} if part.threads else {}
+        settings = {
+            **os.environ,
+            **threads,
+            **environment,
+            events.VARIABLE: str(self._events_path),
+        }
+        settings.pop(NO_BYTECODE, None)
+        command = [
+            *(sys.executable, "-m", "pytest", "-p", "tests.suite.events"),
+            *("-o", f"cache_dir={CACHE / part.name}", *options, *part.arguments),
+        ]
+        with self.output.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=settings,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=lambda: os.nice(part.nice),
+            )
+
+    def poll(self) -> int | None:
+        """Return the exit code, 128 and the number of the signal that ended it, None while it runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def end(self) -> None:
+        """Interrupt it as Ctrl-C would: it ends its servers."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def read(self) -> list[bytes]:
+        """Return the events since the last call, each a line."""
+        with self._events_path.open("rb") as file:
+            file.seek(self._num_read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._num_read += len(whole) + len(newline)
+        return whole.split(b"\n") if whole else []

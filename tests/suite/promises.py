@@ -1,0 +1,122 @@
+"""Promises of README and docs, and the test that holds each.
+
+    python -m tests.suite.promises            print the table
+    python -m tests.suite.promises --write    write it into docs/testing.md
+
+A test carries `@pytest.mark.promise("...")` with a sentence, or a part of one, as it stands in README,
+ARCHITECTURE.md or docs. Marks are read from the files of tests; no test is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- promises: make with python -m tests.suite.promises --write -->", "<!-- end -->"
+SOURCES = (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A promise and one test that holds it."""
+
+    sentence: str
+    test: str
+    """File, two colons, function."""
+    is_in_test: bool
+    """`make test` runs it; otherwise `make test-more` does."""
+
+
+def held() -> list[Held]:
+    """Return all marks, by file and line."""
+    return [one for path in sorted((ROOT / "tests").rglob("test_*.py")) for one in _marks(path)]
+
+
+def page_of(sentence: str) -> Path | None:
+    """Return the first page that a sentence stands in; None if it stands in none."""
+    wanted = _plain(sentence)
+    return next((page for page in SOURCES if page != PAGE and wanted in _text(page)), None)
+
+
+def table() -> str:
+    """Return the table as Markdown: page, sentence, tests."""
+    by_sentence: dict[str, list[Held]] = defaultdict(list)
+    for one in held():
+        by_sentence[one.sentence].append(one)
+    order = {page: index for index, page in enumerate(SOURCES)}
+    rows = [(page_of(sentence) or PAGE, sentence) for sentence in by_sentence]
+    lines = ["| page | promise | held by |", "| --- | --- | --- |"]
+    for page, sentence in sorted(rows, key=lambda row: order.get(row[0], -1)):
+        tests = ", ".join(
+            f"`{one.test.removeprefix('tests/')}`{'' if one.is_in_test else ' (test-more)'}"
+            for one in by_sentence[sentence]
+        )
+        shown = _plain(sentence).replace("|", "\\|")
+        lines.append(f"| {page.relative_to(ROOT)} | {shown} | {tests} |")
+    return "\n".join(lines)
+
+
+def written(text: str) -> str:
+    """Return the page with the table of now."""
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return f"{text[:begin]}\n{table()}\n{text[end:]}"
+
+
+def _marks(path: Path) -> Iterator[Held]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    name = path.relative_to(ROOT).as_posix()
+    is_more = any(
+        isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "pytestmark"
+        and "mark.more" in ast.unparse(node.value)
+        for node in tree.body
+    )
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        # A mark on some parameters leaves the others in `make test`; one on the function does not.
+        own = [ast.unparse(one) for one in node.decorator_list]
+        is_in_test = not is_more and not any(one.startswith("pytest.mark.more") for one in own)
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(
+                "mark.promise"
+            ):
+                sentence = ast.literal_eval(decorator.args[0])
+                yield Held(sentence, f"{name}::{node.name}", is_in_test)
+
+
+def _plain(text: str) -> str:
+    """Without line breaks, emphasis and the targets of links."""
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return re.sub(r"\s+", " ", re.sub(r"[*\[\]`]", "", text)).strip()
+
+
+def _text(page: Path) -> str:
+    return _plain(page.read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        "python -m tests.suite.promises",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--write", action="store_true", help="write it into docs/testing.md")
+    if parser.parse_args().write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
