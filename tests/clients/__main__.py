@@ -35,9 +35,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".peers" / "clients"
 DOCUMENT = ROOT / "docs" / "clients.md"
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 INSTALL_TIMEOUT_S = 600.0
-CLIENT_TIMEOUT_S = 400.0
+CLIENT_TIMEOUT_S = 600.0
 
 OPENAI = "openai==2.54.0"
 PYTHON: dict[str, tuple[str, ...]] = {
@@ -315,7 +315,7 @@ def main() -> None:
     console = Console()
     trials: list[Trial] = []
     with served() if arguments.url is None else _given(arguments.url) as url:
-        model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+        model = httpx.get(f"{url}/v1/models", timeout=180).json()["data"][0]["id"]
         for name in arguments.only:
             with console.status(f"{name} (the first time, it is installed) ..."):
                 found = tried(name, url, model)

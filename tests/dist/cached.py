@@ -1,10 +1,8 @@
-"""What tests of the KV cache ask of a running server: its counts, and whether it is done
-writing.
-"""
+"""Counts of the KV cache of a running server, and waits for its writes."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,16 @@ from hadal.core.cache import (
     RECOMPUTED_TOKENS,
     SKIPPED_BLOCKS,
     STORED_BLOCKS,
+    split,
 )
 from hadal.core.config import OFF
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.gateway.auth import salt_of
+from hadal.kv.names import extend, root_of
+from hadal.runtime.process.process import read_run
+from tests.dist.segments import names_on_disk
 from tests.dist.serving import Server
-from tests.waiting import wait_until
+from tests.waiting import Hang, wait_until
 
 TOTALS = {
     MEMORY_HIT_TOKENS: ("hadal_cache_hit_tokens_total{", 'tier="memory"'),
@@ -37,17 +41,16 @@ TOTALS = {
     DISK_EVICTED_BLOCKS: ("hadal_cache_evicted_blocks_total{", 'tier="disk"'),
 }
 """How a series of each count begins in /metrics, and what else is in it."""
+ON_DISK = ("hadal_cache_blocks{", 'tier="disk"')
+"""The same for the blocks on disk that a unit can find."""
 HEARTBEAT_S = 0.1
-QUIET_S = 4 * HEARTBEAT_S
-"""Counts come with heartbeats: a count that stands still for this long stands."""
-SETTLE_S = 30.0
 
 
 def cache_fields(
     folder: Path | None = None, *, memory: bool = True, disk_mb: int = 256
 ) -> dict[str, Any]:
-    """Fields of a deployment that reads what is on disk (on an idle machine hadal-tiny computes it
-    sooner), and whose counts come soon.
+    """Return fields of a deployment that reads what is on disk (on an idle machine hadal-tiny
+    computes it sooner), and whose counts come soon.
     """
     disk = {} if folder is None else {"folder": str(folder), "disk_mb": disk_mb, "recompute": OFF}
     return {
@@ -57,42 +60,81 @@ def cache_fields(
 
 
 def counts(server: Server, key: str = "") -> dict[str, int]:
-    """Each of TOTALS, summed over units; 0 where nothing was counted yet."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    text = httpx.get(f"{server.url}/metrics", timeout=10, headers=headers).text
-    found = dict.fromkeys(TOTALS, 0)
-    for line in text.splitlines():
-        for total, (start, label) in TOTALS.items():
-            if line.startswith(start) and label in line:
-                found[total] += int(float(line.rpartition(" ")[2]))
-    return found
+    """Return each of TOTALS, summed over units; 0 where nothing was counted yet."""
+    lines = _metrics(server, key)
+    return {total: sum(_values(lines, *series)) for total, series in TOTALS.items()}
 
 
 def settle(server: Server, key: str = "") -> dict[str, int]:
-    """Wait until the server writes no more; returns its counts."""
-    since_s, seen = time.monotonic(), counts(server, key)
+    """Wait until nothing is asked, read or written any more; return the counts then.
 
-    def quiet() -> dict[str, int] | None:
-        nonlocal since_s, seen
-        time.sleep(0.1)
-        now = counts(server, key)
-        if now != seen:
-            since_s, seen = time.monotonic(), now
-        return seen if time.monotonic() - since_s > QUIET_S else None
+    What a unit counts reaches the front before the answer to an audit that comes after it. The
+    ledgers of all units must add up: else it fails with what is wrong.
+    """
 
-    settled: dict[str, int] = wait_until(quiet, "nothing more is written to disk")
-    return settled
+    def is_done() -> str:
+        reply = httpx.get(f"{server.url}/audit", timeout=60, headers=server.headers(key))
+        is_idle = reply.status_code == 200 and not any(
+            unit["num_blocks_used"] or unit["num_requests"]
+            for unit in reply.json()["units"].values()
+        )
+        return "" if is_idle else f"the last audit: {reply.text}"
+
+    _wait_right(is_done, "nothing is asked, read or written any more")
+    return counts(server, key)
 
 
-def audit(server: Server) -> None:
-    """Every ledger adds up and nothing is held for nobody. Fails the test otherwise."""
-    reply: list[httpx.Response] = []
+def wait_found(server: Server, folder: Path, key: str = "") -> None:
+    """Wait until every unit can find all blocks that lie in a folder and are its model's. Only for
+    a server that does not write meanwhile.
+    """
+    fingerprint = read_run(server.folder).fingerprint
 
-    def clean() -> bool:
-        reply[:] = [httpx.get(f"{server.url}/audit", timeout=30)]
-        return reply[0].status_code == 200
+    def is_found() -> str:
+        nums = _values(_metrics(server, key), *ON_DISK)
+        num_there = len(names_on_disk(folder, fingerprint))
+        return "" if set(nums) == {num_there} else f"units know {nums} of {num_there} blocks"
 
-    deadline_s = time.monotonic() + SETTLE_S
-    while not clean():
-        assert time.monotonic() < deadline_s, reply[0].text
-        time.sleep(0.2)
+    _wait_right(is_found, "every unit can find what is on disk")
+
+
+def num_on_disk(server: Server, folder: Path, prompts: Iterable[tuple[int, ...]]) -> int:
+    """Return the tokens of prompts, sent without a key, that are found if all that lies in a folder
+    is: whole blocks from each prompt's first on, and never its last position.
+    """
+    run = read_run(server.folder)
+    there, root = names_on_disk(folder, run.fingerprint), root_of(run.fingerprint.encode())
+    total = 0
+    for prompt in prompts:
+        for name in split(extend(root, b"", prompt[:-1], salt_of(b""))):
+            if name not in there:
+                break
+            total += BLOCK_TOKENS
+    return total
+
+
+def _wait_right(wrong: Callable[[], str], what: str) -> None:
+    """Wait until a look finds nothing wrong; fails with what the last one found."""
+    last = [""]
+
+    def is_right() -> bool:
+        last[0] = wrong()
+        return not last[0]
+
+    try:
+        wait_until(is_right, what)
+    except Hang as hang:
+        raise Hang(f"{hang}; {last[0]}") from None
+
+
+def _metrics(server: Server, key: str) -> list[str]:
+    reply = httpx.get(f"{server.url}/metrics", timeout=60, headers=server.headers(key))
+    return reply.text.splitlines()
+
+
+def _values(lines: list[str], start: str, label: str) -> list[int]:
+    return [
+        int(float(line.rpartition(" ")[2]))
+        for line in lines
+        if line.startswith(start) and label in line
+    ]

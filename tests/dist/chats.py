@@ -96,7 +96,9 @@ class ChatMaker:
     def chats(
         self, num_chats: int, num_turns: int = NUM_TURNS, max_tokens: int = MAX_TOKENS
     ) -> list[Chat]:
-        """Chats and what the plain single-request loop answers to them."""
+        """Return chats and what the plain single-request loop answers to them. Fewer chats and fewer
+        turns are the first ones of more.
+        """
         return [self._chat(number, num_turns, max_tokens) for number in range(num_chats)]
 
     def answer(self, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> Case:
@@ -111,14 +113,12 @@ class ChatMaker:
             *self._assistant,
         )
         prompt = (*start, *self.text_ids(num_tokens - len(start) - len(asked)), *asked)
+        questions = [self._question() for _ in range(max(NUM_TURNS, num_turns))]
         turns: Chat = []
-        for _ in range(num_turns):
+        for question in questions[:num_turns]:
             turns.append(self.answer(prompt, max_tokens))
-            prompt = (
-                *self._history(turns[-1], keeps_all=number % 2 == 0),
-                *self._question(),
-                *self._assistant,
-            )
+            history = self._history(turns[-1], keeps_all=number % 2 == 0)
+            prompt = (*history, *question, *self._assistant)
         return turns
 
     def _history(self, turn: Case, keeps_all: bool) -> tuple[int, ...]:
@@ -141,11 +141,10 @@ class ChatMaker:
 def everyday_chats(
     num_chats: int, seed: int, num_turns: int = NUM_TURNS, weights: ModelWeights | None = None
 ) -> list[Chat]:
-    """So many of a seed of the file's own at full sizes; else of the one that all files share, so
-    that the plain loop answers once for all.
+    """Return chats of a seed of the file's own at full sizes; else of the one that all files share,
+    so that the plain loop answers once for all.
     """
-    chats = ChatMaker(seed if FULL else EVERYDAY_SEED, weights).chats(num_chats)
-    return [chat[:num_turns] for chat in chats]
+    return ChatMaker(seed if FULL else EVERYDAY_SEED, weights).chats(num_chats, num_turns)
 
 
 class Named:
@@ -214,6 +213,7 @@ def talk(
     *,
     concurrency: int = 12,
     key: str = "",
+    max_tokens: int = MAX_TOKENS,
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[list[Answer]]:
     """Hold all chats, each turn after the one before it, `concurrency` of them at once."""
@@ -224,7 +224,7 @@ def talk(
 
             async def hold(chat: Chat) -> list[Answer]:
                 async with gate:
-                    return [await ask(client, model, case) for case in chat]
+                    return [await ask(client, model, case, max_tokens) for case in chat]
 
             disturbance = (
                 asyncio.ensure_future(while_running()) if while_running is not None else None

@@ -67,13 +67,26 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
+def pool() -> Iterator[Pool]:
     """All servers that tests of this process borrow."""
     servers = Pool()
     yield servers
     servers.close()
-    for line in servers.token_differences:
-        print(line)
+
+
+@contextmanager
+def _lending(pool: Pool, *, is_mortal: bool = False) -> Iterator[StartServer]:
+    """What borrows from the pool; all of it is given back at the end of the block."""
+    borrowed: list[Pooled] = []
+
+    def take(*arguments: str, **overrides: Any) -> Server:
+        borrowed.append(pool.borrow(arguments, overrides, is_mortal=is_mortal))
+        return borrowed[-1].server
+
+    yield take
+    with contextlib.ExitStack() as stack:  # Each is audited, whatever becomes of the others.
+        for one in borrowed:
+            stack.callback(pool.give_back, one)
 
 
 @pytest.fixture
@@ -81,16 +94,17 @@ def borrow(pool: Pool) -> Iterator[StartServer]:
     """`borrow("--api-key", "k", decode={"drafts": 1})`: a server of this configuration that other
     tests have used, and will use. It is audited at the end of the test.
     """
-    borrowed: list[Pooled] = []
+    with _lending(pool) as take:
+        yield take
 
-    def take(*arguments: str, **overrides: Any) -> Server:
-        borrowed.append(pool.borrow(arguments, overrides))
-        return borrowed[-1].server
 
-    yield take
-    with contextlib.ExitStack() as stack:  # Each is audited, whatever becomes of the others.
-        for one in borrowed:
-            stack.callback(pool.give_back, one)
+@pytest.fixture
+def mortal(pool: Pool) -> Iterator[StartServer]:
+    """Like `borrow`, for tests that end or freeze processes of a server that goes on: it is audited once
+    all run again, and is lent to other such tests then.
+    """
+    with _lending(pool, is_mortal=True) as take:
+        yield take
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +44,8 @@ __all__ = [
 
 MAX_TOKENS = 160
 EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
+TIMEOUT_S = 300.0
+"""Time until a request counts as a hang."""
 BORDER = range(4, 64) if FULL else range(4, 46)
 """Tokens that a block has room for behind a prompt: with less than a few it is full before it matters,
 and few answers are as long as most of a block.
@@ -59,20 +61,20 @@ class Case:
 
 
 def everyday_cases(num_cases: int, seed: int) -> list[Case]:
-    """So many of a seed of the file's own at full sizes; else the first of those that all files
+    """Return cases of a seed of the file's own at full sizes; else the first of those that all files
     share, because the plain loop takes longer for them than most tests for all else.
     """
     if FULL:
         return make_cases(num_cases, seed)
     assert num_cases <= NUM_EVERYDAY
-    return make_cases(NUM_EVERYDAY, EVERYDAY_SEED)[:num_cases]
+    return [_case(prompt) for prompt in _prompts(NUM_EVERYDAY, EVERYDAY_SEED)[:num_cases]]
 
 
 def make_cases(num_cases: int, seed: int) -> list[Case]:
-    """Held-out chat prompts of every task, each third one made long by the conversations before
-    it.
+    """Return held-out chat prompts of every task, each third one made long by the conversations
+    before it.
     """
-    return list(_cases(num_cases, seed))
+    return [_case(prompt) for prompt in _prompts(num_cases, seed)]
 
 
 def plain_answer(
@@ -89,27 +91,24 @@ def plain_answer(
         output = generate(weights, prompt, max_tokens, weights.config.eos_token_ids)
         own = path.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps(output))
-        own.rename(path)  # Whoever sees it sees all of it.
+        own.rename(path)  # A reader sees all of it or none.
     return tuple(json.loads(path.read_text()))
 
 
-@cache
-def _cases(num_cases: int, seed: int) -> tuple[Case, ...]:
-    weights = _weights()
-    return tuple(
-        Case(prompt, plain_answer(weights, prompt, MAX_TOKENS))
-        for prompt in _prompts(num_cases, seed)
-    )
-
-
 def bordering_cases(num_prompts: int, seed: int) -> list[Case]:
-    """Those of so many whose answers begin a few tokens before the end of a block of two at most."""
-    weights = _weights()
+    """Return those of so many whose answers begin a few tokens before the end of a block of two at
+    most.
+    """
     return [
-        Case(prompt, plain_answer(weights, prompt, MAX_TOKENS))
+        _case(prompt)
         for prompt in _prompts(num_prompts, seed)
         if len(prompt) <= 2 * BLOCK_TOKENS and -len(prompt) % BLOCK_TOKENS in BORDER
     ]
+
+
+@cache
+def _case(prompt: tuple[int, ...]) -> Case:
+    return Case(prompt, plain_answer(_weights(), prompt, MAX_TOKENS))
 
 
 @cache
@@ -118,19 +117,23 @@ def _weights() -> ModelWeights:
     return load_weights(model_folder(""))
 
 
-def _prompts(num_cases: int, seed: int) -> Iterator[tuple[int, ...]]:
+@cache
+def _prompts(num_cases: int, seed: int) -> list[tuple[int, ...]]:
     folder = model_folder("")
     chat = read_chat_format(folder, read_vocabulary(folder))
+    longest = _weights().config.max_position_embeddings
     rng = random.Random(seed)
     examples = held_out_examples(-(-num_cases // len(TASKS)), seed)
     rng.shuffle(examples)
+    prompts = []
     for number, example in enumerate(examples[:num_cases]):
         turns = [Turn(m["role"], m["content"]) for m in example.messages]
         if number % 3 == 0:
             turns = _long_past(rng, examples, rng.randint(2, 24)) + [
                 t for t in turns if t.role != "system"
             ]
-        yield chat.prompt(turns, max_tokens=_weights().config.max_position_embeddings).ids
+        prompts.append(chat.prompt(turns, max_tokens=longest).ids)
+    return prompts
 
 
 def _long_past(rng: random.Random, examples: list[Example], num_turns: int) -> list[Turn]:
@@ -155,7 +158,7 @@ async def complete_all(
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency + 4)
 
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
 
         async def one(case: Case) -> tuple[int, ...]:
             body = {

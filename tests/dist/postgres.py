@@ -1,5 +1,5 @@
-"""A PostgreSQL of the tests' own, on a socket in a temporary folder; skips, saying so, where none
-is installed.
+"""A PostgreSQL of the tests' own, on a socket in a temporary folder. A test is left out where none is
+installed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.needs import leave_out
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
+HOW = "apt-get install postgresql"
 _OPTIONS = "-c listen_addresses='' -c fsync=on -c max_connections=20 -c shared_buffers=16MB"
 
 
@@ -69,12 +70,12 @@ def postgres() -> Iterator[Postgres]:
     """Set one up, and remove it with all that it holds."""
     folder_of_programs = _bin_folder()
     if folder_of_programs is None:
-        pytest.skip("no PostgreSQL is installed (Debian: apt-get install postgresql)")
+        leave_out("no PostgreSQL", HOW)
     user = None
     if os.geteuid() == 0:  # It refuses to run as root.
         user = "postgres"
         if user not in {entry.pw_name for entry in pwd.getpwall()}:
-            pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+            leave_out("PostgreSQL does not run as root, and there is no user postgres", HOW)
     folder = Path(tempfile.mkdtemp(prefix="hadal-pg-"))
     try:
         if user is not None:

@@ -14,7 +14,9 @@ from hadal.runtime.store.segments import (
     PAGE,
     SEQUENCE,
     SUM,
+    OtherModelError,
     Segment,
+    SegmentError,
     names_of,
     segment_numbers,
     segment_path,
@@ -56,28 +58,27 @@ def records_on_disk(folder: Path) -> list[Record]:
     return found
 
 
-def names_on_disk(folder: Path) -> set[bytes]:
-    """Without looking at the blocks: it is done while a server works on them."""
+def names_on_disk(folder: Path, fingerprint: str = "") -> set[bytes]:
+    """Return the names of all blocks that can be found; with a fingerprint, those of its model. The
+    blocks are not looked at, so that it can be done while a server works on them.
+    """
     names = set()
     for number in segment_numbers(folder):
-        segment = Segment.open(folder, number)
         try:
+            segment = Segment.open(folder, number)
+        except (SegmentError, FileNotFoundError):  # Cut off, or gone meanwhile.
+            continue
+        try:
+            if fingerprint:
+                segment.require(fingerprint, segment.block_bytes)
             table = segment.table()
-            names |= set(names_of(table[segment.is_good(table)]))
+            is_there = segment.is_good(table) & (segment.damaged() != table[:, SEQUENCE])
+            names |= set(names_of(table[is_there]))
+        except OtherModelError:
+            continue
         finally:
             segment.close()
     return names
-
-
-def drop_pages(folder: Path) -> None:
-    """Let the kernel forget what it keeps of the segments: the next read is the disk's."""
-    for number in segment_numbers(folder):
-        segment = Segment.open(folder, number)
-        try:
-            segment.sync()
-            segment.drop_pages()
-        finally:
-            segment.close()
 
 
 # ---- damage ----

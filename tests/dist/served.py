@@ -23,13 +23,18 @@ from pathlib import Path
 from hadal import cli
 from hadal.commands import plan, report  # noqa: F401  Imported for those that are forked.
 from hadal.gateway import process  # noqa: F401
+from hadal.roles import fleet
 from hadal.runtime import banner, launch, rank, unit  # noqa: F401
-from hadal.runtime.process import forks
-from tests.dist import gate
+from hadal.runtime.process import child, forks
+from tests.dist import eager, gate
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILDREN = ("tests.dist.ledger_child", "tests.dist.disk_child")
+PROCESSOR = "HADAL_TEST_PROCESSOR"
+"""Environment variable: number of the only processor that a server and its processes may use."""
+RETRY = "HADAL_TEST_RETRY_S"
+"""Environment variable: seconds until what could not start is tried again for the first time."""
 _PLAIN_START = forks.start
 _warm: list[forks.Forks] = []
 
@@ -92,7 +97,12 @@ def main() -> int:
     os.close(log_fd)
     sys.argv[1:] = sys.argv[2:]
     forks.start = _start
+    if PROCESSOR in os.environ:
+        os.sched_setaffinity(0, {int(os.environ[PROCESSOR])})
+    if RETRY in os.environ:
+        child.PUT_OFF_S = fleet.BACKOFF_S = float(os.environ[RETRY])
     gate.install(os.environ[gate.VARIABLE])
+    eager.install()
     try:
         cli.app()
     except SystemExit as end:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.dist import gate
 from tests.dist.gate import Gate
 from tests.dist.served import Forked, fork
 from tests.processes import is_alive
+from tests.suite import events
 from tests.waiting import wait_for, wait_until
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
 }
 """What every server of the tests has unless a test says otherwise."""
 RANKED: dict[str, Any] = {
+    "collective_timeout_s": 120.0,
     "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
     "decode": {
         "ranks": 4,
@@ -43,32 +44,19 @@ RANKED: dict[str, Any] = {
         "redundant_experts": 32,
     },
 }
-"""Units of many ranks."""
+"""Units of many ranks. A step that a gate holds, or that a busy machine stretches, is not broken off."""
 
 
 FORMED = re.compile(
     r"^\S+ (\S+) .*formation (\d+) done in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M
 )
 """unit, formation, seconds, ranks, in a server's log"""
-_NOTICED = re.compile(r"^(\S+) (\S+)\.(\d+) .*noticed that rank (\d+) is gone", re.M)
+_NOTICED = re.compile(r"^\S+ (\S+)\.(\d+) .*noticed that rank (\d+) is gone", re.M)
 
 
-@dataclass(frozen=True)
-class Noticed:
-    """A line of the log: a rank noticed that another of its unit is gone."""
-
-    at_s: float
-    """Unix time."""
-    unit: str
-    rank: int
-    gone: int
-
-
-def noticed_in(log: str) -> list[Noticed]:
-    return [
-        Noticed(datetime.fromisoformat(time).timestamp(), unit, int(rank), int(gone))
-        for time, unit, rank, gone in _NOTICED.findall(log)
-    ]
+def noticed_in(log: str) -> set[tuple[str, int, int]]:
+    """Return (unit, rank, lost rank) of every rank that noticed the loss of another of its unit."""
+    return {(unit, int(rank), int(gone)) for unit, rank, gone in _NOTICED.findall(log)}
 
 
 @dataclass
@@ -106,6 +94,7 @@ class Server:
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
         """Send a signal to one of its processes; returns the pid it had."""
         pid = self.pids()[name]
+        assert pid, f"{name} does not run"  # 0 would be all processes of the test's group.
         os.kill(pid, number)
         return pid
 
@@ -116,7 +105,7 @@ class Server:
 
     def wait_ready(self) -> None:
         """Wait until /health says that requests can be answered."""
-        wait_until(self._healthy, "the server is ready")
+        wait_until(self.is_healthy, "the server is ready")
 
     def wait_restarted(self, name: str, old_pid: int) -> None:
         """Wait until the process runs again under another pid, and the server is ready."""
@@ -147,7 +136,8 @@ class Server:
         self.process.terminate()
         return self.process.wait(timeout_s)
 
-    def _healthy(self) -> bool:
+    def is_healthy(self) -> bool:
+        """Return whether /health says that requests can be answered. Fails if it has ended."""
         assert self.process.poll() is None, (
             f"hadal serve ended with {self.process.returncode}:\n{self.log()}"
         )
@@ -155,7 +145,7 @@ class Server:
         if status is None:
             return False
         try:
-            return httpx.get(f"{status.url}/health", timeout=5).status_code == 200
+            return httpx.get(f"{status.url}/health", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -234,6 +224,7 @@ def launch(
     config.write_text(to_toml(fields))
     run_folder, log_path = folder / "run", folder / "server.log"
     its_gate = Gate(folder / "gate")
+    events.num_servers += 1
     command = ["serve", "--config", str(config), "--run-folder", str(run_folder), *arguments]
     elsewhere = "PYTHONPATH" in environment
     environment = {

@@ -21,10 +21,9 @@ from hadal.core.cache import (
     EVICTED_BLOCKS,
     MEMORY_HIT_TOKENS,
     MISS_TOKENS,
-    RECOMPUTED_TOKENS,
     STORED_BLOCKS,
 )
-from tests.dist.cached import audit, cache_fields, counts, settle
+from tests.dist.cached import cache_fields, counts, num_on_disk, settle, wait_found
 from tests.dist.chats import (
     Answer,
     Chat,
@@ -37,16 +36,15 @@ from tests.dist.chats import (
     wrong,
 )
 from tests.dist.oracle import FULL, Case
-from tests.dist.serving import Server, StartServer
+from tests.dist.serving import Server, StartServer, metric
 from tests.fresh import fresh
+from tests.levels import LEVEL
+from tests.needs import leave_out
 
-NUM_CHATS = 75 if FULL else 6
-"""Of four turns."""
-NUM_FRESH = 15 if FULL else 2
-"""Of those, with a fresh seed."""
+FEW = LEVEL == "test"
+NUM_CHATS, NUM_FRESH, NUM_TURNS = (75, 15, 4) if FULL else (3, 1, 3) if FEW else (6, 2, 4)
+"""How many, how many of them with a fresh seed, and the turns of each."""
 NUM_PAIRS = 4 if FULL else 2
-MIN_DISK_SHARE = 0.8
-"""Of what is on disk, that is found: the rest was skipped while the disk was behind."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ STORM = {
     "prefill": {"kv_blocks": 1 + 14, "kv_memory_mb": 0},
     "decode": {"kv_blocks": 1 + 14, "kv_memory_mb": 0},
 }
-EVERYDAY = {
+SETUPS = {
     "off": Setup(memory=False, disk=False),
     "memory": Setup(disk=False),
     "disk": Setup(memory=False),
@@ -79,7 +77,7 @@ EVERYDAY = {
     "storm": Setup(disk_mb=1, is_storm=True, fields=STORM),
     "tcp_two_ranks": Setup(fields={"handover": "tcp", **TWO_RANKS}),
 }
-MORE = {
+RARE = {
     "both": Setup(),
     "shm": Setup(fields={"handover": "shm", "chunk_tokens": 64}),
     "tcp": Setup(fields={"handover": "tcp", "chunk_tokens": 64}),
@@ -103,7 +101,16 @@ MORE = {
         },
     ),
 }
-SETUPS = {**EVERYDAY, **MORE} if FULL else EVERYDAY
+IN_TEST = "both_small_chunks"
+
+
+def setups() -> list[Any]:
+    """All ways to serve, with the marks of their levels."""
+    why = pytest.mark.more("other places, hand-overs and ranks; one way is in `make test`")
+    return [
+        *(pytest.param(name, marks=() if name == IN_TEST else why) for name in SETUPS),
+        *(pytest.param(name, marks=pytest.mark.full) for name in RARE),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +118,22 @@ def chats() -> list[Chat]:
     """Fixed chats and fresh ones; the fresh seed is printed when a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh chats: seed {seed}")
-    return everyday_chats(NUM_CHATS - NUM_FRESH, seed=7) + ChatMaker(seed).chats(NUM_FRESH)
+    own = ChatMaker(seed).chats(NUM_FRESH, NUM_TURNS)
+    return everyday_chats(NUM_CHATS - NUM_FRESH, seed=7, num_turns=NUM_TURNS) + own
 
 
 def possible(chats: list[Chat]) -> int:
-    """Tokens that can be hit if all of these were asked before."""
+    """Return the tokens that are found if all of these were asked before."""
     named = Named()
     for chat in chats:
         for case in chat:
             named.add(case.prompt)
     return sum(named.hit(case.prompt) for chat in chats for case in chat)
+
+
+def on_disk(server: Server, folder: Path, chats: list[Chat]) -> int:
+    """Return the tokens of all prompts that are found if all is that lies on disk."""
+    return num_on_disk(server, folder, (case.prompt for chat in chats for case in chat))
 
 
 def check_books(server: Server, rounds: list[list[list[Answer]]]) -> None:
@@ -131,47 +144,49 @@ def check_books(server: Server, rounds: list[list[list[Answer]]]) -> None:
     answers = [
         answer for round_answers in rounds for replies in round_answers for answer in replies
     ]
-    assert seen[MEMORY_HIT_TOKENS] + seen[DISK_HIT_TOKENS] == sum(answer.hit for answer in answers)
-    assert seen[MISS_TOKENS] == sum(answer.miss for answer in answers)
+    if not metric(server, "hadal_retries_total"):
+        found = sum(answer.hit for answer in answers)
+        assert seen[MEMORY_HIT_TOKENS] + seen[DISK_HIT_TOKENS] == found
+        assert seen[MISS_TOKENS] == sum(answer.miss for answer in answers)
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.slow("two rounds of chats, and one after a restart")
+@pytest.mark.parametrize("name", setups())
 def test_answers_are_the_plain_loops(
     start_server: StartServer, chats: list[Chat], folder: Path, name: str
 ) -> None:
-    setup = SETUPS[name]
+    setup = {**SETUPS, **RARE}[name]
     if setup.fields.get("handover") == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("NIXL is not installed")
+        leave_out("NIXL is not installed", "pip install nixl-cu13")
     cache = cache_fields(folder if setup.disk else None, memory=setup.memory, disk_mb=setup.disk_mb)
     server = start_server(**cache, **setup.fields)
     first = talk(server.url, server.model, chats)
     assert wrong(chats, first) == []
     before = settle(server)
+    has_all = setup.disk and not setup.is_storm
+    if has_all:
+        wait_found(server, folder)
+    # What was not written, for its block was needed or the disk was behind, is not found there.
+    least = on_disk(server, folder, chats) if has_all else 0
     again = talk(server.url, server.model, chats)
     assert wrong(chats, again) == []
-    shares = [num_hit(answers) / possible(chats) for answers in (first, again)]
-    print(
-        f"{name}: {shares[0]:.3f} of what all blocks would give in the first round, {shares[1]:.3f}"
-        " in the second"
-    )
+    print(f"{name}: {num_hit(first)} tokens found, then {num_hit(again)} of {possible(chats)}")
     if not (setup.memory or setup.disk):
         assert num_hit(first) == num_hit(again) == 0
         assert {total for total, count in counts(server).items() if count} == {MISS_TOKENS}
         return
-    assert num_hit(first) > 0
-    assert num_hit(again) > 0
     if setup.is_storm:
-        assert counts(server)[EVICTED_BLOCKS] > 0 or not setup.memory, (
+        assert settle(server)[EVICTED_BLOCKS] > 0 or not setup.memory, (
             "there was room for all; this test shows nothing"
         )
     else:
         check_books(server, [first, again])
         # One pool has all that was ever said; with several a chat may go where less of it is.
-        has_one_pool = setup.memory and "ranks" not in name and "units" not in name
-        share = shares[1] + counts(server)[RECOMPUTED_TOKENS] / possible(chats)
-        assert share >= (1.0 if has_one_pool else MIN_DISK_SHARE)
-    audit(server)
+        if setup.memory and "ranks" not in name and "units" not in name:
+            assert num_hit(first) > 0
+            least = possible(chats)
+        assert num_hit(again) >= max(1, least)
     if setup.disk:
         assert before[STORED_BLOCKS] > 0
         check_restart(start_server, server, chats, cache, setup)
@@ -188,14 +203,15 @@ def check_restart(
     settle(server)
     assert server.stop() == 0
     server = start_server(**cache, **setup.fields)
+    folder = Path(cache["cache"]["folder"])
+    wait_found(server, folder)
+    least = 0 if setup.is_storm else max(1, on_disk(server, folder, chats))
     answers = talk(server.url, server.model, chats)
     assert wrong(chats, answers) == []
     seen = settle(server)
-    assert seen[DISK_HIT_TOKENS] > 0
-    share = (num_hit(answers) + seen[RECOMPUTED_TOKENS]) / possible(chats)
-    print(f"after a restart: {share:.3f} of what all blocks would give was found, {seen}")
-    assert setup.is_storm or share >= MIN_DISK_SHARE
-    audit(server)
+    print(f"after a restart: {num_hit(answers)} tokens found of {possible(chats)}, {seen}")
+    assert num_hit(answers) >= least
+    assert setup.is_storm or seen[DISK_HIT_TOKENS] > 0
 
 
 def grown(chats: list[Chat]) -> list[tuple[Case, Case]]:
@@ -212,6 +228,7 @@ def grown(chats: list[Chat]) -> list[tuple[Case, Case]]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.more("one server for each place; tests of the decode leader hold what it writes")
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "disk"])
 def test_the_next_turn_finds_the_answer(
     start_server: StartServer, chats: list[Chat], folder: Path, memory: bool
@@ -225,6 +242,7 @@ def test_the_next_turn_finds_the_answer(
         [[first]] = talk(server.url, server.model, [[before]])
         named.add(with_kv(before))
         settle(server)
+        wait_found(server, folder)
         [[answer]] = talk(server.url, server.model, [[after]])
         assert wrong([[before, after]], [[first, answer]]) == []
         assert answer.hit == named.hit(after.prompt)

@@ -1,12 +1,11 @@
 """Writers of a disk cache are killed at random moments: what they were told is durable is found
-again, byte for byte, and nobody who reads meanwhile is ever given a wrong block. `HADAL_LEVEL=all`:
-200 rounds.
+again, byte for byte, and a reader beside them is never given a wrong block. `HADAL_LEVEL=all`: 200
+rounds.
 """
 
 import os
 import random
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,14 +20,16 @@ from hadal.runtime.store.view import DiskView
 from tests.dist.disk_child import BLOCK_BYTES, FINGERPRINT, content
 from tests.dist.served import fork_module
 from tests.fresh import fresh
-from tests.levels import FULL
+from tests.levels import FULL, LEVEL
+from tests.waiting import DEADLINE_S, deadline, join, wait_until
 
-NUM_ROUNDS = 200 if FULL else 12
+NUM_ROUNDS = 200 if FULL else 4 if LEVEL == "test" else 12
+MAX_READS = 40
+"""A writer is killed after so many reads beside it at most."""
 ROUNDS_OF_A_FOLDER = 3
 """Then a new one: what the first rounds left is adopted by the next ones."""
 TINY_BYTES = segment_bytes(24, BLOCK_BYTES)
 AMPLE_BYTES = 64 << 20
-TIMEOUT_S = 20.0
 
 
 class Child:
@@ -38,21 +39,20 @@ class Child:
         arguments = [str(folder), str(seed), str(share_bytes), str(limit)]
         self.process = fork_module("tests.dist.disk_child", arguments, os.environ)
         self.lines: list[str] = []
-        self.is_ready = threading.Event()
+        self.has_written = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
             self.lines.append(line.decode())
-            if line.startswith(b"A"):
-                self.is_ready.set()
+            self.has_written |= line.startswith(b"A")
 
     def end(self, *, kill: bool = True) -> None:
         if kill:
             self.process.kill()
-        self.process.wait(TIMEOUT_S)
-        self._thread.join(TIMEOUT_S)
+        self.process.wait(DEADLINE_S)
+        join(self._thread)
         self.process.stdout.close()
 
     def names(self, what: str) -> set[bytes]:
@@ -80,7 +80,8 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.view = DiskView(folder, FINGERPRINT, lambda: None, look_s=0.02)
         self.pool = np.zeros((32, BLOCK_BYTES), dtype=np.uint8)
-        self.loader = Loader(folder, FINGERPRINT, self.pool, Troubles(folder), lambda: None)
+        self._read = threading.Event()
+        self.loader = Loader(folder, FINGERPRINT, self.pool, Troubles(folder), self._read.set)
         self.locations: dict[bytes, DiskLocation] = {}
         self.num_read = self.num_damaged = 0
         self._next_id = 0
@@ -98,10 +99,9 @@ class Reader:
         self.loader.submit(
             ReadBlocks(self._next_id, b"".join(names), locations, tuple(range(len(names))))
         )
-        until_s = time.monotonic() + TIMEOUT_S
         while not (done := self.loader.take()):
-            assert time.monotonic() < until_s
-            time.sleep(0.0005)
+            assert self._read.wait(DEADLINE_S)
+            self._read.clear()
         for index in range(done[0].num_loaded):
             assert self.pool[index].tobytes() == content(names[index]), (
                 "a load returned wrong bytes"
@@ -115,21 +115,16 @@ class Reader:
         known = list(self.locations)
         if known:
             self.read(rng.sample(known, min(len(known), rng.randint(1, 8))))
-        time.sleep(0.002)
 
     def close(self) -> None:
-        self.view.stop(TIMEOUT_S)
-        self.loader.stop(time.monotonic() + TIMEOUT_S)
+        self.view.stop(DEADLINE_S)
+        self.loader.stop(deadline())
 
 
 def found(folder: Path) -> set[bytes]:
-    """The names whose blocks a fresh reader finds; each is read."""
+    """Return the names whose blocks a fresh reader finds; each is read."""
     reader = Reader(folder)
-    until_s = time.monotonic() + TIMEOUT_S
-    while not (news := reader.view.take()):
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-    for one in news:
+    for one in wait_until(reader.view.take, "the view has looked"):
         reader.locations.update(zip(split(one.added), one.locations, strict=True))
     whole: set[bytes] = set()
     for name in list(reader.locations):
@@ -157,12 +152,13 @@ def play_round(
     reader = Reader(folder)
     try:
         for child in children:
-            until_s = time.monotonic() + TIMEOUT_S
-            while not child.is_ready.is_set():
-                assert time.monotonic() < until_s, "a writer wrote nothing"
+
+            def has_written(child: Child = child) -> bool:
                 reader.read_some(rng)
-            kill_at_s = time.monotonic() + rng.uniform(0.0, 0.12)
-            while time.monotonic() < kill_at_s:
+                return child.has_written
+
+            wait_until(has_written, "a block is durable")
+            for _ in range(rng.randint(0, MAX_READS)):
                 reader.read_some(rng)
             child.end()
     finally:
@@ -187,7 +183,8 @@ def play_round(
     return len(written)
 
 
-@pytest.mark.timeout(900 if FULL else 120)
+@pytest.mark.campaign("moments of kills are drawn")
+@pytest.mark.timeout(900 if FULL else 300)
 def test_what_was_durable_is_found_after_kill_9(tmp_path: Path) -> None:
     for seed in (5, fresh().getrandbits(32)):
         print(f"seed {seed}")
@@ -199,17 +196,19 @@ def test_what_was_durable_is_found_after_kill_9(tmp_path: Path) -> None:
             if part == 0:
                 alive = set()
             num_written += play_round(tmp_path / f"{seed}-{number}", rng, alive, share_bytes)
-        assert num_written > 10 * (NUM_ROUNDS // 2)
+        assert num_written >= NUM_ROUNDS // 2
 
 
+@pytest.mark.more("like the test before it, of blocks with the same names")
 def test_writers_of_the_same_blocks_take_up_what_the_dead_left(tmp_path: Path) -> None:
-    for seed in (11, fresh().getrandbits(32), fresh().getrandbits(32)):
+    for seed in [fresh().getrandbits(32) for _ in range(2)]:
         print(f"seed {seed}")
         rng, alive = random.Random(seed), set[bytes]()
         for _ in range(ROUNDS_OF_A_FOLDER):
             play_round(tmp_path / str(seed), rng, alive, AMPLE_BYTES, names_of=seed)
 
 
+@pytest.mark.more("tests of the store hold what is adopted")
 def test_what_the_dead_left_is_adopted_and_grows_no_further(tmp_path: Path) -> None:
     alive: set[bytes] = set()
     rng = random.Random(fresh().getrandbits(32))

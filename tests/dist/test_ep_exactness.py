@@ -14,11 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.dist import gate
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
-from tests.dist.serving import Server, StartServer
+from tests.dist.serving import Server, StartServer, metric
 from tests.fresh import fresh
+from tests.waiting import wait_for
 
-NUM_CASES, NUM_FRESH = (200, 50) if FULL else (28, 4)
+NUM_CASES, NUM_FRESH = (200, 50) if FULL else (20, 4)
+FEW = 6
 
 
 def units(ranks: int, redundant: int = 0, overlap: str = "auto", mode: str = "") -> dict[str, Any]:
@@ -36,11 +39,9 @@ def units(ranks: int, redundant: int = 0, overlap: str = "auto", mode: str = "")
     }
 
 
-EVERYDAY = {
-    "ep2_ep4": (units(2), units(4)),
+DEPLOYMENTS = {
     "dual_five_redundant": (units(2, 64, "prefill_dual"), units(4, 64, "decode_five")),
-}
-MORE = {
+    "ep2_ep4": (units(2), units(4)),
     "ep1_ep2": (units(1), units(2)),
     "ep4_ep8": (units(4), units(8)),
     "ep8_ep1": (units(8), units(1)),
@@ -52,7 +53,8 @@ MORE = {
     "one_rank_split": (units(1, 0, "prefill_dual"), units(1, 0, "decode_five")),
     "much_redundancy": (units(4, 256, "sequential"), units(4, 512, "sequential")),
 }
-DEPLOYMENTS = {**EVERYDAY, **MORE} if FULL else EVERYDAY
+MARKS = {"dual_five_redundant": pytest.mark.more("one deployment stays in `make test`")}
+"""All others are at full sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +65,13 @@ def cases() -> list[Case]:
     return everyday_cases(NUM_CASES - NUM_FRESH, seed=17) + make_cases(NUM_FRESH, seed=seed)
 
 
+def test_units_of_two_and_four_ranks_give_the_plain_loops_tokens(ranked: Server) -> None:
+    cases = everyday_cases(FEW, seed=17)
+    assert differences(cases, asyncio.run(complete_all(ranked.url, ranked.model, cases))) == []
+
+
 async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
-    """(schedule, micro-batches) of the next steps of a unit."""
+    """Return (schedule, micro-batches) of the next steps of a unit."""
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         reply = await client.get("/trace", params={"unit": unit, "steps": 10, "wait_s": 60})
     assert reply.status_code == 200, reply.text
@@ -75,19 +82,33 @@ async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", DEPLOYMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in DEPLOYMENTS]
+)
 def test_fp32_dispatch_gives_the_plain_loops_tokens(
-    start_server: StartServer, cases: list[Case], name: str
+    borrow: StartServer, cases: list[Case], name: str
 ) -> None:
     prefill, decode = DEPLOYMENTS[name]
-    server = start_server(prefill=prefill, decode=decode, chunk_tokens=128)
+    server = borrow(prefill=prefill, decode=decode, chunk_tokens=128, collective_timeout_s=120.0)
+    server.gate.hold(gate.PREFILL)
+    server.gate.hold(gate.DECODE)
     seen: dict[str, set[tuple[str, int]]] = {}
 
     async def watch() -> None:
-        units = ("prefill-0", "decode-0")
-        seen.update(
-            zip(units, await asyncio.gather(*(trace(server, unit) for unit in units)), strict=True)
+        traces = {
+            unit: asyncio.ensure_future(trace(server, unit)) for unit in ("prefill-0", "decode-0")
+        }
+        async with httpx.AsyncClient(base_url=server.url, timeout=180) as client:
+            for _ in range(3):  # The gateway hears of the traces before it has answered these.
+                await client.get("/health")
+        server.gate.hold(gate.PREFILL, after=10**6)
+        # Steps of few requests are not split.
+        await wait_for(
+            lambda: metric(server, "hadal_generations_now", 'state="decoding"') >= 16,
+            "many answers are in decode",
         )
+        server.gate.open()
+        seen.update({unit: await found for unit, found in traces.items()})
 
     outputs = asyncio.run(complete_all(server.url, server.model, cases, while_running=watch))
     assert differences(cases, outputs) == []
@@ -99,8 +120,8 @@ def test_fp32_dispatch_gives_the_plain_loops_tokens(
 
 
 def logprobs_of(server: Server, case: Case) -> list[float]:
-    """Of a prompt's greedy tokens, alone on the server, so that its steps are the same at every
-    width.
+    """Return those of a prompt's greedy tokens, alone on the server, so that its steps are the same at
+    every width.
     """
     body = {
         "model": server.model,
@@ -109,7 +130,7 @@ def logprobs_of(server: Server, case: Case) -> list[float]:
         "max_tokens": 24,
         "logprobs": 1,
     }
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=180)
     assert reply.status_code == 200, reply.text
     found: list[float] = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
     return found
@@ -121,15 +142,18 @@ if FULL:
 FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 
 
+@pytest.mark.more("test_ep_model and tests/unit/model hold it without a server")
+@pytest.mark.slow("a server of each width")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=lambda fields: "-".join(fields.values()))
 def test_what_is_rounded_gives_the_same_tokens_at_every_width(
-    start_server: StartServer, cases: list[Case], rounding: dict[str, str]
+    borrow: StartServer, cases: list[Case], rounding: dict[str, str]
 ) -> None:
     """Tokens on their way to experts, or everything that FP8 matrices multiply."""
     widths, logprobs = [], []
+    exact = borrow(prefill=units(1), decode=units(1))
     for prefill_ranks, decode_ranks in FP8_WIDTHS:
-        server = start_server(
+        server = borrow(
             prefill=units(prefill_ranks),
             decode=units(decode_ranks),
             chunk_tokens=128,
@@ -137,10 +161,8 @@ def test_what_is_rounded_gives_the_same_tokens_at_every_width(
         )
         widths.append(asyncio.run(complete_all(server.url, server.model, cases)))
         logprobs.append(logprobs_of(server, cases[0]))
-        server.stop()
     # Tokens hardly tell that anything was rounded; their probabilities do.
     assert all(of_width == logprobs[0] for of_width in logprobs[1:])
-    exact = start_server(prefill=units(1), decode=units(1))
     assert logprobs_of(exact, cases[0]) != logprobs[0], "nothing was rounded"
     narrow = [Case(case.prompt, output) for case, output in zip(cases, widths[0], strict=True)]
     for outputs in widths[1:]:

@@ -16,10 +16,13 @@ from hadal.overlap.plan import SCHEDULES
 from hadal.runtime.resolve import model_folder
 from tests.dist.ep_ranks import Rank, Script, Served, Way, serve_ways
 from tests.dist.oracle import FULL, Case, everyday_cases
+from tests.levels import LEVEL, MORE
 from tests.unit.comm.groups import run_processes
 
-NUM_TOKENS = 24 if FULL else 16
+NUM_TOKENS = 24 if FULL else 16 if MORE else 8
+NUM_CASES = 40 if FULL else 8 if MORE else 4
 WIDTHS = (2, 4, 8) if FULL else (2, 4)
+FOUR = pytest.mark.more("units of two ranks stay in `make test`")
 FP8 = Way(dispatch_format="fp8", schedule="decode_five")
 FP8_BOUND = 2**-4
 """E4M3 has three bits behind the point, so a dispatched value is off by 1/16 of itself at most; the
@@ -36,7 +39,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return everyday_cases(40 if FULL else 8, seed=5)
+    return everyday_cases(NUM_CASES, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,12 @@ def ways_of(num_ranks: int) -> tuple[Way, ...]:
     ]
     if FULL:
         return (*every, Way(num_micro_batches=1))
+    if not MORE:
+        return (
+            every[0],
+            every[4],
+            every[11],
+        )  # Each schedule, both modes, with and without replicas.
     # Each value of each field with each schedule's once.
     return (every[0], every[4], every[8], every[9], Way(mode="low_latency", num_micro_batches=1))
 
@@ -89,12 +98,13 @@ def fp8_ways_of(num_ranks: int) -> tuple[Way, ...]:
 @cache
 def serve_all(num_ranks: int, folder: Path, script: Script) -> dict[Way, list[Served]]:
     """What all tests ask of a width, of one set of processes."""
-    ways = (*ways_of(num_ranks), *fp8_ways_of(num_ranks))
+    ways = (*ways_of(num_ranks), *(fp8_ways_of(num_ranks) if LEVEL != "test" else ()))
     return dict(zip(ways, serve(num_ranks, folder, script, ways), strict=True))
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_ranks", WIDTHS)
+@pytest.mark.campaign("more ways")
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=FOUR) for n in WIDTHS[1:])])
 def test_tokens_are_the_plain_loops(
     folder: Path, cases: list[Case], script: Script, num_ranks: int
 ) -> None:
@@ -116,6 +126,8 @@ def test_tokens_are_the_plain_loops(
         )
 
 
+@pytest.mark.more("tests/unit/model/test_block.py holds it in one process")
+@pytest.mark.slow("it serves at each width")
 @pytest.mark.timeout(900)
 def test_fp8_dispatch_gives_the_same_bits_at_every_width(
     folder: Path, cases: list[Case], script: Script

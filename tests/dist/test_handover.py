@@ -1,12 +1,11 @@
-"""Served with KV going from prefill to decode over TCP and NIXL: the tokens are those of shared
-memory and of the plain loop; whoever is killed in the middle, no request is lost and nothing leaks.
+"""Served with KV going from prefill to decode over TCP and NIXL: the tokens are those of shared memory and
+of the plain loop; a unit that is killed in the middle costs no request, and nothing leaks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
 
 import httpx
 import pytest
@@ -14,14 +13,11 @@ import pytest
 from hadal.runtime.transfer.nixl import package
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
+from tests.needs import skip_unless
 from tests.waiting import wait_until
 
 NUM_CASES = 200 if FULL else 24
-TRANSPORTS = [
-    "shm",
-    "tcp",
-    pytest.param("nixl", marks=pytest.mark.skipif(not package(), reason="no NIXL here")),
-]
+NEEDS_NIXL = skip_unless(package() is not None, "no NIXL", "pip install 'hadal[nixl]'")
 AS_BETWEEN_HOSTS = {"UCX_TLS": "tcp,self"}
 """On one host UCX would take shared memory, and a dead process would never be noticed by it."""
 KILLS = ["decode-0", "prefill-0"] * (10 if FULL else 1)
@@ -40,32 +36,45 @@ def transports(server: Server) -> set[str]:
 
 
 def is_clean(server: Server) -> bool:
-    """No block of any unit is held once nobody asks for anything."""
-    reply: dict[str, Any] = httpx.get(f"{server.url}/audit", timeout=30).json()
-    return reply["problems"] == [] and all(
-        not unit["num_blocks_used"] for unit in reply["units"].values()
+    """Return whether no block of any unit is held."""
+    reply = httpx.get(f"{server.url}/audit", timeout=60).json()
+    return reply["problems"] == [] and not any(
+        unit["num_blocks_used"] for unit in reply["units"].values()
     )
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("handover", TRANSPORTS)
-def test_tokens_are_those_of_the_plain_loop(
-    start_server: StartServer, cases: list[Case], handover: str
-) -> None:
-    server = start_server("--log-level", "info", environment=AS_BETWEEN_HOSTS, handover=handover)
+def served(server: Server, cases: list[Case], transport: str) -> None:
+    """Check the tokens, and that no KV had to come twice or otherwise."""
+    num_retries = metric(server, "hadal_retries_total")
     outputs = asyncio.run(complete_all(server.url, server.model, cases))
     assert differences(cases, outputs) == []
-    assert transports(server) == {handover}
-    assert metric(server, "hadal_retries_total") == 0
-    wait_until(lambda: is_clean(server), "nothing is held")
+    assert transports(server) == {transport}
+    assert metric(server, "hadal_retries_total") == num_retries
 
 
+def test_tcp_gives_the_plain_loops_tokens(borrow: StartServer) -> None:
+    served(borrow(handover="tcp"), everyday_cases(8, seed=61), "tcp")
+
+
+@pytest.mark.more("the other live tests take shared memory")
+def test_shared_memory_is_taken_on_one_host(server: Server, cases: list[Case]) -> None:
+    served(server, cases, "shm")
+
+
+@pytest.mark.more("test_hosts has ranks that pull over tcp")
+def test_ranks_pull_over_tcp(borrow: StartServer, cases: list[Case]) -> None:
+    two = {"ranks": 2, "threads": 1}
+    served(borrow(handover="tcp", prefill=two, decode=two), cases[:12], "tcp")
+
+
+@pytest.mark.more("test_supervision kills units")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("handover", TRANSPORTS[1:])
+@pytest.mark.parametrize("handover", ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)])
 def test_killed_midway_nothing_is_lost(
     start_server: StartServer, cases: list[Case], handover: str
 ) -> None:
-    server = start_server("--log-level", "info", environment=AS_BETWEEN_HOSTS, handover=handover)
+    server = start_server(environment=AS_BETWEEN_HOSTS, handover=handover)
+    served(server, cases, handover)
     for victim in KILLS:
 
         async def kill(victim: str = victim) -> None:
@@ -85,18 +94,3 @@ def test_killed_midway_nothing_is_lost(
         server.wait_restarted(victim, old_pid)
         wait_until(lambda: is_clean(server), "nothing is held")
     assert transports(server) == {handover}
-
-
-@pytest.mark.timeout(300)
-def test_ranks_pull_over_tcp(start_server: StartServer, cases: list[Case]) -> None:
-    server = start_server(
-        "--log-level",
-        "info",
-        handover="tcp",
-        prefill={"ranks": 2, "threads": 1},
-        decode={"ranks": 2, "threads": 1},
-    )
-    outputs = asyncio.run(complete_all(server.url, server.model, cases[:12]))
-    assert differences(cases[:12], outputs) == []
-    assert transports(server) == {"tcp"}
-    wait_until(lambda: is_clean(server), "nothing is held")

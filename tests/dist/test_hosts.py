@@ -1,6 +1,7 @@
 """Units over several hosts, on Ray: the same texts as on one, also while nodes and links fail.
 
-Hosts are network namespaces with a Ray node each (tests/dist/hosts.py).
+Hosts are network namespaces with a Ray node each (tests/dist/hosts.py). Tests hold the decode unit before
+a step while they break something, so that requests are under way then.
 """
 
 from __future__ import annotations
@@ -10,13 +11,10 @@ import contextlib
 import os
 import random
 import re
-import shutil
 import signal
-import statistics
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,11 @@ import pytest
 from hadal.runtime.launch import EXIT_GAVE_UP
 from hadal.runtime.process.process import EXIT_CONFIG
 from tests.dist.conftest import StartServer
+from tests.dist.gate import DECODE
 from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
-from tests.dist.serving import Server, blocks_used
-from tests.waiting import wait_until
+from tests.dist.serving import Server, blocks_used, metric
+from tests.waiting import DEADLINE_S, unix_now, wait_for, wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(600 if not FULL else 3600)]
 
@@ -43,8 +42,10 @@ THREE_HOSTS = {
     "prefill": {**SMALL, "threads": 2},
     "decode": {**SMALL, "ranks": 2, "threads": 3},
     "gateway": {"nodes": 1},
+    "collective_timeout_s": 100.0,
 }
-"""Each process has one host where it fits."""
+"""Each process has one host where it fits. A step that a test holds is not broken off."""
+FAULT = pytest.mark.more("needs three hosts, and waits until what it breaks is whole again")
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Deployed:
 
     hosts: Hosts
     server: Server
+    name: str = "serve"
+    """Name of the process on the first host."""
 
     def complete(
         self,
@@ -82,7 +85,28 @@ class Deployed:
         """On its host."""
         return self.server.status().processes[process].pid
 
-    def wait_whole(self, timeout_s: float = 120.0) -> None:
+    def count(self, name: str, label: str = "") -> float:
+        """Return the sum of a metric over its labels, or of those series that have this one."""
+        return self.hosts[0].call(lambda: metric(self.server, name, label))
+
+    @contextlib.asynccontextmanager
+    async def held(self, num_requests: int = 0, after: int = 2) -> AsyncIterator[None]:
+        """More than `num_requests` are under way in the block, held before a step of decode, and go
+        on after it. `after`: steps that each process may run before.
+        """
+        self.hosts.gate.hold(DECODE, after)
+
+        def are_there() -> bool:
+            is_decoding = self.count("hadal_generations_now", 'state="decoding"') > 0
+            return is_decoding and self.count("hadal_generations_now") > num_requests
+
+        try:
+            await wait_for(are_there, "requests are held before a step")
+            yield
+        finally:
+            self.hosts.gate.open()
+
+    def wait_whole(self) -> None:
         """Wait until every process is ready. Ray nodes that ended are started again, as systemd or
         Kubernetes does: one that was given up ends when it hears of that.
         """
@@ -109,75 +133,70 @@ class Deployed:
 
 def serve(hosts: Hosts, folder: Path, name: str = "serve", **tables: Any) -> Deployed:
     """Start `hadal serve` on the first host; `name`: of its log."""
-    return Deployed(hosts, hosts.serve(folder, name, **tables))
+    return Deployed(hosts, hosts.serve(folder, name, **tables), name)
 
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
     """Prefill on the first of three hosts, a decode unit of two ranks over the others, and a gateway
-    on one of those besides the first one's.
+    on one of those besides the first one's. It ends well, whatever the tests did to it.
     """
     with Hosts(3) as hosts, tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
         hosts.start_ray(2, 4, 4)
         deployed = serve(hosts, Path(folder), **THREE_HOSTS)
-        hosts[0].call(lambda: deployed.server.wait_ready(120))
+        hosts[0].call(deployed.server.wait_ready)
         deployed.wait_whole()
         yield deployed
         print(deployed.server.log()[-5000:])
+        names = sum((host.names() for host in hosts), Counter())
+        assert {name: names[name] for name in OURS} == dict.fromkeys(OURS, 1), (
+            "as a leader that was followed by another, and still runs"
+        )
+        hosts[0].signal(deployed.name, signal.SIGTERM)
+        assert deployed.server.process.wait(DEADLINE_S) == 0
+        wait_until(lambda: is_gone(hosts), "nothing of it is left on any host")
 
 
-def test_the_texts_are_those_of_one_host(deployed: Deployed) -> None:
+def is_gone(hosts: Hosts) -> bool:
+    """Whether no process and no pool of a deployment is left."""
+    return not any(
+        any(name.startswith(("prefill", "decode")) for name in host.names()) or host.pools()
+        for host in hosts
+    )
+
+
+@pytest.mark.slow("starts Ray on three hosts, and a deployment")
+def test_the_texts_are_those_of_one_host_also_if_a_rank_dies(deployed: Deployed) -> None:
     cases = everyday_cases(200 if FULL else 12, SEED)
     assert not differences(cases, deployed.complete(cases))
+    rank = "decode-0.1"
+    num_starts = deployed.server.status().processes[rank].num_starts
+
+    async def kill() -> None:
+        async with deployed.held():
+            os.kill(deployed.host_of(rank).pid_of(rank), signal.SIGKILL)
+
+    assert not differences(cases, deployed.complete(cases, kill))
+    deployed.wait_started_again(rank, num_starts)
 
 
-@pytest.mark.full
-def test_a_step_says_nothing_through_ray(deployed: Deployed) -> None:
-    """What Ray's processes and the lender send while tokens stream is what they send anyway. What
-    ours send is counted by the same means: a step of two hosts is several messages.
-    """
+@FAULT
+def test_a_step_needs_nothing_of_ray(deployed: Deployed) -> None:
+    """All of Ray's processes and the lender stand still, and requests are answered."""
+    cases = everyday_cases(12, SEED)
     rays = {pid for host in deployed.hosts for word in RAY for pid in host.pids(word)}
-
-    def sent() -> Counter[tuple[int, str, str]]:
-        return sum((host.sent() for host in deployed.hosts), Counter())
-
-    def through_ray(segments: Counter[tuple[int, str, str]]) -> int:
-        return sum(number for (pid, *_), number in segments.items() if pid in rays)
-
-    async def num_steps(client: httpx.AsyncClient) -> int:
-        metrics = (await client.get("/metrics")).text
-        return int(float(metrics.partition('hadal_steps_total{unit="decode-0"} ')[2].split()[0]))
-
-    async def read(reply: httpx.Response) -> None:
-        async for _ in reply.aiter_bytes():
-            pass
-
-    async def measure() -> tuple[int, Counter[Any], Counter[Any]]:
-        """Steps, what was sent while they were made, and in the same time without a step."""
-        body = {"model": "hadal-tiny", "prompt": [16] * 8, "max_tokens": 3000}
-        body |= {"ignore_eos": True, "stream": True}
-        async with httpx.AsyncClient(base_url=deployed.server.url, timeout=60.0) as client:
-            async with client.stream("POST", "/v1/completions", json=body) as reply:
-                reading = asyncio.create_task(read(reply))
-                before, first, began_s = sent(), await num_steps(client), time.monotonic()
-                while (steps := await num_steps(client) - first) < NUM_STEPS:
-                    assert not reading.done()
-                    await asyncio.sleep(0.1)
-                busy, took_s = sent() - before, time.monotonic() - began_s
-                reading.cancel()
-            await asyncio.sleep(1.0)  # The stream is given up.
-            before = sent()
-            await asyncio.sleep(took_s)
-            return steps, busy, sent() - before
-
-    steps, busy, idle = deployed.hosts[0].call(lambda: asyncio.run(measure()))
-    told = f"{steps} steps: {through_ray(busy)} of {busy.total()}, idle {through_ray(idle)} of {idle.total()}"
-    print(told)
-    assert busy.total() - through_ray(busy) > steps, told
-    assert through_ray(idle) > 0, told
-    assert through_ray(busy) - through_ray(idle) < 0.25 * steps, told
+    assert len(rays) > 6, "a raylet and an actor of each host, and the head"
+    try:
+        for pid in rays:
+            os.kill(pid, signal.SIGSTOP)
+        assert not differences(cases, deployed.complete(cases))
+    finally:
+        for pid in rays:
+            os.kill(pid, signal.SIGCONT)
+    deployed.wait_whole()
 
 
+@FAULT
 def test_the_end_of_a_gateway_on_a_node_costs_its_own_streams_alone(deployed: Deployed) -> None:
     cases = everyday_cases(12, SEED)
     host = deployed.host_of("gateway-1")
@@ -186,35 +205,37 @@ def test_the_end_of_a_gateway_on_a_node_costs_its_own_streams_alone(deployed: De
     num_starts = deployed.server.status().processes["gateway-1"].num_starts
     ended: list[httpx.RemoteProtocolError] = []
 
-    async def ask_and_kill() -> None:
-        async def kill() -> None:
-            await asyncio.sleep(0.5)
+    async def kill() -> None:
+        async with deployed.held(len(cases)):  # Some of each gateway.
             os.kill(host.pid_of("gateway-1"), signal.SIGKILL)
 
+    async def ask_and_kill() -> None:
         try:
             await complete_all(url, "hadal-tiny", cases, while_running=kill)
         except httpx.RemoteProtocolError as error:
             ended.append(error)
 
     assert not differences(cases, deployed.complete(cases, ask_and_kill))
-    assert ended, "it had answered all; this test shows nothing"
+    assert ended
     deployed.wait_started_again("gateway-1", num_starts)
     assert not differences(cases, deployed.complete(cases, url=url))
 
 
+@FAULT
 def test_the_end_of_the_front_costs_no_stream_of_a_gateway_on_a_node(deployed: Deployed) -> None:
     cases = everyday_cases(12, SEED)
     num_starts = deployed.server.status().processes["gateway"].num_starts
 
     async def kill() -> None:
-        await asyncio.sleep(0.5)
-        os.kill(deployed.hosts[0].pid_of("gateway"), signal.SIGKILL)
+        async with deployed.held():
+            os.kill(deployed.hosts[0].pid_of("gateway"), signal.SIGKILL)
 
     url = f"http://{deployed.host_of('gateway-1').address}:8000"
     assert not differences(cases, deployed.complete(cases, kill, url))
     deployed.wait_started_again("gateway", num_starts)
 
 
+@FAULT
 def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
     cases = everyday_cases(12, SEED)
     leads, ranks = deployed.host_of("decode-0"), ("decode-0.0", "decode-0.1")
@@ -224,8 +245,8 @@ def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
     num_starts = deployed.server.status().processes[lost].num_starts
 
     async def kill() -> None:
-        await asyncio.sleep(1.0)
-        follows.kill()
+        async with deployed.held():
+            follows.kill()
 
     assert not differences(cases, deployed.complete(cases, kill))
     follows.boot()
@@ -234,19 +255,24 @@ def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
     assert not differences(cases, deployed.complete(cases))
 
 
+@FAULT
 def test_a_leader_that_is_cut_off_is_followed_by_another_and_not_heard_again(
     deployed: Deployed,
 ) -> None:
     cases = everyday_cases(12, SEED)
     leads = deployed.host_of("decode-0")
+    num_starts = deployed.server.status().processes["decode-0"].num_starts
 
     async def cut() -> None:
-        await asyncio.sleep(1.0)
-        leads.unplug()
-        await asyncio.sleep(8.0)
+        async with deployed.held():
+            leads.unplug()
+
+        def is_followed() -> bool:
+            return deployed.server.status().processes["decode-0"].num_starts > num_starts
+
+        await wait_for(is_followed, "another leader is started")
         leads.plug()
 
-    num_starts = deployed.server.status().processes["decode-0"].num_starts
     assert not differences(cases, deployed.complete(cases, cut))
     deployed.wait_started_again("decode-0", num_starts)
     assert not differences(cases, deployed.complete(cases))
@@ -261,19 +287,20 @@ def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
     rolling: list[Any] = []
 
     async def roll_out() -> None:
-        await asyncio.sleep(0.5)
-        command = ["hadal", "rollout", "--run-folder", str(server.folder)]
-        rolling.append(deployed.hosts[0].start("rollout", command))
+        async with deployed.held():
+            command = ["hadal", "rollout", "--run-folder", str(server.folder)]
+            rolling.append(deployed.hosts[0].start("rollout", command))
 
     assert not differences(cases, deployed.complete(cases, roll_out))
     while rolling[0].poll() is None:
         deployed.keep_ray_nodes()
         assert not differences(cases, deployed.complete(cases))
-    assert rolling[0].wait(5) == 0, deployed.hosts[0].log_path("rollout").read_text()
+    assert rolling[0].wait(DEADLINE_S) == 0, deployed.hosts[0].log_path("rollout").read_text()
     after = {name: one.num_starts for name, one in server.status().processes.items()}
     assert {name: after[name] - before[name] for name in units} == dict.fromkeys(units, 1)
 
 
+@FAULT
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew(
     deployed: Deployed,
 ) -> None:
@@ -281,34 +308,24 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew
     cases = everyday_cases(12, SEED)
     far = [*OURS, "gateway-1"]
     before = {name: (deployed.host_of(name), deployed.pid_of(name)) for name in far}
-    answered_s, ready_s, next_s = [], [], []
     url = f"http://{deployed.host_of('gateway-1').address}:8000"
 
-    async def ask() -> None:
-        assert not differences(cases, await complete_all(url, "hadal-tiny", cases))
-        answered_s.append(time.monotonic())
-
     async def kill_and_follow() -> None:
-        asking = asyncio.ensure_future(ask())
-        await asyncio.sleep(0.3)
-        deployed.hosts[0].signal("serve", signal.SIGKILL)
-        deployed.server.process.wait(10)
-        began_s = time.monotonic()
-        folder = deployed.server.folder.parent
-        deployed.server = deployed.hosts.serve(folder, "next", **THREE_HOSTS)
-        await asyncio.to_thread(deployed.hosts[0].call, lambda: deployed.server.wait_ready(120))
-        ready_s.append(time.monotonic())
-        next_s.append(ready_s[0] - began_s)
-        await asking
+        async with deployed.held():
+            deployed.hosts[0].signal(deployed.name, signal.SIGKILL)
+            deployed.server.process.wait(DEADLINE_S)
+            folder = deployed.server.folder.parent
+            deployed.server = deployed.hosts.serve(folder, "next", **THREE_HOSTS)
+            deployed.name = "next"
+            await asyncio.to_thread(deployed.hosts[0].call, deployed.server.wait_ready)
 
-    deployed.hosts[0].call(lambda: asyncio.run(kill_and_follow()))
-    assert answered_s[0] > ready_s[0] - 0.5, "all was answered before; this test shows nothing"
+    assert not differences(cases, deployed.complete(cases, kill_and_follow, url))
     deployed.wait_whole()
     assert {name: (deployed.host_of(name), deployed.pid_of(name)) for name in far} == before
     assert not differences(cases, deployed.complete(cases))
-    print(f"ready again after {next_s[0]:.1f} s")
 
 
+@FAULT
 def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:
     with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
         second = serve(
@@ -319,25 +336,11 @@ def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) 
             decode={**SMALL, "ranks": 2},
             cluster={**deployed.hosts.cluster, "place_timeout_s": 3.0},
         )
-        assert second.server.process.wait(60) == EXIT_CONFIG
+        assert second.server.process.wait(DEADLINE_S) == EXIT_CONFIG
     assert "nodes 1-2 not found within 3 s" in second.server.log()
     assert "1 CPU are needed free each, and the cluster has 1 x 2 CPU, 2 x 4 CPU" in (
         second.server.log()
     )
-
-
-def test_it_ends_and_gives_all_back(deployed: Deployed) -> None:
-    names = sum((host.names() for host in deployed.hosts), Counter())
-    assert {name: names[name] for name in OURS} == dict.fromkeys(OURS, 1), (
-        "as a leader that was followed by another, and still runs"
-    )
-    deployed.hosts[0].signal("next", signal.SIGTERM)
-    assert deployed.server.process.wait(30) == 0
-
-    def is_gone() -> bool:
-        return not any(host.names().keys() & OURS or host.pools() for host in deployed.hosts)
-
-    wait_until(is_gone, "nothing of it is left on any host")
 
 
 @pytest.mark.full
@@ -352,27 +355,26 @@ def test_a_supervisor_that_is_cut_off_is_followed_on_another_host_and_ends_when_
         (first := Path(folder) / "1").mkdir()
         (second := Path(folder) / "2").mkdir()
         cut_off = Deployed(hosts, hosts.serve(first, "first", 3, cluster=cluster, **tables))
-        hosts[3].call(lambda: cut_off.server.wait_ready(120))
+        hosts[3].call(cut_off.server.wait_ready)
         cut_off.wait_whole()
         before = {name: (cut_off.host_of(name), cut_off.pid_of(name)) for name in OURS}
         hosts[3].unplug()
-        began_s = time.monotonic()
         next_one = Deployed(hosts, hosts.serve(second, "second", 0, cluster=cluster, **tables))
-        hosts[0].call(lambda: next_one.server.wait_ready(120))
-        print(f"answers again after {time.monotonic() - began_s:.1f} s")
+        hosts[0].call(next_one.server.wait_ready)
 
         async def plug() -> None:
-            await asyncio.sleep(1.0)
-            hosts[3].plug()
+            async with next_one.held():
+                hosts[3].plug()
 
         assert not differences(cases, next_one.complete(cases, plug))
-        assert cut_off.server.process.wait(180) == EXIT_GAVE_UP, cut_off.server.log()[-3000:]
+        code = cut_off.server.process.wait(DEADLINE_S)
+        assert code == EXIT_GAVE_UP, cut_off.server.log()[-3000:]
         assert "another `hadal serve` has taken over" in cut_off.server.log()
         next_one.wait_whole()
         assert {name: (next_one.host_of(name), next_one.pid_of(name)) for name in OURS} == before
         assert not differences(cases, next_one.complete(cases))
         hosts[0].signal("second", signal.SIGTERM)
-        assert next_one.server.process.wait(60) == 0
+        assert next_one.server.process.wait(DEADLINE_S) == 0
 
 
 # ---- at full size: seven hosts ----
@@ -392,12 +394,12 @@ def spread() -> Iterator[Callable[..., Any]]:
             with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
                 deployed = serve(hosts, Path(folder), **units, **tables)
                 try:
-                    hosts[0].call(lambda: deployed.server.wait_ready(300))
-                    deployed.wait_whole(300)
+                    hosts[0].call(deployed.server.wait_ready)
+                    deployed.wait_whole()
                     yield deployed
                 finally:
                     hosts[0].signal("serve", signal.SIGTERM)
-                    deployed.server.process.wait(60)
+                    deployed.server.process.wait(DEADLINE_S)
                     print(deployed.server.log()[-5000:])
 
         yield start
@@ -476,35 +478,30 @@ FAULTS = (power, ray_node, ray_head, cut, cut, flapping, lossy, slow)
 NUM_ROUNDS = int(os.environ.get("HADAL_ROUNDS", "40"))
 
 
-def print_times(what: str, times: Sequence[float]) -> None:
-    """Median and worst."""
-    if times:
-        print(
-            f"{what}: {len(times)}, median {statistics.median(times):.1f} s, worst {max(times):.1f} s"
-        )
-
-
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("nft") is None, reason="packets are lost by nft (nftables)")
+@pytest.mark.needs("nft")
 def test_rounds_of_faults(spread: Callable[..., Any]) -> None:
     """A fault in each round while answers stream: the same texts, none lost, whole again."""
-    rng, times = random.Random(SEED), []
+    rng = random.Random(SEED)
     with spread() as deployed:
         for number in range(NUM_ROUNDS):
             fault, host = rng.choice(FAULTS), rng.choice(deployed.hosts.hosts[1:])
             cases = make_cases(24, SEED + number)
-            began_s = time.monotonic()
+            num_steps = rng.randrange(40)
+            began_s = unix_now()
 
-            async def disturb(fault: Any = fault, host: Host = host, number: int = number) -> None:
-                await asyncio.sleep(rng.uniform(0.2, 2.0))
+            async def disturb(
+                fault: Any = fault, host: Host = host, number: int = number, after: int = num_steps
+            ) -> None:
+                async with deployed.held(after=after):
+                    pass
                 await fault(deployed.hosts, host, random.Random(number))
 
             outputs = deployed.complete(cases, disturb)
-            answered_s = time.monotonic() - began_s
+            answered_s = unix_now() - began_s
             assert not differences(cases, outputs), (number, fault.__name__, host.number)
-            deployed.wait_whole(300)
-            times.append((fault.__name__, time.monotonic() - began_s))
-            told = f"answered {answered_s:.1f}, whole {times[-1][1]:.1f} s"
+            deployed.wait_whole()
+            told = f"answered {answered_s:.1f}, whole {unix_now() - began_s:.1f} s"
             print(number, fault.__name__, host.number, told, flush=True)
         assert deployed.blocks_used() == 0, "nothing runs"
         names = sum((each.names() for each in deployed.hosts), Counter())
@@ -514,9 +511,4 @@ def test_rounds_of_faults(spread: Callable[..., Any]) -> None:
         ranks = [name for name in units if "." in name]
         assert sum(len(each.pools()) for each in deployed.hosts) == len(ranks)
         log = deployed.server.log()
-    noticed = [float(found) for found in re.findall(r"has said nothing for ([\d.]+) s", log)]
-    for fault in dict.fromkeys(FAULTS):
-        of_fault = [whole_s for name, whole_s in times if name == fault.__name__]
-        print_times(f"whole again after {fault.__name__}", of_fault)
-    print_times("a node is lost", noticed)
-    assert not noticed or max(noticed) <= 3.0
+    print("nodes were lost after", *re.findall(r"has said nothing for ([\d.]+) s", log))

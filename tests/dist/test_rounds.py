@@ -1,11 +1,11 @@
-"""Any process of a server dies or freezes while answers stream: the texts are those of an
-undisturbed server.
+"""Any process of a server dies or freezes while answers stream: the texts are those of an undisturbed
+server.
 
-Each round strikes one process, the gateway, a leader, a rank or the supervisor, with SIGKILL or
-SIGSTOP, when some of the answers are in the middle, and prints when that was and how many. Who asks
-is a plain client: where its connection breaks, which only the end of the gateway or of the whole
-server may cause, it asks again. Nobody restarts a supervisor but the test; a stopped one goes on
-after a while. `HADAL_LEVEL=all`: 30 rounds, and 10 on a starved processor.
+Each round strikes one process, the gateway, a leader, a rank or the supervisor, with SIGKILL or SIGSTOP,
+while the gate holds the answers in the middle. A plain client asks: where its connection breaks, which
+only the end of the gateway or of the whole server may cause, it asks again. The test alone starts a
+supervisor again; a stopped one goes on after a while. `HADAL_LEVEL=all`: 30 rounds, and 10 on a starved
+processor.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
@@ -24,26 +21,23 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.dist import gate
 from tests.dist.oracle import FULL
 from tests.dist.serving import Server, StartServer
-from tests.dist.test_starved import NUM_SPINNING, on_one_processor, spinning
+from tests.dist.test_starved import NUM_SPINNING, ON_ONE_PROCESSOR, spinning
 from tests.fresh import fresh
-from tests.waiting import wait_until
+from tests.levels import MORE
+from tests.waiting import DEADLINE_S, wait_for
 
-NUM_ROUNDS, NUM_STARVED = (30, 10) if FULL else (3, 1)
-NUM_FIXED = 2
-"""Of the rounds where not all are run; the others are new in every run."""
+pytestmark = pytest.mark.more(
+    "test_rank_processes and test_supervision strike each kind of process"
+)
+NUM_ROUNDS = 30 if FULL else 8 if MORE else 2
+NUM_STARVED = 10 if FULL else 1
 RANKS = 2
 """Of each unit, so that each has a leader of its own."""
 NUM_ANSWERS = 6
-NUM_TOKENS = 240 if FULL else 140
-NUM_TRIES = 5
-"""Until a strike comes in the middle of some answers: on a starved processor all of an answer may
-come at once.
-"""
-WHOLE_AGAIN_S = 120.0
-STARVED_S = 900.0
-"""The same on a starved processor."""
+NUM_TOKENS = 240 if FULL else 100
 PAUSE_S = 3.0
 """Of a stopped supervisor."""
 GATEWAY, LEADER, RANK, SUPERVISOR = KINDS = ("gateway", "leader", "rank", "supervisor")
@@ -59,24 +53,15 @@ class Answer:
     is_done: bool = False
     num_breaks: int = 0
 
-    @property
-    def is_streaming(self) -> bool:
-        return bool(self.text) and not self.is_done
-
 
 @dataclass
 class Rounds:
-    """A server, or one after another; the texts it gives undisturbed; and what the rounds
-    showed.
-    """
+    """A server, or one after another, and the texts it gives undisturbed."""
 
     start: Callable[[], Server]
     rng: random.Random
-    whole_again_s: float
     server: Server = field(init=False)
     texts: list[str] = field(init=False)
-    took_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """From the strike until the server was whole again, by what was struck how."""
 
     def __post_init__(self) -> None:
         self.server = self.start()
@@ -87,117 +72,66 @@ class Rounds:
     def run(self, strike: Strike) -> None:
         """One round."""
         number, kind = strike
-        victim, what = self._victim(kind), f"{number.name} of {kind}"
         before = self.server.pids()
+        victim = self._victim(kind)
+        what = f"{number.name} of {victim}"
+        print(what, flush=True)
         answers = [Answer() for _ in range(NUM_ANSWERS)]
-        took_s = asyncio.run(self._strike_midway(strike, victim, answers))
-        assert [answer.text for answer in answers] == self.texts, f"{what} ({victim})"
+        asyncio.run(self._strike_midway(strike, victim, answers))
+        assert [answer.text for answer in answers] == self.texts, what
         num_breaks = sum(answer.num_breaks for answer in answers)
         may_break = kind == GATEWAY or strike == (SIGKILL, SUPERVISOR)
-        assert may_break or not num_breaks, f"{what} ({victim}) broke {num_breaks} connections"
-        self.took_s[what].append(took_s)
-        print(
-            f"    whole again after {took_s:.1f} s; connections that broke or were refused:"
-            f" {num_breaks}",
-            flush=True,
-        )
-        others = (
-            {name for name in before if not _is_near(name, victim)} if kind != SUPERVISOR else set()
-        )
-        assert {name: self.server.pids()[name] for name in others} == {
-            name: before[name] for name in others
-        }
+        assert may_break or not num_breaks, f"{what} broke {num_breaks} connections"
+        now = self.server.pids()
+        others = {name for name in before if not _is_near(name, victim)}
+        assert kind == SUPERVISOR or {name for name in others if now[name] != before[name]} == set()
         assert "the server ends" not in self.server.log()
 
-    def told(self) -> str:
-        """How long it took, by what was done."""
-        every = [seconds for took_s in self.took_s.values() for seconds in took_s]
-        return "\n".join(
-            f"{what}: {len(took_s)} rounds, median {statistics.median(took_s):.1f} s, worst"
-            f" {max(took_s):.1f} s"
-            for what, took_s in [*sorted(self.took_s.items()), ("all", every)]
-        )
-
     def _victim(self, kind: str) -> str:
-        names = self.server.pids().keys()
+        names = sorted(self.server.pids())
         if kind == RANK:
-            return self.rng.choice(sorted(name for name in names if "." in name))
+            return self.rng.choice([name for name in names if "." in name])
         if kind == LEADER:
-            return self.rng.choice(
-                sorted(name for name in names if "-" in name and "." not in name)
-            )
+            return self.rng.choice([name for name in names if "-" in name and "." not in name])
         return kind
 
-    async def _strike_midway(self, strike: Strike, victim: str, answers: list[Answer]) -> float:
-        """Ask, strike when a part of an answer is there, and get every answer. Returns how long it
-        took from the strike until the server was whole.
-        """
+    async def _strike_midway(self, strike: Strike, victim: str, answers: list[Answer]) -> None:
+        """Ask, strike when a part of an answer is there, and get every answer."""
         number, kind = strike
         before = self.server.pids()
-        for _ in range(NUM_TRIES):
-            asking = asyncio.ensure_future(self._ask_all(answers))
-            share = self.rng.uniform(0.05, 0.7)
-            while len(answers[0].text) < share * len(self.texts[0]) and not asking.done():
-                await asyncio.sleep(0.005)
-            num_streaming = sum(answer.is_streaming for answer in answers)
-            if num_streaming:
-                break
-            await asking
-            assert [answer.text for answer in answers] == self.texts
-            answers[:] = [Answer() for _ in answers]
-        struck_s = time.monotonic()
-        now = time.strftime("%H:%M:%S")
-        print(
-            f"  {now} {number.name} of {victim}: {num_streaming} of {len(answers)} answers stream",
-            flush=True,
-        )
-        assert num_streaming, "there is nothing to lose"
+        self.server.gate.hold(gate.DECODE, self.rng.randrange(5, NUM_TOKENS - 5))
+        asking = asyncio.ensure_future(self._ask_all(answers))
+        await wait_for(lambda: any(answer.text for answer in answers), "an answer streams")
         if kind == SUPERVISOR:
             self.server.process.send_signal(number)
         else:
             self.server.kill(victim, number)
+        self.server.gate.open()
         if strike == (SIGSTOP, SUPERVISOR):
             await asyncio.sleep(PAUSE_S)
             self.server.process.send_signal(SIGCONT)
         elif strike == (SIGKILL, SUPERVISOR):
-            self.server.process.wait(10)
+            self.server.process.wait(DEADLINE_S)
             self.server = await asyncio.to_thread(self.start)
-        took_s = await asyncio.to_thread(self._wait_whole, victim, before, struck_s)
+        await wait_for(lambda: self._is_whole(victim, before), f"whole again without {victim}")
         await asking
-        return took_s
-
-    def _wait_whole(self, victim: str, before: dict[str, int], struck_s: float) -> float:
-        wait_until(
-            lambda: self._is_whole(victim, before),
-            f"whole again without {victim}",
-        )
-        return time.monotonic() - struck_s
 
     async def _ask_all(self, answers: list[Answer]) -> list[Answer]:
-        deadline_s = time.monotonic() + self.whole_again_s
         limits = httpx.Limits(max_connections=2 * NUM_ANSWERS)
-        async with httpx.AsyncClient(timeout=self.whole_again_s, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=DEADLINE_S, limits=limits) as client:
             await asyncio.gather(
-                *(
-                    self._ask(client, index, answer, deadline_s)
-                    for index, answer in enumerate(answers)
-                )
+                *(self._ask(client, index, answer) for index, answer in enumerate(answers))
             )
         return answers
 
-    async def _ask(
-        self, client: httpx.AsyncClient, index: int, answer: Answer, deadline_s: float
-    ) -> None:
+    async def _ask(self, client: httpx.AsyncClient, index: int, answer: Answer) -> None:
         """Ask until an answer has come to its end. What came before a break is forgotten, and was
         right so far.
         """
         while not answer.is_done:
-            assert time.monotonic() < deadline_s, (
-                f"answer {index} does not come; it has {len(answer.text)} characters"
-            )
             try:
                 await self._stream(client, index, answer)
-            except httpx.TransportError:
+            except (httpx.NetworkError, httpx.ProtocolError):
                 assert self.texts[index].startswith(answer.text)
                 answer.text = ""
                 answer.num_breaks += 1
@@ -214,8 +148,7 @@ class Rounds:
             "stop_repetition": False,
         }
         async with client.stream("POST", f"{self.server.url}/v1/completions", json=body) as reply:
-            if reply.status_code != 200:
-                raise AssertionError(f"{reply.status_code}: {(await reply.aread()).decode()}")
+            assert reply.status_code == 200, await reply.aread()
             async for line in reply.aiter_lines():
                 if line == "data: [DONE]":
                     answer.is_done = True
@@ -224,7 +157,7 @@ class Rounds:
                     assert "error" not in event, event
                     answer.text += "".join(choice["text"] for choice in event["choices"])
 
-    def _is_whole(self, victim: str, before: dict[str, int]) -> bool:
+    async def _is_whole(self, victim: str, before: dict[str, int]) -> bool:
         """Everything runs and is known to the front, and the victim is another."""
         processes = self.server.status().processes
         if any(process.phase != "ready" for process in processes.values()):
@@ -232,13 +165,12 @@ class Rounds:
         if victim in before and processes[victim].pid == before[victim]:
             return False
         try:
-            health = httpx.get(f"{self.server.url}/health", timeout=10)
+            async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+                health = await client.get(f"{self.server.url}/health")
         except httpx.TransportError:
             return False
-        return health.status_code == 200 and health.json()["ranks_up"] == {
-            "prefill-0": RANKS,
-            "decode-0": RANKS,
-        }
+        whole = {"prefill-0": RANKS, "decode-0": RANKS}
+        return health.status_code == 200 and health.json()["ranks_up"] == whole
 
 
 def _is_near(name: str, victim: str) -> bool:
@@ -248,15 +180,8 @@ def _is_near(name: str, victim: str) -> bool:
 
 def start_ranked(start_server: StartServer, **options: Any) -> Server:
     unit = {"ranks": RANKS, "kv_memory_mb": 32}
-    return start_server(prefill=unit, decode=unit | {"redundant_experts": 64}, **options)
-
-
-def start_starved(start_server: StartServer) -> Server:
-    """Where the spinning processes are. Who asks is elsewhere, and sees what comes when it comes."""
-    with on_one_processor():
-        server = start_ranked(start_server, wait=False, is_plain=True)  # A fork would be elsewhere.
-    server.wait_ready(STARVED_S)
-    return server
+    decode = unit | {"redundant_experts": 64}
+    return start_server(prefill=unit, decode=decode, collective_timeout_s=120.0, **options)
 
 
 def drawn(num_rounds: int, rng: random.Random) -> list[Strike]:
@@ -269,33 +194,32 @@ def drawn(num_rounds: int, rng: random.Random) -> list[Strike]:
 
 def audited(server: Server) -> None:
     """Nothing leaked, at rest."""
-    reply = httpx.get(f"{server.url}/audit", timeout=30)
+    reply = httpx.get(f"{server.url}/audit", timeout=60)
     assert reply.status_code == 200, reply.text
     assert all(unit["num_blocks_used"] == 0 for unit in reply.json()["units"].values()), reply.text
 
 
+@pytest.mark.slow("each round waits until the server is whole again")
 @pytest.mark.timeout(3600)
 def test_no_answer_shows_what_died_or_froze(start_server: StartServer) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
-    strikes = drawn(NUM_ROUNDS, random.Random(41))
-    if not FULL:
-        strikes = strikes[:NUM_FIXED] + drawn(NUM_ROUNDS - NUM_FIXED, random.Random(seed))
-    rounds = Rounds(lambda: start_ranked(start_server), random.Random(seed), WHOLE_AGAIN_S)
-    for strike in strikes:
+    rounds = Rounds(lambda: start_ranked(start_server), random.Random(seed))
+    for strike in drawn(NUM_ROUNDS, random.Random(seed)):
         rounds.run(strike)
     audited(rounds.server)
-    print(rounds.told())
 
 
+@pytest.mark.slow("fifteen spinning processes share its processor")
 @pytest.mark.timeout(7200)
 def test_nothing_is_lost_or_given_up_on_a_starved_machine(start_server: StartServer) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
-    rounds = Rounds(lambda: start_starved(start_server), random.Random(seed), STARVED_S)
+    rounds = Rounds(
+        lambda: start_ranked(start_server, environment=ON_ONE_PROCESSOR), random.Random(seed)
+    )
     strikes = drawn(NUM_STARVED, random.Random(seed)) if FULL else [(SIGKILL, GATEWAY)]
     with spinning(NUM_SPINNING):
         for strike in strikes:
             rounds.run(strike)
     audited(rounds.server)
-    print(rounds.told())

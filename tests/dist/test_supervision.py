@@ -10,11 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,40 +20,22 @@ import pytest
 from hadal.runtime.launch import SAME_SIGNAL_S
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import remove_stale_shared_memory
-from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive
-from tests.waiting import wait_until
+from tests.dist.answers import asked, complete, under_way
+from tests.dist.serving import SOURCE, STOP_TIMEOUT_S, Server, StartServer, blocks_used
+from tests.processes import is_alive
+from tests.waiting import DEADLINE_S, wait_until
 
-PROMPT = list(range(10, 130))
-"""Token ids: two blocks of KV, whatever the tokenizer."""
-
-
-def body(num_tokens: int, **fields: Any) -> dict[str, Any]:
-    return {
-        "prompt": PROMPT,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        **fields,
-    }
-
-
-def complete(server: Server, num_tokens: int) -> str:
-    """A greedy completion in one piece."""
-    reply = httpx.post(
-        f"{server.url}/v1/completions", json=body(num_tokens, model=server.model), timeout=60
-    )
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["usage"]["completion_tokens"] == num_tokens
-    return str(reply.json()["choices"][0]["text"])
+NUM_TOKENS = 60
+DRAINS = "one drain is in `make test`"
 
 
 def stream(
     server: Server, num_tokens: int, model: str, client: httpx.Client | None = None
 ) -> Iterator[str]:
-    """The same, piece by piece."""
-    fields = body(num_tokens, model=model, stream=True)
+    """Yield a greedy completion piece by piece."""
+    fields = asked(server, num_tokens) | {"model": model, "stream": True}
     with (client or httpx).stream(
-        "POST", f"{server.url}/v1/completions", json=fields, timeout=60
+        "POST", f"{server.url}/v1/completions", json=fields, timeout=DEADLINE_S
     ) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
@@ -66,74 +46,71 @@ def stream(
                     yield choice["text"]
 
 
-def act_midway(server: Server, num_tokens: int, act: Callable[[], object]) -> None:
-    """Stream a completion, and do something after a few pieces."""
-    for index, _ in enumerate(stream(server, num_tokens, server.model)):
-        if index == 5:
-            act()
+def wait_replaced(server: Server, name: str, old_pid: int) -> None:
+    """Wait until its end was noticed."""
+    wait_until(lambda: server.pids()[name] != old_pid, f"the end of {name} was noticed")
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize(
+    "victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.more("it has no stream"))]
+)
 def test_a_stream_goes_on_where_it_stopped_when_a_unit_is_killed(
-    server: Server, victim: str
+    mortal: StartServer, victim: str
 ) -> None:
-    undisturbed = complete(server, 300)
-    pieces: list[str] = []
-    old_pid = 0
-    for piece in stream(server, 300, server.model):
-        pieces.append(piece)
-        if len(pieces) == 10:
-            old_pid = server.kill(victim)
-            wait_until(lambda gone=old_pid: server.pids()[victim] != gone, "its end was noticed")
-    assert "".join(pieces) == undisturbed
+    server = mortal()
+    undisturbed = complete(server, NUM_TOKENS)
+    streams = under_way(server, "decode-0", NUM_TOKENS)
+    old_pid = server.kill(victim)
+    wait_replaced(server, victim, old_pid)
+    server.gate.open()
+    assert streams.join() == [undisturbed]
     server.wait_restarted(victim, old_pid)
     assert len(server.shared_pools()) == 2
-    assert complete(server, 300) == undisturbed
+    assert complete(server, NUM_TOKENS) == undisturbed
 
 
-def test_requests_survive_the_prefill_unit_they_wait_for(server: Server) -> None:
+def test_requests_survive_the_prefill_unit_they_wait_for(mortal: StartServer) -> None:
+    server = mortal()
     undisturbed = complete(server, 8)
-    old_pid = server.kill("prefill-0", signal.SIGSTOP)
-    answers: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(complete(server, 8))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.5)  # They are in its queue; if not all are, the test is only easier.
-    assert answers == []
-    os.kill(old_pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-    assert answers == [undisturbed] * 4
+    streams = under_way(server, "prefill-0", 8, number=4)
+    assert not any(streams.texts)
+    old_pid = server.kill("prefill-0")
+    server.gate.open()
+    assert streams.join() == [undisturbed] * 4
     server.wait_restarted("prefill-0", old_pid)
 
 
-def test_a_killed_gateway_comes_back_and_connections_wait_for_it(server: Server) -> None:
-    undisturbed = complete(server, 100)
+def test_a_killed_gateway_comes_back_and_connections_wait_for_it(mortal: StartServer) -> None:
+    server = mortal()
+    undisturbed = complete(server, NUM_TOKENS)
     address = httpx.URL(server.url)
-    old_pid = server.pids()["gateway"]
+    streams = under_way(server, "decode-0", NUM_TOKENS)
+    old_pid = server.kill("gateway")
     with pytest.raises(httpx.TransportError):
-        act_midway(server, 3000, lambda: server.kill("gateway"))
+        streams.join()
+    server.gate.open()
     # Nobody is refused meanwhile.
-    with socket.create_connection((address.host, address.port), timeout=5):
+    with socket.create_connection((address.host, address.port), timeout=DEADLINE_S):
         server.wait_restarted("gateway", old_pid)
-    assert complete(server, 100) == undisturbed
-    # What the units held for streams that are gone is freed.
-    wait_until(lambda: _blocks_used(server) == [0.0, 0.0], "all blocks are free")
+    assert complete(server, NUM_TOKENS) == undisturbed
+    wait_until(lambda: blocks_used(server) == 0, "what units held for lost streams is freed")
 
 
-def test_a_hung_gateway_is_replaced(server: Server) -> None:
+@pytest.mark.more("gateways that are killed are replaced in `make test`")
+def test_a_hung_gateway_is_replaced(mortal: StartServer) -> None:
+    server = mortal()
     undisturbed = complete(server, 8)
     old_pid = server.kill("gateway", signal.SIGSTOP)
-    wait_until(lambda: server.pids()["gateway"] != old_pid, "that it hangs was noticed")
+    wait_replaced(server, "gateway", old_pid)
     assert complete(server, 8) == undisturbed
     server.wait_restarted("gateway", old_pid)
     assert not is_alive(old_pid)
     assert f"gateway (pid {old_pid}) has not moved for" in server.log()
 
 
-def test_requests_wait_for_a_gateway_and_a_unit_that_died_together(server: Server) -> None:
+@pytest.mark.more("each of them dies alone in `make test`")
+def test_requests_wait_for_a_gateway_and_a_unit_that_died_together(mortal: StartServer) -> None:
+    server = mortal()
     undisturbed = complete(server, 8)
     old_gateway, old_unit = server.kill("gateway"), server.kill("decode-0")
     assert complete(server, 8) == undisturbed
@@ -141,8 +118,10 @@ def test_requests_wait_for_a_gateway_and_a_unit_that_died_together(server: Serve
     server.wait_restarted("decode-0", old_unit)
 
 
-def test_a_status_that_cannot_be_written_ends_nothing(server: Server) -> None:
+@pytest.mark.more("a disk that is full is rare")
+def test_a_status_that_cannot_be_written_ends_nothing(mortal: StartServer) -> None:
     """As on a disk that is full."""
+    server = mortal()
     undisturbed = complete(server, 8)
     (server.folder / "status.json.new").mkdir()
     old_pid = server.kill("decode-0")
@@ -156,32 +135,36 @@ def test_a_status_that_cannot_be_written_ends_nothing(server: Server) -> None:
     assert complete(server, 8) == undisturbed
 
 
-def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(server: Server) -> None:
-    pids = server.pids()
+@pytest.mark.more("tests of Watch have it in simulated time")
+def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(mortal: StartServer) -> None:
+    server = mortal()
+    pids, num_bytes = server.pids(), len(server.log())
     server.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.0)
+    time.sleep(3.0)  # Longer than it lets a gateway or a unit be silent.
     server.process.send_signal(signal.SIGCONT)
-    time.sleep(1.0)
-    assert server.pids() == pids
+    # It has judged all of them by the time at which it has started another in the place of one.
+    server.kill("prefill-0")
+    server.wait_restarted("prefill-0", pids["prefill-0"])
+    left = {name: pid for name, pid in pids.items() if name != "prefill-0"}
+    assert server.pids() | left == server.pids()
+    assert "has not moved for" not in server.log()[num_bytes:]
 
 
-def test_a_silent_unit_is_killed_and_its_requests_go_on(start_server: StartServer) -> None:
-    server = start_server(unit_timeout_s=1.25, rank_timeout_s=1.0, heartbeat_s=0.1)
-    undisturbed = complete(server, 150)
-    # It must have lived longer than the timeout to be taken for silent.
-    time.sleep(1.5)
-    pieces: list[str] = []
-    for piece in stream(server, 150, server.model):
-        pieces.append(piece)
-        if len(pieces) == 5:
-            old_pid = server.kill("decode-0", signal.SIGSTOP)
-    assert "".join(pieces) == undisturbed
+@pytest.mark.more("worlds have silent units in simulated time")
+def test_a_silent_unit_is_killed_and_its_requests_go_on(mortal: StartServer) -> None:
+    server = mortal()
+    undisturbed = complete(server, NUM_TOKENS)
+    time.sleep(2.0)  # It must have lived longer than unit_timeout_s to be taken for silent.
+    streams = under_way(server, "decode-0", NUM_TOKENS)
+    old_pid = server.kill("decode-0", signal.SIGSTOP)
+    server.gate.open()
+    assert streams.join() == [undisturbed]
     server.wait_restarted("decode-0", old_pid)
     assert not is_alive(old_pid)
 
 
 def fork_servers(server: Server) -> list[int]:
-    """The process that its units were forked from, by its parent."""
+    """Return the process that its units were forked from, by its parent."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -196,18 +179,21 @@ def fork_servers(server: Server) -> list[int]:
     return found
 
 
-def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
+def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
+    """As a user's shell starts it, which is slower."""
     server = start_server(is_plain=True)
+    assert complete(server, NUM_TOKENS)
     pids = list(server.pids().values())
     pools = server.shared_pools()
     assert len(pools) == 2
     server.process.kill()
-    server.process.wait(5)
+    server.process.wait(DEADLINE_S)
     wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
     # What it could not remove itself its fork server does, when the socket between them ends.
     wait_until(lambda: not server.shared_pools(), "its shared memory is gone")
 
 
+@pytest.mark.more("a killed supervisor is in `make test`")
 def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartServer) -> None:
     server = start_server()
     pools = server.shared_pools()
@@ -218,7 +204,7 @@ def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartS
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     server.process.kill()
-    server.process.wait(5)
+    server.process.wait(DEADLINE_S)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -236,58 +222,54 @@ def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartS
 
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartServer) -> None:
     server = start_server()
-    undisturbed = complete(server, 800)
-    model, url = server.model, server.url
-    pieces: list[str] = []
-    refused: list[httpx.Response] = []
-    with httpx.Client(timeout=10) as client:
+    undisturbed = complete(server, NUM_TOKENS)
+    url, body = server.url, asked(server, 5)
+    with httpx.Client(timeout=DEADLINE_S) as client:
         client.get(f"{url}/health")  # A connection that is open already.
-        for piece in stream(server, 800, model):
-            pieces.append(piece)
-            if len(pieces) == 5:
-                server.process.terminate()
-                # The gateway has to hear of it first.
-                wait_until(
-                    lambda: client.get(f"{url}/health").json()["status"] == "draining",
-                    "it drains",
-                )
-            if len(pieces) == 6:
-                refused.append(client.post(f"{url}/v1/completions", json=body(5, model=model)))
-    assert "".join(pieces) == undisturbed
-    assert [reply.status_code for reply in refused] == [503]
-    assert "Retry-After" in refused[0].headers
+        streams = under_way(server, "decode-0", NUM_TOKENS)
+        server.process.terminate()
+        wait_until(
+            lambda: client.get(f"{url}/health").json()["status"] == "draining",
+            "the gateway drains",
+        )
+        refused = client.post(f"{url}/v1/completions", json=body)
+    server.gate.open()
+    assert streams.join() == [undisturbed]
+    assert refused.status_code == 503
+    assert "Retry-After" in refused.headers
     assert server.process.wait(STOP_TIMEOUT_S) == 0
 
 
+@pytest.mark.more(DRAINS)
 def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
     server = start_server()
     pids = list(server.pids().values())
-
-    def end_twice() -> None:
-        server.process.terminate()
-        wait_until(lambda: server.status().draining, "it drains")
-        time.sleep(2 * SAME_SIGNAL_S)
-        server.process.terminate()
-
+    streams = under_way(server, "decode-0", NUM_TOKENS)
+    server.process.terminate()
+    wait_until(lambda: server.status().draining, "it drains")
+    time.sleep(2 * SAME_SIGNAL_S)
+    server.process.terminate()
     with pytest.raises(httpx.TransportError):
-        act_midway(server, 3900, end_twice)
-    assert server.process.wait(3) == 128 + signal.SIGTERM
-    assert not any(is_alive(pid) for pid in pids)
+        streams.join()
+    assert server.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
 
 
+@pytest.mark.more(DRAINS)
 def test_a_signal_that_comes_twice_is_one(start_server: StartServer) -> None:
     """As make passes on what its whole group was sent: the stream ends as after one."""
     server = start_server()
+    undisturbed = complete(server, NUM_TOKENS)
+    streams = under_way(server, "decode-0", NUM_TOKENS)
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        server.process.send_signal(number)  # When it goes on, it is sent both at once.
+    wait_until(lambda: server.status().draining, "it drains")
+    server.gate.open()
+    assert streams.join() == [undisturbed]
+    assert server.process.wait(DEADLINE_S) == 0
 
-    def end_twice() -> None:
-        server.process.terminate()
-        time.sleep(SAME_SIGNAL_S / 10)
-        server.process.terminate()
 
-    act_midway(server, 600, end_twice)
-    assert server.process.wait(30) == 0
-
-
+@pytest.mark.more("tests of the checkpoint's reader have damaged files")
 def test_a_damaged_checkpoint_ends_it_with_the_files_name(
     start_server: StartServer, tmp_path: Path
 ) -> None:
@@ -299,48 +281,40 @@ def test_a_damaged_checkpoint_ends_it_with_the_files_name(
     damaged.unlink()
     damaged.write_bytes(content[: len(content) // 2])
     server = start_server(wait=False, model=str(tmp_path))
-    assert server.process.wait(60) == 2
+    assert server.process.wait(DEADLINE_S) == 2
     assert damaged.name in server.log()
     assert "Traceback" not in server.log()
 
 
-def test_two_servers_do_not_mix(server: Server, start_server: StartServer) -> None:
-    first, second = server, start_server(environment={"HADAL_API_KEYS": "secret"})
+@pytest.mark.more("it starts the command anew")
+def test_two_servers_do_not_mix(borrow: StartServer) -> None:
+    first, second = borrow(), borrow("--api-key", "k")
     assert first.url != second.url
     assert not set(first.shared_pools()) & set(second.shared_pools())
-    assert httpx.get(f"{first.url}/v1/models").status_code == 200
-    assert httpx.get(f"{second.url}/v1/models").status_code == 401
+    assert httpx.get(f"{first.url}/v1/models", timeout=DEADLINE_S).status_code == 200
+    assert httpx.get(f"{second.url}/v1/models", timeout=DEADLINE_S).status_code == 401
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SOURCE))))
     taken = subprocess.run(
         [sys.executable, "-m", "hadal.cli", "serve", "--port", str(httpx.URL(first.url).port)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=DEADLINE_S,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "") + os.pathsep + _source()},
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert taken.returncode == 2
     assert "is in use" in taken.stderr
     assert len(taken.stderr.splitlines()) == 1
 
 
-def _source() -> str:
-    return str(Path(__file__).resolve().parents[2] / "src")
-
-
-def _blocks_used(server: Server) -> list[float]:
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    return [
-        float(line.split()[-1])
-        for line in text.splitlines()
-        if line.startswith("hadal_kv_blocks_used{")
-    ]
-
-
+@pytest.mark.more("unit tests of the log have lines in both forms")
 def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> None:
     server = start_server("--log-format", "json")
-    asked = body(8, model=server.model)
     reply = httpx.post(
-        f"{server.url}/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"}, timeout=60
+        f"{server.url}/v1/completions",
+        json=asked(server, 8),
+        headers={"X-Request-Id": "mine-1"},
+        timeout=DEADLINE_S,
     )
     assert reply.status_code == 200
     old_pid = server.kill("decode-0")
@@ -359,19 +333,23 @@ def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> Non
     )
 
 
+@pytest.mark.more("it waits 10 s for a line of the log")
+@pytest.mark.slow("a start is told of every 10 s")
 def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_path: Path) -> None:
     """A compiler that takes long, and then fails (the second unit's at once): what waits for it is
     told every 10 s, and what it means.
     """
     compiler = tmp_path / "slow-c++"
     compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nmkdir "$0.tried" && sleep 11; echo no luck; exit 1\n'
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+        'while [ ! -e "$0.seen" ]; do sleep 0.1; done; echo no luck; exit 1\n'
     )
     compiler.chmod(0o755)
     environment = {"CXX": str(compiler), "HADAL_CACHE_DIR": str(tmp_path / "cache")}
     server = start_server(environment=environment, wait=False)
-    server.wait_ready(150.0)
-    log = server.log()
-    assert "INFO    the kernels are being compiled for this machine" in log
-    assert re.search(r"\d of 3 processes are ready; .*compiles the kernels for this machine", log)
-    assert "there are no CPU kernels, and every op runs in plain torch, slower" in log
+    told = re.compile(r"\d of 3 processes are ready; .*compiles the kernels for this machine")
+    wait_until(lambda: told.search(server.log()), "what it waits for is told")
+    compiler.with_name(f"{compiler.name}.seen").touch()
+    server.wait_ready()
+    assert "INFO    the kernels are being compiled for this machine" in server.log()
+    assert "there are no CPU kernels, and every op runs in plain torch, slower" in server.log()

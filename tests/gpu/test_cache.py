@@ -8,12 +8,11 @@ import torch
 from hadal.core.model_config import read_model_config
 from hadal.model.cache import KvCache, block_bytes
 from hadal.runtime.resolve import model_folder
+from tests.needs import skip_unless
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
-    ),
+    skip_unless(torch.cuda.is_available(), "no CUDA device", "a machine with an NVIDIA GPU"),
 ]
 
 

@@ -11,12 +11,11 @@ from hadal.core.handshake import key_of
 from hadal.core.plans import Source
 from hadal.reference.params import Matrix, MlpWeights
 from hadal.runtime.transfer.experts import ExpertClient, ExpertServer
+from tests.needs import skip_unless
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
-    ),
+    skip_unless(torch.cuda.is_available(), "no CUDA device", "a machine with an NVIDIA GPU"),
 ]
 
 

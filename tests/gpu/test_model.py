@@ -21,12 +21,11 @@ from hadal.overlap.plan import SCHEDULES, SEQUENTIAL, Schedule
 from hadal.reference.model import forward, no_latents
 from hadal.runtime.resolve import model_folder
 from tests.gpu.ranks import run_ranks
+from tests.needs import skip_unless
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
-    ),
+    skip_unless(torch.cuda.is_available(), "no CUDA device", "a machine with an NVIDIA GPU"),
 ]
 
 DEVICE = "cuda"

@@ -5,23 +5,20 @@ two that share it.
 from __future__ import annotations
 
 import asyncio
-import signal
 
 import httpx
 import pytest
 import torch
 
 from tests.dist.oracle import Case, complete_all, differences, make_cases
-from tests.dist.serving import StartServer
+from tests.dist.serving import StartServer, kill_at_work
+from tests.needs import skip_unless
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
-    ),
+    skip_unless(torch.cuda.is_available(), "no CUDA device", "a machine with an NVIDIA GPU"),
 ]
 
-START_S = 180.0
 PATIENT = {"rank_timeout_s": 10.0, "collective_timeout_s": 30.0, "unit_timeout_s": 60.0}
 """The first steps load CUDA's kernels one by one."""
 
@@ -38,14 +35,12 @@ def test_the_plain_loops_tokens(
 ) -> None:
     units = {"ranks": num_ranks, "kv_memory_mb": 64}
     server = start_server(
-        wait=False,
         device="cuda",
         transport="gloo",
         prefill=units,
         decode={**units, "max_requests": 16, "drafts": drafts},
         **PATIENT,
     )
-    server.wait_ready(START_S)
     outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=16))
     assert differences(cases, outputs) == []
     audit = httpx.get(f"{server.url}/audit", timeout=60)
@@ -57,18 +52,15 @@ def test_a_killed_rank_costs_no_request(start_server: StartServer, cases: list[C
     """Survivors keep the KV on the device; a request joins again without looking at the pool."""
     units = {"ranks": 2, "kv_memory_mb": 64}
     server = start_server(
-        wait=False,
         device="cuda",
         transport="gloo",
         prefill=units,
         decode={**units, "max_requests": 16},
         **PATIENT,
     )
-    server.wait_ready(START_S)
 
     async def strike() -> None:
-        await asyncio.sleep(1.0)
-        server.kill("decode-0.1", signal.SIGKILL)
+        await kill_at_work(server, "decode-0.1")
 
     outputs = asyncio.run(
         complete_all(server.url, server.model, cases, concurrency=16, while_running=strike)

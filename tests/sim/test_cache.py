@@ -16,7 +16,7 @@ from hadal.core import cache
 from hadal.core.config import CacheConfig
 from hadal.roles.prefill.leader import PrefillLeader
 from tests.fresh import seeds
-from tests.levels import FULL, MORE
+from tests.levels import FULL
 from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
 from tests.sim.disk import DiskFaults
 from tests.sim.test_world import run_seed

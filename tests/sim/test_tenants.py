@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
+from hadal.core.balance import OFF
+from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Generation
 from hadal.core.plans import Sampling
 from tests.fresh import fresh
@@ -32,9 +33,15 @@ def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[floa
         prefill=UnitsConfig(ranks=prefill_ranks, max_requests=8),
         decode=UnitsConfig(max_requests=16),
         limits=LimitsConfig(max_queued=NUM_FLOOD, request_timeout_s=4000.0),
+        cache=CacheConfig(memory=OFF),
     )
     world = World(
-        seed, config, max_context=10_000, pool_blocks=(80, 80), faults=Faults(until_s=0.0)
+        seed,
+        config,
+        max_context=10_000,
+        pool_blocks=(80, 80),
+        faults=Faults(until_s=0.0),
+        check_every=20,
     )
     begun_s: dict[str, float] = {}
 
@@ -72,7 +79,13 @@ def ended(world: World, begun_s: dict[str, float]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("seed", "prefill_ranks"), [(0, 1), (fresh().randrange(2**40), 2)])
+@pytest.mark.parametrize(
+    ("seed", "prefill_ranks"),
+    [
+        (0, 1),
+        pytest.param(fresh().randrange(2**40), 2, marks=pytest.mark.more("a fresh seed, two ranks")),
+    ],
+)
 def test_1536_generations_cost_another_tenant_at_most_twice_its_time(
     seed: int, prefill_ranks: int
 ) -> None:

@@ -5,6 +5,7 @@
     python -m tests.suite all                         everything at full sizes: hours
     python -m tests.suite test --changed main         tests of what changed since main, and of what
                                                       may import it
+    python -m tests.suite test --without promtool     as on a machine without a tool
     python -m tests.suite test tests/dist -k drafts   options and paths are pytest's
 
 The last line counts what passed, failed and was skipped. Output of each part: .pytest_cache/PART.log.
@@ -19,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from hadal.progress import Bar
-from tests import levels
+from tests import levels, needs
 from tests.fresh import ANSWERS, RUN, VARIABLE
 from tests.suite.budget import Budget, Loop
 from tests.suite.changed import tests_of_changes
@@ -51,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     CACHE.mkdir(exist_ok=True)
     summary, budget = Summary(), Budget(asked.level)
     start_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hadal-answers-") as answers, Loop() as loop:
-        environment = {VARIABLE: RUN, ANSWERS: answers, levels.VARIABLE: asked.level}
+    with tempfile.TemporaryDirectory(prefix="hadal-suite-") as folder, Loop() as loop:
+        environment = _environment(asked, Path(folder))
         with _running(parts(paths), options, environment) as running:
             _follow(running, summary, budget, console)
             codes = {one.part.name: one.poll() or 0 for one in running}
@@ -63,15 +65,28 @@ def main(arguments: Sequence[str]) -> int:
     for table in (*tables, processor):
         if table.row_count:
             console.print(table)
+    for note in summary.notes:
+        console.print(note, markup=False)
     console.print(
-        f"{(time.monotonic() - start_s) / 60:.1f} min at level {asked.level}; one unit is "
-        f"{loop.mean_s:.3f} s of a processor; {VARIABLE}={RUN} draws the same seeds again"
+        f"{(time.monotonic() - start_s) / 60:.1f} min at level {asked.level}; {summary.num_servers} servers "
+        f"started; one unit is {loop.mean_s:.3f} s of a processor; {VARIABLE}={RUN} draws the same seeds"
     )
     if over and os.environ.get(OVER_BUDGET) and not is_chosen:
         console.print(f"Above the budget by half: {', '.join(over)}: see tests/budget.toml")
         codes["budget"] = SOME_FAILED
     print(summary.closing_line(), flush=True)
     return max(0 if code == NOTHING_TO_RUN else code for code in codes.values())
+
+
+def _environment(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Variables for the processes of all parts. `folder` lasts as long as the run."""
+    answers, programs = folder / "answers", folder / "programs"
+    answers.mkdir()
+    made = {VARIABLE: RUN, ANSWERS: str(answers), levels.VARIABLE: asked.level}
+    if asked.without:
+        programs.mkdir()
+        made |= {"PATH": needs.hide(asked.without, programs), needs.WITHOUT: asked.without}
+    return made
 
 
 @contextlib.contextmanager
@@ -121,7 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("level", choices=levels.LEVELS)
     parser.add_argument(
-        "--changed", metavar="REF", default="", help="only what this commit's successors changed"
+        "--changed", metavar="REF", default="", help="only tests of what changed since this commit"
+    )
+    parser.add_argument(
+        "--without", choices=tuple(needs.NEEDS), default="", help="as if this tool were missing"
     )
     return parser
 

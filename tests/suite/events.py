@@ -23,8 +23,12 @@ from tests.suite.folders import folder_of
 
 VARIABLE = "HADAL_SUITE_EVENTS"
 """Environment variable: the file to write to."""
-CPU = "hadal_cpu_s"
-"""Name under which a worker sends its seconds by folder."""
+USED = "hadal_used"
+"""Name under which a worker sends what it used, to the process that hears of every test."""
+notes: list[str] = []
+"""Remarks of this process for the end of the run: no test failed for them."""
+num_servers = 0
+"""Servers that this process has started for tests."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -47,9 +51,12 @@ class Ended(msgspec.Struct, tag=True):
 
 
 class Used(msgspec.Struct, tag=True):
-    """Processor seconds by folder of tests, of one worker."""
+    """What one process that runs tests has used."""
 
     folder_to_s: dict[str, float]
+    """Processor seconds by folder of tests."""
+    num_servers: int = 0
+    notes: list[str] = []
 
 
 Event = Selected | Ended | Used
@@ -101,7 +108,10 @@ class Measuring:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output[CPU] = dict(self.folder_to_s)
+            output[USED] = msgspec.to_builtins(self.used())
+
+    def used(self) -> Used:
+        return Used(dict(self.folder_to_s), num_servers, notes)
 
 
 class Telling:
@@ -135,11 +145,12 @@ class Telling:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.tell(Used(getattr(node, "workeroutput", {}).get(CPU, {})))
+        if used := getattr(node, "workeroutput", {}).get(USED):
+            self.tell(msgspec.convert(used, Used))
 
     def pytest_unconfigure(self) -> None:
         if self._measuring is not None:
-            self.tell(Used(dict(self._measuring.folder_to_s)))
+            self.tell(self._measuring.used())
         self._file.close()
 
     def _selected(self, tests: list[str]) -> None:

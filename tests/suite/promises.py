@@ -21,6 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- promises: make with python -m tests.suite.promises --write -->", "<!-- end -->"
+PROMISE = "pytest.mark.promise"
+LATER = re.compile(r"mark\.(more|full)\b")
+"""Marks of tests that `make test` leaves out."""
 SOURCES = (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
@@ -73,24 +76,23 @@ def written(text: str) -> str:
 def _marks(path: Path) -> Iterator[Held]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     name = path.relative_to(ROOT).as_posix()
-    is_more = any(
-        isinstance(node, ast.Assign)
-        and ast.unparse(node.targets[0]) == "pytestmark"
-        and "mark.more" in ast.unparse(node.value)
+    # Marks that have a name of the module, `pytestmark` among them.
+    named = {
+        ast.unparse(node.targets[0]): ast.unparse(node.value)
         for node in tree.body
-    )
+        if isinstance(node, ast.Assign)
+    }
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
+        marks = [ast.unparse(one) for one in node.decorator_list]
         # A mark on some parameters leaves the others in `make test`; one on the function does not.
-        own = [ast.unparse(one) for one in node.decorator_list]
-        is_in_test = not is_more and not any(one.startswith("pytest.mark.more") for one in own)
+        own = [named.get(mark, mark) for mark in marks if "parametrize" not in mark]
+        is_later = any(LATER.search(mark) for mark in (*own, named.get("pytestmark", "")))
         for decorator in node.decorator_list:
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(
-                "mark.promise"
-            ):
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == PROMISE:
                 sentence = ast.literal_eval(decorator.args[0])
-                yield Held(sentence, f"{name}::{node.name}", is_in_test)
+                yield Held(sentence, f"{name}::{node.name}", not is_later)
 
 
 def _plain(text: str) -> str:

@@ -33,6 +33,9 @@ class Summary:
     """Processor seconds."""
     folder_to_num_done: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
+    num_servers: int = 0
+    """Servers started for tests."""
+    notes: list[str] = field(default_factory=list)
     slow: list[Ended] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     """By reason."""
@@ -43,6 +46,8 @@ class Summary:
             self.part_to_tests[part] = event.folder_to_num
         elif isinstance(event, Used):
             self.folder_to_s.update(event.folder_to_s)
+            self.num_servers += event.num_servers
+            self.notes += event.notes
         else:
             return self._note_end(part, event)
         return None

@@ -11,6 +11,7 @@ import pytest
 
 from bench import attacks
 from bench.attacks import ATTACKS, Attack, Seen
+from tests.waiting import wait_for
 
 
 def test_what_was_seen_is_counted() -> None:
@@ -40,9 +41,7 @@ def test_every_attack_asks_a_server_that_turns_it_away_again(
         attacking = asyncio.create_task(
             attacks.attack_for_ever(server.sockets[0].getsockname(), attack)
         )
-        async with asyncio.timeout(20):
-            while len(heads) < 3:
-                await asyncio.sleep(0.01)
+        await wait_for(lambda: len(heads) >= 3, "the attack has asked three times")
         assert not attacking.done()
         attacking.cancel()
         server.close()

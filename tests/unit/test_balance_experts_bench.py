@@ -13,9 +13,10 @@ import pytest
 from bench import balance_experts, balance_traffic
 from bench.balance_experts import find_eplb, run_eplb
 from bench.balance_traffic import Tokens, fitted_tokens, remote_nodes
-from bench.shared_data import EXPERT_LOADS, find, why_missing
+from bench.shared_data import EXPERT_LOADS
 from hadal.core.placement import Placement
 from hadal.policy.experts.balance import Cluster
+from tests.needs import shared_data
 
 IN_ORDER = '''
 import torch
@@ -53,8 +54,7 @@ def test_a_module_of_eplbs_signature_is_judged_by_its_arrays(eplb_folder: Path) 
 def test_the_bench_runs_a_given_eplb_beside_ours(
     eplb_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if find(EXPERT_LOADS) is None:
-        pytest.skip(why_missing(EXPERT_LOADS))
+    shared_data(EXPERT_LOADS)
     monkeypatch.setattr(
         balance_experts, "CASES", (("prefill 32", "global", 32, 9, ("prefill_in512",)),)
     )

@@ -14,11 +14,12 @@ from bench.cache_index import fill
 from bench.cache_policies import POLICIES, share_of
 from bench.cache_replay import QUICK_PROMPTS, SHARES, Outcome, best, disk, infinite, memory
 from bench.cache_traces import NAMES_ID, Prompt, Trace, chats, continued_tokens, find
-from bench.shared_data import MOONCAKE, why_missing
+from bench.shared_data import MOONCAKE
 from hadal.core.cache import NAME_BYTES, num_names
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.eviction import Arc, Lru
 from tests.levels import FULL
+from tests.needs import shared_data
 
 Replay = Callable[..., Outcome]
 CHATS = chats(0, num_chats=900)
@@ -98,14 +99,13 @@ def test_policies_differ_in_what_survives_prompts_that_come_once() -> None:
     assert found(3) == {"ARC", "LFU", "S3-FIFO 1", "S3-FIFO 2", "SLRU"}
 
 
+@pytest.mark.more("seconds of replays; ours is ahead of LRU on drawn chats as well")
 def test_the_measured_traces() -> None:
     """Within a point of a cache that forgets nothing if there is room, ahead of LRU at 10 % and 3 %
     if there is not.
     """
-    traces = find()
-    if not traces:
-        pytest.skip(why_missing(MOONCAKE))
-    for whole in traces:
+    shared_data(MOONCAKE)
+    for whole in find():
         trace = whole if FULL else Trace(whole.name, whole.prompts[: QUICK_PROMPTS // 3])
         if FULL:
             most = sum(infinite(trace)) / trace.num_tokens

@@ -7,7 +7,8 @@ import pytest
 from bench.calibration import PAGE, SILICON_HEAD, error, ours, page
 from bench.calibration_points import AIM, NOT_PRICED, POINTS, Point
 from bench.calibration_silicon import rows, silicon
-from bench.shared_data import SILICON, find, why_missing
+from bench.shared_data import SILICON
+from tests.needs import shared_data
 
 AIMS = [point for point in POINTS if point.role == AIM]
 
@@ -27,9 +28,7 @@ def test_the_page_is_what_the_command_prints() -> None:
 
 
 def test_the_silicon_rows_are_what_the_command_prints() -> None:
-    path = find(SILICON)
-    if path is None:
-        pytest.skip(why_missing(SILICON))
+    path = shared_data(SILICON)
     assert len(list(rows(path))) > 30
     assert (
         PAGE.read_text(encoding="utf-8").partition(SILICON_HEAD)[2].strip() == silicon(path).strip()

@@ -71,6 +71,7 @@ def test_even_steps_are_priced_as_they_were_as_far_as_they_were_measured() -> No
     assert prefill_unit.even_per_s(study, cast("FleetWorld", world)) == pytest.approx(wanted)
 
 
+@pytest.mark.more("a unit is simulated; its parts are tested in tests/unit/sim/day")
 def test_a_measured_prefill_unit_is_less_than_even_and_shown() -> None:
     study, figures = small(), load().figures()
     run = prefill_unit.measured(study, figures, cached_day())
@@ -86,6 +87,7 @@ def test_a_measured_prefill_unit_is_less_than_even_and_shown() -> None:
     assert text.count("100.0%") == 2
 
 
+@pytest.mark.more("a fleet is simulated; its parts are tested in tests/unit/sim/day")
 def test_an_hour_is_run_and_what_it_cost_is_shown() -> None:
     study = small(window=replace(small().window, seconds=0.5, settle_s=0.5))
     before = peak_bytes()

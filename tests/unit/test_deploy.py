@@ -4,7 +4,6 @@ what `hadal` takes. No container runs here.
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ from typer.main import get_command
 
 from hadal.cli import EXIT_CONFIG, app
 from hadal.core.config import ROLES, Deployment, units_of
+from tests.needs import leave_out
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -78,9 +79,9 @@ def test_an_image_is_made_of_what_is_there(path: Path) -> None:
 def test_hadolint_finds_nothing(path: Path) -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     if not hadolint.exists():
-        pytest.skip("hadolint is not installed")
+        leave_out("no hadolint", "make setup")
     command = [str(hadolint), "--ignore=DL3008", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -162,9 +163,8 @@ def test_the_unit_of_systemd_fits_its_command() -> None:
     assert found["StateDirectory"] == ["hadal"]
 
 
+@pytest.mark.needs("systemd")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("there is no systemd-analyze")
     text = (DEPLOY / "hadal.service").read_text()
     command = text.partition("ExecStart=")[2].split()[0]
     (tmp_path / "hadal").write_text("#!/bin/sh\n")
@@ -172,8 +172,8 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     made = tmp_path / "hadal.service"
     made.write_text(text.replace(command, str(tmp_path / "hadal")))
     verify = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(made)]
-    done = subprocess.run(verify, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stderr + done.stdout) == (0, "")
     made.write_text(made.read_text().replace("KillMode=mixed", "KillMode=mixt"))
-    done = subprocess.run(verify, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert "kill mode" in done.stderr, "it does look"

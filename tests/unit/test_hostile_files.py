@@ -1,5 +1,5 @@
-"""Whatever a file holds that somebody else wrote, reading it ends in seconds: with its values, or
-with one line.
+"""Whatever a file holds that somebody else wrote, reading it ends: with its values, or with one line.
+What would be read for ever ends at the time that a test has.
 
 Mutations are drawn from fixed seeds and from fresh ones. Before there was one bounded reader for
 all files, 5,000-digit integers, 1e400, half surrogates, deep nesting and units = 10^9 ended in
@@ -13,7 +13,6 @@ import gzip
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -44,8 +43,6 @@ from tests.unit.gateway.model_folder import write_model_folder
 from tests.unit.gateway.test_tiktoken import write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_S = 20.0
-"""For one file on a machine that others use as well; each takes milliseconds."""
 MOONCAKE = [
     {
         "timestamp": 27_000 * number,
@@ -69,7 +66,6 @@ def check(read: Callable[[], object], data: bytes) -> bool:
     """Whether it was read. All else than a ConfigError, or another ValueError of one line,
     fails.
     """
-    began_s = time.monotonic()
     said = None
     try:
         read()
@@ -79,16 +75,13 @@ def check(read: Callable[[], object], data: bytes) -> bool:
         raise AssertionError(
             f"{type(error).__name__}: {str(error)[:300]} for {data[:2_000]!r}"
         ) from error
-    assert time.monotonic() - began_s < MOST_S, data[:2_000]
     assert said is None or (said.isprintable() and 5 < len(said) <= 1_000), (said, data[:2_000])
     return said is None
 
 
 def leave_with_one_line(arguments: list[str], data: bytes) -> int:
     """The command's exit code: 0, or 2 with one line."""
-    began_s = time.monotonic()
     result = CliRunner().invoke(app, arguments)
-    assert time.monotonic() - began_s < MOST_S, data[:2_000]
     assert result.exception is None or isinstance(result.exception, SystemExit), (
         result.exception,
         data[:2_000],
@@ -285,10 +278,8 @@ def test_the_place_in_a_json_file_is_named(text: str, said: str) -> None:
     ],
 )
 def test_the_place_in_a_toml_file_is_named(text: str, said: str) -> None:
-    began_s = time.monotonic()
     with pytest.raises(ConfigError, match=said):
         parse_toml(text, "f")
-    assert time.monotonic() - began_s < MOST_S
 
 
 def test_text_that_only_looks_long_is_read() -> None:

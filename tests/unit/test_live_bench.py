@@ -5,16 +5,20 @@ that take a time.
 from __future__ import annotations
 
 import re
-import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from bench import balance_device
 from bench.balance_device import Overruns, lasting, num_positions, num_rows
+from bench.balance_live import claims, scenes
 from bench.live_installs import STAGING, Flip, Watched, ratio, read_flips
 from bench.live_load import LONGEST, balance_of, lognormal_lengths, task_prompts
+from bench.live_rounds import BOTH, EXPERTS, OFF, REQUESTS, Served, Variant, Window
 from bench.live_steps import Period, Step, periods
+from bench.server import Running
 from hadal.comm.expert_comm import Received
 from hadal.model.block import MicroBatch
 
@@ -65,6 +69,31 @@ def test_gauges_of_a_unit() -> None:
     assert balance_of(metrics, "decode-0") == {"kv": 0.5, "experts": 0.9}
 
 
+def test_balancing_is_claimed_of_virtual_devices_alone() -> None:
+    def served(variant: Variant, tokens_per_s: float, **balance: float) -> Served:
+        return Served(variant, cast("Running", None), [Window(tokens_per_s, 10.0, balance)])
+
+    decode = [
+        served(OFF, 100.0, experts=0.5, kv=0.8),
+        served(EXPERTS, 110.0, experts=0.7, kv=0.8),
+        served(REQUESTS, 105.0, experts=0.5, kv=0.72),
+        served(BOTH, 120.0, experts=0.7, kv=0.9),
+    ]
+    unit = "decode EP4, virtual devices"
+    assert [str(claim) for claim in claims(scenes()[unit], decode)] == [
+        f"moved experts give ranks equal loads, {unit}: 1.40x of the balance without, bar 1: held",
+        f"moved requests give ranks equal KV, {unit}: 0.90x of the balance without, bar 1: missed",
+        f"balancers serve more, {unit}: 1.20x of tokens/s without, bar 1: held",
+    ]
+    prefill = [served(OFF, 100.0, time=0.5), served(REQUESTS, 1.0), served(BOTH, 90.0)]
+    unit = "prefill EP4, virtual devices"
+    assert [str(claim) for claim in claims(scenes()[unit], prefill)] == [
+        f"steps cut by cost give ranks equal times, {unit}: not measured, bar 1",
+        f"balancers serve more, {unit}: 0.90x of tokens/s without, bar 1: missed",
+    ]
+    assert claims(scenes()["decode EP4, real compute"], []) == []
+
+
 def test_prompts_are_as_long_as_asked_for() -> None:
     lengths = [10, 400, 2000, *lognormal_lengths(5, 200.0, 1.0, seed=1)]
     prompts = task_prompts("sort", lengths, seed=3)
@@ -78,7 +107,10 @@ def state_of(**fields: Any) -> MicroBatch:
     return MicroBatch(**{"batch": None, "config": None, "hidden_TD": torch.zeros(0, 4)} | fields)
 
 
-def test_an_op_lasts_as_long_as_its_rows_ask_for() -> None:
+def test_an_op_lasts_as_long_as_its_rows_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+    clock = SimpleNamespace(perf_counter=lambda: 5.0, sleep=slept_s.append)
+    monkeypatch.setattr(balance_device, "time", clock)
     rows = Received(
         torch.zeros(3, 4), torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
     )
@@ -89,13 +121,12 @@ def test_an_op_lasts_as_long_as_its_rows_ask_for() -> None:
         state.received = None  # As the real one does: rows are counted before.
 
     overruns = Overruns()  # Of ops that had something to do.
-    start_s = time.perf_counter()
     lasting(op, num_rows, 0.01, overruns)(state_of(received=rows), None, 2)  # type: ignore[arg-type]
-    assert time.perf_counter() - start_s >= 0.06
+    assert slept_s == pytest.approx([0.06])
     assert (calls, overruns.num_ops, overruns.num_late) == ([2], 1, 0)
     lasting(op, num_rows, 0.01, overruns)(state_of(), None, 3)  # type: ignore[arg-type]
     assert (overruns.num_ops, overruns.num_late) == (1, 0)  # Nothing was to be done.
-    lasting(op, num_rows, 1e-12, overruns)(state_of(received=rows), None, 4)  # type: ignore[arg-type]
+    lasting(op, num_rows, 0.0, overruns)(state_of(received=rows), None, 4)  # type: ignore[arg-type]
     assert (overruns.num_ops, overruns.num_late) == (2, 1)
 
 

@@ -7,6 +7,8 @@ import pytest
 from bench import secret_cost
 
 
+@pytest.mark.slow("two processes, started three times")
+@pytest.mark.more("a bench that runs; what secrets do is tested in tests/unit/runtime/transfer")
 def test_a_quick_run_measures_pulls_and_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
     secret_cost.main(["--quick"])
     shown = capsys.readouterr().out

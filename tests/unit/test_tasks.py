@@ -8,7 +8,7 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.calling import _UNITS, _calculator, _converter, _reckon, _units
@@ -148,7 +148,6 @@ def test_every_kind_of_side_is_asked() -> None:
     assert set(sides) == {"frames", "wordings", "contents"}
 
 
-@settings(max_examples=50)
 @given(st.integers(0, 2**32))
 def test_a_source_for_training_draws_no_frame_that_is_held_out(seed: int) -> None:
     frames = lines("\n".join(f"the {word} of things and more" for word in "abcdefghijklmnop"))

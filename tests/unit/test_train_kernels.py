@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from hadal.kernels.build import cache_folder
+from tests.needs import leave_out, need
 from train import experts, optim
 
+pytestmark = [
+    pytest.mark.more("the compiler takes 20 s for them, and they are for training alone"),
+    pytest.mark.slow("the first of them compiles"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 70
 NUM_EXPERTS = 16
@@ -30,11 +35,16 @@ def _afresh() -> Iterator[None]:
     experts.kernels.cache_clear()
 
 
+def need_kernels() -> None:
+    if experts.kernels() is None:
+        need("compiler")
+        leave_out("nothing to build the training kernels with", "make setup")
+
+
 def both_ways(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> tuple[object, object]:
     """What `act` returns with the compiled pieces, and without."""
     monkeypatch.delenv("HADAL_PLAIN", raising=False)
-    if experts.kernels() is None:
-        pytest.skip("there is no C++ compiler here")
+    need_kernels()
     compiled = act()
     monkeypatch.setenv("HADAL_PLAIN", "1")
     experts.kernels.cache_clear()
@@ -121,8 +131,7 @@ def test_muon_steps(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> 
 
 
 def test_a_builder_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
-    if experts.kernels() is None:
-        pytest.skip("there is no C++ compiler here")
+    need_kernels()
     shutil.copytree(
         cache_folder() / "train", tmp_path / "train"
     )  # Built, so that it takes seconds.

@@ -32,7 +32,7 @@ from trial import (
 )
 
 set_tracing_disabled(True)
-client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=60)
+client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=180)
 
 
 class Person(BaseModel):
@@ -65,7 +65,7 @@ def responses_tool() -> str:
 def instructor_json() -> str:
     """Instructor, response_model by JSON schema"""
     asked = instructor.from_openai(
-        openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=60),
+        openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=180),
         mode=instructor.Mode.JSON_SCHEMA,
     )
     person = asked.create(

@@ -20,7 +20,7 @@ from trial import (
 )
 from trial import calculate as reckon
 
-client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=60)
+client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=180)
 ASK: dict = {"model": MODEL, "max_tokens": 300, "extra_body": {"temperature": 0}}
 
 

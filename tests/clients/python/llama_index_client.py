@@ -38,9 +38,9 @@ like = OpenAILike(
     is_function_calling_model=True,
     should_use_structured_outputs=True,
     context_window=4096,
-    timeout=60,
+    timeout=180,
 )
-deepseek = DeepSeek(**ASK, timeout=60)
+deepseek = DeepSeek(**ASK, timeout=180)
 
 
 class Person(BaseModel):

@@ -25,7 +25,7 @@ from trial import (
     run,
 )
 
-client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=60)
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=180)
 
 
 class Person(BaseModel):
@@ -220,11 +220,8 @@ def batches() -> str:
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    deadline = time.monotonic() + 60
-    while (
-        batch.status not in ("completed", "failed", "expired", "cancelled")
-        and time.monotonic() < deadline
-    ):
+    # Whoever started this ends it where that takes too long.
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
         time.sleep(0.2)
         batch = client.batches.retrieve(batch.id)
     expect(batch.status == "completed", batch)

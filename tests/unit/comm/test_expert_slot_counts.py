@@ -12,6 +12,7 @@ from hadal.comm.expert_comm import ExpertComm, ExpertSlotCounts
 from hadal.core.placement import SPLIT_PARTS, Placement, spread
 from hadal.kernels import library
 from tests.fresh import fresh
+from tests.needs import leave_out
 from tests.unit.comm.queues import in_threads, queue_groups
 from tests.unit.comm.test_expert_comm import (
     EXPERTS,
@@ -40,7 +41,7 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "plain":
         monkeypatch.setattr(library, "load", lambda: None)
     elif library.load() is None:
-        pytest.skip("no kernels on this machine (the log says why)")
+        leave_out("no kernels", "apt-get install g++")
 
 
 def by_hand(

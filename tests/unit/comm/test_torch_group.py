@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from hadal.comm.group import PeerLost
-from hadal.comm.torch_group import TorchGroup
+from hadal.comm.torch_group import TorchExchange, TorchGroup
 from hadal.core.plans import Member
 from tests.fresh import fresh
 from tests.unit.comm.groups import DEADLINE_S, run_threads
+from tests.waiting import wait_until
 
 SEED = fresh().randrange(1 << 30)
+NEVER_S = 3600.0
 SIZES = (0, 1, 1000, 65_536, 1_000_003)
 
 
@@ -94,29 +95,47 @@ def lose(group: TorchGroup, size: int = 10, room: int = 10) -> PeerLost:
 
 
 def test_a_silent_peer_ends_the_generation_at_the_deadline() -> None:
-    with gloo_threads(2, deadline_s=0.7) as groups:
+    with gloo_threads(2) as groups:
+        groups[0].deadline_s = 0.4  # They have formed.
         assert 1 in lose(groups[0]).ranks
+        groups[0].deadline_s = DEADLINE_S
         form_all(groups, 2)
         run_threads([lambda group=group: shuffle(group, SEED, 2) for group in groups])  # type: ignore[misc]
 
 
 def test_an_abort_ends_a_wait_at_once_and_the_thread_with_it() -> None:
     """Two wait for a third; they form again without it long before the deadline."""
-    with gloo_threads(3, deadline_s=60.0) as groups:
-        started_s = time.monotonic()
-        for group in groups[:2]:
-            threading.Timer(0.2, group.abort).start()
-        run_threads([lambda group=group: lose(group) for group in groups[:2]])  # type: ignore[misc]
-        form_all(groups[:2], 2)
-        assert time.monotonic() - started_s < 20
-        run_threads([lambda group=group: shuffle(group, SEED, 2) for group in groups[:2]])  # type: ignore[misc]
+    with gloo_threads(3, deadline_s=NEVER_S) as groups:
+        waiting = groups[:2]
+        exchanges = [
+            group.exchange({peer: torch.zeros(10).byte() for peer in {0, 1, 2} - {group.rank}})
+            for group in waiting
+        ]
+
+        def lose_it(exchange: TorchExchange) -> None:
+            with pytest.raises(PeerLost):
+                exchange.wait()
+
+        run_threads(
+            [partial(lose_it, exchange) for exchange in exchanges]
+            + [group.abort for group in waiting]
+        )
+        form_all(waiting, 2)
+        run_threads([lambda group=group: shuffle(group, SEED, 2) for group in waiting])  # type: ignore[misc]
 
 
 def test_an_abort_ends_forming() -> None:
-    with gloo_threads(1, deadline_s=60.0) as (group,):
-        threading.Timer(0.2, group.abort).start()
-        with pytest.raises(PeerLost, match="aborted"):
-            group.form(2, members([0, 1]))
+    with gloo_threads(1, deadline_s=NEVER_S) as (group,):
+
+        def abort() -> None:
+            wait_until(lambda: any(group._folder.glob("formation-2-*")), "it forms")
+            group.abort()
+
+        def form() -> None:
+            with pytest.raises(PeerLost, match="aborted"):
+                group.form(2, members([0, 1]))
+
+        run_threads([form, abort])
         group.form(3, members([0]))
 
 

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 from typing import Any
@@ -28,6 +27,7 @@ from hadal.commands.day_page import (
 )
 from tests.unit.commands.day_result import result
 from tests.unit.commands.pages import PLOTLY, Page, text_of
+from tests.waiting import DEADLINE_S
 
 SECTIONS = (
     "The day",
@@ -241,7 +241,11 @@ def test_nothing_but_the_report_loads_what_draws_it() -> None:
         "assert not {'plotly', 'narwhals', 'hadal.commands.day_page'} & set(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -278,7 +282,7 @@ and all that it listens to, and prints what was drawn.
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.needs("node")
 def test_its_script_draws_every_chart_in_the_colours_of_the_theme() -> None:
     page = Page(text_of(RESULT))
     done = subprocess.run(
@@ -286,7 +290,7 @@ def test_its_script_draws_every_chart_in_the_colours_of_the_theme() -> None:
         input=json.dumps([page.scripts[2], page.scripts[1]]),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

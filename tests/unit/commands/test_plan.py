@@ -12,6 +12,7 @@ from hadal.cli import app
 from hadal.core.config import read_deployment
 from hadal.sim.plan.traffic import EXAMPLE
 
+SEARCHED = "another search takes 3 s"
 SMALL = (
     'requests_per_s = 20\ntokens_in = 1500\ntokens_out = 200\nshape = "flat"\nvariation_in = 0.5\n'
 )
@@ -64,6 +65,7 @@ def test_json_and_files_of_a_plan_that_was_simulated(traffic: str, tmp_path: Pat
         assert made.fleet.decode_tokens_per_s == round(plan["decode"]["tokens_per_s"])
 
 
+@pytest.mark.more(SEARCHED)
 def test_the_table_says_why_others_lose(traffic: str) -> None:
     result = run("--traffic", traffic, "--hardware", "h200,h800", "--no-verify")
     assert result.exit_code == 0, result.stderr
@@ -81,6 +83,7 @@ def test_the_table_says_why_others_lose(traffic: str) -> None:
         assert said in words
 
 
+@pytest.mark.more(SEARCHED)
 def test_hardware_without_a_price_is_left_out_until_one_is_given(traffic: str) -> None:
     arguments = ("--traffic", traffic, "--no-verify", "--json", "--slo", "ttft=5s,tpot=60ms")
     found = json.loads(run(*arguments, "--hardware", "h800,b200").stdout)
@@ -91,6 +94,7 @@ def test_hardware_without_a_price_is_left_out_until_one_is_given(traffic: str) -
     assert priced["plans"][0]["hardware"] == "b200"
 
 
+@pytest.mark.more(SEARCHED)
 def test_the_example_can_be_planned_with(tmp_path: Path) -> None:
     assert run("--example-traffic").stdout == EXAMPLE
     path = tmp_path / "example.toml"
@@ -140,6 +144,7 @@ def test_a_search_that_finds_nothing_makes_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.more(SEARCHED)
 def test_traces_are_read(tmp_path: Path) -> None:
     azure = tmp_path / "trace.csv"
     azure.write_text(

@@ -20,6 +20,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["simulate", *arguments])
 
 
+@pytest.mark.slow("a day, its cache and a window, each in a new process")
 def test_a_day_in_two_processes(tmp_path: Path) -> None:
     """Only JSON is printed, and the same lies in the folder, with a page and a trace beside it."""
     config, out = tmp_path / "day.toml", tmp_path / "new" / "day"

@@ -14,6 +14,7 @@ import pytest
 from hadal.commands.simulate import Processes, processes
 from hadal.core.errors import ConfigError
 from tests.unit.commands.parts import blocked, die_halfway, part, refused
+from tests.waiting import wait_until
 
 LONG_S = 600.0
 
@@ -38,8 +39,7 @@ def end_with(end: Callable[[], None]) -> None:
     with processes(2) as pool:
         for _ in range(3):
             pool.submit(time.sleep, LONG_S)
-        while len(active_children()) < 2:
-            time.sleep(0.001)
+        wait_until(lambda: len(active_children()) == 2, "two are at work")
         end()
 
 

@@ -31,6 +31,8 @@ from tests.unit.commands.dying import die
 from tests.unit.commands.pages import Page, text_of
 from tests.unit.sim.studies import WORKLOAD, small
 
+WHOLE = "test_simulate has a day in whole"
+
 
 class Inline(Executor):
     """Does what is submitted at once, here."""
@@ -84,6 +86,8 @@ def row(name: str) -> dict[str, Any]:
     return next(one for one in ran()[0].json["what_ifs"] if one["name"].startswith(name))
 
 
+@pytest.mark.slow("a window and the measures of three studies")
+@pytest.mark.more(WHOLE)
 def test_a_day_is_simulated_and_can_be_shown() -> None:
     made, _, told = ran()
     found = {**made.json, "seconds": 1.0}
@@ -101,6 +105,7 @@ def test_a_day_is_simulated_and_can_be_shown() -> None:
     assert sum(work_s for _, work_s in told) > 0
 
 
+@pytest.mark.more(WHOLE)
 def test_the_window_has_the_liquids_units() -> None:
     made = ran()[0].result
     window = made.windows[8]
@@ -111,6 +116,7 @@ def test_the_window_has_the_liquids_units() -> None:
     assert made.curves.hit_share == made.load.hit_share
 
 
+@pytest.mark.more(WHOLE)
 def test_what_alternatives_share_is_measured_once() -> None:
     """One has another cache, one other units; two only other prices and promises. One with other
     units cannot keep its promise, and nothing is measured for it.
@@ -124,6 +130,7 @@ def test_what_alternatives_share_is_measured_once() -> None:
     }
 
 
+@pytest.mark.more(WHOLE)
 def test_alternatives_are_compared_with_the_same_without_windows() -> None:
     asked, dearer, smaller, slower = (
         row(name) for name in ("as asked", "dearer", "small cache", "no drafts")
@@ -139,6 +146,7 @@ def test_alternatives_are_compared_with_the_same_without_windows() -> None:
     assert slower["tokens_per_s_user"] < asked["tokens_per_s_user"]
 
 
+@pytest.mark.more(WHOLE)
 def test_an_alternative_that_cannot_be_says_why_and_ends_nothing() -> None:
     lost = row("no promise")
     assert "no batch reaches a TPOT of 1 ms" in lost["name"]
@@ -168,6 +176,7 @@ def test_a_promise_that_no_unit_keeps_is_refused_before_anything_is_measured() -
         check_promise(Study(hardware=hardware))
 
 
+@pytest.mark.more(WHOLE)
 def test_without_a_cache_none_is_simulated() -> None:
     pool = Inline()
     made = Stages(

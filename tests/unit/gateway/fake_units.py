@@ -62,7 +62,7 @@ class FakeUnits:
         self.tokens_step = 1
         """Tokens that a decode step draws for a request."""
         self.held_at = sys.maxsize
-        """Output tokens at which decode stops with a request, until this is raised."""
+        """Output tokens at which decode stops with a request (`hold`)."""
         self.prefilling: dict[tuple[str, int], Generation] = {}
         self.leased: set[tuple[str, int]] = set()
         self.decoding: dict[tuple[str, int], Running] = {}
@@ -127,13 +127,18 @@ class FakeUnits:
             self._prefill()
             self._decode()
 
-    async def drawn(self, num_tokens: int) -> None:
-        """Wait until decode has so many tokens of a request."""
+    async def hold(self, num_tokens: int) -> None:
+        """Wait until a request has so many output tokens. None gets more until `let_go`."""
+        self.held_at = num_tokens
 
         def are_there() -> bool:
             return any(len(running.output) >= num_tokens for running in self.decoding.values())
 
         await wait_for(are_there, f"{num_tokens} tokens are drawn")
+
+    def let_go(self) -> None:
+        """Let held requests go on."""
+        self.held_at = sys.maxsize
 
     def _prefill(self) -> None:
         for key, generation in list(self.prefilling.items()):

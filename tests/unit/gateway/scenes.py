@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import pytest
 
+from hadal.gateway.replies import Reply
 from hadal.gateway.service import ServedModel
 
 from .world import World, spell, world
@@ -29,6 +31,19 @@ def play(
             await it.settle()
 
     asyncio.run(run())
+
+
+def sent_by_replies(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return the pieces of all replies, each as soon as it is sent."""
+    pieces: list[bytes] = []
+    plain_send = Reply._send
+
+    async def send(reply: Reply, to: Any, data: bytes, *, more: bool = True) -> None:
+        await plain_send(reply, to, data, more=more)
+        pieces.append(data)
+
+    monkeypatch.setattr(Reply, "_send", send)
+    return pieces
 
 
 def events(reply: httpx.Response) -> list[Any]:

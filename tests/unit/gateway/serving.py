@@ -14,7 +14,6 @@ import uvicorn
 
 from hadal.gateway.process import server_config
 from hadal.gateway.service import ServedModel
-
 from tests.waiting import join, wait_for, wait_until
 
 from .fake_units import Script

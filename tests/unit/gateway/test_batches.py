@@ -20,7 +20,7 @@ import pytest
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.facts import RequestFact
 from hadal.core.messages import Charged, Quota
-from hadal.gateway import batches
+from hadal.gateway import batches, http
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import EVERYONE, Keys
 from hadal.gateway.errors import ApiError
@@ -37,7 +37,6 @@ from hadal.runtime.batches import (
     batches_url,
 )
 from hadal.runtime.ledger.store import ledger_url
-
 from tests.waiting import DEADLINE_S, wait_for, wait_until
 
 from .scenes import CHAT, TEXT, error_of
@@ -85,6 +84,7 @@ class _Failing(BatchStore):
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_AGAIN_S", 0.02)
     monkeypatch.setattr(batches, "_LOOK_S", 0.02)
+    monkeypatch.setattr(http, "_DISCARD_DEADLINE_S", 0.1)  # Clients send no more than is refused.
 
 
 @asynccontextmanager
@@ -571,7 +571,7 @@ def test_an_upload_is_refused_as_soon_as_it_is_too_long(
     store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
         with socket.create_connection(it.address, DEADLINE_S) as client:
-            upload(client, 6)
+            upload(client, 5)
             reply = read_all(client)
         assert reply.startswith(b"HTTP/1.1 413 ")
         assert code.encode() in reply
@@ -585,8 +585,10 @@ def test_uploads_at_once_have_one_limit_together(model: ServedModel, tmp_path: P
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
         with socket.create_connection(it.address, DEADLINE_S) as first:
             upload(first, 6)
+            arriving = it.world.pages._arriving  # type: ignore[union-attr]
+            wait_until(lambda: sum(arriving.values()) > 6 << 18, "all of the first is there")
             with socket.create_connection(it.address, DEADLINE_S) as second:
-                upload(second, 6)
+                upload(second, 3)
                 reply = read_all(second)
             assert reply.startswith(b"HTTP/1.1 413 ")
             assert b"files_too_large" in reply

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 import time
 from typing import Any
 
@@ -11,8 +13,10 @@ import httpx
 import pytest
 
 from hadal.gateway import edge
+from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.http import Patience
 from hadal.gateway.service import ServedModel
+from tests.waiting import DEADLINE_S, wait_until
 
 from .serving import Serving, serving
 from .world import spell
@@ -20,15 +24,22 @@ from .world import spell
 CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Packets, each once the server has looked at it."""
+    packets: list[bytes] = []
+    plain = GatewayProtocol.data_received
+
+    def data_received(protocol: GatewayProtocol, data: bytes) -> None:
+        plain(protocol, data)
+        packets.append(data)
+
+    monkeypatch.setattr(GatewayProtocol, "data_received", data_received)
+    return packets
 
 
 def connect(it: Serving, data: bytes) -> socket.socket:
-    made = socket.create_connection(it.address, timeout=10)
+    made = socket.create_connection(it.address, timeout=DEADLINE_S)
     made.sendall(data)
     return made
 
@@ -67,16 +78,12 @@ def test_headers_without_end(model: ServedModel) -> None:
                 return  # Closed before all was sent: the refusal is lost on the way.
 
 
-def ends(made: socket.socket, data: bytes, within_s: float = 10.0) -> bool:
-    """Whether the server ends a connection on which this comes again and again."""
-    end_s = time.monotonic() + within_s
-    try:
-        while time.monotonic() < end_s:
+def wait_ended(made: socket.socket, data: bytes) -> None:
+    """Send this again and again, until the server ends the connection."""
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        while True:
             made.sendall(data)
             time.sleep(0.005)
-    except (ConnectionResetError, BrokenPipeError):
-        return True
-    return False
 
 
 CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -92,7 +99,7 @@ def test_what_frames_a_body_is_counted_as_a_head_is(
         serving(model, spell(model, "a"), keys=("mine",)) as it,
         connect(it, CHUNKED + before) as made,
     ):
-        assert ends(made, more * 1000)
+        wait_ended(made, more * 1000)
 
 
 def test_a_request_that_was_answered_does_not_go_on_for_ever(
@@ -103,24 +110,38 @@ def test_a_request_that_was_answered_does_not_go_on_for_ever(
         serving(model, spell(model, "a"), keys=("mine",)) as it,
         connect(it, CHUNKED) as made,
     ):
-        assert ends(made, b"1\r\na\r\n")
+        wait_ended(made, b"1\r\na\r\n")
 
 
 @pytest.mark.parametrize("behind", [b"\r\n", b"GET /health HTTP/1.1\r\nHo"])
 def test_what_comes_behind_a_request_does_not_end_its_answer(
-    model: ServedModel, monkeypatch: pytest.MonkeyPatch, behind: bytes
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, received: list[bytes], behind: bytes
 ) -> None:
+    """The time for its headers is over while the answer goes on."""
     monkeypatch.setattr(edge, "HEADERS_S", 0.1)
+    plain_late, late = GatewayProtocol._headers_late, threading.Event()
+
+    def headers_late(protocol: GatewayProtocol) -> None:
+        plain_late(protocol)
+        late.set()
+
+    monkeypatch.setattr(GatewayProtocol, "_headers_late", headers_late)
     body = {**CHAT, "max_tokens": 40, "stream": True}
-    with serving(model, spell(model, "a"), step_s=0.02) as it, connect(it, post(body)) as made:
-        time.sleep(0.05)
-        made.sendall(behind)
-        data = b""
-        while b"data: [DONE]" not in data:
-            piece = made.recv(65536)
-            assert piece, data
-            data += piece
-        assert b" 408 " not in data
+    with serving(model, spell(model, "a", then_stop=False)) as it:
+        units = it.world.units
+        units.held_at = 3
+        with connect(it, post(body)) as made:
+            wait_until(lambda: units.decoding, "it is answered")
+            made.sendall(behind)
+            wait_until(lambda: behind in received, "it is there")
+            wait_until(lambda: late.is_set() or not behind.strip(), "its time is over")
+            units.let_go()
+            data = b""
+            while b"data: [DONE]" not in data:
+                piece = made.recv(65536)
+                assert piece, data
+                data += piece
+    assert b" 408 " not in data.partition(b"data: [DONE]")[0]
 
 
 def test_headers_that_come_all_at_once_are_counted_too(model: ServedModel) -> None:
@@ -132,7 +153,9 @@ def test_headers_that_come_all_at_once_are_counted_too(model: ServedModel) -> No
 
 
 @pytest.mark.parametrize("cut", [1, 20, 150, 10_000])
-def test_an_offer_of_http_2_keeps_the_body(model: ServedModel, cut: int) -> None:
+def test_an_offer_of_http_2_keeps_the_body(
+    model: ServedModel, received: list[bytes], cut: int
+) -> None:
     """As `curl --http2` and Java's client send it; the body was lost, and the answer was 400."""
     offer = (
         b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings:"
@@ -140,7 +163,7 @@ def test_an_offer_of_http_2_keeps_the_body(model: ServedModel, cut: int) -> None
     )
     data = post({**CHAT, "max_tokens": 3}).replace(b"Host: a\r\n", b"Host: a\r\n" + offer)
     with serving(model, spell(model, "a")) as it, connect(it, data[:cut]) as made:
-        time.sleep(0.05)
+        wait_until(lambda: received, "the first part is there")
         made.sendall(data[cut:])
         assert read_all(made).startswith(b"HTTP/1.1 200 OK")
 
@@ -165,7 +188,7 @@ def test_no_http(model: ServedModel) -> None:
 def test_requests_one_after_the_other(model: ServedModel) -> None:
     with (
         serving(model, spell(model, "a")) as it,
-        httpx.Client(base_url=it.url, timeout=10) as client,
+        httpx.Client(base_url=it.url, timeout=DEADLINE_S) as client,
     ):
         for _ in range(5):
             assert (
@@ -179,9 +202,9 @@ def test_requests_one_after_the_other(model: ServedModel) -> None:
 def test_client_that_leaves(model: ServedModel, stream: bool) -> None:
     with serving(model, spell(model, "a", then_stop=False), step_s=0.005) as it:
         made = connect(it, post({**CHAT, "stream": stream, "max_tokens": 4000, "n": 2}))
-        wait_until(lambda: len(it.world.units.decoding) == 2)
+        wait_until(lambda: len(it.world.units.decoding) == 2, "both choices are decoded")
         made.close()
-        wait_until(lambda: not it.world.units.num_held)
+        wait_until(lambda: not it.world.units.num_held, "nothing is left of them")
         assert len(set(it.world.units.cancelled)) == 2
 
 
@@ -199,12 +222,12 @@ def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.Monke
     with serving(model, spell(model, "abc", then_stop=False), patience=Patience(send_s=0.2)) as it:
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        made.settimeout(10)
+        made.settimeout(DEADLINE_S)
         made.connect(it.address)
         with made:
             made.sendall(post(body))
-            wait_until(lambda: it.world.units.cancelled, 10)
-            wait_until(lambda: not it.world.gateway.num_requests)
+            wait_until(lambda: it.world.units.cancelled, "it is cancelled")
+            wait_until(lambda: not it.world.gateway.num_requests, "the request has ended")
 
 
 def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: ServedModel) -> None:
@@ -220,7 +243,7 @@ def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: Served
     slow["ignore_eos"] = True
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
-        wait_until(lambda: len(set(it.world.units.cancelled)) == 8, 20)
+        wait_until(lambda: len(set(it.world.units.cancelled)) == 8, "all are cancelled")
         assert it.world.gateway.host.num_open == 0
 
 
@@ -236,13 +259,11 @@ def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> No
     }
     slow["ignore_eos"] = True  # Else it ends by itself: it goes round in circles.
     script = spell(model, "abc", then_stop=False)
-    with serving(model, script, patience=Patience(send_s=60.0)) as it, connect(it, post(slow)):
-        wait_until(
-            lambda: len(it.world.units.submitted) == 4
-        )  # What lasts: a fast unit has decoded it in .3 s.
+    with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
+        wait_until(lambda: len(it.world.units.submitted) == 4, "the slow one has begun")
         for _ in range(3):
             reply = httpx.post(
-                f"{it.url}/v1/chat/completions", json={**CHAT, "max_tokens": 20}, timeout=10
+                f"{it.url}/v1/chat/completions", json={**CHAT, "max_tokens": 20}, timeout=DEADLINE_S
             )
             assert reply.json()["usage"]["completion_tokens"] == 20
-        wait_until(lambda: it.world.gateway.num_requests == 1)
+        wait_until(lambda: it.world.gateway.num_requests == 1, "the slow one is left")

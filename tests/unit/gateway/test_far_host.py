@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -39,7 +38,6 @@ from hadal.gateway.service import ServedModel, Service
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.reasons import QUEUE_FULL
-
 from tests.waiting import DEADLINE_S, unix_now, wait_for
 
 from .fake_units import UNIT_TIMEOUT_S, FakeUnits, Script
@@ -111,9 +109,7 @@ class Pair:
     num_lives: int = 0
 
     def __post_init__(self) -> None:
-        self.deployment = Deployment(
-            model="x", limits=self.limits, unit_timeout_s=UNIT_TIMEOUT_S
-        )
+        self.deployment = Deployment(model="x", limits=self.limits, unit_timeout_s=UNIT_TIMEOUT_S)
         self.names = FrontNames(self.deployment.cache, "f0")
         self.far = FarHost(NAME, self.wire, self.now, self.names)
         self.far_gateway = self.gateway(self.far, NAME)
@@ -168,11 +164,6 @@ class Pair:
             self.host.heartbeat(1)
             self.far.heartbeat(2)
             await asyncio.sleep(0.02)
-
-    async def hold(self, num_tokens: int) -> None:
-        """Wait until a generation has so many tokens. It gets no more of them."""
-        self.units.held_at = num_tokens
-        await self.units.drawn(num_tokens)
 
     async def opened(self, num: int = 1) -> None:
         """Wait until so many generations are open in the gateway without the front."""
@@ -245,8 +236,12 @@ def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> 
 
     async def scene() -> None:
         async with pair(model, spell(model, TEXT)) as it:
-            it.front.names.fingerprint = "f1"
-            await wait_for(lambda: it.names.fingerprint == "f1", "it hears of the weights")
+
+            def hears() -> bool:
+                it.front.names.fingerprint = "f1"  # Also of units that come up later.
+                return it.names.fingerprint == "f1"
+
+            await wait_for(hears, "it hears of the weights")
 
     run(scene)
 
@@ -258,7 +253,7 @@ def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
             await it.client.post("/v1/completions", json=COMPLETION)
             names = it.units.names
             asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-            await it.hold(5)
+            await it.units.hold(5)
             await it.kill_front()
             it.start_front()
             it.units.names = names
@@ -432,7 +427,7 @@ def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_u
                 it.far_gateway.keys.check(None),
             )
             mailbox = it.far.open(choice.generation for choice in work.choices)
-            await it.hold(5)
+            await it.units.hold(5)
             closed = asyncio.Event()
             it.far.close(mailbox, closed.set)
             await closed.wait()
@@ -467,14 +462,14 @@ def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedModel) ->
             asked = json.dumps({**COMPLETION, "max_tokens": 1000}).encode()
             work = await it.far_gateway.service.completion(asked, "r", key)
             mailbox = it.far.open(choice.generation for choice in work.choices)
-            await it.hold(5)
+            await it.units.hold(5)
 
             def write() -> None:
                 raise ValueError("nobody thought of this")
 
             it.far.close(mailbox, write)
             await it.settle()
-            it.units.held_at = sys.maxsize
+            it.units.let_go()
             reply = await it.client.post("/v1/completions", json=COMPLETION)
             assert reply.status_code == 200
 
@@ -487,7 +482,7 @@ def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) 
             asking = asyncio.create_task(
                 it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000})
             )
-            await it.hold(5)
+            await it.units.hold(5)
             it.units.tell(Drain())
             assert not await it.host.wait_idle(0.1)
             it.units.tell(UnitDown(NAME, "killed"))
@@ -512,9 +507,9 @@ def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> Non
             asking = asyncio.create_task(
                 it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000})
             )
-            await it.hold(5)
+            await it.units.hold(5)
             it.far._sent.clear()
-            it.units.held_at = sys.maxsize
+            it.units.let_go()
             await wait_for(lambda: not it.units.num_held, "it is stopped")
             assert it.units.cancelled
             asking.cancel()
@@ -526,12 +521,12 @@ def test_a_lost_token_ends_its_stream_with_a_word(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, TEXT), step_s=0.01) as it:
             asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-            await it.hold(5)
+            await it.units.hold(5)
             it.wire.lost = {Delivered}
             it.units.held_at = 8
             await wait_for(lambda: it.wire.num_lost, "a token is lost")
             it.wire.lost = set()
-            it.units.held_at = sys.maxsize
+            it.units.let_go()
             assert "tokens were lost between processes" in (await asking).text.lower()
             await it.settle()
 

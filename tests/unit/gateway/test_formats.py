@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,9 +14,10 @@ import pytest
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages import Submit
+from hadal.gateway import template
 from hadal.gateway.auth import Tenant, salt_of
 from hadal.gateway.chat import ChatFormat
-from hadal.gateway.formats import CPU_S, Formats
+from hadal.gateway.formats import Formats
 from hadal.gateway.openai import AnswerFormat
 from hadal.gateway.service import ServedModel, Service, Work
 from hadal.roles.front.requests import FrontNames
@@ -78,11 +78,13 @@ def test_a_schema_that_no_text_satisfies_is_refused(
 
 
 @pytest.mark.parametrize("schema", [unanchored(14), intersections(8)], ids=["regex", "product"])
-def test_what_takes_too_long_to_look_at_is_refused(formats: Formats, schema: Any) -> None:
-    begun_s = time.process_time()
+def test_what_takes_too_long_to_look_at_is_refused(
+    formats: Formats, monkeypatch: pytest.MonkeyPatch, schema: Any
+) -> None:
+    """Within the limits of a process of its own, and not in the gateway's."""
+    monkeypatch.setattr(template, "complaint", None)
     with pytest.raises(RequestError, match=r"Invalid schema .*(processor time|Unable|too)"):
         formats.text(AnswerFormat("long", schema), follows_reasoning=False)
-    assert time.process_time() - begun_s < CPU_S
     formats.text(AnswerFormat("short", closed(a={})), follows_reasoning=False)
 
 

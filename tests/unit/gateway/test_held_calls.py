@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.config import CacheConfig, LimitsConfig
@@ -32,7 +32,6 @@ from hadal.gateway.stream import Assembler, Calls, Piece
 from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
-from tests.levels import FULL
 from tests.schemas import SCHEMAS, closed
 
 from .test_tools import BOS, EOS, KIMI, LISTING, V3, V31, VOCABULARY, read, written
@@ -147,7 +146,6 @@ def choosings(draw: st.DrawFn) -> Choosing:
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@settings(max_examples=700 if FULL else 25)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), thinks=st.booleans())
 def test_forced_calls_are_right_whatever_is_drawn(
     format: ToolFormat, choosing: Choosing, seed: int, thinks: bool
@@ -170,7 +168,6 @@ def test_forced_calls_are_right_whatever_is_drawn(
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@settings(max_examples=700 if FULL else 25)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), before=st.text(max_size=5))
 def test_chosen_calls_are_right_wherever_they_come(
     format: ToolFormat, choosing: Choosing, seed: int, before: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from hadal.core.plans import PrefillPlan, Sampling
 from hadal.core.seams import Effect, Event, Execute
 from hadal.gateway.host import Host
 from hadal.gateway.service import ServedModel
-
 from tests.waiting import wait_for
 
 from .fake_units import MAX_REQUESTS, NUM_BLOCKS
-from .world import World, spell, world
+from .world import Clock, World, spell, world
 
 TEXT = "The answer is four. To add two numbers, write them below each other."
 COMPLETION = {"model": "small", "prompt": "2 + 2?", "stream": True}
@@ -39,9 +37,8 @@ def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> N
     """
 
     async def lose_it(it: World) -> None:
-        it.units.held_at = 6
-        await it.units.drawn(6)
-        it.units.held_at = sys.maxsize
+        await it.units.hold(6)
+        it.units.let_go()
         it.units.prefilling.clear()
         if unit == "decode-0":
             it.units.decoding.clear()
@@ -66,17 +63,20 @@ def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> N
 
 
 def test_unit_that_never_comes_back(model: ServedModel) -> None:
+    clock = Clock()
+
     async def run() -> None:
         limits = LimitsConfig(request_timeout_s=0.3)
-        async with world(
-            model, spell(model, "a", then_stop=False), step_s=0.01, limits=limits
-        ) as it:
+        script = spell(model, "a", then_stop=False)
+        async with world(model, script, limits=limits, now=clock) as it:
             asking = asyncio.create_task(
                 it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 4000})
             )
-            await it.units.drawn(1)
+            await it.units.hold(1)
             it.units.decoding.clear()
             it.units.tell(UnitDown("decode-0", "killed"))
+            await wait_for(lambda: not it.gateway.snapshot().can_serve, "it is missed")
+            clock.now_s += 1
             reply = await asking
             # The stream has begun: its end is an event, and nothing comes after it.
             last = reply.text.rstrip().rpartition("\n\n")[2]

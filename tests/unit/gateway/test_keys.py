@@ -195,7 +195,7 @@ def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path: Path) -> Non
         file.changed()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root writes another account's file")
+@pytest.mark.needs("root")
 def test_root_leaves_a_file_to_the_server_that_reads_it(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "one")
     os.chown(path, 4321, 1234)

@@ -21,13 +21,14 @@ from hadal.gateway.messages import parse_count, parse_messages
 from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
 from hadal.gateway.service import ServedModel
 from hadal.gateway.tools import Choosing
+from tests.waiting import wait_for
 
 from .event_streams import message_of, named_events
-from .scenes import TEXT, play
+from .scenes import TEXT, play, sent_by_replies
 from .serving import Serving, serving
 from .test_tools import V31, written
 from .tool_model import calls_then, says, tool_model
-from .world import World, spell
+from .world import Clock, World, spell
 
 ASKED: dict[str, Any] = {
     "model": "small",
@@ -528,10 +529,14 @@ def test_its_parsed_answers(model: ServedModel) -> None:
 
 def test_a_stream_that_fails_says_so(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "_GRACE_S", 0.0)
+    sent, clock = sent_by_replies(monkeypatch), Clock()
 
     async def scene(it: World) -> None:
         it.units.go.clear()
-        reply = await it.client.post("/v1/messages", json={**ASKED, "stream": True})
+        asking = asyncio.create_task(it.client.post("/v1/messages", json={**ASKED, "stream": True}))
+        await wait_for(lambda: sent, "it has begun")
+        clock.now_s += 1
+        reply = await asking
         it.units.go.set()
         last = reply.content.split(b"\n\n")[-2].decode()
         assert last.startswith("event: error\ndata: ")
@@ -543,4 +548,5 @@ def test_a_stream_that_fails_says_so(model: ServedModel, monkeypatch: pytest.Mon
         scene,
         limits=LimitsConfig(request_timeout_s=0.3),
         patience=Patience(keep_alive_s=0.05),
+        now=clock,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -21,6 +20,8 @@ from hadal.gateway.openai import (
     parse_completion,
     with_defaults,
 )
+from tests.levels import MORE
+from tests.waiting import DEADLINE_S
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -456,6 +457,17 @@ def test_a_salt_goes_along_and_public_is_for_chats() -> None:
     assert caught.value.param == "cache_salt"
 
 
+class Seen(bytes):
+    """A body that counts the bytes that are taken out of it, to be looked at."""
+
+    num_bytes = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.num_bytes += len(found)
+        return found
+
+
 def test_too_many_ids_are_refused_before_they_become_numbers() -> None:
     """4 MiB of them took half a second, in which nobody else's token was sent."""
     ids = ",".join(["1"] * 2_000_000)
@@ -469,11 +481,10 @@ def test_too_many_ids_are_refused_before_they_become_numbers() -> None:
         (f"[[1, 2], [{few}]]", "at most 4000"),
         (f"[{lists}]", "more than 64 entries"),
     ):
-        body = f'{{"model": "m", "prompt": {prompt}}}'.encode()
-        start_s = time.process_time()
+        body = Seen(f'{{"model": "m", "prompt": {prompt}}}'.encode())
         with pytest.raises(RequestError, match=said) as caught:
             check_num_ids(body, 4000)
-        assert time.process_time() - start_s < 0.1
+        assert body.num_bytes <= len(body)
         assert caught.value.param == "prompt"
     for prompt in (
         [1] * 4000,
@@ -496,11 +507,10 @@ def test_prompts_that_begin_within_prompts_are_looked_at_once() -> None:
     """Each begin was read to the end of the body: 128 KB took 0.4 s, and 4 MiB a quarter of an
     hour.
     """
-    body = b'{"prompt":[' * 100_000 + b"," * 9000 + b"]"
-    start_s = time.process_time()
+    body = Seen(b'{"prompt":[' * 100_000 + b"," * 9000 + b"]")
     with pytest.raises(RequestError, match="at most 4000"):
         check_num_ids(body, 4000)
-    assert time.process_time() - start_s < 0.3
+    assert 9000 <= body.num_bytes <= len(body)
 
 
 def test_small_fields_are_not_read_when_they_are_long() -> None:
@@ -541,10 +551,11 @@ print(num_read)
 """
 
 
-@pytest.mark.parametrize("_", range(8))
+@pytest.mark.campaign("threads meet in the wrong moment now and then")
+@pytest.mark.parametrize("_", range(8 if MORE else 2))
 def test_the_first_bodies_of_a_kind_are_read_by_several_threads(_: int) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", READ_AT_ONCE], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", READ_AT_ONCE], capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert (ended.returncode, ended.stdout) == (0, "16\n"), ended.stderr
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.messages import Token
@@ -21,7 +21,6 @@ from hadal.gateway.replies import Head, Outcome, Usage
 from hadal.gateway.responses import ResponseFormatter, ResponsesRequest
 from hadal.gateway.stream import Assembler, Calls, Piece
 from hadal.gateway.tools import FORMATS, CallReader, Choosing, ToolFormat
-from tests.levels import FULL
 
 from .event_streams import message_of, named_events, response_of
 from .test_tools import V31, VOCABULARY, WEATHER, replies, written
@@ -99,7 +98,6 @@ def whole_response(piece: Piece, kept: list[tuple[bytes, Turn]]) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=10_000 if FULL else 150, deadline=None)
 @given(data=st.data())
 def test_any_cut_of_any_reply_adds_up_to_the_whole_one(name: str, data: st.DataObject) -> None:
     format = FORMATS[name]

@@ -25,6 +25,7 @@ from hadal.gateway.service import ServedModel
 from hadal.kv.names import extend, root_of
 from hadal.runtime.process.forks import API_KEYS
 from hadal.runtime.process.process import EXIT_FATAL, LISTEN_FD, Run
+from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import FakeUnits
 from .world import gateway_of, spell
@@ -66,34 +67,39 @@ def test_drain_lets_streams_finish(
     if not in_time:
         monkeypatch.setattr(process, "_SHUTDOWN_S", 0.2)
 
+    def num_told() -> int:
+        return caplog.text.count("ending: 1 generations still run")
+
     async def run() -> None:
         units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)
         gateway = gateway_of(model, units)
-        deployment = Deployment(model="x", drain_timeout_s=30.0 if in_time else 0.1)
+        deployment = Deployment(model="x", drain_timeout_s=DEADLINE_S if in_time else 0.1)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             serving = asyncio.create_task(serve(deployment, gateway, listening))
             working = asyncio.create_task(units.run())
-            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-                while (await client.get("/health")).status_code != 200:
-                    await asyncio.sleep(0.01)
+            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+                await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
                 body = {"model": "small", "prompt": "hi", "stream": True, "ignore_eos": True}
-                body["max_tokens"] = 100 if in_time else 4000
+                body["max_tokens"] = 100
+                units.held_at = 20
                 async with client.stream("POST", "/v1/completions", json=body) as reply:
                     units.tell(Drain())
-                    await asyncio.sleep(0.02)
-                    assert (await client.post("/v1/completions", json=body)).status_code == 503
+                    await wait_for(lambda: gateway.host.draining, "it drains")
                     if in_time:
+                        refused = await client.post("/v1/completions", json=body)
+                        assert refused.status_code == 503
+                        await wait_for(lambda: num_told() >= 2, "it says twice what runs")
+                        units.let_go()
                         assert (await reply.aread()).rstrip().endswith(b"data: [DONE]")
                     else:
                         with pytest.raises(httpx.RemoteProtocolError):
                             await reply.aread()
-            async with asyncio.timeout(10):
-                assert await serving == 0
+            assert await serving == 0
             working.cancel()
 
     asyncio.run(run())
-    assert caplog.text.count("ending: 1 generations still run") >= 2
+    assert num_told() >= 1
     assert ("did not end" in caplog.text) != in_time
 
 
@@ -103,10 +109,9 @@ def test_failed_front_ends_the_process(model: ServedModel) -> None:
         gateway = gateway_of(model, units)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
-            await asyncio.sleep(0.05)
+            await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
             units.tell(object())  # type: ignore[arg-type]  # No message at all: the front raises.
-            async with asyncio.timeout(10):
-                assert await serving == EXIT_FATAL
+            assert await serving == EXIT_FATAL
 
     asyncio.run(run())
 
@@ -132,13 +137,11 @@ def test_what_fails_beside_the_streams_begins_again(
         with socket.create_server(("127.0.0.1", 0)) as listening:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
-            async with asyncio.timeout(10), httpx.AsyncClient(base_url=url) as client:
-                while looks < 3:
-                    await asyncio.sleep(0.01)
+            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+                await wait_for(lambda: looks == 3, "it looks a third time")
                 assert (await client.get("/v1/models")).status_code == 200
             units.tell(Drain())
-            async with asyncio.timeout(10):
-                assert await serving == 0
+            assert await serving == 0
 
     asyncio.run(run())
     assert looks == 3
@@ -159,15 +162,14 @@ def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Pat
         with socket.create_server(("127.0.0.1", 0)) as listening:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             serving = asyncio.create_task(serve(deployment, gateway, listening))
-            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
                 reply = await client.get("/v1/batches")
                 assert reply.status_code == 503
                 assert reply.json()["error"]["code"] == "no_batches"
                 folder.unlink()
                 assert (await client.get("/v1/batches")).json()["data"] == []
             units.tell(Drain())
-            async with asyncio.timeout(10):
-                assert await serving == 0
+            assert await serving == 0
 
     asyncio.run(run())
 
@@ -212,17 +214,14 @@ def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop
         gateway = gateway_of(model, units)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
-            async with asyncio.timeout(10):
-                while len(units.beats) < 3:
-                    await asyncio.sleep(0.01)
-                async with httpx.AsyncClient() as client:
-                    await client.get(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
+            await wait_for(lambda: len(units.beats) >= 3, "three beats were sent")
+            async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+                await client.get(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
             num_heard = len(units.beats)
             time.sleep(4 * GATEWAY_HEARTBEAT_S)  # The loop stands still.
             assert len(units.beats) == num_heard
             gateway.host.drain()
-            async with asyncio.timeout(10):
-                await serving
+            await serving
         assert {heartbeat.pid for heartbeat in units.beats} == {os.getpid()}
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ from hadal.gateway.http import Patience
 from hadal.gateway.service import ServedModel
 from hadal.stats.prices import R1, Rates
 
-from .world import World, spell, world
+from .world import Clock, World, spell, world
 
 BODY = {"model": "small", "prompt": [5] * 10, "max_tokens": 3, "ignore_eos": True}
 
@@ -33,7 +33,8 @@ def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
 ) -> None:
     async def story() -> None:
         keys = ("a requests=4 tokens_per_minute=6000", "b")
-        async with world(model, spell(model, "abc", then_stop=False), keys=keys) as of:
+        script = spell(model, "abc", then_stop=False)
+        async with world(model, script, keys=keys, now=Clock()) as of:
             of.gateway.take_keys(of.gateway.keys)
             reply = await ask(of, stream=stream)
             assert reply.status_code == 200
@@ -64,11 +65,10 @@ def test_quotas_hold_in_every_format(
     async def story() -> None:
         keys = ("a requests=1 tokens_per_minute=6000", "b")
         script = spell(model, "</think>abc", then_stop=False)
-        async with world(model, script, keys=keys, step_s=0.02) as of:
+        async with world(model, script, keys=keys, step_s=0.002) as of:
             of.gateway.take_keys(of.gateway.keys)
             long = asyncio.create_task(ask(of, stream=True, max_tokens=40))
-            while of.gateway.host.num_open < 1:
-                await asyncio.sleep(0.001)
+            await of.units.hold(5)
             body = {"model": "small", "stream": stream, **fields}
             refused = await of.client.post(path, json=body, headers={"x-api-key": "a"})
             assert refused.status_code == 429
@@ -78,6 +78,7 @@ def test_quotas_hold_in_every_format(
             assert refused.headers["retry-after"] == "1"
             other = await of.client.post(path, json=body, headers={"x-api-key": "b"})
             assert other.status_code == 200
+            of.units.let_go()
             await long
             served = await of.client.post(path, json=body, headers={"x-api-key": "a"})
             assert served.status_code == 200
@@ -92,11 +93,10 @@ def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -> None
         keys = ("a requests=2", "b")
         script = spell(model, "abc", then_stop=False)
         patience = Patience(keep_alive_s=0.01)
-        async with world(model, script, keys=keys, patience=patience, step_s=0.02) as of:
+        async with world(model, script, keys=keys, patience=patience, step_s=0.002) as of:
             of.gateway.take_keys(of.gateway.keys)
             long = asyncio.create_task(ask(of, n=2, stream=True, max_tokens=40))
-            while of.gateway.host.num_open < 2:
-                await asyncio.sleep(0.001)
+            await of.units.hold(5)
             refused = await ask(of)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "rate_limit_exceeded"
@@ -104,6 +104,7 @@ def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -> None
             assert refused.headers["retry-after"] == "1"
             assert refused.headers["x-ratelimit-remaining-requests"] == "0"
             assert (await ask(of, "b")).status_code == 200
+            of.units.let_go()
             reply = await long
             assert reply.headers["x-ratelimit-limit-requests"] == "2"
             assert reply.text.endswith("data: [DONE]\n\n")

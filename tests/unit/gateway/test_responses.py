@@ -28,6 +28,7 @@ from hadal.gateway.responses import (
 )
 from hadal.gateway.service import ServedModel
 from hadal.gateway.stream import Piece
+from tests.waiting import DEADLINE_S
 
 from .event_streams import named_events, response_of
 from .scenes import TEXT, error_of, play
@@ -499,12 +500,12 @@ def taught() -> Iterator[ServedModel]:
 
 
 def client_of(it: Serving) -> OpenAI:
-    return OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
 def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
     script = spell(model, TEXT)
-    with serving(model, script, has_heartbeat=True) as it, client_of(it) as client:
+    with serving(model, script) as it, client_of(it) as client:
         whole = client.responses.create(**ASKED)
         assert whole.output_text == "The answer is 4. 🙂"
         kinds = []

@@ -11,10 +11,12 @@ import pytest
 
 from hadal.core.config import LimitsConfig
 from hadal.gateway.http import Patience
+from hadal.gateway.replies import KEEP_ALIVE
 from hadal.gateway.service import ServedModel
+from tests.waiting import DEADLINE_S, wait_for
 
-from .scenes import CHAT, error_of, events, play
-from .world import World
+from .scenes import CHAT, error_of, events, play, sent_by_replies
+from .world import Clock, World
 
 
 def test_chat_stream(model: ServedModel) -> None:
@@ -81,7 +83,7 @@ def test_drain(model: ServedModel) -> None:
         assert not await it.gateway.host.wait_idle(0.01)
         it.units.go.set()
         assert (await running).json()["choices"][0]["finish_reason"] == "stop"
-        assert await it.gateway.host.wait_idle(1)
+        assert await it.gateway.host.wait_idle(DEADLINE_S)
 
     play(model, scene)
 
@@ -118,13 +120,11 @@ def test_client_that_leaves(model: ServedModel, stream: bool, n: int) -> None:
             "root_path": "",
         }
         task = asyncio.create_task(it.app(scope, receive, send))
-        while len(it.units.decoding) < n:
-            await asyncio.sleep(0.001)
+        await wait_for(lambda: len(it.units.decoding) == n, "all are decoded")
         left.set()
-        async with asyncio.timeout(1):
-            await task
+        await task
         assert bool(sent) == stream
-        await it.settle(1)
+        await it.settle()
         assert len(set(it.units.cancelled)) == n
 
     play(model, scene, then_stop=False, step_s=0.002)
@@ -155,23 +155,22 @@ def test_client_that_does_not_read(model: ServedModel) -> None:
             "scheme": "http",
             "root_path": "",
         }
-        async with asyncio.timeout(2):
-            await it.app(scope, receive, send)
-        await it.settle(1)
+        await it.app(scope, receive, send)
+        await it.settle()
         assert it.units.cancelled
 
     play(model, scene, then_stop=False, step_s=0.001, patience=Patience(send_s=0.05))
 
 
-def test_keep_alive(model: ServedModel) -> None:
+def test_keep_alive(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = sent_by_replies(monkeypatch)
+
     async def scene(it: World) -> None:
         it.units.go.clear()
         asking = asyncio.create_task(
             it.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
         )
-        while not it.gateway.host.num_open:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
+        await wait_for(lambda: sent.count(KEEP_ALIVE) >= 2, "two were sent")
         it.units.go.set()
         reply = await asking
         assert reply.text.startswith(": keep-alive\n\n")
@@ -183,10 +182,14 @@ def test_keep_alive(model: ServedModel) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_that_takes_too_long(model: ServedModel, stream: bool) -> None:
+    clock = Clock()
+
     async def scene(it: World) -> None:
-        reply = await it.client.post(
-            "/v1/chat/completions", json={**CHAT, "stream": stream, "max_tokens": 3000}
-        )
+        body = {**CHAT, "stream": stream, "max_tokens": 3000}
+        asking = asyncio.create_task(it.client.post("/v1/chat/completions", json=body))
+        await it.units.hold(5)
+        clock.now_s += 1
+        reply = await asking
         if stream:
             assert reply.status_code == 200
             last = reply.text.rstrip().rpartition("\n\n")[2]
@@ -194,7 +197,8 @@ def test_request_that_takes_too_long(model: ServedModel, stream: bool) -> None:
         else:
             error_of(reply, 504, "request_timeout")
 
-    play(model, scene, then_stop=False, step_s=0.01, limits=LimitsConfig(request_timeout_s=0.2))
+    limits = LimitsConfig(request_timeout_s=0.2)
+    play(model, scene, then_stop=False, step_s=0.01, limits=limits, now=clock)
 
 
 def chat(user: str, *, system: str = "abc " * 150, **fields: Any) -> dict[str, Any]:

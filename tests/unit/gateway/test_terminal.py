@@ -13,8 +13,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -24,6 +22,7 @@ from rich.console import Console
 
 from hadal.gateway.service import ServedModel
 from hadal.gateway.terminal import Chat, ChatError, WordWrap, turns
+from tests.waiting import DEADLINE_S, wait_until
 
 from .serving import serving
 from .world import spell
@@ -120,22 +119,15 @@ class Typist:
     def type(self, keys: str, then: str, times: int = 1) -> None:
         """Press keys, and wait until the screen has shown something so often."""
         os.write(self._master, keys.encode())
-        self._wait(lambda: self.seen.count(then) >= times)
+        wait_until(lambda: self.seen.count(then) >= times, f"{then!r} is shown")
 
     def leave(self) -> int:
-        self._wait(
-            lambda: self.seen.endswith("> ")
-        )  # Before, the terminal itself would take it for an empty line.
+        # Before, the terminal itself would take it for an empty line.
+        wait_until(lambda: self.seen.endswith("> "), "it asks again")
         os.write(self._master, b"\x04")
-        code = self._process.wait(20)
+        code = self._process.wait(DEADLINE_S)
         os.close(self._master)
         return code
-
-    def _wait(self, is_true: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 20
-        while not is_true():
-            assert time.monotonic() < deadline_s, self.seen
-            time.sleep(0.01)
 
     def _read(self) -> None:
         try:

@@ -5,7 +5,6 @@ any pieces.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -34,7 +33,6 @@ from hadal.gateway.tools import (
 )
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.tokens.tiktoken import byte_of_char
-from tests.levels import FULL
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 V3, V31, KIMI = (FORMATS[name] for name in ("deepseek-v3", "deepseek-v3.1", "kimi-k2"))
@@ -234,7 +232,6 @@ def test_a_stop_behind_calls_ends_the_reply() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=10_000 if FULL else 100)
 @given(data=st.data())
 def test_any_cut_of_any_reply_gives_the_same(name: str, data: st.DataObject) -> None:
     """Broken ones, too, of which no plain text is lost."""
@@ -551,11 +548,11 @@ def test_what_a_client_leaves_null_is_empty() -> None:
 
 @pytest.mark.parametrize("run", [" " * 128, "a" * 128, " \n" * 64, "a\n" * 64])
 def test_what_is_no_name_is_read_once(vocabulary: Vocabulary, run: str) -> None:
-    """Reading it must not take longer and longer: one gateway serves everybody."""
-    begun_s = time.process_time()
+    """Reading it must not take longer and longer: one gateway serves everybody. Where it does, this
+    does not end.
+    """
     text = V3.calls_begin + V3.call_begin + "function" + V3.separator + run * 32
     found = read(vocabulary, V3, vocabulary.encode_controlled(text))
-    assert time.process_time() - begun_s < 5.0
     assert not found.calls
     assert run in found.content  # Blanks behind it are between calls.
 

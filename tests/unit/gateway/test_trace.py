@@ -20,6 +20,7 @@ from hadal.core.messages import AnyMessage, HostClock, Trace, TracedStep, TraceR
 from hadal.core.plans import LinkBytes, TraceEvent
 from hadal.gateway.service import ServedModel
 from hadal.gateway.trace import TraceError, TraceReply, describe, fetch, write
+from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import FakeUnits
 from .scenes import CHAT, TEXT, error_of, play
@@ -69,9 +70,7 @@ def answers(
 async def up(it: World) -> None:
     for unit in ("prefill-0", "decode-0"):
         it.units.tell(load(unit))
-    async with asyncio.timeout(5):
-        while len(it.gateway.snapshot().unit_to_report) < 2:
-            await asyncio.sleep(0)
+    await wait_for(lambda: len(it.gateway.snapshot().unit_to_report) == 2, "both have reported")
 
 
 def test_traces_the_next_steps(model: ServedModel) -> None:
@@ -222,7 +221,9 @@ def run(served: Serving, output: Path, *more: str) -> tuple[int, str]:
 def ready(served: Serving) -> Serving:
     """decode-0 made tokens and said what it holds, so the front knows it."""
     headers = {"Authorization": f"Bearer {KEY}"}
-    reply = httpx.post(f"{served.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=20)
+    reply = httpx.post(
+        f"{served.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=DEADLINE_S
+    )
     assert reply.status_code == 200
     return served
 

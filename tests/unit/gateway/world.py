@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -24,10 +24,19 @@ from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import ServedModel, Service
 from hadal.roles.front.front import Front
 from hadal.runtime.batches import BatchStore
-
 from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import UNIT_TIMEOUT_S, FakeUnits, Script
+
+
+@dataclass
+class Clock:
+    """A gateway's time that stands still until a test moves it on."""
+
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def spell(model: ServedModel, text: str, *, then_stop: bool = True) -> Script:
@@ -50,6 +59,7 @@ class World:
     gateway: Gateway
     more: Sequence[Endpoint] = ()
     """Endpoints besides the gateway's own: of files and batches."""
+    pages: BatchPages | None = None
     worker: BatchWorker | None = None
     """Whoever runs it has batches answered."""
 
@@ -71,6 +81,7 @@ def gateway_of(
     patience: Patience | None = None,
     settings: GatewayConfig | None = None,
     bound_host: str = "",
+    now: Callable[[], float] = time.monotonic,
 ) -> Gateway:
     """The parts of a gateway, put together as its process does, with `units` for a wire."""
     limits = limits or LimitsConfig()
@@ -83,11 +94,11 @@ def gateway_of(
     front = Front(deployment, epoch="epoch", max_context=model.context_tokens, fingerprint="f0")
     return Gateway(
         service=Service(model, limits, front.names),
-        host=Host(front, units, time.monotonic),
+        host=Host(front, units, now),
         snapshot=front.snapshot,
         metrics=Metrics(front.snapshot),
         keys=Keys(keys),
-        now=time.monotonic,
+        now=now,
         created=1,
         unix_time=time.time,
         patience=patience or Patience(),
@@ -107,6 +118,7 @@ async def world(
     step_s: float = 0.0,
     settings: GatewayConfig | None = None,
     bound_host: str = "",
+    now: Callable[[], float] = time.monotonic,
     store: BatchStore | None = None,
     batches: BatchesConfig | None = None,
 ) -> AsyncIterator[World]:
@@ -122,10 +134,12 @@ async def world(
         patience=patience,
         settings=settings,
         bound_host=bound_host,
+        now=now,
     )
     tasks = [asyncio.create_task(gateway.host.run()), asyncio.create_task(units.run())]
     worker = BatchWorker(gateway, store, batches or BatchesConfig()) if store else None
-    more = BatchPages(gateway, worker).endpoints() if worker else []
+    pages = BatchPages(gateway, worker) if worker else None
+    more = pages.endpoints() if pages else []
     app = make_app(gateway, more)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     try:
@@ -133,7 +147,7 @@ async def world(
             transport=transport, base_url="http://test", timeout=DEADLINE_S
         ) as client:
             await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
-            yield World(app, client, units, gateway, more, worker)
+            yield World(app, client, units, gateway, more, pages, worker)
     finally:
         for task in tasks:
             task.cancel()

@@ -4,7 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import torch
 from hadal.commands.kernels import main as compile_now
 from hadal.kernels import build, library
 from hadal.kernels.ops import experts, linear
+from tests.processes import is_alive
 from tests.stored import stored, stored_experts
+from tests.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(3)
     ]
-    results = {process.communicate(timeout=60)[0] for process in processes}
+    results = {process.communicate(timeout=DEADLINE_S)[0] for process in processes}
     assert len(results) == 1
     assert Path(results.pop().strip()).exists()
     assert (tmp_path / "slow.runs").read_text() == "run\n"
@@ -125,15 +126,17 @@ def test_a_compiler_that_does_not_end_is_ended_with_all_its_processes(
     monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.5)
     heard: list[float] = []
+    pid = tmp_path / "slow.pid"
+
+    def hear(elapsed_s: float) -> None:
+        heard.append(elapsed_s)
+        wait_until(lambda: pid.exists() and pid.read_text().strip(), "the compiler runs")
+
     with pytest.raises(build.TimedOut, match="did not finish"):
-        build.build(heard.append)
-    assert len(heard) >= 2
+        build.build(hear)
+    assert heard
     assert heard == sorted(heard)
-    pid = int((tmp_path / "slow.pid").read_text())
-    deadline_s = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(int(pid.read_text())), "its process has ended")
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
@@ -166,7 +169,8 @@ def test_setup_tells_what_became_of_the_kernels(
     monkeypatch.setenv("CXX", str(made))
     monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HADAL_KERNELS", "" if compiler else "plain")
-    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.5)
+    if compiler == "sleep 60":
+        monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.5)
     assert compile_now() == code
     told = capsys.readouterr()
     assert text in told.out + told.err
@@ -175,12 +179,20 @@ def test_setup_tells_what_became_of_the_kernels(
 def test_a_process_that_compiles_says_so_once(
     fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(
-        "CXX", str(script(tmp_path / "slow", '[ "$1" = --version ] && exit 0; sleep 0.7; exit 1'))
+    compiler = script(
+        tmp_path / "slow",
+        '[ "$1" = --version ] && exit 0; until [ -e "$0.go" ]; do sleep 0.05; done; exit 1',
     )
+    monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
     heard: list[float] = []
-    library.prepare(heard.append)
+
+    def hear(elapsed_s: float) -> None:
+        heard.append(elapsed_s)
+        if len(heard) == 2:
+            (tmp_path / "slow.go").touch()
+
+    library.prepare(hear)
     assert len(heard) >= 2
     assert fresh_load.text.count("being compiled for this machine") == 1
 

@@ -17,10 +17,21 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+class Peers(dict[str, Peer]):
+    """Name -> random model, which is made when it is first asked for."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+
+    def __missing__(self, name: str) -> Peer:
+        self[name] = make_peer(name, self._folders.mktemp(name))
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Peer]:
     """Every random model, made once."""
-    return {name: make_peer(name, tmp_path_factory.mktemp(name)) for name in CONFIGS}
+    return Peers(tmp_path_factory)
 
 
 @pytest.fixture(params=list(CONFIGS))

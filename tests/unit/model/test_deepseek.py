@@ -17,11 +17,13 @@ from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference.model import forward, generate, no_latents
 from tests.fresh import fresh
-from tests.levels import FULL
+from tests.levels import FULL, MORE
 from tests.unit.model.checkpoints import Peer
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 150
+NUM_GREEDY = 40 if MORE else 16
+STRIDE = 5 if MORE else 15
 BLOCKS = (7, 3, 5)
 
 
@@ -69,18 +71,17 @@ def test_whole_prompt(peer: Peer) -> None:
 
 
 def some_cuts() -> list[int]:
-    """The ends, those around every block's end, and of the others every fifth from a fresh one
-    on.
-    """
+    """The ends, those around every block's end, and of the others one in STRIDE from a fresh one on."""
     ends = {1, 2, NUM_TOKENS - 2, NUM_TOKENS - 1}
     around = {
         end + offset
         for end in range(BLOCK_TOKENS, NUM_TOKENS, BLOCK_TOKENS)
         for offset in (-1, 0, 1)
     }
-    return sorted(ends | around | set(range(1 + fresh().randrange(5), NUM_TOKENS, 5)))
+    return sorted(ends | around | set(range(1 + fresh().randrange(STRIDE), NUM_TOKENS, STRIDE)))
 
 
+@pytest.mark.campaign("more cuts")
 @pytest.mark.usefixtures("prefill_form")
 def test_cut_anywhere(peer: Peer) -> None:
     tokens = random_tokens(peer, NUM_TOKENS, seed=1)
@@ -96,9 +97,7 @@ def test_cut_anywhere(peer: Peer) -> None:
 
 
 @pytest.mark.usefixtures("prefill_form")
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_several_prompts_in_ragged_chunks(peers: dict[str, Peer], seed: int) -> None:
     """Steps that mix first and later chunks of three prompts, some of which want no logits."""
@@ -153,21 +152,22 @@ def test_prefill_then_decode(peer: Peer) -> None:
         assert difference(ours[0], theirs[position]) <= TOLERANCE
 
 
+@pytest.mark.campaign("more tokens")
 @pytest.mark.usefixtures("prefill_form")
 def test_same_greedy_tokens(peer: Peer) -> None:
     prompt = random_tokens(peer, 61, seed=9)
     theirs = peer.theirs.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, 61, dtype=torch.int64),
-        max_new_tokens=40,
+        max_new_tokens=NUM_GREEDY,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    assert generate(peer.weights, prompt, 40) == theirs
+    assert generate(peer.weights, prompt, NUM_GREEDY) == theirs
     model = make_model(peer)
     ours = [int(model.prefill([chunk(prompt, 0, len(prompt))])[0].argmax())]
-    while len(ours) < 40:
+    while len(ours) < NUM_GREEDY:
         position = torch.tensor([len(prompt) + len(ours) - 1])
         ours.append(
             int(model.decode(torch.tensor(ours[-1:]), position, torch.tensor([BLOCKS]))[0].argmax())

@@ -30,11 +30,12 @@ from hadal.runtime.resolve import model_folder
 from hadal.tokens.grammars import Grammars, grammar_text
 from hadal.tokens.table import read_token_table
 from tests.dist.oracle import Case, everyday_cases
-from tests.fresh import fresh
-from tests.levels import FULL
+from tests.fresh import seeds
+from tests.levels import FULL, MORE
 
-SEEDS = [*range(10 if FULL else 1), fresh().randrange(1 << 30)]
+NUM_TOKENS = 90 if MORE else 50
 NUM_SLOTS = 4
+OTHER_WAYS = pytest.mark.more("the way of served requests stays in `make test`")
 LISTS = {"type": "array", "items": {"enum": ["a", "b", 12]}, "minItems": 50}
 SAMPLINGS = (
     Sampling(temperature=1.5, grammar=Grammar(grammar_text(LISTS, follows_reasoning=False), (1,))),
@@ -126,7 +127,7 @@ def replace_seed(sampling: Sampling, number: int) -> Sampling:
 
 
 def serve(
-    unit: Unit, seed: int, drafts: Iterator[int], *, preempted: float, num_tokens: int = 90
+    unit: Unit, seed: int, drafts: Iterator[int], *, preempted: float, num_tokens: int = NUM_TOKENS
 ) -> list[Request]:
     """All requests with joins, leaves, cut prompts and growth; `drafts` says how many each plan
     makes, `preempted` how often a request has to leave and come again.
@@ -213,7 +214,7 @@ def sometimes(seed: int) -> Iterator[int]:
         yield from [num] * rng.randint(1, 30)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(1, 2, 10))
 def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: int) -> None:
     print("seed", seed)
     plain = Unit(tiny, 0)
@@ -225,7 +226,7 @@ def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: i
             requests = serve(unit, seed, drafts, preempted=preempted)
             for request, other in zip(requests, expected, strict=True):
                 length = min(len(request.output), len(other.output))
-                assert length >= 90
+                assert length >= NUM_TOKENS
                 assert request.output[:length] == other.output[:length], request.name
                 # Prefill's products may round another way than a step's.
                 if not preempted:
@@ -395,7 +396,13 @@ def live(way: str, weights: ModelWeights, case: Case, rng: random.Random) -> tup
     return tried + more_tried, right + more_right
 
 
-@pytest.mark.parametrize("way", ["alone", "handed over", "cut", "hit", "move"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "handed over",
+        *(pytest.param(way, marks=OTHER_WAYS) for way in ("alone", "cut", "hit", "move")),
+    ],
+)
 def test_as_many_drafts_are_right_as_the_offline_measure_says(tiny: ModelWeights, way: str) -> None:
     module = Side(tiny, 1).unit.runner._module
     assert module is not None

@@ -5,7 +5,6 @@ would give.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from hadal.model.experts import ExpertStore
 from hadal.reference.params import Experts, Matrix, MlpWeights, ModelWeights
 from tests.fresh import fresh
 from tests.unit.model.checkpoints import Peer
+from tests.waiting import DEADLINE_S, join
 
 
 def check_slots(weights: ModelWeights, slot_to_expert_LS: np.ndarray, whole: ModelWeights) -> None:
@@ -121,10 +121,6 @@ def test_errors(plain: Peer) -> None:
     with pytest.raises(CheckpointError, match=r"experts\.99"):
         store.install(weights, np.full((2, 1), 99, np.int16), 1)
     assert store.install(weights, np.zeros((2, 1), np.int16), 1)[1] == 2
-
-
-TIMEOUT_S = 20.0
-"""Only a hang reaches it."""
 
 
 def flip_of(slots: Sequence[int], stage_id: int, layer: int = 0) -> LayerFlip:
@@ -284,7 +280,7 @@ def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
 
     def slow(layer: int, source: Source, into: MlpWeights) -> bool:
         begun.set()
-        assert may_go_on.wait(TIMEOUT_S)
+        assert may_go_on.wait(DEADLINE_S)
         return half.give(layer, source, into)
 
     assert half.stage(new, 1).error is None
@@ -294,10 +290,10 @@ def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
         target=lambda: results.append(half.store.stage(plan, slow)), daemon=True
     )
     thread.start()
-    assert begun.wait(TIMEOUT_S)
+    assert begun.wait(DEADLINE_S)
     half.weights, _ = half.store.install(half.weights, half.slot_to_expert_LS, 2)
     may_go_on.set()
-    thread.join(TIMEOUT_S)
+    join(thread)
     assert "formation 1" in (results[0].error or "")
     assert "formation 1" in (half.stage(new, 3).error or "")
     for stage_id, layer in ((1, 0), (2, 1), (3, 0)):
@@ -362,18 +358,15 @@ def test_experts_are_read_while_layers_flip(plain: Peer) -> None:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    limit_s, stage_id = time.monotonic() + TIMEOUT_S, 0
-    while (
-        stage_id < 40 or num_found[0] <= 100
-    ):  # On busy cores forty flips may be over before the reader has begun.
-        assert time.monotonic() < limit_s
+    stage_id = 0
+    # On busy cores forty flips may be over before the reader has begun.
+    while thread.is_alive() and (stage_id < 40 or num_found[0] <= 100):
         stage_id += 1
         new = rng.permutation(16)[:8].tolist()
         assert half.stage(new, stage_id).error is None
         half.flip(new, stage_id)
     is_over.set()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
+    join(thread)
     assert num_found[0] > 100
     assert wrong == []
     half.check()

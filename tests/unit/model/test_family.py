@@ -27,6 +27,7 @@ from tests.unit.model.test_mtp import drafts, make_module
 
 NUM_TOKENS = 100
 BLOCKS = (3, 1)
+OTHERS = pytest.mark.more("scales of each kind stay in `make test`")
 SIDE = 16
 """Rows and columns of a block that has one scale."""
 
@@ -134,10 +135,10 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ("name", "options"),
     [
         ("DeepSeek-V3", {"pow2": False}),
-        ("DeepSeek-V3.1", {"pow2": True}),
+        pytest.param("DeepSeek-V3.1", {"pow2": True}, marks=OTHERS),
         ("DeepSeek-V3.1", {"pow2": True, "as_e8m0": True}),
-        ("DeepSeek-V3.2", {"pow2": True}),
-        ("Kimi-K2", {"pow2": False}),
+        pytest.param("DeepSeek-V3.2", {"pow2": True}, marks=OTHERS),
+        pytest.param("Kimi-K2", {"pow2": False}, marks=OTHERS),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

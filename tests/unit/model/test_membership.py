@@ -5,7 +5,6 @@ and whole again; and within one, layers whose experts move between two steps.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -43,11 +42,12 @@ from tests.fresh import fresh
 from tests.unit.comm.groups import member, run_threads
 from tests.unit.model.checkpoints import Peer
 from tests.unit.model.test_deepseek import TOLERANCE, random_tokens
+from tests.waiting import wait_until
 
 GREEDY = Sampling(temperature=0.0)
 NUM_RANKS = 3
-DEADLINE_S = 20.0
-SOON_S = 5.0
+DEADLINE_S = 3600.0
+"""Of an exchange: a test that waits for it hangs."""
 
 
 class Listened(DeepseekV3):
@@ -191,12 +191,10 @@ def test_nothing_runs_outside_a_generation(plain: Peer, ranks: list[Rank]) -> No
     placement = whole(plain)
     form(ranks, 1, placement)
     ranks[0].runner.abort()
-    start_s = time.monotonic()
     assert "is over" in (ranks[0].decode().error or "")
     # The others learn of it, though nobody told them.
     for rank in ranks[1:]:
         assert rank.decode(3).error is not None
-    assert time.monotonic() - start_s < SOON_S
     form(ranks, 2, placement)
     serve(plain, ranks)
 
@@ -205,27 +203,22 @@ def test_abort_wakes_a_step_that_waits(plain: Peer, ranks: list[Rank]) -> None:
     form(ranks, 1, whole(plain))
 
     def abort() -> None:
-        limit_s = time.monotonic() + DEADLINE_S
-        while (
-            ranks[0].runner.num_ops < 14 or ranks[0].runner.is_computing
-        ):  # It stands in a layer with experts.
-            assert time.monotonic() < limit_s
-            time.sleep(0.005)
-        ranks[0].runner.abort()
+        runner = ranks[0].runner
+        wait_until(
+            lambda: runner.num_ops >= 14 and not runner.is_computing,
+            "it stands in a layer with experts",
+        )
+        runner.abort()
 
-    start_s = time.monotonic()
     done, _ = run_threads([ranks[0].prefill, abort])
     assert done.error is not None
-    assert time.monotonic() - start_s < SOON_S
 
 
 def test_an_error_on_one_rank_ends_the_step_on_all(plain: Peer, ranks: list[Rank]) -> None:
     form(ranks, 1, whole(plain))
     bad = PrefillPlan(0, (Chunk("a", (plain.vocab_size + 7,), 0, (1,), GREEDY, 0),))
-    start_s = time.monotonic()
     done = run_threads([lambda: ranks[0].step(bad), ranks[1].prefill, ranks[2].prefill])
     assert all(one.error is not None for one in done)
-    assert time.monotonic() - start_s < SOON_S
     form(ranks, 2, whole(plain))
     serve(plain, ranks)
 
@@ -394,11 +387,9 @@ def test_a_flip_that_one_rank_did_not_stage_fails_the_step(plain: Peer, ranks: l
     for rank in ranks[1:]:
         assert rank.stage(ranks, 0, 7, slot_to_expert_RS).error is None
     before, flip = ranks[0].model.weights, (LayerFlip(0, 7, slot_to_expert_RS.tobytes()),)
-    start_s = time.monotonic()
     done = run_threads([lambda n=n: ranks[n].decode(tokens[n], flip) for n in range(NUM_RANKS)])
     assert "stage 7" in (done[0].error or "")
     assert all(one.error is not None for one in done)
-    assert time.monotonic() - start_s < SOON_S
     assert ranks[0].model.weights is before
     # The formation is over; the next has the placement of its leader, whoever had flipped.
     form(ranks, 2, placement)

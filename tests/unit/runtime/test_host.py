@@ -170,8 +170,11 @@ def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> No
     world.join()
 
 
-def test_what_it_listens_for_is_told_before_the_first_refusal(world: World) -> None:
+def test_what_it_listens_for_is_told_before_the_first_refusal(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A series that begins with 1 is no rise to whoever watches it."""
+    monkeypatch.setattr("hadal.runtime.host._TELL_REFUSED_S", 0.01)
     refusals = Refusals("kv", "decode-0")
     world.run()
     assert world.front.receive(DEADLINE_S) == [Refused("decode-0", {"kv": 0})]

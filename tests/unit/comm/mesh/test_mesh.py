@@ -9,7 +9,6 @@ import os
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +25,12 @@ from hadal.core.handshake import NONCE_BYTES, TAG_BYTES, Handshake
 from hadal.core.plans import Member
 from tests.fresh import fresh
 from tests.unit.comm.groups import DEADLINE_S, KEY, form_all, member, mesh_threads, run_threads
+from tests.waiting import join, wait_until
 
 SIZES = (0, 0, 1, 23, 1000, 65_511, 65_512, 65_513, 300_000, 2_000_000)
 """Around the staging area (64 KB less a header), and beyond any socket buffer."""
+NEVER_S = 3600.0
+SHORT_S = 0.4
 SEEDS = [1, 2, fresh().randrange(1 << 30)]
 
 
@@ -110,8 +112,8 @@ def test_a_rank_may_be_ahead_by_exchanges_not_posted_yet() -> None:
         assert [exchange.wait()[1].numel() for exchange in waits] == [1] * len(sizes)
 
     def behind(group: MeshGroup) -> None:
+        wait_until(lambda: group.bytes_received >= sizes[0], "the first has come early")
         for step, size in enumerate(sizes):
-            time.sleep(0.05)
             recvs = {0: torch.zeros(max(sizes), dtype=torch.uint8)} if step % 2 else None
             got = group.exchange({0: torch.ones(1, dtype=torch.uint8)}, recvs).wait()[0]
             assert torch.equal(got, pattern(0, 1, step, size))
@@ -133,7 +135,8 @@ def test_what_comes_too_early_and_too_much_waits_in_the_socket() -> None:
             exchange.wait()
 
     def behind(group: MeshGroup) -> None:
-        time.sleep(0.3)
+        paused = group._links[0]
+        wait_until(lambda: paused.is_paused, "one waits in the socket")
         for step, size in enumerate(sizes):
             got = group.exchange({0: torch.ones(1, dtype=torch.uint8)}).wait()[0]
             assert got.numel() == size
@@ -152,14 +155,12 @@ def test_bytes_travel_while_both_compute() -> None:
             group.exchange({1 - group.rank: torch.zeros(8 << 20, dtype=torch.uint8)})
             for group in groups
         ]
-        limit_s = time.monotonic() + DEADLINE_S
-        while not all(exchange.is_done for exchange in exchanges):
-            assert time.monotonic() < limit_s
-            time.sleep(0.01)
-        before_s = time.perf_counter()
+        wait_until(lambda: all(exchange.is_done for exchange in exchanges), "all bytes have come")
+        intervals = [exchange.interval for exchange in exchanges]
+        assert all(interval.start_s < interval.end_s for interval in intervals)
         for exchange in exchanges:
             exchange.wait()
-            assert exchange.start_s < exchange.interval.end_s <= before_s
+        assert [exchange.interval for exchange in exchanges] == intervals
 
 
 def lose(group: MeshGroup, act: Callable[[], object]) -> PeerLost:
@@ -193,18 +194,22 @@ def test_a_payload_too_large_fails_the_generation_and_harms_nothing(sizes: tuple
 
 def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
     """Rank 2 never posts; the two others have sent each other large payloads and wait for it."""
-    with mesh_threads(3) as groups:
-        timer = threading.Timer(0.2, groups[0].abort)
-        timer.start()
-        start_s = time.monotonic()
-        errors = run_threads(
+    with mesh_threads(3, deadline_s=NEVER_S) as groups:
+
+        def abort() -> None:
+            wait_until(
+                lambda: all(group.bytes_received >= 6_000_000 for group in groups[:2]),
+                "both wait for rank 2 alone",
+            )
+            groups[0].abort()
+
+        *errors, _ = run_threads(
             [
                 lambda group=group: lose(group, lambda: exchange_sized(group, 6_000_000))
                 for group in groups[:2]
             ]
+            + [abort]
         )  # type: ignore[misc]
-        timer.join()
-        assert time.monotonic() - start_s < DEADLINE_S / 2
         assert [error.ranks for error in errors] == [(), ()]
         assert "aborted" in str(errors[1])
         for formation in (2, 3):
@@ -230,12 +235,10 @@ def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
     told: list[int] = []
     with mesh_threads(3, on_lost=told.append) as groups:
         groups[2].close()
-        limit_s = time.monotonic() + DEADLINE_S
-        while (
-            any(group.lost() != (2,) for group in groups[:2]) or len(told) < 2
-        ):  # It is told after it is known.
-            assert time.monotonic() < limit_s
-            time.sleep(0.01)
+        wait_until(
+            lambda: all(group.lost() == (2,) for group in groups[:2]) and len(told) == 2,
+            "both know and were told",
+        )
         assert told == [2, 2]
         assert lose(groups[0], lambda: exchange_sized(groups[0], 1)).ranks == (2,)
         form_all(groups[:2], 2)
@@ -273,11 +276,19 @@ def test_a_loss_in_the_generation_before_does_not_end_this_one(
 
 
 def test_a_silent_peer_is_named_at_the_deadline() -> None:
-    with mesh_threads(3, deadline_s=0.4) as groups:
+    with mesh_threads(3) as groups:
+        exchanges = []
+        for group in groups[:2]:
+            group.deadline_s = SHORT_S  # They have formed.
+            peers = [rank for rank in range(3) if rank != group.rank]
+            exchanges.append(group.exchange({peer: torch.zeros(10).byte() for peer in peers}))
+        wait_until(
+            lambda: all(len(each.missing) == 1 for each in exchanges), "rank 2 alone is silent"
+        )
         errors = run_threads(
             [
-                lambda group=group: lose(group, lambda: exchange_sized(group, 10))
-                for group in groups[:2]
+                lambda group=group, each=each: lose(group, each.wait)
+                for group, each in zip(groups, exchanges, strict=False)
             ]
         )  # type: ignore[misc]
         assert [error.ranks for error in errors] == [(2,), (2,)]
@@ -288,18 +299,24 @@ def test_forming_names_who_is_not_reached(absent: int) -> None:
     """A dead peer that would connect to us is missed at the deadline; one that we connect to
     refuses at once.
     """
-    with mesh_threads(3, deadline_s=0.5) as groups:
+    with mesh_threads(3) as groups:
         members = [member(group) for group in groups]
         groups[absent].close()
-        living = [group for group in groups if group.rank != absent]
-        errors = run_threads(
-            [lambda group=group: lose(group, lambda: group.form(2, members)) for group in living]
-        )  # type: ignore[misc]
+        first, last = (group for group in groups if group.rank != absent)
+        first.deadline_s = SHORT_S
+
+        def form_first() -> PeerLost:
+            link = first._links[last.rank]
+            wait_until(lambda: link.formation == 2, "the other one has come")
+            return lose(first, lambda: first.form(2, members))
+
+        errors = run_threads([lambda: lose(last, lambda: last.form(2, members)), form_first])
         assert [error.ranks for error in errors] == [(absent,), (absent,)]
 
 
 def test_who_is_someone_else_is_not_let_in() -> None:
-    with mesh_threads(2, deadline_s=0.5) as groups:
+    with mesh_threads(2) as groups:
+        groups[0].deadline_s = SHORT_S
         wrong = [member(groups[0]), Member(1, "older", "127.0.0.1", groups[1].port)]
         assert lose(groups[0], lambda: groups[0].form(2, wrong)).ranks == (1,)
         for data in (
@@ -313,6 +330,7 @@ def test_who_is_someone_else_is_not_let_in() -> None:
                 with contextlib.suppress(ConnectionResetError):
                     while stranger.recv(1 << 12):  # Its challenge, and no more.
                         pass
+        groups[0].deadline_s = DEADLINE_S
         form_all(groups, 3)
         run_threads([lambda group=group: exchange_sized(group, 1000) for group in groups])  # type: ignore[misc]
 
@@ -493,10 +511,9 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
             target=lambda: lose(groups[0], lambda: groups[0].form(1, members))
         )
         forming.start()
-        while not groups[0]._links:
-            time.sleep(0.001)
+        wait_until(lambda: groups[0]._links, "rank 0 connects")
         groups[0].abort()
-        forming.join(DEADLINE_S)
+        join(forming)
         starved.set()
 
         def begin() -> None:

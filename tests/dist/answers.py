@@ -1,0 +1,95 @@
+"""Completions of a running server: in one piece, and streaming, held in the middle by its gate."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+
+from tests.dist import gate
+from tests.dist.serving import Server, metric
+from tests.waiting import DEADLINE_S, join, wait_until
+
+PROMPT = "What is 12 + 30?"
+
+
+def asked(server: Server, num_tokens: int, prompt: str = PROMPT) -> dict[str, Any]:
+    """Return the body of a request for a greedy completion of a fixed length."""
+    return {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def complete(server: Server, num_tokens: int, prompt: str = PROMPT) -> str:
+    """Return a greedy completion."""
+    body = asked(server, num_tokens, prompt)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2 * DEADLINE_S)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["text"])
+
+
+class Streams:
+    """Greedy completions of the same prompt that stream, each read by a thread."""
+
+    def __init__(self, server: Server, number: int, num_tokens: int) -> None:
+        self.texts = [""] * number
+        self._url = f"{server.url}/v1/completions"
+        self._body = asked(server, num_tokens) | {"stream": True}
+        self._errors: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._read, args=(index,), daemon=True)
+            for index in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> list[str]:
+        """Return all texts, once they are whole. Raises what a reader raised."""
+        join(*self._threads)
+        if self._errors:
+            raise self._errors[0]
+        return self.texts
+
+    def _read(self, index: int) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=DEADLINE_S) as reply:
+                assert reply.status_code == 200, reply.read()
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line.removeprefix("data: "))
+                        assert "error" not in event, event
+                        self.texts[index] += "".join(c["text"] for c in event["choices"])
+        except BaseException as error:
+            self._errors.append(error)
+
+
+def under_way(
+    server: Server, unit: str, num_tokens: int, number: int = 1, after: int = 5
+) -> Streams:
+    """Start streams and return once `unit` works on all of them, and is held by the gate: a prefill unit
+    before their first step, a decode unit at most `after` steps into them.
+    """
+    is_prefill = unit.startswith("prefill")
+    kind, state = (gate.PREFILL, "prefilling") if is_prefill else (gate.DECODE, "decoding")
+    server.gate.hold(kind)
+    streams = Streams(server, number, num_tokens)
+    wait_until(
+        lambda: metric(server, "hadal_generations_now", f'state="{state}"') == number,
+        f"{number} answers are {state}",
+    )
+    if not is_prefill:
+        # Each has its first token, from prefill, and then another: all are in a step's batch.
+        wait_until(lambda: all(streams.texts), "all answers have begun")
+        begun = list(map(len, streams.texts))
+        server.gate.hold(kind, after)
+        wait_until(
+            lambda: all(len(text) > num for text, num in zip(streams.texts, begun, strict=True)),
+            "all answers stream",
+        )
+    return streams

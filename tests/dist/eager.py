@@ -1,0 +1,44 @@
+"""Balancers that decide by loads alone, in a server of a test.
+
+A live unit moves experts and requests where seconds gained exceed seconds spent. Both are measured on
+this machine, so whether anything moves depends on how busy it is. Here experts cost so much in a step
+that every sure gain pays, loads are counted as often as a prefill unit counts them, and moves of
+requests are judged by the terms of an unmeasured unit. Loads, placements, installations and moves are
+the server's own.
+
+    start_server(environment=eager.ENVIRONMENT)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hadal.policy.decode_balance import MoveTerms
+from hadal.roles.decode import leader
+from hadal.roles.experts import experts
+from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.experts.gain import PREFILL_TERMS
+
+VARIABLE = "HADAL_TEST_EAGER"
+ENVIRONMENT: Mapping[str, str] = {VARIABLE: "1"}
+_GROWING_S = 1.0
+"""Seconds of one MoE layer's experts in a step."""
+
+
+def install() -> None:
+    """Make the balancers of this process and of those forked from it eager, if the environment says so."""
+    if VARIABLE not in os.environ:
+        return
+    plan = ExpertBalancer.plan
+
+    def plan_eagerly(self: ExpertBalancer, now_s: float, growing_s: float) -> Any:
+        return plan(self, now_s, _GROWING_S)
+
+    def known_terms(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
+        return known
+
+    ExpertBalancer.plan = plan_eagerly  # type: ignore[method-assign]
+    experts.ExpertTerms = lambda: PREFILL_TERMS  # type: ignore[attr-defined]
+    leader.terms_of = known_terms  # type: ignore[attr-defined]

@@ -1,0 +1,71 @@
+"""Servers that tests borrow: the same one for the same configuration, audited when it is returned; and the
+gate that holds a stream under way.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.dist import gate
+from tests.dist.pool import OUTPUT_TOKENS, Pool
+from tests.dist.serving import Server, metric
+from tests.waiting import join, wait_until
+
+TIMEOUT_S = 180.0
+FIELDS = {"limits": {"max_queued": 7}}
+"""A configuration that no other test has."""
+
+
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def pieces(server: Server, num_tokens: int) -> Iterator[str]:
+    """Yield the tokens of a completion as they come."""
+    body = {
+        "model": server.model,
+        "prompt": "held",
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+
+
+def test_a_server_is_borrowed_again_unless_it_is_dirty(own_pool: Pool) -> None:
+    first = own_pool.borrow((), FIELDS)
+    process = first.server.process
+    free = "".join(pieces(first.server, 40))
+    own_pool.give_back(first)
+    again = own_pool.borrow((), FIELDS)
+    assert again.server.process is process
+    # Held, a stream stays where it is: its tokens so far are there, and it goes on from there.
+    held: list[str] = []
+    counted = metric(again.server, OUTPUT_TOKENS)
+    again.server.gate.hold(gate.DECODE, after=10)
+    reader = threading.Thread(target=lambda: held.extend(pieces(again.server, 40)), daemon=True)
+    reader.start()
+    wait_until(
+        lambda: metric(again.server, OUTPUT_TOKENS) == counted + 11, "ten steps were let through"
+    )
+    assert metric(again.server, "hadal_generations_now", 'state="decoding"') == 1
+    assert len("".join(held)) < len(free)
+    again.pids["decode-0"] += 1  # As if the unit had been replaced.
+    with pytest.raises(AssertionError, match="dirty"):  # The audit opens the gate.
+        own_pool.give_back(again)
+    join(reader)
+    assert "".join(held) == free
+    assert process.poll() is not None
