@@ -10,7 +10,7 @@ always.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from hadal.cli import app
 from hadal.runtime import launch
@@ -22,11 +22,9 @@ DEVICE = "bench.balance_device"
 class DeviceChild(Child):
     """A child whose module is the bench's where it is a rank."""
 
-    def __init__(
-        self, name: str, role: str, arguments: Sequence[str], log_path: Path | None
-    ) -> None:
+    def __init__(self, name: str, role: str, arguments: Sequence[str], *more: Any) -> None:
         module, *rest = arguments
-        super().__init__(name, role, [DEVICE if "--rank" in rest else module, *rest], log_path)
+        super().__init__(name, role, [DEVICE if "--rank" in rest else module, *rest], *more)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ from hadal.runtime.transfer.kv import KvTransfer
 from hadal.runtime.transfer.nixl import package
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from tests.dist.hosts import Host, Hosts, why_no_hosts
-from tests.dist.serving import Server, wait_until
+from tests.dist.serving import Server
+from tests.waiting import wait_until
 
 PLAN_AIM_S, START_AIM_S = 1.0, 60.0
 PREFILL, DECODE = 29, 9
@@ -127,8 +128,8 @@ def ready(hosts: Hosts, server: Server, number: int = 0) -> Iterator[Server]:
     """A server of a host, whole; it is stopped at the end."""
     name = server.log_path.stem.rpartition("-")[2]
     try:
-        hosts[number].call(lambda: server.wait_ready(PATIENCE_S))
-        wait_until(lambda: server.status().ready, PATIENCE_S, "all processes are ready")
+        hosts[number].call(server.wait_ready)
+        wait_until(lambda: server.status().ready, "all processes are ready", PATIENCE_S)
         yield server
     finally:
         if server.process.poll() is None:
@@ -303,12 +304,12 @@ def measured(hosts: Hosts, handover: str, blocks: Blocks, most: int, seconds: fl
     asked = json.dumps((run, handover, blocks.shape(most), blocks.dtype, there.address))
     module = [sys.executable, "-m", "bench.handover", "--own", asked]
     owner = there.start("own", module, NETWORK, stdin=subprocess.PIPE)
-    pool, port = wait_until(lambda: said(there, owner, "own"), PATIENCE_S, "the owner serves")
+    pool, port = wait_until(lambda: said(there, owner, "own"), "the owner serves", PATIENCE_S)
     far = Far(here.address, there.address, pool, port)
     asked = msgspec.json.encode((run, handover, blocks, most, far, seconds)).decode()
     module = [sys.executable, "-m", "bench.hosts", "--pull", asked]
     puller = here.start("pull", module, NETWORK)
-    found = wait_until(lambda: said(here, puller, "pull"), PATIENCE_S, "it has pulled")
+    found = wait_until(lambda: said(here, puller, "pull"), "it has pulled", PATIENCE_S)
     puller.wait(30)
     assert owner.stdin is not None
     owner.stdin.close()

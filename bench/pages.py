@@ -2,6 +2,7 @@
 
     python -m bench.pages [--rounds N]     p99 of short requests with ten consoles open, by that without
     python -m bench.pages --near           the same, with their browser on this host
+    python -m bench.pages --refresh        ms of a browser's main thread per refresh of a page with 278 nodes
     python -m bench.pages --pictures       docs/pages-*.png, of a server that is asked and of 278 nodes
 
 Rounds with and without are taken in turn, and the figure is the median of the rounds' own ratios.
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 NUM_CONSOLES = 10
 ROUND_S, SETTLE_S = 15.0, 6.0
+MOST_REFRESH_MS = 200
 CONCURRENCY = 2
 SIZES = {"wide": (1400, 900), "narrow": (390, 844)}
 DEPLOYMENT = """
@@ -220,18 +222,68 @@ def pictures(frames: Path | None) -> None:
         with serving() as server:
             for size, scheme in (("wide", "light"), ("narrow", "dark")):
                 picture_chat(browser, pages_of(server), size, scheme)
-        hadal = [sys.executable, "-m", "hadal.cli"]
-        if frames is None:
-            frames = Path(name) / "peak.gz"
-            subprocess.run([*hadal, "simulate", "--frames", str(frames)], check=True)
-        command = [*hadal, "console", "--frames", str(frames), "--port", "0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
-            assert shown.stdout is not None
-            url = shown.stdout.readline().strip()
+        with peak_pages(frames, Path(name)) as url:
             for size, scheme in (("wide", "dark"), ("narrow", "light")):
                 picture_console(browser, url, size, scheme)
-            shown.terminate()
         browser.close()
+
+
+@contextmanager
+def peak_pages(frames: Path | None, folder: Path) -> Iterator[str]:
+    """Serve the console of the simulated peak; yields its address."""
+    hadal = [sys.executable, "-m", "hadal.cli"]
+    if frames is None:
+        frames = folder / "peak.gz"
+        subprocess.run([*hadal, "simulate", "--frames", str(frames)], check=True)
+    command = [*hadal, "console", "--frames", str(frames), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
+        assert shown.stdout is not None
+        try:
+            yield shown.stdout.readline().strip()
+        finally:
+            shown.terminate()
+
+
+def refresh(frames: Path | None) -> None:
+    """Print what a refresh takes of the browser's main thread, for each page, and the limit."""
+    from playwright.sync_api import sync_playwright
+
+    with (
+        sync_playwright() as playwright,
+        tempfile.TemporaryDirectory() as name,
+        peak_pages(frames, Path(name)) as url,
+    ):
+        browser = chromium(playwright)
+        page = page_of(browser, "wide", "light")
+        page.goto(url)
+        page.wait_for_selector(".h-unit", timeout=60_000)
+        session = page.context.new_cdp_session(page)
+        # The thread's own time: what others take of this host meanwhile is not the page's.
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        for tab in ("Overview", "Experts", "Fleet", "Money"):
+            page.click(f".h-tabs button:has-text('{tab}')")
+            page.wait_for_timeout(2500)  # It is made anew once; what follows are refreshes.
+            took_ms = refresh_ms(page, session, 4)
+            verdict = "held" if took_ms <= MOST_REFRESH_MS else "missed"
+            print(f"{tab:10} {took_ms:6.0f} ms a refresh, at most {MOST_REFRESH_MS}: {verdict}")
+        browser.close()
+
+
+def refresh_ms(page: Any, session: Any, num: int) -> float:
+    """Main thread's time per refresh, mean of `num`."""
+
+    def now() -> tuple[float, int]:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        name_to_s = {metric["name"]: metric["value"] for metric in metrics}
+        # What is asked of the browser meanwhile is not the page's work.
+        own_s = name_to_s["TaskDuration"] - name_to_s["DevToolsCommandDuration"]
+        return own_s, int(page.evaluate("window.hadalFrames"))
+
+    begin_s, first = now()
+    page.wait_for_function("first => window.hadalFrames >= first", arg=first + num, timeout=60_000)
+    page.wait_for_timeout(300)
+    end_s, last = now()
+    return 1e3 * (end_s - begin_s) / (last - first)
 
 
 def page_of(browser: Any, size: str, scheme: str) -> Any:
@@ -276,8 +328,10 @@ def main() -> None:
     """Parse what is asked, and do it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--pictures", action="store_true")
-    parser.add_argument("--frames", type=Path, help="of hadal simulate --frames, for the pictures")
+    frames_help = "of hadal simulate --frames, for --refresh and --pictures"
+    parser.add_argument("--frames", type=Path, help=frames_help)
     parser.add_argument("--near", action="store_true", help="a browser on this host draws them")
     parser.add_argument("--watch", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -286,6 +340,8 @@ def main() -> None:
             watch_near(asked.watch)
         else:
             asyncio.run(watch_far(asked.watch))
+    elif asked.refresh:
+        refresh(asked.frames)
     elif asked.pictures:
         pictures(asked.frames)
     else:

@@ -183,13 +183,13 @@ class Tree:
 
 
 def _running(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker sees."""
+    """All statements but those that only a type checker sees."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {
-            "TYPE_CHECKING",
-            "typing.TYPE_CHECKING",
-        }:
-            continue
+        match node:
+            case ast.expr() | ast.If(test=ast.Name("TYPE_CHECKING")):
+                continue
+            case ast.If(test=ast.Attribute(attr="TYPE_CHECKING")):
+                continue
         yield node
         yield from _running(node)
 

@@ -9,21 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-WAIT_MS = 30_000
+from tests.needs import need
+
+WAIT_MS = 120_000
 WIDE, NARROW = (1400, 900), (390, 844)
 
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """Debian's Chromium, without a screen. The test is skipped where there is none."""
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("there is no chromium here: apt-get install chromium")
+    """Debian's Chromium, without a screen. The test is left out where there is none."""
+    need("chromium")
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        path = shutil.which("chromium")
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"], timeout=WAIT_MS
+        )
         yield browser
         browser.close()
 

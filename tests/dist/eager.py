@@ -40,5 +40,5 @@ def install() -> None:
         return known
 
     ExpertBalancer.plan = plan_eagerly  # type: ignore[method-assign]
-    experts.ExpertTerms = lambda: PREFILL_TERMS  # type: ignore[attr-defined]
+    experts.ExpertTerms = lambda: PREFILL_TERMS  # type: ignore[misc, assignment]
     leader.terms_of = known_terms  # type: ignore[attr-defined]

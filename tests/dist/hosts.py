@@ -293,7 +293,7 @@ class Host:
 
 
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests/dist/gated", ROOT / "src", ROOT))),
+    "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
     "HADAL_LEDGER": "off",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
@@ -319,7 +319,8 @@ class Hosts:
         run("ip", "netns", "add", self._switch)
         run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         run("ip", "-n", self._switch, "link", "set", "br0", "up")
-        told = {gate.VARIABLE: str(self.gate.path)}
+        gated = os.pathsep.join((str(ROOT / "tests/dist/gated"), ENVIRONMENT["PYTHONPATH"]))
+        told = {gate.VARIABLE: str(self.gate.path), "PYTHONPATH": gated}
         self.hosts = [Host(number, self._switch, told) for number in range(num_hosts)]
 
     def __enter__(self) -> Hosts:

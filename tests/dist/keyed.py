@@ -12,7 +12,7 @@ import httpx
 
 from tests.dist.serving import Server
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 CLIENT = httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 """Of all threads: to make one takes longer than to ask."""
 
@@ -25,14 +25,14 @@ def keys_command(path: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     return done.stdout.strip()
 
 
 def model_of(server: Server, key: str) -> str:
-    reply = httpx.get(f"{server.url}/v1/models", headers=header(key), timeout=10)
+    reply = httpx.get(f"{server.url}/v1/models", headers=header(key), timeout=TIMEOUT_S)
     return str(reply.json()["data"][0]["id"])
 
 

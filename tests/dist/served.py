@@ -13,6 +13,7 @@ code. Tests of how a server starts and ends ask for the plain way (`launch`).
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from pathlib import Path
 from hadal import cli
 from hadal.commands import plan, report  # noqa: F401  Imported for those that are forked.
 from hadal.gateway import process  # noqa: F401
+from hadal.model.cache import KvCache
 from hadal.roles import fleet
 from hadal.runtime import banner, launch, rank, unit  # noqa: F401
 from hadal.runtime.process import child, forks
@@ -35,6 +37,8 @@ PROCESSOR = "HADAL_TEST_PROCESSOR"
 """Environment variable: number of the only processor that a server and its processes may use."""
 RETRY = "HADAL_TEST_RETRY_S"
 """Environment variable: seconds until what could not start is tried again for the first time."""
+STAGED = "HADAL_TEST_STAGED"
+"""Environment variable: if set, every KV cache lies beside its pool, as on a GPU."""
 _PLAIN_START = forks.start
 _warm: list[forks.Forks] = []
 
@@ -101,7 +105,12 @@ def main() -> int:
         os.sched_setaffinity(0, {int(os.environ[PROCESSOR])})
     if RETRY in os.environ:
         child.PUT_OFF_S = fleet.BACKOFF_S = float(os.environ[RETRY])
-    gate.install(os.environ[gate.VARIABLE])
+    if STAGED in os.environ:  # A cache without a pool is as it was.
+        KvCache.__init__ = functools.partialmethod(  # type: ignore[assignment]
+            KvCache.__init__, is_staged=True
+        )
+    if gate.VARIABLE in os.environ:  # A command that serves nothing has none.
+        gate.install(os.environ[gate.VARIABLE])
     eager.install()
     try:
         cli.app()

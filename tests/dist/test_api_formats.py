@@ -19,19 +19,21 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from tests.dist import gate
 from tests.dist.serving import Server, StartServer, metric
 from tests.dist.test_ledger_serving import rows, wait_for_rows
 from tests.dist.test_openai_client import is_empty
 from tests.unit.gateway.event_streams import message_of, named_events, parsed, response_of
 from tests.unit.gateway.test_tools import BOS, CONTROLS, EOS, LISTING, V31_TEMPLATE, tokenizer_of
 from tests.unit.model.test_family import write_checkpoint
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
+LIVE = pytest.mark.more("tests/unit/gateway has it without a server")
 SYSTEM, ASKED, SAID, AGAIN = "Answer briefly.", "What is 12 + 30?", "It is 42.", "And 5 + 6?"
 NUM_TOKENS = 48
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(server: Server) -> str:
     return server.model
 
@@ -48,7 +50,7 @@ def gpt(server: Server) -> Iterator[OpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("thinks", [False, pytest.param(True, marks=LIVE)])
 def test_the_same_conversation_gives_the_same_tokens(
     server: Server, model: str, claude: Anthropic, gpt: OpenAI, thinks: bool
 ) -> None:
@@ -111,6 +113,7 @@ def test_the_same_conversation_gives_the_same_tokens(
         assert (response.status == "incomplete") == (choice.finish_reason == "length")
 
 
+@LIVE
 def test_an_effort_of_none_is_an_answer_without_thinking(gpt: OpenAI, model: str) -> None:
     def reasoning(**fields: Any) -> Any:
         reply = gpt.chat.completions.create(
@@ -130,20 +133,23 @@ def test_an_effort_of_none_is_an_answer_without_thinking(gpt: OpenAI, model: str
     ("path", "fields"),
     [
         ("/v1/messages", {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 3000}),
-        ("/v1/responses", {"input": ASKED, "max_output_tokens": 3000}),
+        pytest.param("/v1/responses", {"input": ASKED, "max_output_tokens": 3000}, marks=LIVE),
     ],
 )
 def test_a_client_that_leaves_frees_its_blocks(
     server: Server, model: str, path: str, fields: dict[str, Any]
 ) -> None:
     wait_until(lambda: is_empty(server), "the server is idle")
+    server.gate.hold(gate.DECODE, after=3)
     body = {"model": model, "stream": True, "temperature": 2, **fields}
-    with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=30) as reply:
+    with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=DEADLINE_S) as reply:
         assert reply.status_code == 200
         next(reply.iter_bytes())
+    server.gate.open()
     wait_until(lambda: is_empty(server), "the blocks of the request are free")
 
 
+@LIVE
 def test_what_they_cost_is_written_down(start_server: StartServer) -> None:
     """By tenant, to the token, as of any other request."""
     with tempfile.TemporaryDirectory() as folder:
@@ -181,6 +187,7 @@ def test_what_they_cost_is_written_down(start_server: StartServer) -> None:
             assert metric(server, "hadal_requests_total", f'endpoint="{name}",status="200"') == 1
 
 
+@LIVE
 def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartServer) -> None:
     """Also while the one that keeps it stands still: then it is said that it does not answer. When
     it has ended, what it kept is gone, and that is said, too.
@@ -194,7 +201,7 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartSer
         body: dict[str, Any] = {"model": model, "input": ASKED, "max_output_tokens": 3}
         if previous:
             body["previous_response_id"] = previous
-        return httpx.post(f"{url}/v1/responses", json=body, timeout=30)
+        return httpx.post(f"{url}/v1/responses", json=body, timeout=DEADLINE_S)
 
     def responded() -> bool:
         response_id = post().json()["id"]
@@ -209,7 +216,7 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartSer
             reply = post(response_id)
             assert reply.status_code == 200, reply.text
             servers.add(reply.json()["id"].split("_")[1])
-            kept = httpx.get(f"{url}/v1/responses/{response_id}", timeout=10)
+            kept = httpx.get(f"{url}/v1/responses/{response_id}", timeout=DEADLINE_S)
             assert kept.json()["id"] == response_id
             return len(servers) == 2
 
@@ -255,6 +262,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@LIVE
 def test_forced_calls_are_the_same_in_all_formats(start_server: StartServer, caller: Path) -> None:
     """Arguments are nonsense, and the same nonsense; what they gave back is gone on from the
     same.
@@ -263,7 +271,7 @@ def test_forced_calls_are_the_same_in_all_formats(start_server: StartServer, cal
     url, common = server.url, {"model": "caller", "temperature": 0}
 
     def post(path: str, **fields: Any) -> httpx.Response:
-        reply = httpx.post(f"{url}{path}", json={**common, **fields}, timeout=60)
+        reply = httpx.post(f"{url}{path}", json={**common, **fields}, timeout=DEADLINE_S)
         assert reply.status_code == 200, reply.text
         return reply
 

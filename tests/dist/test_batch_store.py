@@ -33,8 +33,10 @@ from hadal.runtime.batches import (
 )
 from hadal.runtime.ledger.store import ledger_url
 from tests.dist.postgres import postgres
+from tests.waiting import DEADLINE_S, join
 
-TIMEOUT_S = 20.0
+MEANWHILE_S = 0.2
+"""How long the other store may try what a lock keeps it from."""
 NUM_LINES = 4
 ENDPOINT = "/v1/chat/completions"
 LATE = b'"response":null,"error":{}'
@@ -108,7 +110,7 @@ def just_before_it_changes(store: BatchStore, act: Callable[[], Any]) -> list[th
         if statement.startswith("UPDATE hadal_batches ") and not threads:
             threads.append(threading.Thread(target=act))
             threads[0].start()
-            threads[0].join(1.0)
+            threads[0].join(MEANWHILE_S)
 
     return threads
 
@@ -132,8 +134,7 @@ def test_no_move_overwrites_a_cancellation(
         mine.finalize(batch, 21)
     else:
         mine.end(batch, EXPIRED, 21, file_ids(), LATE)
-    for thread in threads:
-        thread.join(TIMEOUT_S)
+    join(*threads)
     assert threads, "it was in between"
     (answered,) = said
     assert answered is not None
@@ -163,15 +164,15 @@ def test_gateways_at_once_leave_one_order_of_states(stores: tuple[BatchStore, Ba
         start = threading.Barrier(2)
 
         def cancel(batch_id: str = batch.id, said: Any = said, start: Any = start) -> None:
-            start.wait(TIMEOUT_S)
+            start.wait(DEADLINE_S)
             said.append(theirs.cancel("alice", batch_id, 20))
 
         thread = threading.Thread(target=cancel)
         thread.start()
-        start.wait(TIMEOUT_S)
+        start.wait(DEADLINE_S)
         threading.Event().wait(dice.random() * 0.004)
         mine.finalize(batch, 21)
-        thread.join(TIMEOUT_S)
+        join(thread)
         (answered,) = said
         now = now_of(mine, batch)
         assert answered is not None
@@ -198,7 +199,7 @@ def test_an_answer_is_written_once_with_what_it_cost(
     thread = threading.Thread(target=answer, args=(theirs, ids[NUM_LINES:]))
     thread.start()
     answer(mine, ids[:NUM_LINES])
-    thread.join(TIMEOUT_S)
+    join(thread)
     assert len(written) == NUM_LINES
     assert now_of(mine, batch).num_completed == NUM_LINES
     charges = {fact.request_id: fact for fact in mine.charges() if fact.request_id in ids}
@@ -250,10 +251,10 @@ def test_uploads_at_one_instant_are_counted_together(
     def interrupt(connection: Any, cursor: Any, statement: str, *given: Any) -> None:
         if statement.startswith("SELECT coalesce(sum(") and not thread.ident:
             thread.start()
-            thread.join(1.0)  # As long as it may take without a lock.
+            thread.join(MEANWHILE_S)
 
     add(mine)
-    thread.join(TIMEOUT_S)
+    join(thread)
     assert sum(row is not None for row in kept) == 1
     assert mine.num_bytes(tenant) == 60
 

@@ -9,8 +9,18 @@ import httpx
 import pytest
 
 from tests.clients.__main__ import CLIENTS, Trial, served, tried
+from tests.needs import leave_out
+from tests.waiting import DEADLINE_S
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.more("clients of others are installed and tried"),
+    pytest.mark.slow("clients of others are installed and tried"),
+    pytest.mark.timeout(1800),
+]
+OFFICIAL = ("openai", "anthropic")
+"""Tried by `make test-more`; all others by `make test-all`."""
+
+CLIENT = "python -m tests.clients"
 
 REFUSED = {
     ("", "Image Input"),  # The models have no eyes.
@@ -54,14 +64,17 @@ def tiny() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in OFFICIAL else pytest.mark.full) for n in CLIENTS],
+)
 def test_what_a_client_tries_works(tiny: str, name: str) -> None:
     """Every row says works, but those that try what is refused on purpose."""
-    model = httpx.get(f"{tiny}/v1/models", timeout=30).json()["data"][0]["id"]
+    model = httpx.get(f"{tiny}/v1/models", timeout=DEADLINE_S).json()["data"][0]["id"]
     trials = tried(name, tiny, model)
     assert trials
     for trial in trials:
         if trial.what == "installs" and not trial.ok:
-            pytest.skip(f"{name} does not install here: {trial.seen}")
+            leave_out(f"{name} does not install: {trial.seen}", f"{CLIENT} --only {name}")
     wrong = [trial for trial in trials if not trial.ok and not is_refused(trial)]
     assert not wrong, "\n".join(f"{t.client}, {t.what}: {t.seen}" for t in wrong)

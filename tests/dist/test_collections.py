@@ -22,10 +22,15 @@ import pytest
 from hadal.gateway.tools import FORMATS
 from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import starting
-from tests.dist.oracle import FULL
 from tests.dist.serving import Server
 from tests.dist.test_tool_calls import model_with_marks
+from tests.needs import leave_out
 
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow("hundreds of answers"),
+    pytest.mark.timeout(3600),
+]
 NUM_SCHEMAS, NUM_LISTS = 500, 300
 NUM_DRAWN = 3
 """Answers of each schema."""
@@ -37,8 +42,8 @@ _KINDS = {"dict": "object", "float": "number", "tuple": "array", "any": None}
 
 def files_of(variable: str) -> list[Path]:
     folder = os.environ.get(variable)
-    if not FULL or not folder:
-        pytest.skip(f"HADAL_LEVEL=all and {variable} are needed")
+    if not folder:
+        leave_out(f"{variable} names no folder", f"{variable}=FOLDER make test-all")
     return sorted(Path(folder).rglob("*.json"))
 
 
@@ -67,10 +72,10 @@ async def ask_each(server: Server, path: str, bodies: list[dict[str, Any]]) -> l
         return list(await asyncio.gather(*map(one, bodies)))
 
 
-@pytest.mark.timeout(3600)
-def test_schemas(server: Server) -> None:
+def test_schemas(request: pytest.FixtureRequest) -> None:
     """Those that cannot be followed are refused before anything is computed."""
     paths = files_of("HADAL_SCHEMAS")
+    server = request.getfixturevalue("server")
     random.Random(1).shuffle(paths)
     schemas = [json.loads(path.read_text()) for path in paths[: 2 * NUM_SCHEMAS]]
     schemas = [one for one in schemas if isinstance(one, dict)][:NUM_SCHEMAS]
@@ -149,7 +154,6 @@ def tool_lists() -> list[list[dict[str, Any]]]:
     return lists
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls(tmp_path: Path, name: str) -> None:
     lists = [each for each in tool_lists() if each][:NUM_LISTS]

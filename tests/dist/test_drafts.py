@@ -1,6 +1,6 @@
-"""Drafts change when tokens come, never which: a server that drafts gives what one without drafts
-gives, whatever is sampled, on ranks or without, killed, preempted, moved, from memory and from disk.
-And drafts are as often right as they should be, however a prompt's KV came.
+"""Drafts (speculative decoding) change when tokens come, never which: a server that drafts gives what
+one without drafts gives, whatever is sampled, on ranks or without, killed, preempted, moved, from
+memory and from disk. And drafts are as often right as they should be, however a prompt's KV came.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from hadal.model.checkpoint import AS_STORED, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.mtp import MtpModule, right_drafts
 from hadal.runtime.resolve import model_folder
-from tests.dist.oracle import (
-    FULL,
-    Case,
-    complete_all,
-    differences,
-    everyday_cases,
-    make_cases,
-)
+from tests.dist.cached import wait_found
+from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.dist.test_ep_exactness import units
 from tests.fresh import fresh
+from tests.levels import LEVEL
 
-NUM_SAMPLED = 1000 if FULL else 48
-NUM_CASES, NUM_FRESH = (200, 50) if FULL else (24, 8)
-KINDS: tuple[int | str, ...] = (1, 2, 3, "auto") if FULL else (2, "auto")
+FEW = LEVEL == "test"
+NUM_SAMPLED = 1000 if FULL else 12 if FEW else 48
+NUM_CASES, NUM_FRESH = (200, 50) if FULL else (8, 1) if FEW else (24, 8)
+MORE = pytest.mark.more("another way to serve; one rank is in `make test`")
+TIMEOUT_S = 300.0
 CONCURRENCY = 24
 POINT = 0.01
 """How far the share of right drafts may be from the offline measure."""
@@ -85,7 +82,7 @@ async def ask_all(
     """The choices of every request."""
     gate, model = asyncio.Semaphore(CONCURRENCY), server.model
     limits = httpx.Limits(max_connections=CONCURRENCY + 4)
-    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=limits) as client:
 
         async def one(body: dict[str, Any]) -> Any:
             async with gate:
@@ -140,35 +137,46 @@ def expected_share(cases: tuple[Case, ...]) -> float:
     return right / tried
 
 
+IN_TEST = {"one rank, 2": {"decode": {"drafts": 2}}}
+IN_MORE: dict[str, dict[str, Any]] = {
+    "one rank, auto": {"decode": {"drafts": "auto"}},
+    "ep2": {"prefill": units(2), "decode": {**units(2), "drafts": 1}},
+    "ep4 in halves": {
+        "prefill": units(2, 0, "prefill_dual"),
+        "decode": {**units(4, 0, "decode_five"), "drafts": 2},
+    },
+}
+IN_ALL = {f"one rank, {number}": {"decode": {"drafts": number}} for number in (1, 3)}
+
+
 @pytest.mark.timeout(900)
-def test_sampled_requests_get_the_same_tokens(start_server: StartServer, cases: list[Case]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *IN_TEST,
+        *(pytest.param(name, marks=MORE) for name in IN_MORE),
+        *(pytest.param(name, marks=pytest.mark.full) for name in IN_ALL),
+    ],
+)
+def test_sampled_requests_get_the_same_tokens(
+    borrow: StartServer, cases: list[Case], name: str
+) -> None:
     seed = fresh().randrange(2**31)
     print("requests: seed", seed)
     rng = random.Random(seed)
     bodies = [sampled(number, rng, cases) for number in range(NUM_SAMPLED)]
-    plain = start_server()
-    expected = asyncio.run(ask_all(plain, bodies))
-    plain.stop()
-    deployments: dict[str, dict[str, Any]] = {
-        **{f"one rank, {kind}": {"decode": {"drafts": kind}} for kind in KINDS},
-        "ep2": {"prefill": units(2), "decode": {**units(2), "drafts": 1}},
-        "ep4 in halves": {
-            "prefill": units(2, 0, "prefill_dual"),
-            "decode": {**units(4, 0, "decode_five"), "drafts": 2},
-        },
-    }
-    for name, deployment in deployments.items():
-        server = start_server(**deployment)
-        found = asyncio.run(ask_all(server, bodies))
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            what = f"{name}: request {number} of seed {seed}: {bodies[number]}"
-            assert what_came(ours) == what_came(theirs), what
-            # Ranks add in another order than the fused step, and prompts are cut where others end.
-            assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-3), what
-        assert metric(server, "hadal_drafts_accepted_total") > 0
-        server.stop()
+    expected = asyncio.run(ask_all(borrow(), bodies))
+    server = borrow(**{**IN_TEST, **IN_MORE, **IN_ALL}[name])
+    found = asyncio.run(ask_all(server, bodies))
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        what = f"{name}: request {number} of seed {seed}: {bodies[number]}"
+        assert what_came(ours) == what_came(theirs), what
+        # Ranks add in another order than the fused step, and prompts are cut where others end.
+        assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-3), what
+    assert metric(server, "hadal_drafts_accepted_total") > 0
 
 
+@MORE
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("handover", ["shm", "tcp", "nixl"] if FULL else ["tcp"])
 def test_a_hand_over_takes_the_module_s_kv_along(
@@ -180,6 +188,7 @@ def test_a_hand_over_takes_the_module_s_kv_along(
     assert share_right(server) == pytest.approx(expected_share(tuple(cases)), abs=POINT)
 
 
+@MORE
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_units_that_are_killed(start_server: StartServer, cases: list[Case], victim: str) -> None:
@@ -195,16 +204,14 @@ def test_units_that_are_killed(start_server: StartServer, cases: list[Case], vic
     assert metric(server, "hadal_retries_total") > 0
 
 
+@MORE
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 2])
 def test_a_rank_that_is_killed(start_server: StartServer, cases: list[Case], drafts: int) -> None:
     server = start_server(prefill=units(2), decode={**units(4), "drafts": drafts})
 
     async def kill() -> None:
-        before = metric(server, "hadal_output_tokens_total")
-        while metric(server, "hadal_output_tokens_total") < before + 40:
-            await asyncio.sleep(0.01)
-        server.kill("decode-0.2")
+        await kill_at_work(server, "decode-0.2", num_steps=10)
 
     outputs = asyncio.run(
         complete_all(server.url, server.model, cases, concurrency=16, while_running=kill)
@@ -216,6 +223,8 @@ def test_a_rank_that_is_killed(start_server: StartServer, cases: list[Case], dra
         assert share_right(server) == pytest.approx(expected_share(tuple(cases)), abs=2 * POINT)
 
 
+@MORE
+@pytest.mark.slow("three servers, one after another")
 @pytest.mark.timeout(900)
 def test_a_prompt_found_in_memory_or_on_disk_drafts_as_well(
     start_server: StartServer, cases: list[Case], folder: Path
@@ -229,8 +238,9 @@ def test_a_prompt_found_in_memory_or_on_disk_drafts_as_well(
         assert differences(long, outputs) == []
     assert metric(first, "hadal_cache_hit_tokens_total", "memory") > 0
     shares = [share_right(first)]
-    first.stop()
+    assert first.stop() == 0
     second = start_server(cache=cache, decode={"drafts": 1})
+    wait_found(second, folder)
     outputs = asyncio.run(complete_all(second.url, second.model, long))
     assert differences(long, outputs) == []
     assert metric(second, "hadal_cache_hit_tokens_total", "disk") > 0

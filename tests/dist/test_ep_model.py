@@ -22,7 +22,10 @@ from tests.unit.comm.groups import run_processes
 NUM_TOKENS = 24 if FULL else 16 if MORE else 8
 NUM_CASES = 40 if FULL else 8 if MORE else 4
 WIDTHS = (2, 4, 8) if FULL else (2, 4)
-FOUR = pytest.mark.more("units of two ranks stay in `make test`")
+WIDER = (
+    pytest.mark.more("units of two ranks stay in `make test`"),
+    pytest.mark.slow("every rank computes on two cores"),
+)
 FP8 = Way(dispatch_format="fp8", schedule="decode_five")
 FP8_BOUND = 2**-4
 """E4M3 has three bits behind the point, so a dispatched value is off by 1/16 of itself at most; the
@@ -104,7 +107,7 @@ def serve_all(num_ranks: int, folder: Path, script: Script) -> dict[Way, list[Se
 
 @pytest.mark.timeout(900)
 @pytest.mark.campaign("more ways")
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=FOUR) for n in WIDTHS[1:])])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=WIDER) for n in WIDTHS[1:])])
 def test_tokens_are_the_plain_loops(
     folder: Path, cases: list[Case], script: Script, num_ranks: int
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import pytest
+
 from evals.run import ask_all, held_out_examples
 from evals.tasks import ALL_TASKS
 from tests.dist.serving import Server
@@ -13,6 +15,8 @@ NUM_PER_TASK = 16
 MIN_EXACT = 0.90
 
 
+@pytest.mark.more("a hundred answers of all tasks")
+@pytest.mark.slow("a hundred answers of all tasks")
 def test_at_least_nine_in_ten_answers_are_exact(server: Server) -> None:
     examples = held_out_examples(NUM_PER_TASK, 2026, ALL_TASKS)
     assert Counter(e.task for e in examples) == dict.fromkeys(ALL_TASKS, NUM_PER_TASK)

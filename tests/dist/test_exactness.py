@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from hadal.core.messages import BLOCK_TOKENS
+from tests.dist import gate
 from tests.dist.oracle import (
     FULL,
     MAX_TOKENS,
@@ -22,11 +23,16 @@ from tests.dist.oracle import (
 )
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.fresh import fresh
+from tests.levels import LEVEL
+from tests.waiting import wait_for
 
-NUM_CASES, NUM_FRESH = (200, 50) if FULL else (36, 12)
+NUM_CASES, NUM_FRESH = (200, 50) if FULL else (10, 2) if LEVEL == "test" else (36, 12)
 NUM_GROWING = 48 if FULL else 32
 CONCURRENCY = 16
 """Where one is killed, so that others come after it."""
+OTHER_WAY = pytest.mark.more("another way to serve; small chunks are in `make test`")
+DECODING = 'state="decoding"'
+NUM_SLOTS, NUM_BLOCKS = 4, 6
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +44,21 @@ def cases() -> list[Case]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 4096])
-def test_chunks(start_server: StartServer, cases: list[Case], chunk_tokens: int) -> None:
-    server = start_server(chunk_tokens=chunk_tokens)
+@pytest.mark.parametrize(
+    "chunk_tokens",
+    [
+        pytest.param(16, marks=OTHER_WAY),
+        64,
+        pytest.param(4096, marks=OTHER_WAY),
+    ],
+)
+def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> None:
+    server = borrow(chunk_tokens=chunk_tokens)
     outputs = asyncio.run(complete_all(server.url, server.model, cases))
     assert differences(cases, outputs) == []
 
 
+@OTHER_WAY
 @pytest.mark.timeout(900)
 def test_preemption(start_server: StartServer) -> None:
     # All need one block more before they end, and the pool has room for a few without it.
@@ -60,8 +74,17 @@ def test_preemption(start_server: StartServer) -> None:
     ]
     assert growing
     growing *= -(-NUM_GROWING // len(growing))
-    server = start_server(decode={"kv_blocks": 1 + 6, "kv_memory_mb": 0})
-    outputs = asyncio.run(complete_all(server.url, server.model, growing))
+    server = start_server(decode={"kv_blocks": 1 + NUM_BLOCKS, "kv_memory_mb": 0})
+
+    async def fill() -> None:
+        server.gate.hold(gate.DECODE)
+        await wait_for(
+            lambda: metric(server, "hadal_generations_now", DECODING) > NUM_BLOCKS // 2,
+            "more are decoded than can grow",
+        )
+        server.gate.open()
+
+    outputs = asyncio.run(complete_all(server.url, server.model, growing, while_running=fill))
     assert differences(growing, outputs) == []
     assert metric(server, "hadal_preemptions_total") > 0, (
         "the pool was large enough; this test shows nothing"
@@ -94,11 +117,12 @@ async def ask_as(server: Server, key: str, bodies: list[dict[str, Any]]) -> list
         return await asyncio.gather(*(one(body) for body in bodies))
 
 
+@OTHER_WAY
 @pytest.mark.timeout(900)
 def test_a_flood_gives_way(start_server: StartServer, cases: list[Case]) -> None:
     flood, other = "flood-key-0123456789", "other-key-0123456789"
     server = start_server(
-        environment={"HADAL_API_KEYS": f"{flood},{other}"}, decode={"max_requests": 4}
+        environment={"HADAL_API_KEYS": f"{flood},{other}"}, decode={"max_requests": NUM_SLOTS}
     )
     greedy = [
         {"prompt": list(case.prompt), "temperature": 0, "max_tokens": MAX_TOKENS} for case in cases
@@ -110,23 +134,26 @@ def test_a_flood_gives_way(start_server: StartServer, cases: list[Case]) -> None
     greedy = [{**body, "return_token_ids": True} for body in greedy]
     bodies = [*greedy, *sampled]
     expected = asyncio.run(ask_as(server, flood, bodies))
-    assert metric(server, "hadal_gave_way_total") == 0, "nobody else is there"
+    assert metric(server, "hadal_gave_way_total") == 0, "there is no other tenant"
 
     async def ask_beside() -> list[Any]:
+        server.gate.hold(gate.DECODE, 10)
         flooding = asyncio.ensure_future(ask_as(server, flood, bodies))
-        answers: list[Any] = []
-        for first in range(0, 12, 3):
-            await asyncio.sleep(0.1)
-            answers += await ask_as(server, other, bodies[first : first + 3])
-        assert not flooding.done(), "it was no flood; this test shows nothing"
-        return [*answers, *await flooding]
+        await wait_for(
+            lambda: metric(server, "hadal_generations_now", DECODING) == NUM_SLOTS,
+            "the flood has all slots",
+        )
+        asking = asyncio.ensure_future(ask_as(server, other, bodies[:12]))
+        await wait_for(lambda: metric(server, "hadal_gave_way_total"), "one gave way")
+        server.gate.open()
+        return [*await asking, *await flooding]
 
     came = asyncio.run(ask_beside())
-    assert metric(server, "hadal_gave_way_total") > 0
     assert came == expected[:12] + expected
     assert differences(cases, came[12 : 12 + len(cases)]) == []
 
 
+@OTHER_WAY
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_killed_midway(start_server: StartServer, cases: list[Case], victim: str) -> None:

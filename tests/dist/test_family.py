@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 import tiktoken
 
 from hadal.model.checkpoint import load_weights
@@ -16,11 +17,18 @@ from tests.dist.serving import StartServer
 from tests.unit.gateway.test_family_chats import TEMPLATES
 from tests.unit.gateway.test_tiktoken import PATTERN, some_tokens, write_folder
 from tests.unit.model.test_family import quantise, write_checkpoint
+from tests.waiting import DEADLINE_S
 
 ASKED = "2 + 2? 世界 🙂"
 NAMES = ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 
 
+@pytest.mark.more(
+    "a model of another family is written and served; tests/unit/model has its logits"
+)
+@pytest.mark.slow("a model is written, quantised and served")
+@pytest.mark.more("unit tests hold its configuration, weights, tokens and template")
+@pytest.mark.slow("a checkpoint is written and quantised")
 def test_a_small_kimi_is_served(tmp_path: Path, start_server: StartServer) -> None:
     tokens = some_tokens()
     named = {content: len(tokens) + 2 + i for i, content in enumerate(NAMES)}
@@ -44,7 +52,7 @@ def test_a_small_kimi_is_served(tmp_path: Path, start_server: StartServer) -> No
         "max_tokens": 40,
         "return_token_ids": True,
     }
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).json()
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=DEADLINE_S).json()
     prompt = tiktoken.Encoding(
         "kimi",
         pat_str=PATTERN,

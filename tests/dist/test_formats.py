@@ -23,6 +23,7 @@ from tests.dist.test_ep_exactness import units
 from tests.fresh import fresh
 from tests.schemas import SCHEMAS, closed
 from tests.unit.gateway.test_tools import BOS
+from tests.waiting import DEADLINE_S
 
 TEMPERATURE = 1.5
 DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
@@ -30,6 +31,7 @@ DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
 rounding moves where a request is computed anew (LOG.md).
 """
 NUM_EACH = 10 if FULL else 2
+SERVED = pytest.mark.more("drafts, ranks, kills and preemption, each with a server of its own")
 MAX_TOKENS = 240
 PROMPTS = ["Write JSON: ", "2 + 2 = ", "Q: Which word is it?\nA: "]
 
@@ -92,10 +94,19 @@ def bodies(seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
-    """Of a server of two units of one rank, without drafts."""
-    answers = asyncio.run(ask_all(server, bodies))
-    assert num_valid(bodies, answers) > len(bodies) / 5
+def answers() -> list[Any]:
+    """Answers of a server of two units of one rank, without drafts, once they are there."""
+    return []
+
+
+@pytest.fixture
+def expected(
+    request: pytest.FixtureRequest, bodies: list[dict[str, Any]], answers: list[Any]
+) -> list[Any]:
+    if not answers:
+        server = request.getfixturevalue("server")
+        answers += asyncio.run(ask_all(server, bodies))
+        assert num_valid(bodies, answers) > len(bodies) / 5
     return answers
 
 
@@ -110,48 +121,46 @@ def assert_same(
         assert what_came(ours) == what_came(theirs), body
 
 
+@SERVED
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 3, "auto"] if FULL else [2])
 def test_drafts_change_nothing(
-    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any], drafts: int | str
+    borrow: StartServer, bodies: list[dict[str, Any]], expected: list[Any], drafts: int | str
 ) -> None:
-    server = start_server(decode={"drafts": drafts})
+    server = borrow(decode={"drafts": drafts})
     assert_same(server, bodies, expected)
     assert metric(server, "hadal_drafts_accepted_total") > 0
 
 
+@SERVED
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_units_that_are_killed(
-    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
+    mortal: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
 ) -> None:
-    server = start_server(decode={"drafts": 1 if victim == "decode-0" else 0})
-    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim))
-    assert metric(server, "hadal_retries_total") > 0
+    server = mortal(decode={"drafts": 1})
+    before = metric(server, "hadal_retries_total")
+    num_steps = 3 if victim == "decode-0" else 0
+    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim, num_steps))
+    assert metric(server, "hadal_retries_total") > before
 
 
+@SERVED
+@pytest.mark.slow("four ranks form anew on two cores")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0.2", "decode-0"])
 def test_a_rank_and_a_leader_that_are_killed(
-    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
+    mortal: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
 ) -> None:
     """A dead rank's requests go on elsewhere, and a dead leader's where they are."""
-    server = start_server(prefill=units(2), decode={**units(4), "drafts": 1})
-
-    async def kill() -> None:
-        before = metric(server, "hadal_output_tokens_total")
-        while metric(server, "hadal_output_tokens_total") < before + 100:
-            await asyncio.sleep(0.01)
-        server.kill(victim)
-
-    assert_same(server, bodies, expected, kill)
+    server = mortal(prefill=units(2), decode={**units(4), "drafts": 1})
+    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim))
 
 
+@SERVED
 @pytest.mark.timeout(900)
-def test_preemption(
-    start_server: StartServer, bodies: list[dict[str, Any]], expected: list[Any]
-) -> None:
-    server = start_server(
+def test_preemption(borrow: StartServer, bodies: list[dict[str, Any]], expected: list[Any]) -> None:
+    server = borrow(
         decode={"kv_blocks": 5, "kv_memory_mb": 0}, prefill={"kv_blocks": 40, "kv_memory_mb": 0}
     )
     assert_same(server, bodies, expected)
@@ -161,7 +170,7 @@ def test_preemption(
 async def chat(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     """The first choice of a chat."""
     messages = [{"role": "user", "content": "What is 12 + 30?"}]
-    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
         reply = await client.post(
             "/v1/chat/completions", json={"model": server.model, "messages": messages, **body}
         )
@@ -199,6 +208,7 @@ def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> No
     assert held == [free] * len(schemas)
 
 
+@pytest.mark.more("six answers of 400 tokens; tests/unit/tokens has the blanks")
 def test_a_model_that_knows_no_json_comes_to_an_end(server: Server) -> None:
     """Of blanks it would draw as many as it may. Outside of strings two line breaks and twenty other
     blanks stand side by side at most, and its answer is whole.
@@ -236,12 +246,14 @@ def test_streams_and_limits(server: Server) -> None:
         **DRAWN,
         "response_format": response_format(schema),
     }
-    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S).json()[
+        "choices"
+    ][0]
     assert whole["finish_reason"] == "length"
     assert whole["text"].lstrip().startswith("{")
     text = ""
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=DEADLINE_S
     ) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
@@ -260,7 +272,7 @@ def test_what_cannot_be_followed_is_refused_by_name(server: Server) -> None:
             "prompt": "hi",
             "response_format": response_format(schema),
         }
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
         assert reply.status_code == 400
         error = reply.json()["error"]
         assert error["param"] == "response_format"

@@ -23,6 +23,7 @@ def members(server: Server) -> list[str]:
     return [ranks for unit, _, _, ranks in FORMED.findall(server.log()) if unit == "decode-0"]
 
 
+@pytest.mark.slow("it serves its prompts twice, and forms anew")
 @pytest.mark.more("gloo is for GPUs; here it shows what tcp shows")
 def test_the_plain_loops_tokens_with_a_rank_killed_and_without(start_server: StartServer) -> None:
     cases = everyday_cases(64 if FULL else 16, seed=41)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -48,8 +48,8 @@ def peer(host: Host, what: str, handover: str, where: str) -> Iterator[Peer]:
 
 
 def end(peer: Peer, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a peer that may have ended."""
-    if peer.process.poll() is None:
+    """Send a signal to a peer, which may have ended."""
+    with suppress(OSError, IndexError):
         send_signal(peer.process, number)
 
 

@@ -78,6 +78,7 @@ async def loaded(server: Server, groups: Sequence[Sequence[Case]]) -> AsyncItera
 
 
 @pytest.mark.campaign("more prompts, some of them fresh")
+@pytest.mark.slow("a server of six ranks that serves until experts and a request have moved")
 def test_experts_and_requests_move_and_no_token_shows_it(start_server: StartServer) -> None:
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
@@ -111,6 +112,7 @@ def newest_formation(server: Server) -> tuple[int, int]:
 
 
 @pytest.mark.more("a server of its own, killed; simulated units do it at every seed")
+@pytest.mark.slow("a server of six ranks, of which one is started again")
 def test_a_rank_dies_while_experts_move(start_server: StartServer) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")

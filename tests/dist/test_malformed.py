@@ -5,7 +5,6 @@ afterwards.
 from __future__ import annotations
 
 import socket
-import time
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
@@ -23,18 +22,19 @@ from tests.unit.gateway.malformed import (
     RESPONSES_FIELDS,
     bodies,
 )
+from tests.waiting import DEADLINE_S
 
+pytestmark = pytest.mark.more("tests/unit/gateway/test_malformed.py has it without a server")
 TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-DEADLINE_S = 30
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(server: Server) -> str:
     return server.model
 
@@ -48,10 +48,13 @@ def throw(client: httpx.Client, path: str, body: bytes) -> None:
         assert set(reply.json()["error"]) == expected
 
 
+# The server is the same for all examples, and each leaves it clean.
 any_data = settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ]
 )
 
 
@@ -83,16 +86,13 @@ def test_response(client: httpx.Client, model: str, data: st.DataObject) -> None
     throw(client, "/v1/responses", data.draw(bodies(valid, RESPONSES_FIELDS)))
 
 
-def exchange(server: Server, data: bytes, *, then_s: float = 0.0, rest: bytes = b"") -> bytes:
+def exchange(server: Server, data: bytes) -> bytes:
     """Send raw bytes, read until the server closes or falls silent."""
     url = urllib.parse.urlsplit(server.url)
     with socket.create_connection(
         (url.hostname or "", url.port or 0), timeout=DEADLINE_S
     ) as connection:
         connection.sendall(data)
-        if rest:
-            time.sleep(then_s)
-            connection.sendall(rest)
         received = b""
         while b"\r\n\r\n" not in received and (chunk := connection.recv(65536)):
             received += chunk

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -16,11 +15,14 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
+from tests.dist import gate
 from tests.dist.serving import Server, StartServer, metric
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, join, wait_for, wait_until
 
+FEW = pytest.mark.more("one case of each stands in `make test`, all of them in tests/unit/gateway")
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG = {"ignore_eos": True}
+NOW = "hadal_generations_now"
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def client(server: Server) -> Iterator[OpenAI]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(server: Server) -> str:
     return server.model
 
@@ -40,7 +42,7 @@ def client_of(server: Server, **options: object) -> OpenAI:
             "base_url": f"{server.url}/v1",
             "api_key": "none",
             "max_retries": 0,
-            "timeout": 60,
+            "timeout": DEADLINE_S,
             **options,
         }
     )
@@ -48,15 +50,7 @@ def client_of(server: Server, **options: object) -> OpenAI:
 
 def is_empty(server: Server) -> bool:
     """No generation in the front, no block in use in any unit."""
-    states = [
-        f'hadal_generations_now{{state="{state}"}}'
-        for state in ("queued", "prefilling", "transferring", "decoding")
-    ]
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    return (
-        all(f"{state} 0.0" in text for state in states)
-        and metric(server, "hadal_kv_blocks_used") == 0
-    )
+    return metric(server, NOW) == 0 == metric(server, "hadal_kv_blocks_used")
 
 
 def test_models(client: OpenAI, model: str) -> None:
@@ -106,6 +100,7 @@ def test_chat_stream_is_the_whole_reply(client: OpenAI, model: str) -> None:
     assert usage == whole.usage
 
 
+@FEW
 def test_base_url_without_v1(server: Server, model: str) -> None:
     with client_of(server, base_url=server.url) as client:
         reply = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=2)
@@ -134,6 +129,7 @@ def test_seed_and_choices(client: OpenAI, model: str) -> None:
     assert texts(None, 2) != texts(None, 2)
 
 
+@FEW
 def test_choices_in_a_stream(client: OpenAI, model: str) -> None:
     finishes: dict[int, str] = {}
     for chunk in client.chat.completions.create(
@@ -166,6 +162,7 @@ def test_stop(client: OpenAI, model: str) -> None:
     assert streamed == reply.choices[0].text
 
 
+@FEW
 def test_chat_logprobs(client: OpenAI, model: str) -> None:
     reply = client.chat.completions.create(
         model=model,
@@ -189,6 +186,7 @@ def test_chat_logprobs(client: OpenAI, model: str) -> None:
         assert entry["logprob"] == pytest.approx(best[0])  # Greedy.
 
 
+@FEW
 def test_completion_logprobs_and_echo(client: OpenAI, model: str) -> None:
     reply = client.completions.create(
         model=model, prompt="once", max_tokens=6, logprobs=2, temperature=0, extra_body=LONG
@@ -232,18 +230,21 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI, model: str) -> None:
     ("fields", "param"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"messages": []}, "messages"),
-        ({"n": 1000}, "n"),
-        ({"stop": [""]}, "stop"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        (
+        pytest.param({"messages": []}, "messages", marks=FEW),
+        pytest.param({"n": 1000}, "n", marks=FEW),
+        pytest.param({"stop": [""]}, "stop", marks=FEW),
+        pytest.param({"response_format": {"type": "xml"}}, "response_format", marks=FEW),
+        pytest.param(
             {
                 "tools": [{"type": "function", "function": {"name": "f"}}],
                 "tool_choice": {"type": "function", "function": {"name": "g"}},
             },
             "tool_choice",
+            marks=FEW,
         ),
-        ({"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages"),
+        pytest.param(
+            {"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages", marks=FEW
+        ),
     ],
 )
 def test_bad_requests(client: OpenAI, model: str, fields: dict[str, object], param: str) -> None:
@@ -256,6 +257,7 @@ def test_bad_requests(client: OpenAI, model: str, fields: dict[str, object], par
         assert param in str(caught.value)
 
 
+@FEW
 def test_not_found(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="other", messages=MESSAGES)
@@ -264,6 +266,7 @@ def test_not_found(client: OpenAI) -> None:
         client.embeddings.create(model="other", input="hi")
 
 
+@FEW
 def test_too_large(server: Server, client: OpenAI, model: str) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(
@@ -272,6 +275,7 @@ def test_too_large(server: Server, client: OpenAI, model: str) -> None:
     assert caught.value.status_code == 413
 
 
+@FEW
 def test_metrics(server: Server, client: OpenAI, model: str) -> None:
     before = metric(server, "hadal_output_tokens_total")
     client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=9, extra_body=LONG)
@@ -285,7 +289,7 @@ def test_many_at_once(server: Server, model: str) -> None:
 
     async def run() -> list[str]:
         async with AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
         ) as client:
 
             async def ask(number: int) -> str:
@@ -320,11 +324,10 @@ def test_many_at_once(server: Server, model: str) -> None:
             assert {texts[i] for i in range(number, 24, 4)} == {alone.choices[0].text}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=FEW), True])
 def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream: bool) -> None:
-    """Of three choices that would go on to the end of the context, nothing is left within a
-    second.
-    """
+    """Nothing is left of three choices that were held in the middle when it left."""
+    server.gate.hold(gate.DECODE, after=3)
     wait_until(lambda: is_empty(server), "the server is idle")
 
     async def leave() -> None:
@@ -341,8 +344,7 @@ def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream:
                     extra_body=LONG,
                 )
             )
-            while not await asyncio.to_thread(metric, server, "hadal_kv_blocks_used"):
-                await asyncio.sleep(0.01)
+            await wait_for(lambda: metric(server, "hadal_kv_blocks_used"), "it has blocks")
             if stream:
                 chunks = await asking
                 await anext(aiter(chunks))
@@ -353,11 +355,13 @@ def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream:
                     await asking
 
     asyncio.run(leave())
+    server.gate.open()
     wait_until(lambda: is_empty(server), "the blocks of the request are free")
 
 
-def test_keys(start_server: StartServer) -> None:
-    server = start_server("--api-key", "one", "--api-key", "two")
+@FEW
+def test_keys(borrow: StartServer) -> None:
+    server = borrow("--api-key", "one operator", "--api-key", "two")
     model = "hadal-tiny"
     for key in ("one", "two"):
         with client_of(server, api_key=key) as client:
@@ -368,49 +372,45 @@ def test_keys(start_server: StartServer) -> None:
             client.completions.create(model=model, prompt="a")
         assert caught.value.code == "invalid_api_key"
         assert caught.value.response.headers["www-authenticate"].startswith("Bearer")
-    assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=DEADLINE_S).status_code == 200
 
 
+@pytest.mark.more("it ends its server; tests/unit/gateway has each of it")
 def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
     """One request runs, one waits with keep-alives, the third is refused; SIGTERM lets the first
     two finish.
     """
     server = start_server(limits={"max_running": 1, "max_queued": 1}, keep_alive_s=0.1)
     model, url = server.model, f"{server.url}/v1/chat/completions"
-    body = {"model": model, "messages": MESSAGES, "stream": True, "max_tokens": 1000, **LONG}
-    texts: list[str] = []
+    body = {"model": model, "messages": MESSAGES, "stream": True, "max_tokens": 30, **LONG}
+    texts = ["", ""]
 
-    def read(body: dict[str, object]) -> None:
-        with httpx.stream("POST", url, json=body, timeout=60) as reply:
-            texts.append(reply.read().decode())
+    def read(number: int) -> None:
+        with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as reply:
+            for piece in reply.iter_text():
+                texts[number] += piece
 
-    first = threading.Thread(target=read, args=(body,))
+    first, second = (threading.Thread(target=read, args=(number,)) for number in range(2))
+    server.gate.hold(gate.DECODE, after=3)
     first.start()
-    wait_until(
-        lambda: metric(server, "hadal_generations_total") >= 0 and not is_empty(server),
-        "the first runs",
-    )
-    second = threading.Thread(target=read, args=({**body, "max_tokens": 3},))
+    wait_until(lambda: metric(server, NOW, 'state="decoding"') == 1, "the first runs")
     second.start()
-    queued = 'hadal_generations_now{state="queued"} 1.0'
-    wait_until(lambda: queued in httpx.get(f"{server.url}/metrics").text, "the second waits")
+    wait_until(lambda: metric(server, NOW, 'state="queued"') == 1, "the second waits")
+    wait_until(lambda: texts[1].count(": keep-alive\n\n") >= 2, "its connection is kept alive")
     with client_of(server) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             client.chat.completions.create(model=model, messages=MESSAGES)
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "it drains")
         with pytest.raises(openai.InternalServerError) as refused:
             client.chat.completions.create(model=model, messages=MESSAGES)
         assert refused.value.status_code == 503
         assert "retry-after" in refused.value.response.headers
-    for thread in (first, second):
-        thread.join(60)
-    assert server.process.wait(30) == 0
-    assert len(texts) == 2
-    waited = min(texts, key=len)
-    assert waited.startswith(": keep-alive\n\n")
+    server.gate.open()
+    join(first, second)
+    assert server.process.wait(DEADLINE_S) == 0
+    assert texts[1].startswith(": keep-alive\n\n")
     for text in texts:
         events = [
             line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")

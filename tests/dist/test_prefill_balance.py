@@ -17,9 +17,10 @@ from tests.dist.serving import RANKED, Server, StartServer
 from tests.fresh import fresh
 from tests.levels import FULL
 
-pytestmark = pytest.mark.more(
-    "the cut of a step is a policy; its tokens are those of test_exactness"
-)
+pytestmark = [
+    pytest.mark.more("the cut of a step is a policy; its tokens are those of test_exactness"),
+    pytest.mark.slow("two servers of six ranks, and prompts of thousands of tokens"),
+]
 
 VOCAB = 1500
 NUM_LONG, NUM_SHORT = (10, 120) if FULL else (4, 28)

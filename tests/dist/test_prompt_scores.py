@@ -1,4 +1,4 @@
-"""How likely a prompt's own tokens are: as transformers says, whatever the server's chunks, ranks,
+"""How likely a prompt's own tokens are: as transformers computes, whatever the server's chunks, ranks,
 schedules and caches; in the forms that evaluation harnesses and vLLM's clients read.
 """
 
@@ -16,8 +16,11 @@ from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import StartServer
 from tests.dist.serving import RANKED, Server
 from tests.unit.model.checkpoints import dequantise
+from tests.waiting import DEADLINE_S
 
+TIMEOUT_S = 180.0
 TOLERANCE = 1e-4
+OTHER_WAY = pytest.mark.more("another way to serve; one rank is in `make test`")
 LENGTHS = (1, 2, 63, 64, 65, 130, 400)
 Scores = list[tuple[float, int, list[float]]]
 """Of every token behind the first: its log-probability, its rank, and the five best ones'."""
@@ -62,7 +65,7 @@ def expected(theirs: Any, prompts: list[list[int]]) -> list[Scores]:
 
 def ask(server: Server, **fields: Any) -> dict[str, Any]:
     body = {"model": server.model, "temperature": 0, **fields}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
     assert reply.status_code == 200, reply.text
     found = reply.json()
     assert isinstance(found, dict)
@@ -100,24 +103,25 @@ def test_one_rank(server: Server, prompts: list[list[int]], expected: list[Score
     assert ask(server, prompt=prompts[0], max_tokens=1)["usage"]["prompt_cache_hit_tokens"] > 0
 
 
+@pytest.mark.more("other chunks and schedules give the same")
 @pytest.mark.parametrize("drafts", [0, 1])
 def test_small_chunks(
-    start_server: StartServer, prompts: list[list[int]], expected: list[Scores], drafts: int
+    borrow: StartServer, prompts: list[list[int]], expected: list[Scores], drafts: int
 ) -> None:
-    server = start_server(chunk_tokens=50, decode={"drafts": drafts})
+    server = borrow(chunk_tokens=50, decode={"drafts": drafts})
     assert_scored(server, prompts, expected)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.more("other ranks and schedules give the same")
 def test_ranks_and_two_micro_batches(
-    start_server: StartServer, prompts: list[list[int]], expected: list[Scores]
+    borrow: StartServer, prompts: list[list[int]], expected: list[Scores]
 ) -> None:
     prefill = {**RANKED["prefill"], "min_split_tokens": 2}
-    server = start_server(chunk_tokens=90, prefill=prefill, decode=RANKED["decode"])
+    server = borrow(chunk_tokens=90, prefill=prefill, decode=RANKED["decode"])
     assert_scored(server, prompts, expected)
 
 
-def test_echo_is_what_harnesses_read(server: Server, expected: list[Scores]) -> None:
+def test_echo_is_what_harnesses_read(server: Server) -> None:
     """As lm-evaluation-harness does: of all tokens but the last, which was drawn, those behind the
     context count.
     """
@@ -145,12 +149,16 @@ def test_echo_is_what_harnesses_read(server: Server, expected: list[Scores]) -> 
     assert found["token_logprobs"][1:] == logprobs
 
 
+@pytest.mark.more("in streams they are the same")
+@OTHER_WAY
 def test_streams_and_choices(server: Server) -> None:
     body = {"prompt": ["one two", "three"], "echo": True, "logprobs": 2, "max_tokens": 3, "n": 2}
     whole = ask(server, **body, seed=3)["choices"]
     texts, logprobs = [""] * 4, [list[float | None]() for _ in range(4)]
     given = {"model": server.model, "temperature": 0, "stream": True, "seed": 3, **body}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=given, timeout=60) as reply:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=given, timeout=DEADLINE_S
+    ) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]

@@ -4,8 +4,6 @@ and what a flood of one tenant costs the others.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +15,19 @@ import sqlalchemy as sa
 
 from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.recorder import RECORD, read_recordings
+from tests.dist import gate
 from tests.dist.keyed import ask, keys_command, model_of
 from tests.dist.postgres import postgres
-from tests.dist.serving import StartServer
+from tests.dist.serving import StartServer, metric
 from tests.dist.test_ledger_serving import report, rows, wait_for_rows
 from tests.dist.test_replay import check as replayed
 from tests.waiting import wait_until
 
+LIVE = pytest.mark.more("tests/unit has each of it without a server; one case of two tenants stays")
 
+
+@LIVE
+@pytest.mark.slow("gateways look at the file every two seconds")
 def test_keys_are_added_and_revoked_while_two_gateways_serve(
     start_server: StartServer, folder: Path
 ) -> None:
@@ -52,7 +55,7 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
         assert refused.headers["retry-after"]
         assert refused.headers["x-ratelimit-remaining-requests"] == "3"
     path.write_text(f"{path.read_text()}bad,line\n")
-    time.sleep(2.5)
+    wait_until(lambda: "the API keys stay what they were" in server.log(), "the line is read")
     assert statuses(second) == {200}, "a file that cannot be read changes nothing"
     path.write_text(path.read_text().replace("bad,line\n", ""))
     keys_command(path, "revoke", "second")
@@ -74,6 +77,7 @@ def ledger(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
         yield server.url
 
 
+@LIVE
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_a_budget_is_kept_over_the_end_of_the_gateway(
     start_server: StartServer, folder: Path, ledger: str, gateways: int
@@ -101,7 +105,8 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
         with engine.connect() as connection:
             return int(connection.execute(sa.text(query)).scalar() or 0) // 10**6
 
-    def spend(until: Callable[[], bool]) -> Counter[int]:
+    def spend(until: Callable[[], bool] = lambda: False) -> Counter[int]:
+        """Ask until it is so, or until the next day is waited for."""
         statuses: Counter[int] = Counter()
 
         def one(number: int) -> None:
@@ -123,18 +128,22 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
     spend(lambda: spent_micro_usd() > budget_micro_usd // 3)
     before = spent_micro_usd()
     assert before < budget_micro_usd
-    killed = threading.Timer(0.3, lambda: server.kill("gateway"))
+    server.gate.hold(gate.DECODE)
     old_pid = server.pids()["gateway"]
-    killed.start()
-    end_s = time.monotonic() + 60
-    statuses = spend(lambda: time.monotonic() > end_s)
-    killed.join()
-    server.wait_restarted("gateway", old_pid)
-    assert statuses[429] > 0
-    wait_until(lambda: spent_micro_usd() > before, "facts are written")
-    time.sleep(0.5)
+    with ThreadPoolExecutor(1) as spender:
+        spending = spender.submit(spend)
+        try:
+            wait_until(
+                lambda: metric(server, "hadal_generations_now", key=other), "some are under way"
+            )
+            server.kill("gateway")
+        finally:
+            server.gate.open()
+        server.wait_restarted("gateway", old_pid)
+        assert spending.result()[429] > 0
+    wait_until(lambda: spent_micro_usd() >= budget_micro_usd - 30, "facts are written")
     spent = spent_micro_usd()
-    assert budget_micro_usd - 30 <= spent <= budget_micro_usd
+    assert spent <= budget_micro_usd
     old_pid = server.kill("gateway")
     server.wait_restarted("gateway", old_pid)
     refused = wait_until(
@@ -146,6 +155,7 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
     assert spent <= spent_micro_usd() <= budget_micro_usd
 
 
+@LIVE
 def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder: Path) -> None:
     path = folder / "keys.txt"
     key = keys_command(
@@ -163,7 +173,8 @@ def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder:
         statuses = Counter(
             pool.map(lambda n: ask(server, key, model, f"{n}").status_code, range(60))
         )
-    assert statuses.keys() == {200, 429}
+    assert ask(server, key, model, n=3).status_code == 429
+    assert statuses[200] > 0
     server.stop()
     report = replayed(read_recordings(folder / "recorded"))
     assert report.outside["Quotas"] >= 1
@@ -171,15 +182,15 @@ def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder:
     assert report.outside["Charged"] >= statuses[200]
 
 
-NUM_AT_ONCE, NUM_ASKED, NUM_OUT = 4, 5, 40
-"""Of each of the others: requests at once, one after the other, and tokens of each."""
+NUM_FLOOD, NUM_OTHER, NUM_OUT = 40, 4, 12
+"""Requests of the flood, requests of each other tenant, and tokens of each."""
 
 
 def test_a_flood_has_its_share_and_no_more_while_others_wait(
     start_server: StartServer, folder: Path
 ) -> None:
-    """Counted in service and not in seconds. 40 at once of one tenant, and 4 of each of three, for
-    4 slots.
+    """Counted in service and not in seconds: 40 requests of one tenant stand before 4 of each of three
+    others, for 4 slots, and all of them are there before a slot is free.
     """
     path, ledger = folder / "keys.txt", folder / "l.sqlite"
     flood = keys_command(path, "add", "flood")
@@ -192,50 +203,34 @@ def test_a_flood_has_its_share_and_no_more_while_others_wait(
         limits={"max_queued": 1000},
     )
     model = model_of(server, flood)
-    is_over = threading.Event()
-
-    def floods(number: int) -> None:
-        while not is_over.is_set():
-            ask(server, flood, model, f"flood {number}", max_tokens=NUM_OUT)
 
     def asks(key: str, number: int) -> None:
-        for index in range(NUM_ASKED):
-            reply = ask(server, key, model, f"{number} {index}", max_tokens=NUM_OUT)
-            assert reply.status_code == 200, reply.text
+        reply = ask(server, key, model, f"number {number}", max_tokens=NUM_OUT)
+        assert reply.status_code == 200, reply.text
 
-    with ThreadPoolExecutor(40 + NUM_AT_ONCE * len(others)) as pool:
-        flooding = [pool.submit(floods, number) for number in range(40)]
-        wait_for_rows(ledger, 8)
-        begun_us = int(time.time() * 1e6)
-        asking = [
-            pool.submit(asks, key, number)
-            for key in others.values()
-            for number in range(NUM_AT_ONCE)
-        ]
+    def num_open() -> float:
+        return metric(server, "hadal_generations_now", key=flood)
+
+    server.gate.hold(gate.DECODE)
+    num_all = NUM_FLOOD + NUM_OTHER * len(others)
+    with ThreadPoolExecutor(num_all) as pool:
+        asking = [pool.submit(asks, flood, number) for number in range(NUM_FLOOD)]
+        wait_until(lambda: num_open() == NUM_FLOOD, "the flood is there")
+        for key in others.values():
+            asking += [pool.submit(asks, key, number) for number in range(NUM_OTHER)]
+        wait_until(lambda: num_open() == num_all, "all are there")
+        server.gate.open()
         for one in asking:
             one.result()
-        ended_us = int(time.time() * 1e6)
-        is_over.set()
-        for one in flooding:
-            one.result()
-    num_others = NUM_AT_ONCE * NUM_ASKED
-    wait_until(lambda: tokens_of(ledger, "a") == num_others * NUM_OUT, "all of it is written down")
-    share = num_others * NUM_OUT
-    assert [tokens_of(ledger, name) for name in others] == [share] * 3
-    had = tokens_of(ledger, "flood", begun_us, ended_us)
-    # A quarter; beside it, what ran when the others came, and what went on when the first of them
-    # had no more to ask: the last of its requests run by themselves.
-    print("the flood had", had, "and each other", share)
-    assert had <= 1.15 * share + 2 * NUM_AT_ONCE * NUM_OUT
+    wait_for_rows(ledger, num_all)
+    tenants = [name for (name,) in rows(ledger, ORDER)]
+    last = max(at for at, name in enumerate(tenants) if name != "flood")
+    # A quarter of the slots; beside it, those that had begun before the others came, in prefill too.
+    had = tenants[:last].count("flood")
+    print("the flood had", had, "and each other", NUM_OTHER)
+    assert had <= 4 * NUM_OTHER
     used = {line["tenant"]: line for line in report(ledger, "--tenant")["tenants"]}
     assert all(used[name]["gpu_hours_used"] > 0.0 for name in (*others, "flood"))
 
 
-def tokens_of(ledger: Path, tenant: str, from_us: int = 0, to_us: int = 2**62) -> int:
-    """Drawn for a tenant, of requests that completed in this time."""
-    found = rows(
-        ledger,
-        f"SELECT coalesce(sum(tokens_out), 0) FROM hadal_requests WHERE tenant = '{tenant}'"
-        f" AND completed_us BETWEEN {from_us} AND {to_us}",
-    )
-    return int(found[0][0])
+ORDER = "SELECT tenant FROM hadal_requests ORDER BY completed_us"

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -122,6 +123,7 @@ def test_new_weights_come_unit_by_unit(
     """Each answer is the old model's or the new one's, whole; at the end all are the new one's."""
     folder = tmp_path / "model"
     other_weights(folder)
+    torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
     weights = load_weights(folder)
     new = {prompt: tuple(generate(weights, prompt, NUM_TOKENS, ())) for prompt in PROMPTS}
     server = start_server(decode=decode)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from hadal.runtime.wire import Network, ZmqWire, write_address
 from tests.dist.fake_nodes import GPUS, ClusterState
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Host, Hosts
 from tests.dist.light_lender import NUM_AGENTS
-from tests.waiting import wait_until
+from tests.waiting import unix_now, wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.full, pytest.mark.timeout(3000)]
 
@@ -31,7 +30,8 @@ PREFILL, DECODE = map(int, os.environ.get("HADAL_UNITS", "29,9").split(","))
 LIGHT = int(os.environ.get(NUM_AGENTS, "30"))
 """Nodes that get an agent."""
 SECRET = bytes(range(32))
-START_S, PLACE_S, SOON_S = 1200.0, 600.0, 60.0
+START_S, PLACE_S = 1200.0, 600.0
+"""Hundreds of nodes share the cores of one host."""
 PATIENT = {"RAY_worker_register_timeout_seconds": "600"}
 """All actors start at once, on the cores of one host."""
 
@@ -44,12 +44,11 @@ def state(host: Host) -> ClusterState | None:
 
 def wait_for(host: Host, is_so: Callable[[ClusterState], bool], what: str) -> ClusterState:
     def found() -> ClusterState | None:
-        time.sleep(0.5)
         assert host.started["nodes"].poll() is None, host.log("nodes")[-3000:]
         now = state(host)
         return now if now is not None and is_so(now) else None
 
-    seen = wait_until(found, what)
+    seen = wait_until(found, what, START_S)
     assert isinstance(seen, ClusterState)
     return seen
 
@@ -62,41 +61,43 @@ class Asking:
         self._wire = host.call(lambda: ZmqWire(SUPERVISOR, folder, life=1, network=network))
         write_run(folder, run)
         write_address(folder, SUPERVISOR, Address(1, self._wire.endpoint))
+        self.found: tuple[tuple[int, ...], ...] | None = None
+        """Groups that the lender found, as it said last."""
         self.agents: set[int] = set()
         """Nodes that spoke."""
 
-    def have(self, groups: tuple[tuple[int, ...], ...], timeout_s: float) -> None:
-        """Ask for these groups, as often as the supervisor does, until they are found."""
-        found: tuple[tuple[int, ...], ...] | None = None
-        deadline_s = time.monotonic() + timeout_s
-        while found is None or set(found) != set(groups):
-            assert time.monotonic() < deadline_s, f"{len(found or ())} of {len(groups)} groups"
+    def have(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Ask for these groups, again and again as the supervisor does, until they are found."""
+        wanted = set(groups)
+
+        def are_found() -> bool:
             self._wire.send(LENDER, KeepNodes(groups))
-            heard = self._hear(1.0)
-            found = found if heard is None else heard
+            self._hear()
+            return self.found is not None and set(self.found) == wanted
+
+        self.found = None
+        wait_until(are_found, f"{len(groups)} groups are found", PLACE_S)
 
     def hear_agents(self, num_agents: int) -> None:
-        """Until so many nodes spoke."""
-        deadline_s = time.monotonic() + PLACE_S
-        while len(self.agents) < num_agents:
-            assert time.monotonic() < deadline_s, f"{len(self.agents)} agents"
-            self._hear(1.0)
+        """Wait until this number of nodes spoke."""
+
+        def have_spoken() -> bool:
+            self._hear()
+            return len(self.agents) >= num_agents
+
+        wait_until(have_spoken, f"{num_agents} agents speak", PLACE_S)
 
     def close(self) -> None:
         self._wire.close()
 
-    def _hear(self, seconds: float) -> tuple[tuple[int, ...], ...] | None:
-        """What the lender said last in that time."""
-        found, until_s = None, time.monotonic() + seconds
-        while (left_s := until_s - time.monotonic()) > 0.0:
-            for message in self._wire.receive(left_s):
-                if isinstance(message, NodesKept):
-                    assert not message.complaint
-                    found = message.found
-                elif isinstance(message, NodeNews):
-                    assert message.node not in self.agents
-                    self.agents.add(message.node)
-        return found
+    def _hear(self) -> None:
+        for message in self._wire.receive(1.0):
+            if isinstance(message, NodesKept):
+                assert not message.complaint
+                self.found = message.found
+            elif isinstance(message, NodeNews):
+                assert message.node not in self.agents
+                self.agents.add(message.node)
 
 
 def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> None:
@@ -108,11 +109,11 @@ def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> N
     num_nodes = sum(map(len, groups))
     with Hosts(1) as hosts, tempfile.TemporaryDirectory(prefix="hadal-s-") as name:
         host, folder = hosts[0], Path(name)
-        began_s = time.monotonic()
+        began_s = unix_now()
         arguments = [host.address, str(PORT), str(num_nodes)]
         host.start("nodes", [sys.executable, "-m", "tests.dist.fake_nodes", *arguments], PATIENT)
         wait_for(host, lambda now: now.num_free_gpus == num_nodes * GPUS, "all nodes are there")
-        print(f"{num_nodes} nodes after {time.monotonic() - began_s:.0f} s", flush=True)
+        print(f"{num_nodes} nodes after {unix_now() - began_s:.0f} s", flush=True)
 
         address = f"{host.address}:{PORT}"
         cluster = ClusterConfig(
@@ -127,20 +128,20 @@ def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> N
         command = [sys.executable, "-m", "tests.dist.light_lender", "--folder", name, "--life", "1"]
         host.start("lender", command, {NUM_AGENTS: str(LIGHT)})
         try:
-            asking.have((), SOON_S)
-            began_s = time.monotonic()
-            asking.have(groups, PLACE_S)
-            print(f"{len(groups)} groups after {time.monotonic() - began_s:.1f} s", flush=True)
+            asking.have(())
+            began_s = unix_now()
+            asking.have(groups)
+            print(f"{len(groups)} groups after {unix_now() - began_s:.1f} s", flush=True)
             lent = wait_for(host, lambda now: now.num_free_gpus == 0, "no GPU is left")
             named = {f"r0-{'-'.join(map(str, group))}": len(group) for group in groups}
             assert {name: len(nodes) for name, nodes in lent.groups.items()} == named
             every = [node for nodes in lent.groups.values() for node in nodes]
             assert len(set(every)) == len(every) == num_nodes, "no node is in two groups"
             asking.hear_agents(LIGHT)
-            print(f"{LIGHT} agents after {time.monotonic() - began_s:.1f} s", flush=True)
+            print(f"{LIGHT} agents after {unix_now() - began_s:.1f} s", flush=True)
             assert asking.agents == set(range(LIGHT))
 
-            asking.have((), SOON_S)
+            asking.have(())
             free = num_nodes * GPUS
             wait_for(
                 host, lambda now: not now.groups and now.num_free_gpus == free, "all is given back"

@@ -20,18 +20,23 @@ from hadal.kernels import library
 from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate
 from hadal.reference.params import Matrix, ModelWeights
-from tests.dist.cached import audit, cache_fields, settle
-from tests.dist.oracle import Case, complete_all, differences
+from tests.dist import gate
+from tests.dist.cached import cache_fields, settle, wait_found
+from tests.dist.oracle import FULL, Case, complete_all, differences
 from tests.dist.serving import Server, StartServer, metric
+from tests.needs import leave_out
 from tests.unit.gateway.test_tiktoken import some_tokens, write_folder
 from tests.unit.model.test_family import quantise, write_checkpoint
+from tests.waiting import wait_for
 
+pytestmark = pytest.mark.more("tests of the model hold sparse attention, parted and cached")
 MAX_TOKENS = 32
-LENGTHS = (30, 100, 50, 112, 230, 118, 180, 40, 105, 300)
-"""Of prompts: all longer than index_topk, which is 16; five fill their last block while they answer."""
+LENGTHS = (30, 50, 112, 230, 118, 300)
+LENGTHS = (*LENGTHS, 100, 180, 40, 105) if FULL else LENGTHS
+"""Of prompts: all longer than index_topk, which is 16; half fill their last block while they answer."""
 NOISE = 1e-5
 NUM_NOISY = 3
-NUM_GROWING = 30
+NUM_GROWING, NUM_BLOCKS = 30, 4
 WIDE = {
     "prefill": {"ranks": 2, "kv_memory_mb": 32, "min_split_tokens": 2},
     "decode": {"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2},
@@ -91,6 +96,7 @@ def wrong(server: Server, cases: list[Case]) -> list[str]:
     return differences(cases, ask(server, cases))
 
 
+@pytest.mark.slow("the reference loop answers four times each, and a server starts again")
 @pytest.mark.timeout(600)
 def test_one_rank_with_small_chunks_cached_blocks_and_the_disk(
     start_server: StartServer, folder_of_model: Path, cases: list[Case], folder: Path
@@ -100,9 +106,9 @@ def test_one_rank_with_small_chunks_cached_blocks_and_the_disk(
     assert wrong(server, cases) == []
     assert wrong(server, cases) == []
     assert settle(server)[MEMORY_HIT_TOKENS] > 0
-    audit(server)
     assert server.stop() == 0
     server = start_server(**fields)
+    wait_found(server, folder)
     assert wrong(server, cases) == []
     assert settle(server)[DISK_HIT_TOKENS] > 0
 
@@ -116,11 +122,15 @@ def test_many_ranks_and_hand_over_by_tcp(
     assert wrong(server, cases) == []
 
 
-@pytest.mark.skipif(library.load() is None, reason="torch's products promise it not")
+@pytest.mark.slow("two servers of the same model, one of six ranks")
 @pytest.mark.timeout(600)
 def test_rounded_inputs_give_the_same_tokens_at_every_width(
     start_server: StartServer, folder_of_model: Path, cases: list[Case]
 ) -> None:
+    if library.load() is None:
+        leave_out(
+            "our kernels are not here, and torch's products promise it not", "apt-get install g++"
+        )
     outputs = []
     for widths in ({}, WIDE):
         server = start_server(model=str(folder_of_model), **widths, chunk_tokens=64, compute="fp8")
@@ -140,9 +150,21 @@ def test_preemption(start_server: StartServer, folder_of_model: Path, cases: lis
     ]
     growing *= -(-NUM_GROWING // len(growing))
     server = start_server(
-        model=str(folder_of_model), decode={"kv_blocks": 1 + 4, "kv_memory_mb": 0}
+        model=str(folder_of_model), decode={"kv_blocks": 1 + NUM_BLOCKS, "kv_memory_mb": 0}
     )
-    assert wrong(server, growing) == []
+
+    async def fill() -> None:
+        server.gate.hold(gate.DECODE)
+        await wait_for(
+            lambda: metric(server, "hadal_generations_now", 'state="decoding"') > 1,
+            "two are decoded, and both need a block more",
+        )
+        server.gate.open()
+
+    outputs = asyncio.run(
+        complete_all(server.url, server.model, growing, max_tokens=MAX_TOKENS, while_running=fill)
+    )
+    assert differences(growing, outputs) == []
     assert metric(server, "hadal_preemptions_total") > 0, (
         "the pool was large enough; this test shows nothing"
     )

@@ -1,29 +1,18 @@
-"""Units whose cache lies beside their pool, as on a GPU, but on the CPU: nobody sees a stale byte
-of a pool.
-
-Every process of the server gets a KvCache that is staged; a pool's memory is zero until something
-is published or pulled.
+"""Units whose cache lies beside their pool, as on a GPU, but on the CPU: no reader sees a stale byte of
+a pool, whose memory is zero until something is published or pulled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
-from pathlib import Path
 
 import pytest
 
 from tests.dist.oracle import Case, complete_all, differences, everyday_cases
-from tests.dist.serving import SOURCE, StartServer
+from tests.dist.served import STAGED
+from tests.dist.serving import StartServer, kill_at_work
 
-STAGED = """
-import functools
-
-from hadal.model.cache import KvCache
-
-KvCache.__init__ = functools.partialmethod(KvCache.__init__, is_staged=True)
-"""
-"""A cache without a pool is as it was."""
+pytestmark = pytest.mark.more("tests of the cache hold what is published and what is pulled")
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +20,16 @@ def cases() -> list[Case]:
     return everyday_cases(16, seed=47)
 
 
+@pytest.mark.slow("a pool of few blocks, and a rank that joins again")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_plain_loops_tokens(
-    start_server: StartServer, cases: list[Case], tmp_path: Path, num_ranks: int
+    start_server: StartServer, cases: list[Case], num_ranks: int
 ) -> None:
     """Few blocks, so that requests are preempted and blocks used again; with ranks, one is killed,
-    and those on the other join again with what only its cache has.
+    and the requests of the other one join again with KV that only its cache has.
     """
-    (tmp_path / "sitecustomize.py").write_text(STAGED)
     server = start_server(
-        environment={"PYTHONPATH": f"{tmp_path}:{SOURCE}"},
+        environment={STAGED: "1"},
         prefill={"ranks": num_ranks, "kv_memory_mb": 32},
         decode={
             "ranks": num_ranks,
@@ -51,9 +40,8 @@ def test_the_plain_loops_tokens(
     )
 
     async def strike() -> None:
-        await asyncio.sleep(0.4)
         if num_ranks > 1:
-            server.kill("decode-0.1", signal.SIGKILL)
+            await kill_at_work(server, "decode-0.1", num_steps=20)
 
     outputs = asyncio.run(
         complete_all(server.url, server.model, cases, concurrency=16, while_running=strike)

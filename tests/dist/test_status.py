@@ -7,50 +7,50 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
 
 import pytest
 
-from tests.dist.conftest import Server, StartServer, starting
+from tests.dist.served import fork
+from tests.dist.serving import Server, StartServer
+from tests.waiting import DEADLINE_S
 
 
-def hadal(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hadal.cli", *arguments]
-    wide = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=wide
-    )
+def hadal(*arguments: str) -> tuple[int, str]:
+    """Exit code of a command, and what it printed."""
+    with tempfile.TemporaryFile() as said:
+        code = fork(arguments, {**os.environ, "COLUMNS": "200"}, said.fileno()).wait(DEADLINE_S)
+        said.seek(0)
+        return code, said.read().decode()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with starting() as start:
-        yield start(decode={"ranks": 2, "redundant_experts": 16})
-
-
-def test_a_killed_rank_is_told_of(server: Server) -> None:
+@pytest.mark.more("what `hadal status` says of a process that runs is in tests/unit/commands")
+@pytest.mark.slow("a rank starts anew, and the unit forms with it")
+def test_a_killed_rank_is_told_of(mortal: StartServer) -> None:
+    server = mortal(decode={"ranks": 2, "redundant_experts": 16})
     folder = "--run-folder", str(server.folder)
-    whole = hadal("status", "--json", *folder)
-    assert whole.returncode == 0, whole.stderr
-    found = json.loads(whole.stdout)
+    code, whole = hadal("status", "--json", *folder)
+    assert code == 0, whole
+    found = json.loads(whole)
     assert found["wrong"] == []
     assert found["versions"]["hadal"]
     assert found["processes"]["decode-0.1"]["node"] == 0
-    assert "secret" not in whole.stdout
+    assert "secret" not in whole
     old_pid = server.kill("decode-0.1", signal.SIGKILL)
     server.wait_restarted("decode-0.1", old_pid)
-    after = hadal("status", *folder)
-    assert after.returncode == 0, after.stdout
-    assert "3 of 3" in after.stdout
-    assert "killed by SIGKILL" in " ".join(after.stdout.split())
-    of_unit = hadal("logs", "decode-0", *folder).stdout.splitlines()
+    code, after = hadal("status", *folder)
+    assert code == 0, after
+    assert "3 of 3" in after
+    assert "killed by SIGKILL" in " ".join(after.split())
+    of_unit = hadal("logs", "decode-0", *folder)[1].splitlines()
     assert {line.split()[1] for line in of_unit} == {"decode-0", "decode-0.0", "decode-0.1"}
     assert of_unit == sorted(of_unit)
-    supervisors = hadal("logs", "supervisor", *folder).stdout
+    _, supervisors = hadal("logs", "supervisor", *folder)
     assert "decode-0.1 ended: killed by SIGKILL" in supervisors
-    assert len(hadal("logs", "-n", "3", *folder).stdout.splitlines()) == 3
+    assert len(hadal("logs", "-n", "3", *folder)[1].splitlines()) == 3
 
 
+@pytest.mark.more("it ends its server")
 def test_a_log_is_followed_until_the_server_ends(start_server: StartServer) -> None:
     server = start_server()
     command = [sys.executable, "-m", "hadal.cli", "logs", "-f", "-n", "1"]
@@ -61,7 +61,7 @@ def test_a_log_is_followed_until_the_server_ends(start_server: StartServer) -> N
         old_pid = server.kill("prefill-0", signal.SIGKILL)
         server.wait_restarted("prefill-0", old_pid)
         server.process.terminate()
-        written, _ = following.communicate(timeout=60)
+        written, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0
     assert "prefill-0 ended: killed by SIGKILL" in written
 
@@ -71,9 +71,9 @@ def test_what_is_not_there_is_said(
 ) -> None:
     empty = str(tmp_path_factory.mktemp("empty"))
     for command in ("status", "logs"):
-        refused = hadal(command, "--run-folder", empty)
-        assert refused.returncode == 2
-        assert "no `hadal serve` runs there" in refused.stderr
-    unknown = hadal("logs", "decode-7", "--run-folder", str(server.folder))
-    assert unknown.returncode == 2
-    assert "decode-0" in unknown.stderr
+        code, refused = hadal(command, "--run-folder", empty)
+        assert code == 2
+        assert "no `hadal serve` runs there" in refused
+    code, unknown = hadal("logs", "decode-7", "--run-folder", str(server.folder))
+    assert code == 2
+    assert "decode-0" in unknown

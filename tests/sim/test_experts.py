@@ -8,7 +8,6 @@ leader runs after every event.
 
 from __future__ import annotations
 
-import os
 from random import Random
 
 import numpy as np
@@ -19,15 +18,14 @@ from hadal.core.placement import without
 from hadal.policy.experts.balance import Cluster, balance
 from hadal.roles.experts.experts import InstallState
 from hadal.roles.ranks.ranks import RankedLeader
-from tests.fresh import fresh
-from tests.levels import FULL
+from tests.fresh import seeds
 from tests.sim.experts import NUM_LAYERS, Traffic, skewed
 from tests.sim.ranks import RankHost
 from tests.sim.test_membership import RANK_TIMEOUT_S, SteppingWorld
 from tests.sim.world import Faults, is_whole
 
-FIXED_SEEDS = [*range(6 if FULL else 2), 701906519838]  # The last rests in a local optimum.
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "2")))]
+LOCAL_OPTIMUM = 701906519838
+"""A seed that rests in one."""
 UNIT = "decode-0"
 STEPS_TO_FOLLOW = 400
 """After a change of regime: the window's 64 steps must be of the new one by half, then layers flip
@@ -116,7 +114,7 @@ class Balanced:
         return min(0.85, 0.9 * float(plan.balancedness_L.mean()))
 
 
-@pytest.mark.parametrize("seed", [*FIXED_SEEDS, *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", [*seeds(1, 2, 6), LOCAL_OPTIMUM])
 def test_balance_rises_and_rests(seed: int) -> None:
     unit = Balanced(seed)
     unit.run_steps(20)
@@ -156,7 +154,7 @@ def test_even_loads_are_left_alone() -> None:
     assert unit.leader.experts.num_layers_flipped == 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", seeds(1, 3))
 def test_a_new_regime_is_followed(seed: int) -> None:
     unit = Balanced(seed)
     unit.run_steps(400)
@@ -173,7 +171,7 @@ def test_a_new_regime_is_followed(seed: int) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "stop", "hang"])
 @pytest.mark.parametrize("state", list(InstallState))
-@pytest.mark.parametrize("seed", [*([0] if FULL else []), *FRESH_SEEDS[:1]])
+@pytest.mark.parametrize("seed", seeds(1, 1))
 def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
     seed: int, state: InstallState, how: str
 ) -> None:

@@ -13,12 +13,12 @@ from hadal.core.messages import Generation
 from hadal.core.plans import Sampling
 from hadal.policy.admission import AGE_S
 from tests.fresh import seeds
+from tests.levels import MORE
 from tests.sim.world import Faults, World
 
 STREAM_S = 0.1, 2 * AGE_S
-STEP_S = 0.02
-GAP_S = 0.07
-"""Between arrivals."""
+STEP_S, GAP_S = (0.01, 0.035) if MORE else (0.02, 0.07)
+"""Of the engines; between arrivals."""
 LOW_AT_S = 1.0
 SLACK_S = 2.0
 """What is under way when a turn comes, and what a step's order may differ by."""

@@ -1,6 +1,6 @@
-"""A slice of the swarm with every run of the tests: fixed seeds, fresh ones, those that once found
-something, and that the swarm can fail at all. `make swarm` runs ten thousand, as HADAL_LEVEL=all does
-here.
+"""A slice of the swarm with every run of the tests: fixed seeds, those that once found something, and
+that the swarm can fail at all. `make test-more` runs hundreds of fresh seeds, `make swarm` and
+`make test-all` ten thousand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from hadal.roles.front.units import FrontUnits
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED
 from tests.fresh import fresh
-from tests.levels import NUM_SEEDS
 from tests.sim.swarm import LIMIT_S, command, draw, run, run_all, run_seed, shrink
 from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES
 from tests.sim.swarm_world import SwarmWorld
@@ -39,12 +38,21 @@ FOUND_SEEDS = [326, 1008]
 """Each of them failed once, when there were neither PRESSURES nor OTHER_WEIGHTS;"""
 FOUND_UNDER_PRESSURE = [1460, 2296, 2457, 3226]
 """and each of these with them, but for drafts."""
-FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
+NUM_FRESH = 60
+"""Batches of fresh seeds."""
+FRESH_STEP = 10
 
 
-@pytest.mark.parametrize("seed", [*FOUND_UNDER_PRESSURE, *FRESH_SEEDS])
-def test_seed(seed: int) -> None:
+@pytest.mark.parametrize("seed", FOUND_UNDER_PRESSURE)
+def test_a_seed_with_all_that_failed_once(seed: int) -> None:
     run_seed(seed)
+
+
+@pytest.mark.more("seeds by the hundred")
+@pytest.mark.parametrize("first", [fresh().randrange(2**40) for _ in range(NUM_FRESH)])
+def test_fresh_seeds(first: int) -> None:
+    found = run_all(range(first, first + FRESH_STEP))
+    assert not found.errors, "\n".join(found.errors.values())
 
 
 @pytest.mark.parametrize("seed", [*FOUND_SEEDS, *FOUND_UNDER_PRESSURE])

@@ -83,7 +83,9 @@ def ended(world: World, begun_s: dict[str, float]) -> bool:
     ("seed", "prefill_ranks"),
     [
         (0, 1),
-        pytest.param(fresh().randrange(2**40), 2, marks=pytest.mark.more("a fresh seed, two ranks")),
+        pytest.param(
+            fresh().randrange(2**40), 2, marks=pytest.mark.more("a fresh seed, two ranks")
+        ),
     ],
 )
 def test_1536_generations_cost_another_tenant_at_most_twice_its_time(

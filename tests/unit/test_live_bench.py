@@ -5,6 +5,8 @@ that take a time.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,14 +15,18 @@ import torch
 
 from bench import balance_device
 from bench.balance_device import Overruns, lasting, num_positions, num_rows
-from bench.balance_live import claims, scenes
+from bench.balance_live import DECODE_DEVICE, claims
+from bench.balance_serve import DEVICE, DeviceChild
 from bench.live_installs import STAGING, Flip, Watched, ratio, read_flips
 from bench.live_load import LONGEST, balance_of, lognormal_lengths, task_prompts
-from bench.live_rounds import BOTH, EXPERTS, OFF, REQUESTS, Served, Variant, Window
+from bench.live_rounds import BOTH, EXPERTS, OFF, REQUESTS, Scene, Served, Variant, Window
 from bench.live_steps import Period, Step, periods
 from bench.server import Running
 from hadal.comm.expert_comm import Received
+from hadal.core.config import Deployment, UnitsConfig
 from hadal.model.block import MicroBatch
+from hadal.runtime import launch
+from hadal.runtime.topology import launch_plan
 
 LOG = """\
 2026-01-02T17:00:01.100Z decode-0     INFO    MoE layer 2: staging begins after step 90; replicas to move: 7
@@ -79,19 +85,28 @@ def test_balancing_is_claimed_of_virtual_devices_alone() -> None:
         served(REQUESTS, 105.0, experts=0.5, kv=0.72),
         served(BOTH, 120.0, experts=0.7, kv=0.9),
     ]
-    unit = "decode EP4, virtual devices"
-    assert [str(claim) for claim in claims(scenes()[unit], decode)] == [
-        f"moved experts give ranks equal loads, {unit}: 1.40x of the balance without, bar 1: held",
-        f"moved requests give ranks equal KV, {unit}: 0.90x of the balance without, bar 1: missed",
-        f"balancers serve more, {unit}: 1.20x of tokens/s without, bar 1: held",
+    scene = Scene("EP4", "decode", 4, [], 48, DECODE_DEVICE)
+    assert [str(claim) for claim in claims(scene, decode)] == [
+        "moved experts give ranks equal loads, EP4: 1.40x of the balance without, bar 1: held",
+        "moved requests give ranks equal KV, EP4: 0.90x of the balance without, bar 1: missed",
+        "balancers serve more, EP4: 1.20x of tokens/s without, bar 1: held",
     ]
     prefill = [served(OFF, 100.0, time=0.5), served(REQUESTS, 1.0), served(BOTH, 90.0)]
-    unit = "prefill EP4, virtual devices"
-    assert [str(claim) for claim in claims(scenes()[unit], prefill)] == [
-        f"steps cut by cost give ranks equal times, {unit}: not measured, bar 1",
-        f"balancers serve more, {unit}: 0.90x of tokens/s without, bar 1: missed",
+    assert [str(claim) for claim in claims(replace(scene, role="prefill"), prefill)] == [
+        "steps cut by cost give ranks equal times, EP4: not measured, bar 1",
+        "balancers serve more, EP4: 0.90x of tokens/s without, bar 1: missed",
     ]
-    assert claims(scenes()["decode EP4, real compute"], []) == []
+    assert claims(replace(scene, device=None), []) == []
+
+
+def test_ranks_alone_are_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Child", DeviceChild)
+    options = cast("launch.Options", SimpleNamespace(log_dir=None, log_format="text"))
+    for plan in launch_plan(Deployment(decode=UnitsConfig(ranks=2))):
+        child = launch._child(plan, options, tmp_path, 1)
+        is_device = child._arguments[0] == DEVICE
+        assert is_device == plan.name.startswith("decode-0."), plan.name
+        assert child._arguments[1:] == plan.arguments
 
 
 def test_prompts_are_as_long_as_asked_for() -> None:

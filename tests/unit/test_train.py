@@ -41,11 +41,16 @@ TINY = Config(
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test waits for a compiler, or leaves another precision behind."""
+    """No test waits for a compiler, or for threads that other processes keep from running; none
+    leaves another precision behind.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setenv("HADAL_PLAIN", "1")
     experts.kernels.cache_clear()
     precision = torch.backends.mkldnn.matmul.fp32_precision
     yield
+    torch.set_num_threads(num_threads)
     torch.backends.mkldnn.matmul.fp32_precision = precision
     experts.kernels.cache_clear()
 

@@ -192,7 +192,8 @@ class Metrics:
                 metric.name,
                 metric.documentation,
                 metric.type,
-                tuple((sample.name, sample.labels, sample.value) for sample in metric.samples),
+                # A gauge may have been given a bool, which is no number to who decodes it.
+                tuple((one.name, one.labels, float(one.value)) for one in metric.samples),
             )
             for metric in self._registry.collect()
         ]

@@ -300,9 +300,11 @@ class RayLender:
         if time.monotonic() - self._looked_s < _FLOOR_S:
             return
         self._looked_s = time.monotonic()
-        states = {asked["name"]: asked["state"] for asked in placement_group_table().values()}
+        # Ray also lists removed groups, with the names of those that came after them.
+        listed = placement_group_table().values()
+        there = {asked["name"] for asked in listed if asked["state"] != "REMOVED"}
         for group in list(self._lent):
-            if states.get(self._name_of(group), "REMOVED") == "REMOVED":
+            if self._name_of(group) not in there:
                 log.warning("%s were given back by their agents", _nodes(group))
                 del self._lent[group]
 

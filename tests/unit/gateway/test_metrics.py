@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import msgspec
@@ -245,6 +246,15 @@ def test_what_became_of_the_ledgers_facts() -> None:
     assert not any(
         name[0].startswith("hadal_ledger") for name in scraped(Metrics(lambda: snapshot))
     )
+
+
+def test_a_gateway_shows_what_another_has_counted() -> None:
+    snapshot = FrontSnapshot(False, {}, {}, {}, Totals())
+    other = Metrics(lambda: snapshot, lambda: LedgerCounts(num_written=3, is_down=True))
+    _, body = asyncio.run(other.counted({}))
+    text = Metrics(lambda: snapshot).text({"gateway-1": body}).decode()
+    assert 'hadal_ledger_down{gateway="gateway-1"} 1.0' in text
+    assert 'hadal_ledger_facts_total{gateway="gateway-1",outcome="written"} 3.0' in text
 
 
 def test_bytes_within_nodes_and_between_them() -> None:

@@ -1,10 +1,8 @@
-"""A pool beside a disk cache, for tests: named random blocks, and waiting for what comes of
-them.
-"""
+"""A pool beside a disk cache, for tests: named random blocks, and the outcomes of their reads and writes."""
 
 import os
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,20 +13,13 @@ from hadal.core.cache import NAME_BYTES, DiskLocation, num_names
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.runtime.store.disk import DiskStore
+from tests.waiting import DEADLINE_S, wait_until
 
 BLOCK_BYTES = 5000
 NUM_BLOCKS = 64
 SHARE_BYTES = 8 << 20
-TIMEOUT_S = 20.0
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
-    """What the condition says as soon as it says anything."""
-    until_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.002)
-    return found
+LOOK_S = 0.05
+"""A host looks this often if nothing wakes it: deadlines are looked at when outcomes are taken."""
 
 
 class Host:
@@ -44,12 +35,22 @@ class Host:
         rng = np.random.default_rng()
         self.folder = folder
         self.pool = rng.integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        self.num_woken = 0
-        self.store = DiskStore(folder, fingerprint, self.pool, share_bytes, self._wake, **options)
+        self.woken = threading.Event()
+        self.store = DiskStore(
+            folder, fingerprint, self.pool, share_bytes, self.woken.set, **options
+        )
         self._next_id = 0
 
-    def _wake(self) -> None:
-        self.num_woken += 1
+    def take(self) -> Any:
+        """Wait for the next outcome, of which there is one."""
+
+        def found() -> list[Any]:
+            self.woken.wait(LOOK_S)
+            self.woken.clear()
+            return self.store.take()
+
+        (outcome,) = self.store.take() or wait_until(found, "the disk has answered")
+        return outcome
 
     def begin_save(self, names: bytes, block_ids: tuple[int, ...]) -> int:
         self._next_id += 1
@@ -59,10 +60,21 @@ class Host:
 
     def save(self, names: bytes, block_ids: tuple[int, ...]) -> BlocksStored:
         self.begin_save(names, block_ids)
-        (done,) = wait_for(self.store.take)
+        done = self.take()
         assert isinstance(done, BlocksStored)
         assert done.store_id == self._next_id
         return done
+
+    def save_again(self, names: bytes, block_ids: tuple[int, ...]) -> tuple[DiskLocation, ...]:
+        """Save until all are on disk; returns where."""
+
+        def saved() -> tuple[DiskLocation, ...]:
+            return tuple(filter(None, self.save(names, block_ids).locations))
+
+        count = num_names(names)
+        return wait_until(
+            lambda: found if len(found := saved()) == count else (), "the disk writes again"
+        )
 
     def begin_load(
         self, names: bytes, locations: tuple[DiskLocation, ...], into: tuple[int, ...]
@@ -73,13 +85,13 @@ class Host:
 
     def load(self, names: bytes, locations: tuple[Any, ...], into: tuple[int, ...]) -> BlocksRead:
         self.begin_load(names, locations, into)
-        (done,) = wait_for(self.store.take)
+        done = self.take()
         assert isinstance(done, BlocksRead)
         assert done.read_id == self._next_id
         return done
 
     def stop(self) -> None:
-        self.store.stop(TIMEOUT_S)
+        self.store.stop(DEADLINE_S)
 
 
 @contextmanager

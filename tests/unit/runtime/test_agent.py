@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,8 +37,9 @@ from hadal.runtime.process.process import EXIT_LEASE, FOLDER_PREFIX, Run, read_r
 from hadal.runtime.resolve import resolve
 from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, launch_plan
 from hadal.runtime.wire import Network, ZmqWire, address_path, read_address, write_address
+from tests.waiting import DEADLINE_S, Hang, wait_until
 
-LOOPBACK, SECRET, SOON_S = "127.0.0.1", b"s" * 32, 30.0
+LOOPBACK, SECRET = "127.0.0.1", b"s" * 32
 KEY = "a-key-of-ours"
 UNITS = UnitsConfig(threads=1, kv_blocks=16)
 NO_UNIT = (UNIT_MODULE, "--unit", "decode-0", "--role", "none")
@@ -60,6 +60,8 @@ class Agent:
     news: NodeNews | None = None
     said: NodeOrders | None = None
     printed: list[bytes] = field(default_factory=list)
+    num_news: int = 0
+    """News that came, one at every beat at least."""
 
     @property
     def folder(self) -> Path:
@@ -78,12 +80,20 @@ class Agent:
 
     def hear(self, until: Callable[[], object]) -> None:
         """Take in what it says until something is so."""
-        deadline_s = time.monotonic() + SOON_S
-        while not until():
-            assert time.monotonic() < deadline_s, b"".join(self.printed[-30:]).decode()
+
+        def is_so() -> object:
+            if found := until():
+                return found
             for message in self.wire.receive(0.1):
                 self._take(message)
             self._say()
+            return None
+
+        try:
+            wait_until(is_so, "the agent says so")
+        except Hang:
+            print(b"".join(self.printed[-30:]).decode())
+            raise
 
     def _say(self) -> None:
         """As at every beat."""
@@ -97,6 +107,7 @@ class Agent:
     def _take(self, message: AnyMessage) -> None:
         if isinstance(message, NodeNews):
             self.news = message
+            self.num_news += 1
             path = agent_name(message.node, message.boot)
             if not address_path(self.supervisor_folder, path).exists():
                 write_address(self.supervisor_folder, path, message.agent)
@@ -135,12 +146,12 @@ def running(lease_s: float = 60.0, gateways: int = 0) -> Iterator[Agent]:
         agent.tell(joining)
         assert process.stdin is not None
         try:
-            agent.hear(lambda: agent.news)
+            agent.hear(lambda: agent.news or process.poll() is not None)
             yield agent
         finally:
             process.stdin.close()
             process.kill()
-            process.wait(SOON_S)
+            process.wait(DEADLINE_S)
             agent.wire.close()
 
 
@@ -170,7 +181,9 @@ def test_an_end_is_told_behind_the_last_words_and_once_a_life(agent: Agent) -> N
 
 
 def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
-    """What it ran goes on; what the one before says has no weight any more."""
+    """What it ran goes on; what the one before says has no weight any more. When the run is over the
+    agent leaves, and takes all with it.
+    """
     plan = next(p for p in launch_plan(Deployment(prefill=UNITS)) if p.name == "prefill-0")
     order = ProcessOrder("prefill-0", 1, (plan.module, *plan.arguments), 1)
     with running() as agent, tempfile.TemporaryDirectory(prefix="hadal-a-") as folder:
@@ -186,14 +199,20 @@ def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
         agent.hear(lambda: agent.news)
         assert agent.of("prefill-0") is not None
         assert agent.of("prefill-0").pid == pid  # type: ignore[union-attr]
-        before.send(agent_name(3, agent.news.boot), NodeOrders((), is_over=True))  # type: ignore[attr-defined]
+        name, num_news = agent_name(3, agent.news.boot), agent.num_news  # type: ignore[attr-defined]
         agent.order(order)
-        time.sleep(1.0)
-        agent.news = None
-        agent.hear(lambda: agent.news)
+
+        def have_both_spoken() -> bool:
+            before.send(name, NodeOrders((), is_over=True))
+            return agent.num_news > num_news + 2
+
+        agent.hear(have_both_spoken)
         assert agent.of("prefill-0").pid == pid  # type: ignore[union-attr]
         assert read_run(agent.folder).fingerprint == "of other weights"
         before.close()
+        agent.order(is_over=True)
+        assert agent.process.wait(DEADLINE_S) == 0
+        assert not list(agent.temporary.glob(f"{FOLDER_PREFIX}*"))
 
 
 def test_a_gateway_is_started_with_its_keys_at_the_nodes_address() -> None:
@@ -271,16 +290,7 @@ def test_a_rollout_takes_the_code_that_is_installed_by_then(agent: Agent) -> Non
     assert forks_of(agent) == {after}
 
 
-def test_it_leaves_when_the_run_is_over_and_takes_all_with_it() -> None:
-    with running() as agent:
-        agent.order(ProcessOrder("decode-0", 1, NO_UNIT, 1))
-        agent.hear(lambda: agent.of("decode-0"))
-        agent.order(is_over=True)
-        assert agent.process.wait(SOON_S) == 0
-        assert not list(agent.temporary.glob(f"{FOLDER_PREFIX}*"))
-
-
 def test_it_leaves_when_nobody_speaks_to_it_any_more() -> None:
-    with running(lease_s=2.0) as agent:
-        assert agent.process.wait(SOON_S) == EXIT_LEASE
+    with running(lease_s=1.0) as agent:
+        assert agent.process.wait(DEADLINE_S) == EXIT_LEASE
         assert not list(agent.temporary.glob(f"{FOLDER_PREFIX}*"))

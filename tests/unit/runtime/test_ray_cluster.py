@@ -47,6 +47,8 @@ class PlayedRay:
     asked: list[str] = field(default_factory=list)
     floors: list[Sequence[dict[str, float]]] = field(default_factory=list)
     selectors: list[Any] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    """Names of groups that Ray lists as removed, whether or not another has the name."""
     actors: list[str] = field(default_factory=list)
     """Names of those that are there, which removing a group leaves as they are."""
     kept: dict[bytes, bytes] = field(default_factory=lambda: {ray_cluster._STORAGE_TAG: b"rocksdb"})
@@ -60,10 +62,14 @@ class PlayedRay:
     def table(self, group: PlayedGroup | None = None) -> Any:
         if group is not None:
             return {"state": self.states[group.name]}
-        return {name: {"name": name, "state": state} for name, state in self.states.items()}
+        listed = {name: {"name": name, "state": state} for name, state in self.states.items()}
+        return listed | {
+            f"{name} before": {"name": name, "state": "REMOVED"} for name in self.removed
+        }
 
     def remove(self, group: PlayedGroup) -> None:
         self.states[group.name] = "REMOVED"
+        self.removed.append(group.name)
 
     def actor(self, name: str) -> str:
         if name not in self.actors:
@@ -245,6 +251,20 @@ def test_a_group_that_its_agents_gave_back_is_asked_for_again(
     played.now_s = 31.0
     lender.move((PREFILL,))
     assert played.asked == ["0", "0"]
+
+
+def test_a_group_is_still_there_although_one_before_it_was_given_back(
+    played: PlayedRay, lender: RayLender
+) -> None:
+    for wanted in ((PREFILL,), (), (PREFILL,)):
+        lender.move(wanted)
+        if wanted:
+            played.find(PREFILL)
+        lender.move(wanted)
+    played.now_s = 31.0
+    lender.move((PREFILL,))
+    assert played.asked == ["0", "0"]
+    assert lender.found == (PREFILL,)
 
 
 def test_a_run_that_ended_is_not_found(

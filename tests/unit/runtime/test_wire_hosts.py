@@ -2,7 +2,8 @@
 mended, and nobody else is heard.
 
 Two hosts are two folders. What an agent does, to say in the one where a process of the other
-listens, a test does itself; a relay between them breaks connections.
+listens, a test does itself; a relay between them breaks connections. zmq waits long for a silent end, or
+it would take a busy one for broken; tests of silence set another time.
 """
 
 from __future__ import annotations
@@ -45,14 +46,16 @@ from hadal.runtime.wire import (
     write_address,
 )
 from tests.fresh import fresh
+from tests.levels import MORE
+from tests.needs import leave_out
+from tests.waiting import DEADLINE_S, join, wait_for, wait_until
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(32))
 NETWORK = Network(HOST, SECRET)
-WAIT_S = 10.0
-"""What is to come comes within this."""
-QUIET_S = 0.3
-"""What is not to come would have come within this."""
+ROUND_S = 0.02
+NUM_QUIET = 15
+"""Rounds within which messages that are not to come would have come, on a machine that is not busy."""
 
 
 class Relay:
@@ -84,12 +87,12 @@ class Relay:
         on.
         """
         self._is_silent = is_silent
-        wait_for(lambda: self._was_silent == is_silent, "the relay obeys")
+        wait_until(lambda: self._was_silent == is_silent, "the relay obeys")
 
     def cut(self) -> None:
         """Break all connections, and wait until that is done."""
         self._is_cut = True
-        wait_for(lambda: not self._is_cut, "the relay cuts")
+        wait_until(lambda: not self._is_cut, "the relay cuts")
 
     def swallow(self) -> None:
         """Lose all that the present connections carry from now on."""
@@ -103,7 +106,7 @@ class Relay:
 
     def close(self) -> None:
         self._is_over = True
-        self._thread.join(WAIT_S)
+        join(self._thread)
         self._listener.close()
         self._selector.close()
 
@@ -128,12 +131,12 @@ class Relay:
     def _accept(self) -> None:
         near, _ = self._listener.accept()
         try:
-            far = socket.create_connection((HOST, self.target), WAIT_S)
+            far = socket.create_connection((HOST, self.target), DEADLINE_S)
         except OSError:
             near.close()
             return
         for end, other in ((near, far), (far, near)):
-            end.settimeout(WAIT_S)
+            end.settimeout(DEADLINE_S)
             self._other[end] = other
             self._left[end] = self._cuts() if self._cuts else 1 << 62
             self._selector.register(end, selectors.EVENT_READ)
@@ -202,7 +205,8 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setattr("hadal.runtime.wire.SILENT_MS", int(1000 * DEADLINE_S))
     with contextlib.ExitStack() as stack:
         yield Hosts(stack)
 
@@ -218,29 +222,31 @@ def kill(wire: ZmqWire) -> None:
     wire._context.destroy(linger=0)
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.005)
-
-
-def receive_all(
-    wire: ZmqWire, count: int, *also: ZmqWire, timeout_s: float = WAIT_S, quiet_s: float = 0.05
-) -> list[AnyMessage]:
+def receive_all(wire: ZmqWire, count: int, *also: ZmqWire, num_quiet: int = 3) -> list[AnyMessage]:
     """Collect `count` messages, then make sure that no more follow. `also` live meanwhile and
     receive nothing.
     """
     messages: list[AnyMessage] = []
-    deadline_s = time.monotonic() + timeout_s
-    while len(messages) < count and time.monotonic() < deadline_s:
-        messages += wire.receive(0.02)
+
+    def are_there() -> bool:
+        messages.extend(wire.receive(ROUND_S))
         assert not any(other.receive(0.0) for other in also)
-    quiet_until_s = time.monotonic() + quiet_s
-    while time.monotonic() < quiet_until_s:
-        messages += wire.receive(0.02)
-        assert not any(other.receive(0.0) for other in also)
+        return len(messages) >= count
+
+    wait_until(are_there, f"{count} messages come")
+    for _ in range(num_quiet):
+        are_there()
     return messages
+
+
+def wait_in_silence(condition: Callable[[], object], what: str, *wires: ZmqWire) -> None:
+    """Wait for a condition while wires live and receive nothing."""
+
+    def is_so() -> object:
+        assert not any(wire.receive(ROUND_S / 2) for wire in wires)
+        return condition()
+
+    wait_until(is_so, what)
 
 
 def numbered(count: int, first: int = 0) -> list[AnyMessage]:
@@ -256,10 +262,7 @@ def num_kept(wire: ZmqWire, to: str = "b") -> int:
 
 def is_kept_no_more(a: ZmqWire, b: ZmqWire) -> None:
     """What `a` sent is acknowledged though `b` has nothing else to say."""
-    deadline_s = time.monotonic() + WAIT_S
-    while num_kept(a):
-        assert time.monotonic() < deadline_s, "it is kept for ever"
-        assert a.receive(0.01) == b.receive(0.01) == []
+    wait_in_silence(lambda: not num_kept(a), "nothing is kept any more", a, b)
 
 
 # ---- all is well ----
@@ -336,16 +339,20 @@ def test_nor_is_one_whose_next_life_was_heard(hosts: Hosts) -> None:
 
 
 def test_much_from_this_host_does_not_keep_the_others_waiting(hosts: Hosts) -> None:
+    class Endless:
+        """What came from this host; more is always there."""
+
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            return [msgspec.msgpack.encode(("c", 1)), msgspec.msgpack.encode(Cancel("c", 0)), b""]
+
     a, b = hosts.pair()
-    near = hosts.wire("c", folder=b._folder)
+    assert b._far_pull is not None
+    b._in_turn = [Endless(), b._far_pull]  # type: ignore[list-item]
     a.send("b", Drain())
-    for message in numbered(4 * MAX_BATCH):
-        near.send("b", message)
-    time.sleep(QUIET_S)  # All of it has come.
+    assert b._far_pull.poll(1000 * DEADLINE_S)
     got = b.receive(0.0) + b.receive(0.0)
     assert Drain() in got
     assert len(got) == 2 * MAX_BATCH
-    assert len(receive_all(b, 2 * MAX_BATCH + 1)) == 2 * MAX_BATCH + 1
 
 
 def test_acknowledgements_go_out_when_nothing_else_is_sent(hosts: Hosts) -> None:
@@ -358,17 +365,14 @@ def test_acknowledgements_go_out_when_nothing_else_is_sent(hosts: Hosts) -> None
     assert b.counts["sent"] == 0, "that was no message"
 
 
-def test_they_go_with_what_is_sent_anyway(hosts: Hosts) -> None:
+def test_they_go_with_what_is_sent_anyway(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadal.runtime.wire.ACK_S", 3600.0)
     a, b = hosts.pair()
     for message in numbered(10):
         a.send("b", message)
-    got: list[AnyMessage] = []
-    deadline_s = time.monotonic() + WAIT_S
-    while len(got) < 10:
-        assert time.monotonic() < deadline_s
-        got += b.receive(0.02)
+    assert receive_all(b, 10) == numbered(10)
     b.send("a", Drain())
-    assert receive_all(a, 1, quiet_s=0.0) == [Drain()]
+    assert receive_all(a, 1, num_quiet=0) == [Drain()]
     assert num_kept(a) == 0
 
 
@@ -376,26 +380,18 @@ def test_they_go_with_what_is_sent_anyway(hosts: Hosts) -> None:
 def test_they_go_out_though_the_receiver_waits_for_long(hosts: Hosts, is_async: bool) -> None:
     a, b = hosts.pair()
     a.send("b", Drain())
-    assert receive_all(b, 1, quiet_s=0.0) == [Drain()]
+    assert receive_all(b, 1, num_quiet=0) == [Drain()]
     got: list[AnyMessage] = []
-    is_over = threading.Event()
 
     def wait() -> None:
-        while not is_over.is_set():
-            got.extend(asyncio.run(b.receive_async(3.0)) if is_async else b.receive(3.0))
+        while not got:
+            got.extend(asyncio.run(b.receive_async(3600.0)) if is_async else b.receive(3600.0))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    begun_s = time.monotonic()
-    while num_kept(a) and time.monotonic() - begun_s < 2.0:
-        assert a.receive(0.01) == []
-    is_acknowledged = not num_kept(a)
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    wait_in_silence(lambda: not num_kept(a), "it is acknowledged", a)
     a.send("b", Drain())
-    while not got and time.monotonic() - begun_s < WAIT_S:
-        time.sleep(0.01)
-    is_over.set()
-    thread.join(WAIT_S)
-    assert is_acknowledged
+    join(waiting)
     assert got == [Drain()]
 
 
@@ -410,10 +406,12 @@ def test_in_an_event_loop(hosts: Hosts) -> None:
         for message in numbered(count):
             a.send("b", message)
             near.send("b", Drain())
-        until_s = time.monotonic() + WAIT_S
-        while len(got) < 2 * count:
-            assert time.monotonic() < until_s
-            got += await b.receive_async(5.0)
+
+        async def are_there() -> bool:
+            got.extend(await b.receive_async(5.0))
+            return len(got) >= 2 * count
+
+        await wait_for(are_there, "all come")
         return got
 
     got = asyncio.run(receive())
@@ -423,9 +421,7 @@ def test_in_an_event_loop(hosts: Hosts) -> None:
 # ---- connections break ----
 
 
-def both_ways(
-    a: ZmqWire, b: ZmqWire, count: int, on_round: Callable[[int], None] = lambda round: None
-) -> None:
+def both_ways(a: ZmqWire, b: ZmqWire, count: int) -> None:
     """Send `count` messages each way, and have all of them arrive once and in order."""
     generator = Random(0)
     sent: list[AnyMessage] = [
@@ -433,26 +429,28 @@ def both_ways(
     ]
     at_a: list[AnyMessage] = []
     at_b: list[AnyMessage] = []
-    num_sent = num_rounds = 0
-    deadline_s = time.monotonic() + 3 * WAIT_S
-    while min(len(at_a), len(at_b)) < count:
-        assert time.monotonic() < deadline_s, (len(at_a), len(at_b), a.counts, b.counts)
-        on_round(num_rounds)
-        num_rounds += 1
+    num_sent = 0
+
+    def are_there() -> bool:
+        nonlocal num_sent
         if num_sent < min(count, len(at_a) + MAX_QUEUED // 2, len(at_b) + MAX_QUEUED // 2):
             for message in sent[num_sent : num_sent + 20]:
                 a.send("b", message)
                 b.send("a", message)
             num_sent += 20
-        at_a += a.receive(0.001)
-        at_b += b.receive(0.001)
-    at_a += a.receive(0.05)
-    at_b += b.receive(0.05)
+        at_a.extend(a.receive(0.001))
+        at_b.extend(b.receive(0.001))
+        return min(len(at_a), len(at_b)) >= count
+
+    wait_until(are_there, "all come")
+    at_a.extend(a.receive(0.05))
+    at_b.extend(b.receive(0.05))
     assert at_a == sent
     assert at_b == sent
     assert a.counts["sent"] == b.counts["sent"] == count
 
 
+@pytest.mark.campaign("more messages, and more breaks")
 @pytest.mark.parametrize("seed", [1, None])
 def test_a_connection_that_breaks_again_and_again_loses_and_doubles_nothing(
     hosts: Hosts, seed: int | None
@@ -467,19 +465,21 @@ def test_a_connection_that_breaks_again_and_again_loses_and_doubles_nothing(
     to_a, to_b = hosts.relay(a, cuts), hosts.relay(b, cuts)
     introduce(a, b, relay=to_a)
     introduce(b, a, relay=to_b)
-    both_ways(a, b, 2000)
-    assert min(to_a.num_cut, to_b.num_cut) >= 5
-    assert min(a.counts["again"], b.counts["again"]) >= 3
+    both_ways(a, b, 2000 if MORE else 1000)
+    assert min(to_a.num_cut, to_b.num_cut) >= (5 if MORE else 2)
+    assert min(a.counts["again"], b.counts["again"]) >= (3 if MORE else 1)
     to_a._cuts = to_b._cuts = None
     to_a.cut()
     to_b.cut()
     is_kept_no_more(a, b)
 
 
-def test_a_way_that_is_silent_for_a_while(hosts: Hosts) -> None:
+def test_a_way_that_is_silent_for_a_while(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than either end waits for the other: one goes on then, one is reset, and of one neither
     end is told that it leads nowhere any more.
     """
+    monkeypatch.setattr("hadal.runtime.wire.SILENT_MS", 400)
+    monkeypatch.setattr("hadal.runtime.wire.BEAT_MS", 100)
     goes_on, is_reset, leads_nowhere = pairs = [hosts.pair() for _ in range(3)]
     relays: dict[ZmqWire, Relay] = {}
     for a, b in pairs:
@@ -490,8 +490,9 @@ def test_a_way_that_is_silent_for_a_while(hosts: Hosts) -> None:
     silent = [relays[wire] for wire in (*goes_on, *is_reset)]
     sent = numbered(500)
     ends = [(wire, to) for a, b in pairs for wire, to in ((a, "b"), (b, "a"))]
+    before = {wire.endpoint: wire.counts["again"] for wire, _ in ends}
     got: list[list[AnyMessage]] = [[] for _ in ends]
-    begun_s, num_sent, num_done = time.monotonic(), 0, 0
+    num_sent = 0
 
     def send_and_receive() -> None:
         nonlocal num_sent
@@ -502,28 +503,25 @@ def test_a_way_that_is_silent_for_a_while(hosts: Hosts) -> None:
         for (wire, _), messages in zip(ends, got, strict=True):
             messages += wire.receive(0.005)
 
-    def go_on() -> None:
-        for wire in is_reset:
-            relays[wire].cut()
-        for relay in silent:
-            relay.be_silent(False)
-
-    def fall_silent() -> None:
-        for relay in silent:
-            relay.be_silent()
-        for wire in leads_nowhere:
-            relays[wire].swallow()
-
-    events = [(0.2, fall_silent), (3.2, go_on)]
-    while min(map(len, got)) < len(sent) or num_done < len(events):
-        passed_s = time.monotonic() - begun_s
-        assert passed_s < 3 * WAIT_S, [len(each) for each in got]
-        if num_done < len(events) and passed_s > events[num_done][0]:
-            events[num_done][1]()
-            num_done += 1
+    def have_noticed() -> bool:
         send_and_receive()
+        return all(wire.counts["again"] > before[wire.endpoint] for wire, _ in ends)
+
+    def are_there() -> bool:
+        send_and_receive()
+        return min(map(len, got)) >= len(sent)
+
+    for relay in silent:
+        relay.be_silent()
+    for wire in leads_nowhere:
+        relays[wire].swallow()
+    wait_until(have_noticed, "every end opens another connection")
+    for wire in is_reset:
+        relays[wire].cut()
+    for relay in silent:
+        relay.be_silent(False)
+    wait_until(are_there, "all come")
     assert got == [sent] * len(ends)
-    assert all(wire.counts["again"] for wire, _ in ends)
 
 
 def test_what_a_broken_connection_held_is_sent_again_though_both_ends_wait(hosts: Hosts) -> None:
@@ -534,32 +532,21 @@ def test_what_a_broken_connection_held_is_sent_again_though_both_ends_wait(hosts
     assert receive_all(b, 1, a) == [Cancel("before", 0)]
     relay.be_silent()
     a.send("b", Cancel("on the way", 0))
-
-    def break_it() -> None:
-        relay.cut()
-        relay.be_silent(False)
-
-    is_over = threading.Event()
-
-    def wait() -> None:
-        while not is_over.is_set():
-            a.receive(4.0)
-
-    begun_s = time.monotonic()
-    waiting = threading.Thread(target=wait)
-    breaking = threading.Timer(0.3, break_it)
-    for thread in (waiting, breaking):
-        thread.start()
     got: list[AnyMessage] = []
-    while not got and time.monotonic() - begun_s < WAIT_S:
-        got = b.receive(4.0)
-    passed_s = time.monotonic() - begun_s
-    is_over.set()
+
+    def wait(wire: ZmqWire) -> None:
+        while not got:
+            got.extend(wire.receive(3600.0))
+
+    threads = [threading.Thread(target=wait, args=(wire,), daemon=True) for wire in (a, b)]
+    for thread in threads:
+        thread.start()
+    relay.cut()
+    relay.be_silent(False)
+    join(threads[1])
     b.send("a", Drain())
-    for thread in (waiting, breaking):
-        thread.join(WAIT_S)
-    assert got == [Cancel("on the way", 0)]
-    assert passed_s < 2.5
+    join(threads[0])
+    assert got[0] == Cancel("on the way", 0)
 
 
 def test_an_acknowledgement_that_is_lost_is_said_again(hosts: Hosts) -> None:
@@ -570,7 +557,8 @@ def test_an_acknowledgement_that_is_lost_is_said_again(hosts: Hosts) -> None:
     assert receive_all(a, 1, b) == [Drain()]
     relay.be_silent()
     a.send("b", Drain())
-    assert receive_all(b, 1, quiet_s=0.5) == [Drain()]  # It is in the relay's hands by then.
+    assert receive_all(b, 1) == [Drain()]
+    wait_in_silence(lambda: not b._heard["a"].owed, "it is acknowledged", b)
     assert num_kept(a) == 1
     relay.cut()
     relay.be_silent(False)
@@ -585,7 +573,7 @@ def test_a_grant_goes_with_its_message_when_that_is_sent_again(hosts: Hosts) -> 
     relay.swallows = True
     introduce(b, a, relay=relay)
     a.send("b", Cancel("x" * 10_000, 0))
-    wait_for(lambda: relay.is_swallowing, "it is on the way")
+    wait_until(lambda: relay.is_swallowing, "it is on the way")
     message = RankDo(Pull("r", 1, lease, lease.block_ids))
     a.send("b", message)
     relay._cuts = None
@@ -604,16 +592,16 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(hosts: Hosts)
         a.send("b", message)
     assert receive_all(b, len(first), a) == first
     is_kept_no_more(a, b)
-    begun_s = time.monotonic()
     later = numbered(2 * MAX_QUEUED)
     for message in later:
         a.send("b", message)
-    assert time.monotonic() - begun_s < 5
     assert num_kept(a) == MAX_QUEUED
     assert a.counts["full"] == MAX_QUEUED
-    # Longer than a connection may be silent. The first that fit are those that arrive.
-    while time.monotonic() - begun_s < 2.8:
-        assert a.receive(0.05) == []
+    assert b._far_pull is not None
+    assert b._far_pull.get(zmq.RCVHWM) > MAX_QUEUED, "zmq would stop to read, beats as well"
+    for _ in range(NUM_QUIET):
+        assert a.receive(ROUND_S) == []
+    # The first that fit are those that arrive.
     assert receive_all(b, MAX_QUEUED, a) == later[:MAX_QUEUED]
     assert a.counts["again"] == 0, "it was not read, not broken"
     is_kept_no_more(a, b)
@@ -657,10 +645,10 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(hosts:
     for _ in range(100):
         a.send("b", Cancel("for the dead", 0))
     successor = hosts.wire("b", 2, b._folder)
-    assert receive_all(successor, 0, a, quiet_s=QUIET_S) == []
+    assert receive_all(successor, 0, a, num_quiet=NUM_QUIET) == []
     introduce(successor, a, 2)
     a.send("b", Cancel("after", 0))
-    assert receive_all(successor, 1, a, quiet_s=QUIET_S) == [Cancel("after", 0)]
+    assert receive_all(successor, 1, a, num_quiet=NUM_QUIET) == [Cancel("after", 0)]
 
 
 @pytest.mark.parametrize(("name", "life"), [("b", 2), ("c", 1)])
@@ -678,10 +666,7 @@ def test_one_that_listens_at_the_place_of_a_dead_one_gets_nothing_of_its(
     relay.target = int(other.endpoint.rpartition(":")[2])
     relay.cut()
     a.send("b", Cancel("for the dead", 0))
-    deadline_s = time.monotonic() + WAIT_S
-    while not other.counts["stale"]:
-        assert time.monotonic() < deadline_s
-        assert a.receive(0.02) == other.receive(0.02) == []
+    wait_in_silence(lambda: other.counts["stale"], "it is heard and dropped", a, other)
     write_address(a._folder, name, Address(life, relay.endpoint))
     a.send(name, Drain())
     assert receive_all(other, 1, a) == [Drain()]
@@ -701,7 +686,7 @@ def test_what_was_acknowledged_to_a_predecessor_is_not_taken_for_ones_own(hosts:
     sent: list[AnyMessage] = [Cancel("x" * 10_000, n) for n in range(10)]
     for message in sent:
         a.send("b", message)
-    wait_for(lambda: relay.is_swallowing, "it is on the way")
+    wait_until(lambda: relay.is_swallowing, "it is on the way")
     b.send("a", Drain())  # All that it heard of is what the dead one sent.
     assert receive_all(a, 1, b) == [Drain()]
     relay.cut()
@@ -728,10 +713,7 @@ def test_an_earlier_life_that_is_heard_again_is_not_heard_after_a_later_one(
     new.send("b", Cancel("new", 0))
     assert receive_all(b, 1) == [Cancel("new", 0)]
     relay.be_silent(False)
-    deadline_s = time.monotonic() + WAIT_S
-    while b.counts["stale"] < 5:
-        assert time.monotonic() < deadline_s
-        assert b.receive(0.02) == old.receive(0.0) == new.receive(0.0) == []
+    wait_in_silence(lambda: b.counts["stale"] >= 5, "all is heard and dropped", b, old, new)
     # And it is not answered.
     b.send("a", Cancel("an answer", 0))
     assert receive_all(new, 1, old) == [Cancel("an answer", 0)]
@@ -756,10 +738,12 @@ def test_what_was_queued_for_one_that_is_forgotten_is_dropped_and_all_after_it_a
     relay.be_silent(False)
     # What had left by then arrives, unless the new link was faster.
     got: list[AnyMessage] = []
-    deadline_s = time.monotonic() + WAIT_S
-    while numbered(200)[-1] not in got:
-        assert time.monotonic() < deadline_s
-        got += b.receive(0.01)
+
+    def is_there() -> bool:
+        got.extend(b.receive(0.01))
+        return numbered(200)[-1] in got
+
+    wait_until(is_there, "the last comes")
     got += receive_all(b, 0, a)
     assert got[-100:] == numbered(100, first=100)
     assert got[:-100] == numbered(len(got) - 100)
@@ -772,16 +756,13 @@ def test_what_is_kept_for_one_that_is_gone_is_dropped(hosts: Hosts) -> None:
     for message in numbered(100):
         a.send("b", message)
     address_path(a._folder, "b").unlink()
-    deadline_s = time.monotonic() + WAIT_S
-    while "b" in a._peers:
-        assert time.monotonic() < deadline_s
-        assert a.receive(0.01) == []
+    wait_in_silence(lambda: "b" not in a._peers, "it is dropped", a)
 
 
 def test_it_speaks_to_more_peers_than_a_program_of_zmqs_usually_does(hosts: Hosts) -> None:
     raise_descriptor_limit()
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4096:
-        pytest.skip("so many descriptors are not to be had here")
+        leave_out("4,096 descriptors are not to be had", "ulimit -n 4096; make test")
     a, b = hosts.pair()
     names = [f"decode-{index}" for index in range(400)]
     for name in names:
@@ -832,11 +813,11 @@ def test_a_stranger_is_not_heard_and_does_not_disturb(hosts: Hosts) -> None:
     strangers += [sender_to(context, b.endpoint, keys) for keys in keys_of_others()]
     for stranger in strangers:
         stranger.send_multipart(frames)
-    raw = [socket.create_connection((HOST, port), WAIT_S) for _ in range(20)]
+    raw = [socket.create_connection((HOST, port), DEADLINE_S) for _ in range(20)]
     generator = fresh()
     for connection in raw:
         connection.sendall(generator.randbytes(generator.randrange(1, 2000)))
-    assert receive_all(b, 1, a, quiet_s=QUIET_S) == [Cancel("before", 0)]
+    assert receive_all(b, 1, a, num_quiet=NUM_QUIET) == [Cancel("before", 0)]
     a.send("b", Cancel("after", 0))
     assert receive_all(b, 1, a) == [Cancel("after", 0)]
     assert b.counts.keys() <= {"received", "sent"}
@@ -857,21 +838,22 @@ def test_a_stranger_where_a_peer_should_be_is_told_nothing(hosts: Hosts) -> None
         write_address(a._folder, "raw", Address(1, f"tcp://{HOST}:{server.getsockname()[1]}"))
         for to in ("curve", "raw"):
             a.send(to, Cancel("a secret", 0))
-        assert a.receive(QUIET_S) == []
-        server.settimeout(WAIT_S)
+        assert a.receive(ROUND_S) == []
+        server.settimeout(DEADLINE_S)
         connection, _ = server.accept()
         with connection:
-            connection.settimeout(WAIT_S)
+            connection.settimeout(DEADLINE_S)
             # The greeting of a server that speaks CURVE (ZMTP 3.1).
             connection.sendall(
                 b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\1" + bytes(31)
             )
-            connection.settimeout(QUIET_S)
+            while b"HELLO" not in got:
+                got += connection.recv(1 << 16)
+            connection.settimeout(NUM_QUIET * ROUND_S)
             with contextlib.suppress(OSError):
                 while data := connection.recv(1 << 16):
                     got += data
     assert b"CURVE" in got
-    assert b"HELLO" in got, "else it was not asked as far as that"
     for said in (b"a secret", _keys(SECRET)[0], z85_decoded(_keys(SECRET)[0])):
         assert said not in got
     assert not stranger.poll(0)
@@ -929,11 +911,8 @@ def test_what_is_not_ours_is_dropped_and_counted(hosts: Hosts) -> None:
     for frames in every:
         senders.append(sender_to(context, b.endpoint, (public, public, secret)))
         senders[-1].send_multipart(frames)
-    deadline_s = time.monotonic() + WAIT_S
-    while b.counts["malformed"] < len(every):
-        assert time.monotonic() < deadline_s, b.counts
-        assert b.receive(0.02) == []
-    assert receive_all(b, 0, a, quiet_s=0.25) == []  # Meanwhile they are acknowledged, or not.
+    wait_in_silence(lambda: b.counts["malformed"] >= len(every), "all are counted", b)
+    assert receive_all(b, 0, a, num_quiet=NUM_QUIET) == []  # They are acknowledged, or not.
     assert b.counts["malformed"] == len(every)
     a.send("b", Cancel("after", 0))
     assert receive_all(b, 1, a) == [Cancel("after", 0)]
@@ -993,7 +972,7 @@ def test_nothing_listens_beyond_the_address_that_is_named(hosts: Hosts, address:
         try:
             probe.bind((address, 0))
         except OSError:
-            pytest.skip(f"{address} is no address here")
+            leave_out(f"{address} is no address here", f"ip address add {address} dev lo")
     before = listening()
     a, b = (hosts.wire(name, network=Network(address, SECRET)) for name in "ab")
     ports = {int(wire.endpoint.rpartition(":")[2]) for wire in (a, b)}
@@ -1045,6 +1024,6 @@ def test_closing_does_not_wait_for_one_that_cannot_be_reached(hosts: Hosts) -> N
     kill(b)
     for message in numbered(100):
         a.send("b", message)
-    begun_s = time.monotonic()
-    a.close()
-    assert time.monotonic() - begun_s < 2.0
+    closing = threading.Thread(target=a.close, daemon=True)
+    closing.start()
+    join(closing)

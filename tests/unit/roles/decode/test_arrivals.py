@@ -25,13 +25,11 @@ from hadal.kv.blocks import blocks_for
 from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
-from tests.fresh import fresh
-from tests.levels import FULL
+from tests.fresh import seeds
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, of, sent
 
-NUM_FIXED, NUM_FRESH = (4, 2) if FULL else (2, 1)
-SEEDS = [*range(NUM_FIXED), *(fresh().randrange(1 << 30) for _ in range(NUM_FRESH))]
+SEEDS = seeds(1, 2, 4)
 LEASE_S = 5.0
 
 

@@ -15,13 +15,11 @@ from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.policy.decode_balance import MoveTerms
 from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
-from tests.fresh import fresh
-from tests.levels import FULL
+from tests.fresh import seeds
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, done, of, sent
 
-NUM_FIXED, NUM_FRESH = (4, 2) if FULL else (2, 1)
-SEEDS = [*range(NUM_FIXED), *(fresh().randrange(1 << 30) for _ in range(NUM_FRESH))]
+SEEDS = seeds(1, 2, 4)
 POOLS = ("p0", "p1")
 
 

@@ -34,8 +34,7 @@ from hadal.core.seams import Closing, Deliver, Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.front.front import Front
 from tests.columns import Row, tokens_message
-from tests.fresh import fresh
-from tests.levels import NUM_SEEDS
+from tests.fresh import seeds
 from tests.unit.roles.driving import generation, of, sent
 
 LEASE = KvLease("pool", (1,), (0,), 10)
@@ -161,12 +160,10 @@ def test_any_cuts_of_any_rows_are_as_one_by_one(
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2, *[None] * NUM_SEEDS])
+@pytest.mark.parametrize("seed", seeds(1, 2))
 @pytest.mark.parametrize("keeps_text", [True, False])
-def test_large_messages_are_as_one_by_one(seed: int | None, keeps_text: bool) -> None:
+def test_large_messages_are_as_one_by_one(seed: int, keeps_text: bool) -> None:
     """Steps of one to four tokens a request, for many requests, some of them in any order."""
-    seed = fresh().randrange(2**31) if seed is None else seed
-    print(f"seed {seed}")
     rng = Random(seed)
     story: Story = []
     cuts = []

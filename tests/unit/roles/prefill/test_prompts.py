@@ -31,13 +31,11 @@ from hadal.policy.routing import Prefix
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt, PromptChunk, cut, pack
 from hadal.roles.ranks.pools import RankPools
-from tests.fresh import fresh
-from tests.levels import FULL
+from tests.fresh import seeds
 from tests.unit.roles.driving import done, generation, of, prefill, sent
 from tests.unit.roles.rank_worlds import PrefillWorld
 
-NUM_FIXED, NUM_FRESH = (4, 2) if FULL else (2, 1)
-SEEDS = [*range(NUM_FIXED), *(fresh().randrange(1 << 30) for _ in range(NUM_FRESH))]
+SEEDS = seeds(1, 2, 4)
 POOLS = ("p0", "p1")
 
 

@@ -12,7 +12,8 @@ from hadal.core.cache import split
 from hadal.runtime.store import own, segments
 from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
 from hadal.runtime.store.view import DiskView
-from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names, wait_for
+from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names
+from tests.waiting import DEADLINE_S, wait_until
 
 
 def damage(path: Path, slot: int, what: str = "data") -> None:
@@ -87,10 +88,10 @@ def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Pat
         )  # Durable was said of it: it is there.
     view = DiskView(tmp_path, "model", lambda: None)
     try:
-        added = b"".join(news.added for news in wait_for(view.take))
+        added = b"".join(news.added for news in wait_until(view.take, "the view has looked"))
         assert other in list(split(added))
     finally:
-        view.stop(10.0)
+        view.stop(DEADLINE_S)
 
 
 def test_a_block_that_was_written_anew_outlives_what_is_said_of_its_damaged_one(

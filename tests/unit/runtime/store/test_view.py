@@ -19,7 +19,8 @@ from hadal.core.seams import DiskNews
 from hadal.runtime.store import view
 from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
 from hadal.runtime.store.view import DiskView
-from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names, wait_for
+from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Leader:
@@ -40,7 +41,7 @@ class Leader:
 
     def sees(self, *names: bytes) -> None:
         """Wait until it knows these and no others."""
-        wait_for(lambda: self.look().keys() == set(names))
+        wait_until(lambda: self.look().keys() == set(names), "these are known, and no others")
 
 
 @contextmanager
@@ -49,22 +50,22 @@ def leader(folder: Path, fingerprint: str = "model") -> Iterator[Leader]:
     try:
         yield one
     finally:
-        one.view.stop(20)
+        one.view.stop(DEADLINE_S)
 
 
 def test_the_first_news_says_all_there_is_even_if_it_is_nothing(tmp_path: Path) -> None:
     with leader(tmp_path) as empty:
-        (news,) = wait_for(empty.view.take)
+        (news,) = wait_until(empty.view.take, "the view has looked")
         assert news == DiskNews(b"", ())
     names = new_names(10)
     with host(tmp_path) as one:
         locations = one.save(names, tuple(range(1, 11))).locations
         with leader(tmp_path) as full:
-            (news,) = wait_for(full.view.take)
+            (news,) = wait_until(full.view.take, "the view has looked")
             told = dict(zip(split(news.added), news.locations, strict=True))
             assert told == dict(zip(split(names), locations, strict=True))
     with leader(tmp_path) as later:  # Of a writer that is gone.
-        (news,) = wait_for(later.view.take)
+        (news,) = wait_until(later.view.take, "the view has looked")
         assert len(news.locations) == 10
         assert later.view.num_blocks == 10
 
@@ -73,14 +74,14 @@ def test_news_wake_whoever_takes_them(tmp_path: Path) -> None:
     woken = threading.Event()
     own = DiskView(tmp_path, "model", woken.set, look_s=0.01)
     try:
-        assert woken.wait(20)
+        assert woken.wait(DEADLINE_S)
         assert own.take()
         woken.clear()
         with host(tmp_path) as one:
             one.save(new_names(1), (1,))
-            assert woken.wait(20)
+            assert woken.wait(DEADLINE_S)
     finally:
-        own.stop(20)
+        own.stop(DEADLINE_S)
 
 
 def test_every_writers_blocks_come_and_go(tmp_path: Path) -> None:
@@ -112,13 +113,13 @@ def test_a_block_that_two_wrote_stays_while_one_has_it(tmp_path: Path) -> None:
             location = one.save(names, (1, 2, 3)).locations[0]
             other = two.save(names, (1, 2, 3)).locations[0]
             own.sees(*split(names))
-            wait_for(lambda: own.look() and own.view.num_blocks == 6)
+            wait_until(lambda: own.look() and own.view.num_blocks == 6, "both copies are known")
         assert location is not None
         assert other is not None
         known = own.name_to_location[names[:16]]
         segment_path(tmp_path, known.segment).unlink()
         left = location if known == other else other
-        wait_for(lambda: own.look().get(names[:16]) == left)
+        wait_until(lambda: own.look().get(names[:16]) == left, "the other copy is known")
         segment_path(tmp_path, left.segment).unlink()
         own.sees()
 
@@ -147,7 +148,8 @@ def test_uses_reach_the_segments(tmp_path: Path) -> None:
         )
         own.view.mark(known)
         segment = Segment.open(tmp_path, locations[1].segment)
-        wait_for(lambda: segment.uses()[locations[1].disk_slot] == 2)  # type: ignore[union-attr]
+        slot = locations[1].disk_slot
+        wait_until(lambda: segment.uses()[slot] == 2, "the uses are written")
         assert segment.uses().sum() == 2
 
 
@@ -193,7 +195,7 @@ def test_a_damaged_segment_is_passed_over(
     caplog.set_level(logging.WARNING, "hadal.disk")
     with leader(tmp_path) as own:
         own.sees(*(split(names[16:]) if what == "record" else ()))
-        wait_for(lambda: own.news or own.look())
+        wait_until(lambda: own.news or own.look(), "the view has looked")
         if what != "removed":
             assert own.view.troubles.kind_to_count
             assert len(caplog.records) == 1
@@ -236,7 +238,7 @@ def test_a_folder_that_is_not_there_or_goes_away_is_empty(
     caplog.set_level(logging.WARNING, "hadal.disk")
     folder = tmp_path / "cache"
     with leader(folder) as own:
-        assert wait_for(own.view.take) == [DiskNews(b"", ())]
+        assert wait_until(own.view.take, "the view has looked") == [DiskNews(b"", ())]
         assert not caplog.records, "nobody has made it yet"
         with host(folder) as one:
             names = new_names(2)
@@ -275,7 +277,7 @@ def test_a_folder_that_nobody_makes_is_missed_in_the_end(
     caplog.set_level(logging.WARNING, "hadal.disk")
     monkeypatch.setattr(view, "FOLDER_S", 0.05)
     with leader(tmp_path / "cache"):
-        (record,) = wait_for(lambda: list(caplog.records))
+        (record,) = wait_until(lambda: list(caplog.records), "it is said")
     assert "is gone" in record.message
 
 

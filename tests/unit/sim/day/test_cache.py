@@ -130,6 +130,7 @@ def test_it_forgets_in_hours(day: CacheDay) -> None:
     assert found[-1] < 0.5
 
 
+@pytest.mark.more("test_demand has a smaller cache in `test`")
 def test_hits_rise_with_the_budget() -> None:
     tenth, default, double = (hits(budget_bytes=BUDGET_BYTES * part) for part in (0.1, 1, 2))
     assert tenth + 0.02 < default < double - 0.005

@@ -112,6 +112,7 @@ def test_about_as_many_run_as_were_asked_for() -> None:
         assert at == pytest.approx(wanted, rel=0.15)
 
 
+@pytest.mark.more("unit/sim/world has a balancer that is off in `test`")
 def test_requests_in_turn_are_no_better_than_balanced_ones() -> None:
     study = small()
     roles = {role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES}

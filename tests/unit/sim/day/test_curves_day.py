@@ -84,12 +84,11 @@ def test_units_are_counted_on_for_what_they_do_within_the_promise() -> None:
 
 
 def test_faster_units_never_take_more_node_hours() -> None:
-    hours = [
-        fluid_day(small(), faster(curves(), factor), load()).day.node_hours
-        for factor in (0.7, 1.0, 1.5, 3.0)
-    ]
-    assert hours == sorted(hours, reverse=True)
-    assert hours[-1] < 0.6 * hours[0]
+    slow, fast = (
+        fluid_day(small(), faster(curves(), factor), load()).day.node_hours for factor in (0.7, 3.0)
+    )
+    assert fast < fluid().day.node_hours < slow
+    assert fast < 0.6 * slow
 
 
 def test_a_promise_that_no_batch_keeps_is_refused() -> None:
@@ -104,6 +103,5 @@ def test_a_fleet_that_is_too_small_makes_people_wait() -> None:
 
 def test_nodes_that_fail_make_people_wait() -> None:
     frail = replace(small().fleet, hours_between_failures=20.0)
-    one, other = (fluid_day(small(fleet=frail, seed=seed), curves(), load()).day for seed in (1, 1))
-    assert one.node_hours == other.node_hours, "a seed is a day"
-    assert one.wait_s_max > 1.0 > fluid().day.wait_s_max
+    made = fluid_day(small(fleet=frail), curves(), load()).day
+    assert made.wait_s_max > 1.0 > fluid().day.wait_s_max

@@ -90,7 +90,7 @@ def test_turns_of_one_sitting_follow_each_other(seen: Window) -> None:
 
 
 def test_the_cache_of_the_day_says_what_is_found() -> None:
-    day: CacheDay = simulate_cache(PARAMS, rng(), scale=100_000)
+    day: CacheDay = simulate_cache(PARAMS, rng(), scale=300_000)
     cached = window(PARAMS, FROM_S, TO_S, HOUR_S, rng(), day, scale=SCALE)
     assert (cached.tokens_cached <= cached.workload.tokens_findable).all()
     assert not (cached.tokens_cached % 64).any()

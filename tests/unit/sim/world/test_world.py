@@ -21,9 +21,9 @@ from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.world.seen import Requests
 from hadal.sim.world.units import DiskSpeed, kv_blocks
 from hadal.sim.world.world import FleetWorld
-from tests.levels import FULL
+from tests.levels import FULL, MORE
 
-SPAN_S = 10.0 if FULL else 4.0
+SPAN_S = 10.0 if FULL else 4.0 if MORE else 2.0
 """Of requests that come, where more of them are compared with fewer."""
 
 
@@ -58,7 +58,7 @@ def world(asked: Requests, config: Deployment | None = None, **options: Any) -> 
 
 @pytest.mark.parametrize(("early_pull", "drafts"), [("off", 0), ("auto", 0), ("auto", 3)])
 def test_every_request_ends_once_and_has_its_tokens(early_pull: str, drafts: int) -> None:
-    asked = requests(1, 600, 200.0)
+    asked = requests(1, 300, 200.0)
     made = world(asked, deployment(early_pull=early_pull, drafts=drafts))
     made.run(300.0)
     assert np.isfinite(made.seen.end_s).all()
@@ -107,6 +107,7 @@ def test_alone_a_request_takes_what_its_steps_take() -> None:
     )
 
 
+@pytest.mark.campaign("more requests")
 def test_more_load_makes_steps_longer_and_drafts_tokens_faster() -> None:
     def tpot_s(per_s: float, drafts: int = 0) -> float:
         asked = requests(4, int(SPAN_S * per_s), per_s, tokens_out=100)
@@ -151,7 +152,10 @@ def test_what_a_world_checks_takes_and_makes_what_the_mean_says(accept: float) -
     assert made.check() == []
 
 
-@pytest.mark.parametrize("accept", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize(
+    "accept",
+    [0.3, *(pytest.param(at, marks=pytest.mark.more("the extremes")) for at in (0.0, 0.9))],
+)
 def test_a_unit_that_chooses_its_drafts_makes_as_much_as_with_the_best_number(
     accept: float,
 ) -> None:
@@ -280,7 +284,7 @@ def test_a_disk_that_is_slower_than_computing_is_left_alone() -> None:
 
 
 def test_what_is_computed_and_generated_is_written() -> None:
-    asked = cached(requests(9, 100, 50.0, tokens_out=300), 0.5)
+    asked = cached(requests(9, 50, 50.0, tokens_out=300), 0.5)
     made = world(asked, deployment_off(), stores=True)
     made.run(300.0)
     # The last token of an output has no KV.
