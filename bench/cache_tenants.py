@@ -33,8 +33,10 @@ NUM_OTHER = 200
 """Tokens of a request in between, so that the first measured one does not follow its own prompt."""
 NUM_SAMPLES, NUM_QUICK = 100, 24
 KINDS = ("another's", "new", "own")
-BAR = 1.05
-"""Most that another tenant's prompt may take, in times of a new one's: the medians' own noise."""
+BAR = 1.25
+"""Most that the slower of both may take, in times of the faster: more than the noise of the medians, and
+far less than what a hit saves.
+"""
 
 
 def ask(running: Running, key: str, prompt: Sequence[int]) -> float:

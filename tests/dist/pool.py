@@ -120,7 +120,7 @@ class Pool:
             )
 
         try:
-            wait_until(clean, AUDIT_S)
+            wait_until(clean, "no unit has a request or a block in use", AUDIT_S)
         except Hang:
             raise AssertionError(left[0]) from None
         running = metric(server, "hadal_generations_now", key=pooled.api_key)

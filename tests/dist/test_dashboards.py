@@ -1,5 +1,5 @@
 """Dashboards and alert rules name what a live server's /metrics has: who renames a metric or a label
-finds it here.
+finds it here. A server with a ledger, as the pool's are.
 """
 
 import json
@@ -14,7 +14,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.dist.conftest import Server, StartServer, starting
+from tests.dist.answers import complete
+from tests.dist.serving import RANKED, Server, StartServer
+from tests.waiting import DEADLINE_S
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 BOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "hadal.json").read_text())
@@ -67,41 +69,32 @@ def labels_in(expression: str) -> Iterator[tuple[str, str, str]]:
                 yield metric, label, ""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With a ledger."""
-    with starting() as start:
-        yield start(ledger={"url": str(tmp_path_factory.mktemp("ledger") / "ledger.sqlite")})
-
-
-@pytest.fixture(scope="module")
-def series(server: Server) -> dict[str, list[dict[str, str]]]:
-    """Metric -> labels of its series, of a server that has answered."""
-    body = {"model": server.model, "prompt": "What is 12 + 30?", "max_tokens": 8}
-    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+def series_of(server: Server, num_tokens: int) -> dict[str, list[dict[str, str]]]:
+    """Metric -> labels of its series, once the server has answered."""
+    complete(server, num_tokens)
     found: dict[str, list[dict[str, str]]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(dict(sample.labels))
     return found
 
 
-@pytest.mark.parametrize(("where", "expression"), list(expressions()))
-def test_what_it_names_is_there(
-    where: str, expression: str, series: dict[str, list[dict[str, str]]]
-) -> None:
-    names = metrics_in(expression) - ELSEWHERE
-    assert names or where == "HadalDown"
-    missing = {name for name in names if name not in series and name not in NOT_HERE}
-    assert missing == set(), where
-    for metric, label, value in labels_in(expression):
-        if metric in ELSEWHERE or label in SCRAPED:
-            continue
-        known = NOT_HERE.get(metric) or set().union(*(each.keys() for each in series[metric]))
-        assert label in known, f"{where}: {metric} has no label {label}"
-        values = {each.get(label) for each in series.get(metric, ())}
-        if value and value != "5.." and metric not in NOT_HERE:
-            assert any(part in values for part in value.split("|")), f"{where}: {label}={value}"
+def test_what_they_name_is_there(server: Server) -> None:
+    series = series_of(server, 8)
+    for where, expression in expressions():
+        names = metrics_in(expression) - ELSEWHERE
+        assert names or where == "HadalDown"
+        missing = {name for name in names if name not in series and name not in NOT_HERE}
+        assert missing == set(), where
+        for metric, label, value in labels_in(expression):
+            if metric in ELSEWHERE or label in SCRAPED:
+                continue
+            known = NOT_HERE.get(metric) or set().union(*(each.keys() for each in series[metric]))
+            assert label in known, f"{where}: {metric} has no label {label}"
+            values = {each.get(label) for each in series.get(metric, ())}
+            if value and value != "5.." and metric not in NOT_HERE:
+                assert any(part in values for part in value.split("|")), f"{where}: {label}={value}"
 
 
 def test_labels_of_legends_are_in_their_expressions() -> None:
@@ -113,19 +106,11 @@ def test_labels_of_legends_are_in_their_expressions() -> None:
                 assert shown <= {part.strip() for part in grouped[0].split(",")}, panel["title"]
 
 
-def test_metrics_that_come_only_with_some_deployments_are_those(start_server: StartServer) -> None:
-    server = start_server(decode={"ranks": 2, "drafts": 1, "kv_memory_mb": 32})
-    body = {"model": server.model, "prompt": "What is 12 + 30?", "max_tokens": 20}
-    body["ignore_eos"] = True
-    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
-    found = {
-        sample.name: set(sample.labels)
-        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
-        for sample in family.samples
-    }
-    seen = {name: labels for name, labels in NOT_HERE.items() if name in found}
-    assert set(seen) == set(NOT_HERE)
-    assert {name: found[name] for name in seen} == seen
+@pytest.mark.more("a server of many ranks that drafts")
+def test_metrics_that_come_only_with_some_deployments_are_those(borrow: StartServer) -> None:
+    fields = {**RANKED["decode"], "drafts": 1}
+    series = series_of(borrow(**{**RANKED, "decode": fields}), 20)
+    assert {name: set(series[name][-1]) for name in NOT_HERE} == NOT_HERE
 
 
 def test_the_board_can_be_read() -> None:
@@ -149,18 +134,24 @@ def test_the_board_can_be_read() -> None:
 def promtool(*arguments: str) -> None:
     command = ["promtool", *arguments]
     done = subprocess.run(
-        command, cwd=RULES.parent, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=RULES.parent, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.needs("promtool")
 def test_promtool_takes_rules_and_configuration() -> None:
     promtool("check", "rules", RULES.name)
     promtool("check", "config", "prometheus.yml")
 
 
+@pytest.mark.more("promtool plays hours for each alert")
+@pytest.mark.needs("promtool")
 def test_every_alert_fires_and_stays_silent() -> None:
     promtool("test", "rules", TRIED.name)
+
+
+def test_every_alert_is_tried_when_it_fires_and_when_it_does_not() -> None:
     tests = yaml.safe_load(TRIED.read_text())["tests"]
     tried = [
         (one["alertname"], bool(one["exp_alerts"]))
@@ -172,12 +163,18 @@ def test_every_alert_fires_and_stays_silent() -> None:
     )
 
 
-@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_promtool_takes_the_boards_expressions(panel: dict[str, Any], tmp_path: Path) -> None:
-    rules = [
-        {"record": f"x:{number}", "expr": target["expr"].replace("$__rate_interval", "1m")}
-        for number, target in enumerate(panel["targets"])
+@pytest.mark.needs("promtool")
+def test_promtool_takes_the_boards_expressions(tmp_path: Path) -> None:
+    groups = [
+        {
+            "name": panel["title"],
+            "rules": [
+                {"record": f"x:{number}", "expr": target["expr"].replace("$__rate_interval", "1m")}
+                for number, target in enumerate(panel["targets"])
+            ],
+        }
+        for panel in panels()
     ]
     path = tmp_path / "board.yml"
-    path.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
+    path.write_text(yaml.safe_dump({"groups": groups}))
     promtool("check", "rules", str(path))

@@ -205,6 +205,7 @@ def test_units_that_are_killed(start_server: StartServer, cases: list[Case], vic
 
 
 @MORE
+@pytest.mark.slow("the ranks that are left join again")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 2])
 def test_a_rank_that_is_killed(start_server: StartServer, cases: list[Case], drafts: int) -> None:

@@ -14,6 +14,7 @@ from tests.dist import gate
 from tests.dist.oracle import (
     FULL,
     MAX_TOKENS,
+    NUM_EVERYDAY,
     Case,
     bordering_cases,
     complete_all,
@@ -65,7 +66,7 @@ def test_preemption(start_server: StartServer) -> None:
     def num_blocks(num_tokens: int) -> int:
         return -(-num_tokens // BLOCK_TOKENS)
 
-    cases = bordering_cases(NUM_CASES if FULL else 48, seed=7)
+    cases = bordering_cases(NUM_CASES if FULL else NUM_EVERYDAY, seed=7)
     sizes = [(len(case.prompt), len(case.prompt) + len(case.output)) for case in cases]
     growing = [
         case

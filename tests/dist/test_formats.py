@@ -125,9 +125,9 @@ def assert_same(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 3, "auto"] if FULL else [2])
 def test_drafts_change_nothing(
-    borrow: StartServer, bodies: list[dict[str, Any]], expected: list[Any], drafts: int | str
+    mortal: StartServer, bodies: list[dict[str, Any]], expected: list[Any], drafts: int | str
 ) -> None:
-    server = borrow(decode={"drafts": drafts})
+    server = mortal(decode={"drafts": drafts})
     assert_same(server, bodies, expected)
     assert metric(server, "hadal_drafts_accepted_total") > 0
 
@@ -138,7 +138,7 @@ def test_drafts_change_nothing(
 def test_units_that_are_killed(
     mortal: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
 ) -> None:
-    server = mortal(decode={"drafts": 1})
+    server = mortal(decode={"drafts": 2})
     before = metric(server, "hadal_retries_total")
     num_steps = 3 if victim == "decode-0" else 0
     assert_same(server, bodies, expected, lambda: kill_at_work(server, victim, num_steps))

@@ -21,7 +21,7 @@ from tests.dist.keyed import ask, header, keys_command, model_of
 from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 from tests.levels import FULL
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 PATH = "/v1/chat/completions"
 MOST_AT_ONCE = 20
@@ -34,15 +34,21 @@ MAX_GROWTH = 1.10
 
 
 async def load(
-    server: Server, keys: list[str], examples: list[Example], num_requests: int, rng: random.Random
+    server: Server,
+    keys: list[str],
+    examples: list[Example],
+    num_requests: int,
+    rng: random.Random,
+    *,
+    concurrency: int = CONCURRENCY,
 ) -> list[str]:
     """Send requests, of all tenants that there are, and return how each ended: "done", "left" (the client
     walked away), "refused" or what went wrong.
     """
-    gate = asyncio.Semaphore(CONCURRENCY)
+    gate = asyncio.Semaphore(concurrency)
     model = model_of(server, keys[0]) if keys else server.model
     async with httpx.AsyncClient(
-        base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=80)
+        base_url=server.url, timeout=DEADLINE_S, limits=httpx.Limits(max_connections=80)
     ) as client:
 
         async def one(number: int) -> str:
@@ -131,6 +137,8 @@ def audit(server: Server, key: str) -> dict[str, object]:
     return reply
 
 
+@pytest.mark.more("hundreds of requests")
+@pytest.mark.slow("hundreds of requests")
 @pytest.mark.timeout(600)
 def test_everyone_else_finishes_and_nothing_leaks(start_server: StartServer, folder: Path) -> None:
     seed = fresh().randrange(2**31)
@@ -148,8 +156,7 @@ def test_everyone_else_finishes_and_nothing_leaks(start_server: StartServer, fol
     ends = asyncio.run(load(server, keys, examples, NUM_REQUESTS, rng))
     after = {name: resident_mb(pid) for name, pid in server.pids().items()}
     assert set(ends) <= {"left", "done", "refused"}, set(ends)
-    assert ends.count("refused") < NUM_REQUESTS / 2
-    assert ends.count("left") > 0
+    assert {"left", "done"} <= set(ends)
 
     def is_idle() -> bool:
         units = audit(server, keys[0])["units"]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,8 +18,9 @@ import pytest
 
 from hadal.runtime.resolve import model_folder
 from tests.dist.answers import asked, complete
+from tests.dist.conftest import starting
 from tests.dist.served import RETRY
-from tests.dist.serving import Server, StartServer
+from tests.dist.serving import Server
 from tests.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.more("a process that sees its files change is in the unit tests")
@@ -25,14 +28,19 @@ NUM_TOKENS = 24
 SHARD = "model-00002-of-00003.safetensors"
 
 
-@pytest.fixture
-def served(start_server: StartServer, tmp_path: Path) -> tuple[Server, Path]:
-    """A server that tries again soon to start units, and the folder of its model."""
-    folder = tmp_path / "model"
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server that tries again soon to start units, and the folder of its model, which tests leave as
+    it was.
+    """
+    folder = tmp_path_factory.mktemp("files") / "model"
     shutil.copytree(model_folder(""), folder)
-    # Without a cache, whose fingerprint would tell another model's KV apart.
-    server = start_server(model=str(folder), cache={"memory": "off"}, environment={RETRY: "0.2"})
-    return server, folder
+    with starting() as start:
+        # Without a cache, whose fingerprint would tell another model's KV apart.
+        yield (
+            start(model=str(folder), cache={"memory": "off"}, environment={RETRY: "0.2"}),
+            folder,
+        )
 
 
 def answer_is(server: Server, expected: str) -> bool:
@@ -51,12 +59,13 @@ def answer_is(server: Server, expected: str) -> bool:
 def test_a_file_that_shrinks_ends_the_units_until_it_is_whole(served: tuple[Server, Path]) -> None:
     server, folder = served
     expected, whole = complete(server, NUM_TOKENS), (folder / SHARD).read_bytes()
+    num_logged = len(server.log())
     os.truncate(folder / SHARD, len(whole) // 3)
     wait_until(
-        lambda: "changed while it was in use" in server.log() or "SIGBUS" in server.log(),
+        lambda: re.search("changed while it was in use|SIGBUS", server.log()[num_logged:]),
         "a unit ends with a word about the file",
     )
-    wait_until(lambda: "cannot start" in server.log(), "it cannot start")
+    wait_until(lambda: "cannot start" in server.log()[num_logged:], "it cannot start")
     assert server.process.poll() is None, "the server stays"
     (folder / SHARD).write_bytes(whole)
     wait_until(lambda: answer_is(server, expected), "it works again")

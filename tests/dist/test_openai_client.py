@@ -359,22 +359,6 @@ def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream:
     wait_until(lambda: is_empty(server), "the blocks of the request are free")
 
 
-@FEW
-def test_keys(borrow: StartServer) -> None:
-    server = borrow("--api-key", "one operator", "--api-key", "two")
-    model = "hadal-tiny"
-    for key in ("one", "two"):
-        with client_of(server, api_key=key) as client:
-            model = client.models.list().data[0].id
-            client.completions.create(model=model, prompt="a", max_tokens=1)
-    with client_of(server, api_key="three") as client:
-        with pytest.raises(openai.AuthenticationError) as caught:
-            client.completions.create(model=model, prompt="a")
-        assert caught.value.code == "invalid_api_key"
-        assert caught.value.response.headers["www-authenticate"].startswith("Bearer")
-    assert httpx.get(f"{server.url}/health", timeout=DEADLINE_S).status_code == 200
-
-
 @pytest.mark.more("it ends its server; tests/unit/gateway has each of it")
 def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
     """One request runs, one waits with keep-alives, the third is refused; SIGTERM lets the first

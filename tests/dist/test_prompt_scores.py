@@ -92,6 +92,8 @@ def assert_scored(server: Server, prompts: list[list[int]], expected: list[Score
             assert abs(one[str(token)]["rank"] - rank) <= 2
 
 
+@pytest.mark.more("transformers is imported; tests/unit/roles/prefill has the scores of each chunk")
+@pytest.mark.slow("transformers is imported, and scores the prompts")
 def test_one_rank(server: Server, prompts: list[list[int]], expected: list[Scores]) -> None:
     """Twice: what the first time left behind is not found."""
     for _ in range(2):
@@ -104,11 +106,10 @@ def test_one_rank(server: Server, prompts: list[list[int]], expected: list[Score
 
 
 @pytest.mark.more("other chunks and schedules give the same")
-@pytest.mark.parametrize("drafts", [0, 1])
-def test_small_chunks(
-    borrow: StartServer, prompts: list[list[int]], expected: list[Scores], drafts: int
+def test_small_chunks_and_drafts(
+    borrow: StartServer, prompts: list[list[int]], expected: list[Scores]
 ) -> None:
-    server = borrow(chunk_tokens=50, decode={"drafts": drafts})
+    server = borrow(chunk_tokens=50, decode={"drafts": 1})
     assert_scored(server, prompts, expected)
 
 

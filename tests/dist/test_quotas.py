@@ -19,7 +19,7 @@ from tests.dist import gate
 from tests.dist.keyed import ask, keys_command, model_of
 from tests.dist.postgres import postgres
 from tests.dist.serving import StartServer, metric
-from tests.dist.test_ledger_serving import report, rows, wait_for_rows
+from tests.dist.test_ledger_serving import rows, wait_for_rows
 from tests.dist.test_replay import check as replayed
 from tests.waiting import wait_until
 
@@ -67,7 +67,7 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
     assert statuses(first) == {200}
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture
 def ledger(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
     """Where a ledger is to be kept, as `--ledger` has it."""
     if request.param == "sqlite":
@@ -78,7 +78,9 @@ def ledger(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
 
 
 @LIVE
-@pytest.mark.parametrize("gateways", [1, 2])
+@pytest.mark.parametrize(
+    ("ledger", "gateways"), [("sqlite", 2), ("postgresql", 1)], indirect=["ledger"]
+)
 def test_a_budget_is_kept_over_the_end_of_the_gateway(
     start_server: StartServer, folder: Path, ledger: str, gateways: int
 ) -> None:
@@ -229,8 +231,6 @@ def test_a_flood_has_its_share_and_no_more_while_others_wait(
     had = tenants[:last].count("flood")
     print("the flood had", had, "and each other", NUM_OTHER)
     assert had <= 4 * NUM_OTHER
-    used = {line["tenant"]: line for line in report(ledger, "--tenant")["tenants"]}
-    assert all(used[name]["gpu_hours_used"] > 0.0 for name in (*others, "flood"))
 
 
 ORDER = "SELECT tenant FROM hadal_requests ORDER BY completed_us"

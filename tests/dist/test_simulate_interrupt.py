@@ -1,7 +1,7 @@
 """Ctrl-C of `hadal simulate`, as a terminal sends it: to every process at once, at any moment of
 theirs.
 
-Whatever they are at, all of them end soon, with the code of a command that was interrupted, and
+Whatever they are at, all of them end, with the code of a command that was interrupted, and
 nothing is said. `HADAL_LEVEL=all`: forty moments.
 """
 
@@ -19,15 +19,14 @@ from pathlib import Path
 import pytest
 
 from hadal.commands.simulate import study_toml
-from tests.dist.oracle import FULL
+from tests.levels import FULL
 from tests.unit.sim.studies import WORKLOAD, small
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
+pytestmark = pytest.mark.more("unit tests have Ctrl-C at the processes of a simulation")
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 NUM_JOBS = 2
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
 DELAYS_S = (0.0, 0.2, 0.7, 2.5)
 """After the first process of the simulation is there: when it is born, imports, is given its part,
 is at work.
@@ -71,8 +70,8 @@ class Running:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def check_end(self) -> None:
-        """It ends in time, as a command that was interrupted does, alone and in silence."""
-        code = self.process.wait(STOP_TIMEOUT_S)
+        """It ends as a command that was interrupted does, alone and in silence."""
+        code = self.process.wait(DEADLINE_S)
         wait_until(lambda: not self.members(), "every process of the command has ended")
         said = self.said.read_text(errors="replace")
         assert code == EXIT_INTERRUPTED, said
@@ -126,10 +125,9 @@ def running(tmp_path: Path) -> Iterator[Running]:
     finally:
         if made.members():
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(STOP_TIMEOUT_S)
+        process.wait(DEADLINE_S)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("delay_s", MOMENTS_S)
 def test_ctrl_c_ends_all_of_it_at_any_moment(running: Running, delay_s: float) -> None:
     wait_until(running.workers, "a process of the simulation is there")
@@ -139,7 +137,6 @@ def test_ctrl_c_ends_all_of_it_at_any_moment(running: Running, delay_s: float) -
     running.check_end()
 
 
-@pytest.mark.timeout(180)
 def test_whoever_presses_it_again_and_again_is_not_told_more(running: Running) -> None:
     wait_until(running.workers, "a process of the simulation is there")
     for _ in range(5):

@@ -3,54 +3,49 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import tempfile
+from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
-from tests.dist.served import fork
-from tests.dist.serving import Server, StartServer
+from hadal.cli import app
+from tests.dist.conftest import Server, StartServer
 from tests.waiting import DEADLINE_S
 
 
-def hadal(*arguments: str) -> tuple[int, str]:
-    """Exit code of a command, and what it printed."""
-    with tempfile.TemporaryFile() as said:
-        code = fork(arguments, {**os.environ, "COLUMNS": "200"}, said.fileno()).wait(DEADLINE_S)
-        said.seek(0)
-        return code, said.read().decode()
+def hadal(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 
-@pytest.mark.more("what `hadal status` says of a process that runs is in tests/unit/commands")
-@pytest.mark.slow("a rank starts anew, and the unit forms with it")
+@pytest.mark.more("a server is asked in `make test`, too")
 def test_a_killed_rank_is_told_of(mortal: StartServer) -> None:
     server = mortal(decode={"ranks": 2, "redundant_experts": 16})
     folder = "--run-folder", str(server.folder)
-    code, whole = hadal("status", "--json", *folder)
-    assert code == 0, whole
-    found = json.loads(whole)
+    whole = hadal("status", "--json", *folder)
+    assert whole.exit_code == 0, whole.stderr
+    found = json.loads(whole.stdout)
     assert found["wrong"] == []
     assert found["versions"]["hadal"]
     assert found["processes"]["decode-0.1"]["node"] == 0
-    assert "secret" not in whole
-    old_pid = server.kill("decode-0.1", signal.SIGKILL)
+    assert "secret" not in whole.stdout
+    old_pid = server.kill("decode-0.1")
     server.wait_restarted("decode-0.1", old_pid)
-    code, after = hadal("status", *folder)
-    assert code == 0, after
-    assert "3 of 3" in after
-    assert "killed by SIGKILL" in " ".join(after.split())
-    of_unit = hadal("logs", "decode-0", *folder)[1].splitlines()
+    after = hadal("status", *folder)
+    assert after.exit_code == 0, after.stdout
+    assert "3 of 3" in after.stdout
+    assert "killed by SIGKILL" in " ".join(after.stdout.split())
+    of_unit = hadal("logs", "decode-0", *folder).stdout.splitlines()
     assert {line.split()[1] for line in of_unit} == {"decode-0", "decode-0.0", "decode-0.1"}
     assert of_unit == sorted(of_unit)
-    _, supervisors = hadal("logs", "supervisor", *folder)
+    supervisors = hadal("logs", "supervisor", *folder).stdout
     assert "decode-0.1 ended: killed by SIGKILL" in supervisors
-    assert len(hadal("logs", "-n", "3", *folder)[1].splitlines()) == 3
+    assert len(hadal("logs", "-n", "3", *folder).stdout.splitlines()) == 3
 
 
-@pytest.mark.more("it ends its server")
+@pytest.mark.more("it starts a server that ends")
 def test_a_log_is_followed_until_the_server_ends(start_server: StartServer) -> None:
     server = start_server()
     command = [sys.executable, "-m", "hadal.cli", "logs", "-f", "-n", "1"]
@@ -58,7 +53,7 @@ def test_a_log_is_followed_until_the_server_ends(start_server: StartServer) -> N
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
         assert following.stdout.readline(), "it follows from here on"
-        old_pid = server.kill("prefill-0", signal.SIGKILL)
+        old_pid = server.kill("prefill-0")
         server.wait_restarted("prefill-0", old_pid)
         server.process.terminate()
         written, _ = following.communicate(timeout=DEADLINE_S)
@@ -66,14 +61,15 @@ def test_a_log_is_followed_until_the_server_ends(start_server: StartServer) -> N
     assert "prefill-0 ended: killed by SIGKILL" in written
 
 
-def test_what_is_not_there_is_said(
-    server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    empty = str(tmp_path_factory.mktemp("empty"))
+def test_a_server_and_what_is_not_there(server: Server, tmp_path: Path) -> None:
+    folder = "--run-folder", str(server.folder)
+    found = json.loads(hadal("status", "--json", *folder).stdout)
+    assert (found["wrong"], set(found["processes"])) == ([], set(server.pids()))
+    assert "decode-0 is ready" in hadal("logs", "supervisor", *folder).stdout
     for command in ("status", "logs"):
-        code, refused = hadal(command, "--run-folder", empty)
-        assert code == 2
-        assert "no `hadal serve` runs there" in refused
-    code, unknown = hadal("logs", "decode-7", "--run-folder", str(server.folder))
-    assert code == 2
-    assert "decode-0" in unknown
+        refused = hadal(command, "--run-folder", str(tmp_path))
+        assert refused.exit_code == 2
+        assert "no `hadal serve` runs there" in refused.stderr
+    unknown = hadal("logs", "decode-7", *folder)
+    assert unknown.exit_code == 2
+    assert "decode-0" in unknown.stderr

@@ -22,10 +22,9 @@ import pytest
 from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 from tests.levels import FULL
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 NUM_ATTACKS = 10_000 if FULL else 150
-TIMEOUT_S = 240.0
 
 STRANGER = r"""
 import encodings.idna, glob, hashlib, hmac, json, os, random, socket, struct, sys
@@ -120,7 +119,7 @@ print(json.dumps(found))
 def ask(server: Server, number: int) -> str:
     reply = httpx.post(
         f"{server.url}/v1/chat/completions",
-        timeout=120,
+        timeout=DEADLINE_S,
         json={
             "model": server.model,
             "temperature": 0,
@@ -135,7 +134,7 @@ def ask(server: Server, number: int) -> str:
 
 def num_refused(server: Server) -> float:
     """Connections that all processes of the server refused."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text.splitlines()
     return sum(
         float(line.rpartition(" ")[2])
         for line in lines
@@ -154,6 +153,8 @@ def as_stranger(server: Server, **asked: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.more("handshakes that are refused are in the unit tests")
+@pytest.mark.slow("each attack waits a moment for an answer")
 @pytest.mark.timeout(600)
 def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer) -> None:
     seed = fresh().randrange(2**31)
@@ -161,6 +162,10 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     server = start_server(
         transport="tcp",
         handover="tcp",
+        # No rank is taken for lost that a busy machine keeps from speaking.
+        rank_timeout_s=30.0,
+        collective_timeout_s=120.0,
+        unit_timeout_s=60.0,
         decode={"ranks": 2, "threads": 1, "kv_memory_mb": 64},
         prefill={"threads": 1, "kv_memory_mb": 64},
     )
@@ -182,7 +187,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
         while stranger.poll() is None:
             assert [ask(server, number) for number in range(10, 14)] == wanted
             num_answered += 4
-        out, err = stranger.communicate(timeout=TIMEOUT_S)
+        out, err = stranger.communicate(timeout=DEADLINE_S)
     finally:
         stranger.kill()
     assert stranger.returncode == 0, err
@@ -207,6 +212,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     assert [ask(server, number) for number in range(10, 14)] == wanted
 
 
+@pytest.mark.more("a server of its own, for a look at its files")
 def test_the_secret_is_nowhere_but_in_the_run_file(start_server: StartServer) -> None:
     server = start_server(environment={"HADAL_API_KEYS": "a-key-of-ours"})
     run_files = list(server.folder.rglob("run.json"))
@@ -243,8 +249,7 @@ def listening(pids: set[int]) -> list[int]:
     ]
 
 
-def test_where_shared_memory_serves_all_nothing_listens(start_server: StartServer) -> None:
-    server = start_server()
+def test_where_shared_memory_serves_all_nothing_listens(server: Server) -> None:
     pids = server.pids()
     assert len(listening({pids["gateway"]})) == 1, "the port of the API is seen"
     assert listening({pid for name, pid in pids.items() if name != "gateway"}) == []

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -27,23 +26,6 @@ from tests.waiting import DEADLINE_S, wait_until
 
 NUM_TOKENS = 60
 DRAINS = "one drain is in `make test`"
-
-
-def stream(
-    server: Server, num_tokens: int, model: str, client: httpx.Client | None = None
-) -> Iterator[str]:
-    """Yield a greedy completion piece by piece."""
-    fields = asked(server, num_tokens) | {"model": model, "stream": True}
-    with (client or httpx).stream(
-        "POST", f"{server.url}/v1/completions", json=fields, timeout=DEADLINE_S
-    ) as reply:
-        assert reply.status_code == 200
-        for line in reply.iter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                for choice in event["choices"]:
-                    yield choice["text"]
 
 
 def wait_replaced(server: Server, name: str, old_pid: int) -> None:

@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from tests.dist.conftest import StartServer
+from tests.waiting import DEADLINE_S
 
+pytestmark = pytest.mark.more("a wheel is built and installed")
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("src", "models", "configs", "pyproject.toml", "README.md", "LICENSE")
 """What a wheel is built from."""
@@ -40,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -64,7 +66,7 @@ print(Path(hadal.__file__).parent / "commands" / "templates" / "day.html")
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(installed)},
     )
@@ -85,6 +87,6 @@ def test_it_serves(
     environment = Path(f"/proc/{server.pids()['gateway']}/environ").read_text()
     assert f"PYTHONPATH={installed}:" in environment, "the processes run what the wheel installed"
     body = {"model": "hadal-tiny", "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S)
     assert reply.status_code == 200, reply.text
     assert "42" in reply.json()["choices"][0]["message"]["content"]

@@ -182,6 +182,7 @@ def run_drawn(seed: int) -> Watch:
 
 
 @pytest.mark.campaign("more worlds")
+@pytest.mark.slow("fifty worlds at `more`")
 def test_service_of_tenants_that_wait_differs_by_no_more_than_the_bound() -> None:
     first = fresh().randrange(2**40) if MORE else 0
     num_pairs, nearest = 0, 0.0
@@ -301,6 +302,7 @@ def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens
     )
 
 
+@pytest.mark.slow("four pairs of worlds at `more`")
 @pytest.mark.parametrize(
     "seed",
     [

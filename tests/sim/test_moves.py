@@ -79,6 +79,7 @@ def test_nobody_notices_a_move(seed: int) -> None:
 
 
 @pytest.mark.campaign("more worlds")
+@pytest.mark.slow("a mean over six pairs of worlds at `more`")
 def test_moves_make_the_unit_evener() -> None:
     # Worlds differ by .04 to either side with one message more or less; moves are worth that in the
     # mean.

@@ -258,6 +258,7 @@ def _blind_to_drains(views):  # type: ignore[no-untyped-def]
     return blind
 
 
+@pytest.mark.slow("what a few seeds reach together")
 def test_the_slice_reaches_what_it_is_for() -> None:
     """Not that all goes well where nothing happens."""
     found = run_all([*range(NUM_FIXED), 25])  # 25: requests outgrow their ranks.

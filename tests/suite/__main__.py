@@ -74,6 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     if over and os.environ.get(OVER_BUDGET) and not is_chosen:
         console.print(f"Above the budget by half: {', '.join(over)}: see tests/budget.toml")
         codes["budget"] = SOME_FAILED
+    if asked.write_budget:
+        used = {folder: max(1.0, s / loop.mean_s) for folder, s in summary.folder_to_s.items()}
+        Budget.write(asked.level, used)
     print(summary.closing_line(), flush=True)
     return max(0 if code == NOTHING_TO_RUN else code for code in codes.values())
 
@@ -140,6 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--without", choices=tuple(needs.NEEDS), default="", help="as if this tool were missing"
+    )
+    parser.add_argument(
+        "--write-budget", action="store_true", help="make what this run uses the level's budget"
     )
     return parser
 

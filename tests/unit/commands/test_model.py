@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from hadal.cli import app
 from tests.family import CONFIGS, ROOT
+from tests.waiting import DEADLINE_S
 
 
 def run(*arguments: str) -> Result:
@@ -146,4 +147,6 @@ def test_it_loads_no_torch() -> None:
         "except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'zmq', 'uvicorn', 'tokenizers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, timeout=DEADLINE_S
+    )

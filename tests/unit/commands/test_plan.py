@@ -29,6 +29,7 @@ def traffic(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow("a search, and a simulation of what it found")
 def test_json_and_files_of_a_plan_that_was_simulated(traffic: str, tmp_path: Path) -> None:
     out = tmp_path / "plans"
     result = run(

@@ -165,6 +165,15 @@ def test_servers_that_share_a_ledger_share_no_batches(tmp_path: Path) -> None:
     assert batches_url("auto", "off", 8000) == ""
 
 
+def test_without_a_ledger_there_are_none(model: ServedModel) -> None:
+    async def steps() -> None:
+        async with world(model, spell(model, TEXT)) as it:
+            for path in ("/v1/files", "/v1/batches"):
+                assert (await it.client.get(path)).status_code == 404
+
+    asyncio.run(steps())
+
+
 def test_an_answer_that_was_written_unheard_is_charged(model: ServedModel, tmp_path: Path) -> None:
     async def steps() -> None:
         store = _Failing(tmp_path / "b.sqlite")

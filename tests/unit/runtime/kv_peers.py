@@ -5,7 +5,7 @@ what they are, and a puller that never stops.
     python kv_peers.py puller RUN HANDOVER ADDRESS NUM_BLOCKS [LAYERS]
 
 An owner prints its address, then answers the lines it reads: "free 3", "churn", "connections",
-"threads".
+"threads". It is patient with pullers: on a busy machine one may be silent for longer than in production.
 """
 
 import json
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import KvLease
+from hadal.runtime.transfer import peers
 from hadal.runtime.transfer.grants import Grant, Grants
 from hadal.runtime.transfer.kv import KvTransfer
 from hadal.runtime.transfer.pool import KvPool, Shape, pool_name
@@ -28,6 +29,7 @@ from hadal.runtime.transfer.pool import KvPool, Shape, pool_name
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 RUN = f"kv{os.getpid()}"
 LAYERS = 8
+PATIENCE_S = 180.0
 """A block is of 64 tokens x 64 channels x 4 bytes a layer: 128 KiB."""
 
 
@@ -132,10 +134,11 @@ class Peer:
         trace: TracebackType | None,
     ) -> None:
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=PATIENCE_S)
 
 
 def own(run: str, handover: str, host: str, num_blocks: int, layers: int = LAYERS) -> None:
+    peers.SILENCE_S = PATIENCE_S
     pool = make_pool(run, "prefill-0", num_blocks, layers)
     wire = wire_of(pool, handover, run, host)
     print(wire.address, flush=True)
@@ -173,8 +176,8 @@ def churn(pool: KvPool) -> None:
 def pull_for_ever(
     run: str, handover: str, address: str, num_blocks: int, layers: int = LAYERS
 ) -> None:
-    """Pull again and again; print what came of each as JSON: seconds, why it failed or null,
-    whether the bytes are right, and the transport.
+    """Pull again and again; print what came of each as JSON: why it failed or null, whether the
+    bytes are right, and the transport.
     """
     pool = make_pool(run, f"decode-{os.getpid()}", num_blocks, layers)
     wire = wire_of(pool, handover, run, lease_s=20.0)
@@ -182,13 +185,11 @@ def pull_for_ever(
     lease = lease_of(address, *ids)
     while True:
         pool.blocks[1:, ::512] = 0
-        start_s = time.monotonic()
         error = wire.pull(lease, ids)
-        took_s = time.monotonic() - start_s
         is_right = error is None and all(
             is_written(pool, i, i, 0) for i in (1, len(ids) // 2, len(ids))
         )
-        print(json.dumps((took_s, error, is_right, wire.transport_of(address))), flush=True)
+        print(json.dumps((error, is_right, wire.transport_of(address))), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from hadal.runtime.resolve import (
 )
 from hadal.runtime.topology import open_listener, url_of
 from hadal.runtime.transfer import nixl
+from tests.waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def test_a_port_in_use_is_named() -> None:
         assert url_of(listener, "0.0.0.0") == f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"port {port} .* in use"):
             open_listener("127.0.0.1", port)
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S).close()
 
 
 def test_a_host_that_is_not_ours_is_named() -> None:

@@ -26,6 +26,7 @@ from hadal.roles.ranks.ranks import make_ranked_leader
 from hadal.runtime.compute import IDLE
 from hadal.runtime.resolve import plan
 from hadal.runtime.unit import Spoken
+from tests.waiting import DEADLINE_S
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
@@ -130,7 +131,7 @@ def test_it_loads_no_torch() -> None:
         cwd=SOURCE,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

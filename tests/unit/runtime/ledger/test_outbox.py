@@ -129,7 +129,10 @@ def test_another_that_writes_is_waited_for_and_not_for_ever(
     assert left_in(path) == ["a", "c"]
 
 
-def test_one_that_looks_on_takes_no_lock_from_another_of_its_process(path: Path) -> None:
+def test_one_that_looks_on_takes_no_lock_from_another_of_its_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hadal.runtime.ledger.outbox.BUSY_S", 0.05)
     writer = LedgerOutbox(path)
     writer.append(facts("a"))
     writing = writer._connected()
@@ -139,7 +142,9 @@ def test_one_that_looks_on_takes_no_lock_from_another_of_its_process(path: Path)
         held(looking)
     looking.close()
     other = f"import sqlite3; sqlite3.connect({str(path)!r}, 0.1).execute('BEGIN IMMEDIATE')"
-    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", other], capture_output=True, text=True, timeout=180
+    )
     assert "database is locked" in done.stderr
     writing.execute("ROLLBACK")
     writer.close()

@@ -17,8 +17,8 @@ from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_ur
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import LedgerError, Written
 from tests.unit.runtime.ledger.test_outbox import left_in
+from tests.waiting import DEADLINE_S, join, wait_until
 
-CLOSE_S = 20.0
 NEVER_S = (1000.0, 1000.0)
 SOON_S = (0.001, 0.01)
 
@@ -48,7 +48,7 @@ class FakeStore(Store):
 
     def write(self, facts: PackedFacts) -> Written:
         self.tried.set()
-        assert self.go.wait(CLOSE_S)
+        assert self.go.wait(DEADLINE_S)
         if self.is_down:
             raise StoreDown("it is down")
         if any(one.request_id == self.poison for one in facts.requests):
@@ -77,7 +77,7 @@ class Kept:
 
     def wait_for(self, number: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.ids) >= number, CLOSE_S), self.ids
+            assert self._changed.wait_for(lambda: len(self.ids) >= number, DEADLINE_S), self.ids
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_all_of_it_is_written_and_told(store: FakeStore, tmp_path: Path) -> None
     for index in range(5000):
         writer.add(fact(f"r{index}"))
     writer.add(NODES)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert kept.ids == [f"r{index}" for index in range(5000)]
     assert store.ids() == set(kept.ids)
     assert writer.counts.num_written == writer.counts.num_added == 5000
@@ -119,13 +119,13 @@ def test_a_fact_is_told_kept_only_when_it_is(store: FakeStore) -> None:
     writer.start()
     store.go.clear()
     writer.add(fact("a"))
-    assert store.tried.wait(CLOSE_S)
+    assert store.tried.wait(DEADLINE_S)
     writer.add(fact("b"))
     assert kept.ids == []
     assert writer.counts.num_waiting == 2
     store.go.set()
     kept.wait_for(2)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
 
 
 def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +133,7 @@ def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture)
     writer.start()
     for one in (fact("a"), fact("b"), fact("a"), fact("b", tokens_in=7)):
         writer.add(one)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     counts = writer.counts
     assert (counts.num_written, counts.num_same, counts.num_refused) == (2, 1, 1)
     assert "knows other facts of b" in caplog.text
@@ -157,7 +157,7 @@ def test_while_the_database_is_down_facts_wait_on_disk(
     store.is_down = False
     writer.add(fact("last"))
     kept.wait_for(21)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert store.ids() == set(kept.ids)
     assert writer.counts.num_written == 21
     assert not writer.counts.is_down
@@ -173,13 +173,13 @@ def test_what_a_dead_writer_left_is_written_by_the_next(store: FakeStore, tmp_pa
     first.add(fact("a"))
     first.add(NODES)
     kept.wait_for(1)
-    first.close(CLOSE_S)
+    first.close(DEADLINE_S)
     assert left_in(tmp_path / "l.sqlite.outbox")
     store.is_down = False
     second = writer_of(store, Kept())
     second.start()
     second.add(fact("b"))
-    second.close(CLOSE_S)
+    second.close(DEADLINE_S)
     assert store.ids() == {"a", "b"}
     assert store.read(0, 2**60).nodes == [NODES]
     assert not left_in(tmp_path / "l.sqlite.outbox")
@@ -196,13 +196,9 @@ def test_with_nothing_new_the_outbox_is_emptied_all_the_same(
     writer.add(fact("a"))
     kept.wait_for(1)
     store.is_down = False
-    deadline = threading.Event()
-    for _ in range(2000):
-        if not left_in(tmp_path / "l.sqlite.outbox"):
-            break
-        deadline.wait(0.01)
+    wait_until(lambda: not left_in(tmp_path / "l.sqlite.outbox"), "the outbox is empty")
     assert store.ids() == {"a"}
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
 
 
 def test_with_the_outbox_full_too_facts_wait_in_memory(
@@ -215,14 +211,11 @@ def test_with_the_outbox_full_too_facts_wait_in_memory(
     names = [f"r{index} {'x' * 1000}" for index in range(50)]  # 50 kB; the outbox takes 32.
     for name in names:
         writer.add(fact(name))
-    for _ in range(2000):
-        if "wait in memory" in caplog.text:
-            break
-        threading.Event().wait(0.01)
+    wait_until(lambda: "wait in memory" in caplog.text, "the outbox is full")
     assert writer.counts.num_waiting > 0
     store.is_down = False
     kept.wait_for(50)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert store.ids() == set(names)
     assert writer.counts.num_lost == 0
     store.close()
@@ -236,7 +229,7 @@ def test_what_there_is_no_room_for_is_counted_and_bills_give_way_last(
     writer.start()
     store.go.clear()
     writer.add(fact("first"))
-    assert store.tried.wait(CLOSE_S)
+    assert store.tried.wait(DEADLINE_S)
     for index in range(20):
         writer.add(fact(f"free{index}", tokens_in=0))
     assert writer.counts.num_waiting == 5
@@ -245,7 +238,7 @@ def test_what_there_is_no_room_for_is_counted_and_bills_give_way_last(
         writer.add(fact(f"free too{index}", tokens_in=0))
     assert writer.counts.num_waiting == 10
     store.go.set()
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert store.ids() == {
         "first",
         *(f"free{index}" for index in range(4)),
@@ -264,7 +257,7 @@ def test_one_fact_that_will_never_do_keeps_no_other_out(store: FakeStore) -> Non
     writer.start()
     for one in (fact("a"), fact("b"), fact("c"), NODES):
         writer.add(one)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert store.ids() == {"a", "c"}
     assert writer.counts.num_refused == 1
     assert store.read(0, 2**60).nodes == [NODES]
@@ -284,7 +277,7 @@ def test_a_database_that_hangs_holds_nobody_up_at_the_end(
     writer.start()
     store.go.clear()
     writer.add(fact("a"))
-    assert store.tried.wait(CLOSE_S)
+    assert store.tried.wait(DEADLINE_S)
     writer.close(0.05)
     assert "lost 1 facts" in caplog.text
     store.go.set()
@@ -304,11 +297,13 @@ def test_at_the_end_a_database_that_was_down_is_not_waited_for(
     store.is_down = False
     store.go.clear()
     writer.add(fact("a"))
-    writer.close(0.3)
+    closing = threading.Thread(target=writer.close, args=(DEADLINE_S,))
+    closing.start()
     kept.wait_for(1)
     assert len(left_in(path)) == 1
     assert "lost" not in caplog.text
     store.go.set()
+    join(closing)
 
 
 def test_an_outbox_that_cannot_be_read_keeps_no_fact_out(
@@ -320,7 +315,7 @@ def test_an_outbox_that_cannot_be_read_keeps_no_fact_out(
     writer.start()
     writer.add(fact("a"))
     kept.wait_for(1)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert store.ids() == {"a"}
     assert "cannot be read" in caplog.text
     store.close()
@@ -339,7 +334,7 @@ def test_tables_that_are_gone_are_made_again(store: FakeStore) -> None:
     other.close()
     writer.add(fact("b"))
     kept.wait_for(2)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert store.ids() == {"b"}
     store.close()
 
@@ -358,7 +353,7 @@ def test_a_fact_that_no_file_takes_ends_nothing(
     kept.wait_for(1)
     writer.add(fact("a"))
     kept.wait_for(2)
-    writer.close(CLOSE_S)
+    writer.close(DEADLINE_S)
     assert store.ids() == {"a"}
     assert writer.counts.num_refused == 1
     store.close()

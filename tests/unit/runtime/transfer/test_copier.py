@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +10,7 @@ from hadal.core.messages import KvLease
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
 from hadal.core.seams import Pull
 from hadal.runtime.transfer.kv import INLINE_BYTES, NUM_THREADS, Copier
+from tests.waiting import DEADLINE_S, join, wait_until
 
 BLOCK = 1 << 20
 NEAR, FAR = "near", "far"
@@ -46,7 +45,7 @@ class WeightTransfer:
         if threading.current_thread() is self.main:
             self.inline.append(lease.num_tokens)
         event = self.held.get(lease.source)
-        assert event is None or event.wait(10)
+        assert event is None or event.wait(DEADLINE_S)
         with self.lock:
             self.under_way.remove(lease.source)
             self.log.append((lease.source, lease.num_tokens))
@@ -62,13 +61,6 @@ def copier_of(wire: WeightTransfer) -> Copier:
     return Copier(wire, BLOCK, lambda: None)  # type: ignore[arg-type]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
 def test_small_pulls_on_this_host_are_done_at_once_and_no_others() -> None:
     wire = WeightTransfer()
     copier = copier_of(wire)
@@ -78,9 +70,9 @@ def test_small_pulls_on_this_host_are_done_at_once_and_no_others() -> None:
     copier.submit(pull("a", FAR, 2))
     copier.submit(pull("b", NEAR, 3, INLINE_BYTES // BLOCK + 1))
     taken: list[KvPulled] = []
-    until(lambda: len(taken.extend(copier.take()) or taken) == 2)  # type: ignore[func-returns-value]
+    wait_until(lambda: len(taken.extend(copier.take()) or taken) == 2, "the pulls are done")  # type: ignore[func-returns-value]
     assert wire.inline == [1]
-    copier.stop(1.0)
+    copier.stop(DEADLINE_S)
 
 
 def test_a_dead_source_holds_up_no_other() -> None:
@@ -91,14 +83,14 @@ def test_a_dead_source_holds_up_no_other() -> None:
         copier.submit(pull(f"d{number}", "dead", number))
     for number in range(6):
         copier.submit(pull(f"r{number}", f"{FAR}{number % 2}", number))
-    until(lambda: len(wire.log) == 6)
+    wait_until(lambda: len(wire.log) == 6, "the pulls are done")
     assert all(source != "dead" for source, _ in wire.log)
     wire.held["dead"].set()
-    until(lambda: len(wire.log) == 6 + 3 * NUM_THREADS)
+    wait_until(lambda: len(wire.log) == 6 + 3 * NUM_THREADS, "the pulls are done")
     assert [number for source, number in wire.log if source == "dead"] == list(
         range(3 * NUM_THREADS)
     )
-    copier.stop(1.0)
+    copier.stop(DEADLINE_S)
 
 
 def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
@@ -109,12 +101,12 @@ def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
     copier.submit(pull("a", f"{FAR}2", 2))
     copier.submit(pull("a", NEAR, 3))  # Small and near, and has to wait all the same.
     copier.submit(pull("b", f"{FAR}2", 4))
-    until(lambda: wire.log == [(f"{FAR}2", 4)])
+    wait_until(lambda: wire.log == [(f"{FAR}2", 4)], "the pulls are done")
     wire.held[FAR].set()
-    until(lambda: len(wire.log) == 4)
+    wait_until(lambda: len(wire.log) == 4, "the pulls are done")
     assert wire.log == [(f"{FAR}2", 4), (FAR, 1), (f"{FAR}2", 2), (NEAR, 3)]
     assert wire.inline == []
-    copier.stop(1.0)
+    copier.stop(DEADLINE_S)
 
 
 def test_what_breaks_a_thread_is_raised() -> None:
@@ -128,8 +120,8 @@ def test_what_breaks_a_thread_is_raised() -> None:
         return False
 
     with pytest.raises(AssertionError):
-        until(take)
-    copier.stop(1.0)
+        wait_until(take, "it is raised")
+    copier.stop(DEADLINE_S)
 
 
 def test_stopping_begins_nothing_more() -> None:
@@ -138,9 +130,16 @@ def test_stopping_begins_nothing_more() -> None:
     copier = copier_of(wire)
     copier.submit(pull("a", FAR, 1))
     copier.submit(pull("b", FAR, 2))
-    until(lambda: wire.under_way == [FAR])
-    threading.Timer(0.1, wire.held[FAR].set).start()
-    copier.stop(5.0)
+    wait_until(lambda: wire.under_way == [FAR], "the pulls are done")
+
+    def let_go() -> None:
+        wait_until(lambda: copier._worker.is_stopping, "it is stopping")
+        wire.held[FAR].set()
+
+    letting_go = threading.Thread(target=let_go)
+    letting_go.start()
+    copier.stop(DEADLINE_S)
+    join(letting_go)
     assert wire.log == [(FAR, 1)]
 
 
@@ -152,11 +151,11 @@ def test_order_holds_for_pulls_that_wait_for_their_source() -> None:
     copier.submit(pull("a", FAR, 2))
     copier.submit(pull("a", f"{FAR}2", 3))
     copier.submit(pull("b", f"{FAR}3", 4))
-    until(lambda: wire.log == [(f"{FAR}3", 4)])
+    wait_until(lambda: wire.log == [(f"{FAR}3", 4)], "the pulls are done")
     wire.held[FAR].set()
-    until(lambda: len(wire.log) == 4)
+    wait_until(lambda: len(wire.log) == 4, "the pulls are done")
     assert wire.log[1:] == [(FAR, 1), (FAR, 2), (f"{FAR}2", 3)]
-    copier.stop(1.0)
+    copier.stop(DEADLINE_S)
 
 
 def test_what_was_copied_is_counted_by_node() -> None:
@@ -170,8 +169,8 @@ def test_what_was_copied_is_counted_by_node() -> None:
     wire.error = None
     copier.submit(pull("c", FAR, 3, 2))
     taken: list[KvPulled] = []
-    until(lambda: bool(taken.extend(copier.take()) or taken))  # type: ignore[func-returns-value]
+    wait_until(lambda: bool(taken.extend(copier.take()) or taken), "the pulls are done")  # type: ignore[func-returns-value]
     assert near.link_bytes == LinkBytes(kv=(BLOCK, 0))
     assert (failed.error, failed.link_bytes) == ("gone", NO_LINK_BYTES)
     assert taken[0].link_bytes == LinkBytes(kv=(0, 2 * BLOCK))
-    copier.stop(1.0)
+    copier.stop(DEADLINE_S)

@@ -97,7 +97,7 @@ def test_another_process_pulls_what_this_one_wrote() -> None:
     out = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
-        timeout=60,
+        timeout=180,
         check=False,
         env=_environment(),
     )
@@ -195,7 +195,7 @@ def test_what_dead_owners_left_is_removed_and_what_lives_is_not() -> None:
         "import os; from hadal.runtime.transfer.pool import *; from hadal.runtime.transfer.kv import KvTransfer\n"
         f"KvPool.create(pool_name({RUN!r}, 'dead', '1'), {SHAPE}); os._exit(9)"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=False, env=_environment())
+    subprocess.run([sys.executable, "-c", code], timeout=180, check=False, env=_environment())
     dead = pool_name(RUN, "dead", "1")
     assert (SHM_FOLDER / dead).exists()
     removed = remove_stale_shared_memory()

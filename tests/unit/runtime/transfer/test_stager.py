@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,10 +19,10 @@ from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.transfer.experts import MAX_WAITING, ExpertTransfer, Stager
 from hadal.runtime.worker import NICE
 from tests.stored import stored_mlp
+from tests.waiting import DEADLINE_S, wait_until
 
 HOST = "127.0.0.1"
 HELD = stored_mlp(*torch.full((2, 32, 192), 2.0), torch.full((192, 32), 3.0))
-WAIT_S = 10.0
 
 
 class Store:
@@ -42,7 +41,7 @@ class Store:
         self.priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if plan.layer == 99:
             raise RuntimeError("a bug")
-        assert self.go.wait(WAIT_S)
+        assert self.go.wait(DEADLINE_S)
         num_received = 0
         for source in plan.sources:
             into = stored_mlp(*torch.zeros(2, 32, 192), torch.zeros(192, 32))
@@ -76,19 +75,12 @@ class Rank:
 
     def take(self, count: int) -> list[Staged]:
         done: list[Staged] = []
-        deadline_s = time.monotonic() + WAIT_S
-        while len(done) < count and time.monotonic() < deadline_s:
-            self.woken.wait(0.1)
+        while len(done) < count:
+            assert self.woken.wait(DEADLINE_S)
             self.woken.clear()
             done += self.stager.take()
         assert len(done) == count
         return done
-
-    def wait_until(self, what: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while not what():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.005)
 
 
 @pytest.fixture
@@ -97,7 +89,7 @@ def rank() -> Iterator[Rank]:
     made = Rank()
     yield made
     made.store.go.set()
-    assert made.stager.stop(WAIT_S)
+    assert made.stager.stop(DEADLINE_S)
     assert set(threading.enumerate()) <= before
 
 
@@ -114,7 +106,7 @@ def test_plans_are_staged_in_order_beside_everything_else(rank: Rank) -> None:
 def test_a_new_generation_voids_what_waits_and_breaks_off_what_runs(rank: Rank) -> None:
     for stage_id in range(3):
         rank.stager.submit(rank.plan(stage_id))
-    rank.wait_until(lambda: rank.store.begun == [0])
+    wait_until(lambda: rank.store.begun == [0], "it has begun")
     rank.stager.void(2)
     rank.stager.submit(rank.plan(7))  # Of the old one, late.
     rank.stager.submit(rank.plan(8, formation=2))
@@ -136,7 +128,7 @@ def test_the_plan_of_a_new_generation_voids_as_well_and_an_old_form_does_not(ran
 
 def test_a_result_that_came_too_late_is_none(rank: Rank) -> None:
     rank.stager.submit(rank.plan(0, experts=0))  # Nothing is fetched, so nothing breaks it off.
-    rank.wait_until(lambda: rank.store.begun == [0])
+    wait_until(lambda: rank.store.begun == [0], "it has begun")
     rank.stager.void(2)
     rank.store.go.set()
     rank.stager.submit(rank.plan(1, formation=2))
@@ -145,7 +137,7 @@ def test_a_result_that_came_too_late_is_none(rank: Rank) -> None:
 
 def test_a_plan_that_waits_gives_way_to_the_next_of_its_layer(rank: Rank) -> None:
     rank.stager.submit(rank.plan(0))
-    rank.wait_until(lambda: rank.store.begun == [0])
+    wait_until(lambda: rank.store.begun == [0], "it has begun")
     rank.stager.submit(rank.plan(1, layer=5))
     rank.stager.submit(rank.plan(2, layer=5))
     (refused,) = rank.take(1)
@@ -156,7 +148,7 @@ def test_a_plan_that_waits_gives_way_to_the_next_of_its_layer(rank: Rank) -> Non
 
 def test_more_than_may_wait_are_refused(rank: Rank) -> None:
     rank.stager.submit(rank.plan(0))
-    rank.wait_until(lambda: rank.store.begun == [0])
+    wait_until(lambda: rank.store.begun == [0], "it has begun")
     for stage_id in range(1, MAX_WAITING + 3):
         rank.stager.submit(rank.plan(stage_id))
     refused = rank.take(2)
@@ -170,7 +162,7 @@ def test_more_than_may_wait_are_refused(rank: Rank) -> None:
 
 def test_what_a_store_raises_is_raised_in_the_host(rank: Rank) -> None:
     rank.stager.submit(rank.plan(0, layer=99))
-    assert rank.woken.wait(WAIT_S)
+    assert rank.woken.wait(DEADLINE_S)
     with pytest.raises(RuntimeError, match="a bug"):
         rank.stager.take()
     rank.store.go.set()
@@ -183,8 +175,8 @@ def test_the_end_of_the_process_breaks_off_what_runs() -> None:
     rank.stager.submit(rank.plan(0, experts=100_000))
     rank.stager.submit(rank.plan(1))
     rank.store.go.set()
-    rank.wait_until(lambda: len(rank.store.got) > 2)
-    assert rank.stager.stop(WAIT_S)
+    wait_until(lambda: len(rank.store.got) > 2, "some were fetched")
+    assert rank.stager.stop(DEADLINE_S)
     assert rank.stager.take() == []
     assert rank.store.begun == [0]
 
@@ -192,7 +184,7 @@ def test_the_end_of_the_process_breaks_off_what_runs() -> None:
 def test_a_store_that_does_not_come_back_is_left_behind() -> None:
     rank = Rank()
     rank.stager.submit(rank.plan(0))
-    rank.wait_until(lambda: rank.store.begun == [0])
+    wait_until(lambda: rank.store.begun == [0], "it has begun")
     assert not rank.stager.stop(0.1)
     rank.store.go.set()
-    assert rank.stager.stop(WAIT_S)
+    assert rank.stager.stop(DEADLINE_S)

@@ -9,7 +9,6 @@ import itertools
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from hadal.runtime.transfer.tcp import (
     checksum,
 )
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, is_written, lease_of, make_pool
+from tests.waiting import DEADLINE_S, deadline, join
 
 NUM_BLOCKS = 41
 """Five chunks of eight blocks, and block 0."""
@@ -37,7 +37,6 @@ SECRET = b"0123456789abcdef"
 KEY = key_of(SECRET, PURPOSE)
 PROXY = "127.0.0.2"
 GRANTS = SelfGrants(SECRET, "decode-0")
-SOON_S = 20.0
 
 Spoil = Callable[[int, bytes], bytes | None]
 """(bytes of this connection before, the next ones) -> what to pass on; None: break the
@@ -63,8 +62,7 @@ class Proxy:
     def close(self) -> None:
         for end in (self._listener, *self._ends):
             _shut(end)
-        for thread in self._threads:
-            thread.join(10)
+        join(*self._threads)
         for end in (self._listener, *self._ends):
             end.close()
 
@@ -149,10 +147,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-def _deadline_s() -> float:
-    return time.monotonic() + SOON_S
-
-
 def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | None, int]:
     """What came of a pull, and over how many connections."""
     source, own = pools
@@ -161,12 +155,12 @@ def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | No
     link = KvLink(PoolAddress(source.name, source.birth, PROXY, proxy.port), KEY, GRANTS)
     try:
         return link.pull(
-            own, lease_of(server.address, *IDS), IDS, _deadline_s()
+            own, lease_of(server.address, *IDS), IDS, deadline()
         ), proxy.num_connections
     finally:
         link.peer.close()
         proxy.close()
-        assert server.close(5.0)
+        assert server.close(DEADLINE_S)
 
 
 def test_a_broken_connection_is_asked_for_what_is_missing(
@@ -219,8 +213,8 @@ def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.peers.port), KEY, GRANTS)
     with pytest.raises(PoolError, match="in its place"):
-        link.pull(own, lease_of(server.address, 1), (1,), _deadline_s())
-    assert server.close(5.0)
+        link.pull(own, lease_of(server.address, 1), (1,), deadline())
+    assert server.close(DEADLINE_S)
     assert not any(own.cache)
 
 
@@ -230,13 +224,13 @@ def test_a_connection_closed_while_idle_is_made_again(pools: tuple[KvPool, KvPoo
     link = KvLink(
         PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port), KEY, GRANTS
     )
-    assert link.pull(own, lease_of(server.address, 1), (1,), _deadline_s()) is None
+    assert link.pull(own, lease_of(server.address, 1), (1,), deadline()) is None
     for connection in list(server.peers._connection_to_thread):
         connection.shutdown(socket.SHUT_RDWR)
-    assert link.pull(own, lease_of(server.address, 2), (2,), _deadline_s()) is None
-    assert link.pull(own, lease_of(server.address, 2), (2,), time.monotonic() + 1e9) is None
+    assert link.pull(own, lease_of(server.address, 2), (2,), deadline()) is None
+    assert link.pull(own, lease_of(server.address, 2), (2,), deadline(1e9)) is None
     link.peer.close()
-    assert server.close(5.0)
+    assert server.close(DEADLINE_S)
 
 
 def test_a_deadline_that_is_over_is_an_error(pools: tuple[KvPool, KvPool]) -> None:
@@ -246,8 +240,8 @@ def test_a_deadline_that_is_over_is_an_error(pools: tuple[KvPool, KvPool]) -> No
         PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port), KEY, GRANTS
     )
     with pytest.raises(TimeoutError):
-        link.pull(own, lease_of(server.address, 1), (1,), time.monotonic() - 1.0)
-    assert server.close(5.0)
+        link.pull(own, lease_of(server.address, 1), (1,), deadline(-1.0))
+    assert server.close(DEADLINE_S)
 
 
 def test_a_chunk_is_a_block_at_least() -> None:
