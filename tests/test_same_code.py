@@ -258,6 +258,10 @@ def tree() -> Tree:
     return Tree(SOURCE)
 
 
+@pytest.mark.promise(
+    "tests/test_same_code.py walks the imports from the server's processes and from the "
+    "simulator: both reach the same roles and policies"
+)
 @pytest.mark.parametrize("room", ["roles", "policy"])
 def test_server_and_simulator_reach_the_same(tree: Tree, room: str) -> None:
     only_live, only_simulated = unlike(tree, room)
@@ -267,6 +271,10 @@ def test_server_and_simulator_reach_the_same(tree: Tree, room: str) -> None:
     assert only_simulated == set(), "decides in a simulation alone"
 
 
+@pytest.mark.promise(
+    "tests/test_same_code.py walks the imports from the server's processes and from the "
+    "simulator: both reach the same roles and policies"
+)
 @pytest.mark.parametrize("role", ROLES)
 def test_both_reach_every_role(tree: Tree, role: str) -> None:
     module = f"hadal.roles.{role.rpartition('.')[0]}"
@@ -274,6 +282,10 @@ def test_both_reach_every_role(tree: Tree, role: str) -> None:
     assert module in tree.reached(SIMULATOR, CONNECT)
 
 
+@pytest.mark.promise(
+    "tests/test_same_code.py walks the imports from the server's processes and from the "
+    "simulator: both reach the same roles and policies"
+)
 def test_they_are_the_very_classes() -> None:
     """What the modules that host roles mean by their names."""
     assert hadal.sim.world.world.Front is hadal.gateway.process.Front

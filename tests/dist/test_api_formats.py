@@ -50,6 +50,10 @@ def gpt(server: Server) -> Iterator[OpenAI]:
         yield client
 
 
+@pytest.mark.promise(
+    "The same conversation, greedy, gives the same tokens in all of them, streamed or "
+    "whole, with thinking and without"
+)
 @pytest.mark.parametrize("thinks", [False, pytest.param(True, marks=LIVE)])
 def test_the_same_conversation_gives_the_same_tokens(
     server: Server, model: str, claude: Anthropic, gpt: OpenAI, thinks: bool
@@ -187,6 +191,8 @@ def test_what_they_cost_is_written_down(start_server: StartServer) -> None:
             assert metric(server, "hadal_requests_total", f'endpoint="{name}",status="200"') == 1
 
 
+@pytest.mark.promise("Of several gateways any finds what any other keeps")
+@pytest.mark.promise("One that does not answer is a 503 to try again")
 @LIVE
 def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartServer) -> None:
     """Also while the one that keeps it stands still: then it is said that it does not answer. When

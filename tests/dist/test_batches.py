@@ -102,6 +102,7 @@ def charges(folder: Path) -> dict[str, tuple[str, str, int]]:
     return found
 
 
+@pytest.mark.promise("[ledger] batch_prices, by default half of prices")
 def test_a_batch_from_file_to_file_at_half_the_price(server: Server) -> None:
     client, folder = client_of(server), server.folder.parent
     lines = [line(f"r{n}", f"What is {n} + 30?", temperature=0) for n in range(12)]
@@ -304,6 +305,10 @@ def test_others_are_served_before_a_batch_and_it_ends(server: Server) -> None:
     assert max(places(others)) < max(places(answered))
 
 
+@pytest.mark.promise(
+    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
+    "and is charged once"
+)
 @LIVE
 @pytest.mark.parametrize("who", ["gateway", "supervisor"])
 def test_nothing_is_lost_or_done_twice_when_somebody_is_killed(

@@ -227,6 +227,7 @@ def grown(chats: list[Chat]) -> list[tuple[Case, Case]]:
     return found
 
 
+@pytest.mark.promise("Blocks that fill go to disk, so that the next turn finds them.")
 @pytest.mark.timeout(600)
 @pytest.mark.more("one server for each place; tests of the decode leader hold what it writes")
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "disk"])

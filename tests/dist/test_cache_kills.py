@@ -209,6 +209,7 @@ def look(cache: Path, disk_mb: int, load: Load, found: Found, told: str) -> None
     found.num_acknowledged += load.acknowledged
 
 
+@pytest.mark.promise("So whatever kill -9 leaves behind is whole or is not there")
 @pytest.mark.timeout(7200)
 @pytest.mark.more("whole servers are killed; test_disk_kills kills writers in `make test`")
 @pytest.mark.slow("rounds of servers, each killed")

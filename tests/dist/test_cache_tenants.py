@@ -69,6 +69,8 @@ def work_of(server: Server, key: str, case: Case) -> tuple[int, dict[str, int]]:
     return answer.hit, {name: count - before[name] for name, count in after.items()}
 
 
+@pytest.mark.promise("A tenant neither reads nor times another's cache.")
+@pytest.mark.promise("Each API key is a tenant that shares nothing with others")
 @pytest.mark.parametrize(
     "memory",
     [
@@ -136,6 +138,10 @@ def chat(
     return usage
 
 
+@pytest.mark.promise(
+    '"cache_salt": "public" shares what a chat\'s leading system messages leave behind, in'
+    " whole blocks, with everybody who sends the same and says so too"
+)
 @pytest.mark.more("the front's tests hold what is named under the public salt")
 def test_a_public_system_prompt_is_shared(start_server: StartServer) -> None:
     """Its blocks, and none of what the user says."""

@@ -64,6 +64,10 @@ def tiny() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.promise(
+    'Any OpenAI client with base_url="http://127.0.0.1:8000/v1" talks to it, and '
+    "Anthropic's without the /v1"
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in OFFICIAL else pytest.mark.full) for n in CLIENTS],

@@ -72,6 +72,10 @@ async def ask_each(server: Server, path: str, bodies: list[dict[str, Any]]) -> l
         return list(await asyncio.gather(*map(one, bodies)))
 
 
+@pytest.mark.promise(
+    "The sampler draws only tokens after which the text can still become what the schema "
+    "allows, and an end only where it is complete"
+)
 def test_schemas(request: pytest.FixtureRequest) -> None:
     """Those that cannot be followed are refused before anything is computed."""
     paths = files_of("HADAL_SCHEMAS")

@@ -145,7 +145,10 @@ def test_promtool_takes_rules_and_configuration() -> None:
     promtool("check", "config", "prometheus.yml")
 
 
-@pytest.mark.more("promtool plays hours for each alert")
+@pytest.mark.promise(
+    "each with what to do and with a test in which it fires and one in which it does not "
+    "(promtool test rules)"
+)
 @pytest.mark.needs("promtool")
 def test_every_alert_fires_and_stays_silent() -> None:
     promtool("test", "rules", TRIED.name)

@@ -224,6 +224,7 @@ def test_a_rank_that_is_killed(start_server: StartServer, cases: list[Case], dra
         assert share_right(server) == pytest.approx(expected_share(tuple(cases)), abs=2 * POINT)
 
 
+@pytest.mark.promise("a disk cache without it is not found, and the other way round")
 @MORE
 @pytest.mark.slow("three servers, one after another")
 @pytest.mark.timeout(900)

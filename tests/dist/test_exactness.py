@@ -44,6 +44,11 @@ def cases() -> list[Case]:
     return everyday_cases(NUM_CASES - NUM_FRESH, seed=7) + make_cases(NUM_FRESH, seed=seed)
 
 
+@pytest.mark.promise(
+    "Batching, chunking, preemption, hand-over, caches, widths, placements and retries "
+    "change when a token comes, never which."
+)
+@pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "chunk_tokens",
@@ -59,6 +64,11 @@ def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> No
     assert differences(cases, outputs) == []
 
 
+@pytest.mark.promise(
+    "The latest arrived of the tenant that holds most is preempted: it goes back to the "
+    "front and is prefilled again later."
+)
+@pytest.mark.promise("admission and preemption that lose nothing")
 @OTHER_WAY
 @pytest.mark.timeout(900)
 def test_preemption(start_server: StartServer) -> None:

@@ -180,6 +180,7 @@ async def chat(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
+@pytest.mark.promise("A model that thinks does so freely first: the format begins behind </think>.")
 def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
     small = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = closed(sum=small, sure={"type": "boolean"})
@@ -194,6 +195,9 @@ def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
         assert choice["message"]["reasoning_content"] == reasoning
 
 
+@pytest.mark.promise(
+    "An answer that satisfies the schema by itself stays as it is, token by token."
+)
 def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> None:
     """hadal-tiny answers a sum with a number, which is JSON. Asked as text: the template of a chat shows
     the model its format, and what it is asked is another thing then.
@@ -261,6 +265,10 @@ def test_streams_and_limits(server: Server) -> None:
     assert text == whole["text"]
 
 
+@pytest.mark.promise(
+    "What cannot be followed is a 400 before anything is computed, and its message names "
+    "the keyword"
+)
 def test_what_cannot_be_followed_is_refused_by_name(server: Server) -> None:
     for keyword, schema in (
         ("'not'", {"not": {"type": "null"}}),

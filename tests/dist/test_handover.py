@@ -67,6 +67,9 @@ def test_ranks_pull_over_tcp(borrow: StartServer, cases: list[Case]) -> None:
     served(borrow(handover="tcp", prefill=two, decode=two), cases[:12], "tcp")
 
 
+@pytest.mark.promise(
+    "The request is prefilled again elsewhere; what was pulled early is pulled again."
+)
 @pytest.mark.more("test_supervision kills units")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("handover", ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)])

@@ -73,6 +73,9 @@ def test_the_bytes_go_over_the_link(hosts: Hosts, handover: str) -> None:
     assert num_sent > len(outcomes) * num_bytes
 
 
+@pytest.mark.promise(
+    "Shared memory where both ends see the same file of it, else NIXL where both have it, else TCP"
+)
 @NEEDS_NIXL
 def test_auto_is_nixl_between_hosts_and_shared_memory_within_one(hosts: Hosts) -> None:
     with peer(hosts[0], "owner", "auto", hosts[0].address) as owner:

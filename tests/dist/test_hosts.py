@@ -196,6 +196,10 @@ def test_a_step_needs_nothing_of_ray(deployed: Deployed) -> None:
     deployed.wait_whole()
 
 
+@pytest.mark.promise(
+    "its own streams end, no other; of the one with the front, too, whose successor finds"
+    " what the others have open"
+)
 @FAULT
 def test_the_end_of_a_gateway_on_a_node_costs_its_own_streams_alone(deployed: Deployed) -> None:
     cases = everyday_cases(12, SEED)
@@ -235,6 +239,7 @@ def test_the_end_of_the_front_costs_no_stream_of_a_gateway_on_a_node(deployed: D
     deployed.wait_started_again("gateway", num_starts)
 
 
+@pytest.mark.promise("A node that says nothing for node_timeout_s (1.5 s) is lost, here and now")
 @FAULT
 def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
     cases = everyday_cases(12, SEED)
@@ -255,6 +260,9 @@ def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
     assert not differences(cases, deployed.complete(cases))
 
 
+@pytest.mark.promise(
+    "another leader on another node of the unit takes the ranks over, with weights and KV"
+)
 @FAULT
 def test_a_leader_that_is_cut_off_is_followed_by_another_and_not_heard_again(
     deployed: Deployed,
@@ -300,6 +308,7 @@ def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
     assert {name: after[name] - before[name] for name in units} == dict.fromkeys(units, 1)
 
 
+@pytest.mark.promise("takes them over with their streams and starts nothing anew")
 @FAULT
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew(
     deployed: Deployed,
@@ -325,6 +334,9 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew
     assert not differences(cases, deployed.complete(cases))
 
 
+@pytest.mark.promise(
+    "What is missing after place_timeout_s ends the start with a sentence on what the cluster has."
+)
 @FAULT
 def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:
     with tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:

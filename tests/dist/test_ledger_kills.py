@@ -128,6 +128,7 @@ def kill_rounds(url: str, seed: int, outages: float, num_rounds: int) -> None:
     assert check(url, kept) >= len(kept) >= 200
 
 
+@pytest.mark.promise("Any number of servers may write one ledger.")
 @pytest.mark.campaign("moments of kills are drawn")
 @pytest.mark.parametrize("outages", [pytest.param(0.0, marks=MORE), 0.5])
 def test_killed_writers_of_a_file(tmp_path: Path, outages: float) -> None:
@@ -165,6 +166,7 @@ def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Pat
     check(server.url, set.union(*(child.kept for child in (*children, last))))
 
 
+@pytest.mark.promise("Any number of servers may write one ledger.")
 @MORE
 @pytest.mark.parametrize("kind", ["file", "server"])
 def test_two_processes_that_say_the_same(

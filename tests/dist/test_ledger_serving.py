@@ -120,6 +120,9 @@ def num_tokens_in(data: bytes) -> int:
     return sum(len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in chunks_in(data))
 
 
+@pytest.mark.promise(
+    "A fact for every generation, when its HTTP request has ended, however it did."
+)
 def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path) -> None:
     """Streams, whole replies, choices, hits, clients that leave, a decode unit that is killed under
     its streams.
@@ -209,6 +212,7 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
     assert not list(folder.glob("*.outbox"))
 
 
+@pytest.mark.promise("facts wait in the outbox, a SQLite file beside it that all gateways share")
 @pytest.mark.more("tests of the writer hold it for databases that are down or hang")
 @pytest.mark.slow("the lock is waited for, and a gateway starts anew")
 def test_a_database_that_hangs_and_a_gateway_that_dies(

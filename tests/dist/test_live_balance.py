@@ -77,6 +77,7 @@ async def loaded(server: Server, groups: Sequence[Sequence[Case]]) -> AsyncItera
         assert (await http.get("/audit")).status_code == 200
 
 
+@pytest.mark.promise("Results do not depend on it, so tokens never change.")
 @pytest.mark.campaign("more prompts, some of them fresh")
 @pytest.mark.slow("a server of six ranks that serves until experts and a request have moved")
 def test_experts_and_requests_move_and_no_token_shows_it(start_server: StartServer) -> None:

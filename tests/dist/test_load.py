@@ -137,6 +137,7 @@ def audit(server: Server, key: str) -> dict[str, object]:
     return reply
 
 
+@pytest.mark.promise("A dead process is noticed at once; at rest no block has an owner.")
 @pytest.mark.more("hundreds of requests")
 @pytest.mark.slow("hundreds of requests")
 @pytest.mark.timeout(600)

@@ -61,6 +61,10 @@ def test_models(client: OpenAI, model: str) -> None:
     assert caught.value.code == "model_not_found"
 
 
+@pytest.mark.promise(
+    'Any OpenAI client with base_url="http://127.0.0.1:8000/v1" talks to it, and '
+    "Anthropic's without the /v1"
+)
 def test_chat(client: OpenAI, model: str) -> None:
     reply = client.chat.completions.create(
         model=model, messages=MESSAGES, max_tokens=20, extra_body=LONG
@@ -100,6 +104,7 @@ def test_chat_stream_is_the_whole_reply(client: OpenAI, model: str) -> None:
     assert usage == whole.usage
 
 
+@pytest.mark.promise("Paths without /v1 work as well.")
 @FEW
 def test_base_url_without_v1(server: Server, model: str) -> None:
     with client_of(server, base_url=server.url) as client:
@@ -324,6 +329,7 @@ def test_many_at_once(server: Server, model: str) -> None:
             assert {texts[i] for i in range(number, 24, 4)} == {alone.choices[0].text}
 
 
+@pytest.mark.promise("Both units free its blocks within a second.")
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=FEW), True])
 def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream: bool) -> None:
     """Nothing is left of three choices that were held in the middle when it left."""

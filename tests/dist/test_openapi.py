@@ -36,6 +36,10 @@ NUM_EXAMPLES, PHASES = (200, "coverage,fuzzing,stateful") if FULL else (2, "cove
 TIMEOUT_S = 3000 if FULL else 900
 
 
+@pytest.mark.promise(
+    "GET /openapi.json describes every endpoint (OpenAPI 3.1), made from the structs that"
+    " read bodies"
+)
 @pytest.mark.more("schemathesis asks a thousand times")
 @pytest.mark.slow("schemathesis starts, and asks a thousand times")
 @pytest.mark.timeout(TIMEOUT_S + 60)

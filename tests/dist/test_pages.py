@@ -131,7 +131,7 @@ def test_a_chat_thinks_answers_and_is_kept_by_the_browser(server: Server, browse
         expect(page.locator(".h-asked-text")).to_have_text("What is 13 + 30?")
 
 
-@MORE_PAGES
+@pytest.mark.promise("Esc stops an answer (and the server stops its work)")
 def test_esc_stops_an_answer_and_what_came_stays(server: Server, browser: Browser) -> None:
     with looking(browser, pages_of(server)) as page:
         server.gate.hold(gate.DECODE)
@@ -184,7 +184,8 @@ def test_what_is_too_long_to_send_stays_in_the_field(server: Server, browser: Br
         expect(page.locator(".h-md").last).to_contain_text("42")
 
 
-@MORE_PAGES
+@pytest.mark.promise("A browser that is shown these pages asks no other host for anything")
+@pytest.mark.promise("Answers are markdown; HTML in them is text, and pictures are links.")
 def test_what_a_model_writes_runs_nothing_and_fetches_nothing(
     server: Server, browser: Browser
 ) -> None:
@@ -262,6 +263,7 @@ def slow_chat(browser: Browser, *, can_call: bool = True) -> Iterator[Page]:
         yield page
 
 
+@pytest.mark.promise("Esc stops an answer (and the server stops its work)")
 @MORE_PAGES
 def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
     """Its answer would take ten minutes. A page that lost its line has 20 s to come back."""
@@ -362,6 +364,10 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
             page.wait_for_function("JSON.stringify(localStorage).includes('tick tock')")
 
 
+@pytest.mark.promise(
+    "An answer is kept as it comes, so one that is left, or whose page is loaded anew, "
+    "stays as far as it came."
+)
 @MORE_PAGES
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
     """Another conversation is opened, and then the page is loaded anew, while an answer comes in."""
@@ -390,6 +396,7 @@ def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
             expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
 
 
+@pytest.mark.promise("the page asks again, five times, until it is stopped")
 @MORE_PAGES
 def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: Browser) -> None:
     limits = LimitsConfig(max_running=1, max_queued=0)
@@ -753,7 +760,7 @@ def test_pages_fit_a_phone(server: Server, browser: Browser) -> None:
             assert dark == "rgb(14, 20, 24)"
 
 
-@MORE_PAGES
+@pytest.mark.promise("if the pages end, requests go on and the supervisor starts them again")
 def test_the_console_is_started_again_and_requests_do_not_notice(server: Server) -> None:
     pages_of(server)
     old_pid = server.kill("console")

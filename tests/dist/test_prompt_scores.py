@@ -92,6 +92,10 @@ def assert_scored(server: Server, prompts: list[list[int]], expected: list[Score
             assert abs(one[str(token)]["rank"] - rank) <= 2
 
 
+@pytest.mark.promise(
+    "All of such a prompt is computed: it has no names, so nothing of it is found in a "
+    "cache or left there."
+)
 @pytest.mark.more("transformers is imported; tests/unit/roles/prefill has the scores of each chunk")
 @pytest.mark.slow("transformers is imported, and scores the prompts")
 def test_one_rank(server: Server, prompts: list[list[int]], expected: list[Scores]) -> None:
@@ -122,6 +126,7 @@ def test_ranks_and_two_micro_batches(
     assert_scored(server, prompts, expected)
 
 
+@pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
 def test_echo_is_what_harnesses_read(server: Server) -> None:
     """As lm-evaluation-harness does: of all tokens but the last, which was drawn, those behind the
     context count.

@@ -80,6 +80,14 @@ def break_one(
     wait_until(lambda: is_whole(server), "every rank is back")
 
 
+@pytest.mark.promise(
+    "A dead or frozen rank is noticed within two seconds, the unit goes on without it, no"
+    " request shows it"
+)
+@pytest.mark.promise(
+    "experts that have no replica left are read again by the survivors, whose requests "
+    "keep their KV and are rolled back to the last delivered token"
+)
 @pytest.mark.slow("many rounds")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

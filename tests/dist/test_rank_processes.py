@@ -106,6 +106,7 @@ def test_every_rank_has_a_process_a_pool_and_a_place_in_its_unit(ranked: Server)
     assert by_unit(ranked, "hadal_unit_formation") == dict.fromkeys(RANKS, 1.0)
 
 
+@pytest.mark.promise("Its successor joins between two steps and takes its share back.")
 @pytest.mark.parametrize(
     ("victim", "number"), [("decode-0.2", signal.SIGKILL), ("prefill-0.0", signal.SIGSTOP)]
 )
@@ -178,6 +179,7 @@ def test_ranks_that_no_leader_takes_over_are_ended_and_started_again(struck: Ser
     wait_until(lambda: is_whole(struck), "all ranks are counted")
 
 
+@pytest.mark.promise("its status is 200 as long as both roles have a rank that lives")
 @OTHERS
 def test_health_names_dead_ranks(struck: Server) -> None:
     def health() -> tuple[int, str, list[str]]:
@@ -195,6 +197,9 @@ def test_health_names_dead_ranks(struck: Server) -> None:
     wait_until(lambda: health() == whole, "all are back")
 
 
+@pytest.mark.promise(
+    "One that dies at every start is tried again later, as long as its unit works without it."
+)
 @OTHERS
 @pytest.mark.slow("a rank that cannot start rests for 15 s")
 def test_a_rank_that_cannot_start_is_put_off_while_the_others_serve(struck: Server) -> None:

@@ -85,7 +85,7 @@ def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder:
     assert json.loads(done.stdout)["decisions"] == dict(report.decisions)
 
 
-@pytest.mark.more("recordings of simulated worlds have deaths of all kinds")
+@pytest.mark.more("a recording without deaths is replayed in `make test`")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("victim", "units", "num_processes"),

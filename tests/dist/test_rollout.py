@@ -106,6 +106,7 @@ def other_weights(folder: Path) -> None:
         save_file(tensors, path, {"format": "pt"})
 
 
+@pytest.mark.promise("its units are replaced one by one, and no request fails")
 @pytest.mark.parametrize(
     "decode",
     [
@@ -172,7 +173,11 @@ def test_another_tokenizer_or_shape_is_refused(server: Server, tmp_path: Path) -
     assert (done.exit_code, "no `hadal serve` runs there" in done.stderr) == (2, True)
 
 
-@pytest.mark.more("simulated fleets have rollouts that stop")
+@pytest.mark.promise(
+    "A new unit that does not come up ends the rollout there, and the old ones go on: "
+    "hadal rollout --model OLD leads back."
+)
+@pytest.mark.more("unit tests of the fleet have rollouts that stop")
 @pytest.mark.slow("three units are replaced twice")
 def test_what_does_not_come_up_stops_it_and_the_way_back_is_another_rollout(
     start_server: StartServer, tmp_path: Path

@@ -199,6 +199,10 @@ def audited(server: Server) -> None:
     assert all(unit["num_blocks_used"] == 0 for unit in reply.json()["units"].values()), reply.text
 
 
+@pytest.mark.promise(
+    "A dead or frozen rank is noticed within two seconds, the unit goes on without it, no"
+    " request shows it"
+)
 @pytest.mark.slow("each round waits until the server is whole again")
 @pytest.mark.timeout(3600)
 def test_no_answer_shows_what_died_or_froze(start_server: StartServer) -> None:

@@ -100,6 +100,7 @@ class Asking:
                 self.agents.add(message.node)
 
 
+@pytest.mark.promise("waits for the nodes of each unit, all of them or none")
 def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> None:
     deployment = msgspec.structs.replace(
         read_deployment(ROOT / "configs" / "v3_ep32_ep144.toml"),

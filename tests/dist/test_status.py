@@ -20,6 +20,12 @@ def hadal(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 
+@pytest.mark.promise(
+    "prints the last lines of a unit's processes in order, whether or not the server answers"
+)
+@pytest.mark.promise(
+    "what runs here, what was started again and why, what is wrong; what its processes wrote last"
+)
 @pytest.mark.more("a server is asked in `make test`, too")
 def test_a_killed_rank_is_told_of(mortal: StartServer) -> None:
     server = mortal(decode={"ranks": 2, "redundant_experts": 16})
@@ -45,6 +51,9 @@ def test_a_killed_rank_is_told_of(mortal: StartServer) -> None:
     assert len(hadal("logs", "-n", "3", *folder).stdout.splitlines()) == 3
 
 
+@pytest.mark.promise(
+    "prints the last lines of a unit's processes in order, whether or not the server answers"
+)
 @pytest.mark.more("it starts a server that ends")
 def test_a_log_is_followed_until_the_server_ends(start_server: StartServer) -> None:
     server = start_server()

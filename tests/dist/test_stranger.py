@@ -212,6 +212,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     assert [ask(server, number) for number in range(10, 14)] == wanted
 
 
+@pytest.mark.promise("One secret a deployment, drawn at start, stands in its 0600 run file")
 @pytest.mark.more("a server of its own, for a look at its files")
 def test_the_secret_is_nowhere_but_in_the_run_file(start_server: StartServer) -> None:
     server = start_server(environment={"HADAL_API_KEYS": "a-key-of-ours"})

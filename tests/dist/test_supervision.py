@@ -33,6 +33,10 @@ def wait_replaced(server: Server, name: str, old_pid: int) -> None:
     wait_until(lambda: server.pids()[name] != old_pid, f"the end of {name} was noticed")
 
 
+@pytest.mark.promise(
+    "so each attempt there goes to RETRYING, is prefilled elsewhere with what was already"
+    " streamed, and the stream goes on"
+)
 @pytest.mark.parametrize(
     "victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.more("it has no stream"))]
 )
@@ -62,6 +66,10 @@ def test_requests_survive_the_prefill_unit_they_wait_for(mortal: StartServer) ->
     server.wait_restarted("prefill-0", old_pid)
 
 
+@pytest.mark.promise("It is started again on the same listening socket")
+@pytest.mark.promise(
+    "its first message (FrontUp, a new epoch) makes the leaders free all they held"
+)
 def test_a_killed_gateway_comes_back_and_connections_wait_for_it(mortal: StartServer) -> None:
     server = mortal()
     undisturbed = complete(server, NUM_TOKENS)
@@ -132,6 +140,10 @@ def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(mortal: Star
     assert "has not moved for" not in server.log()[num_bytes:]
 
 
+@pytest.mark.promise(
+    "A leader's heartbeat is missing for unit_timeout_s, or a step exceeds its deadline: "
+    "the process is ended"
+)
 @pytest.mark.more("worlds have silent units in simulated time")
 def test_a_silent_unit_is_killed_and_its_requests_go_on(mortal: StartServer) -> None:
     server = mortal()
@@ -161,6 +173,10 @@ def fork_servers(server: Server) -> list[int]:
     return found
 
 
+@pytest.mark.promise(
+    "Any child ends with the supervisor from its first line on, before it imports anything"
+)
+@pytest.mark.promise("the fork server removes its run folder and shared memory at once")
 def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
     """As a user's shell starts it, which is slower."""
     server = start_server(is_plain=True)
@@ -190,18 +206,17 @@ def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartS
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    # A killed process counts as gone when its first thread is; the others may hold its lock a
-    # moment longer.
-    swept: set[str] = set()
 
     def all_swept() -> bool:
-        swept.update(remove_stale_shared_memory())
-        return set(pools) <= swept
+        remove_stale_shared_memory()  # Or a server of another test has, which starts just now.
+        return not server.shared_pools()
 
+    # A killed process counts as gone when its first thread is; the others may hold its lock a
+    # moment longer.
     wait_until(all_swept, "all its pools are swept")
-    assert server.shared_pools() == []
 
 
+@pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartServer) -> None:
     server = start_server()
     undisturbed = complete(server, NUM_TOKENS)
@@ -289,6 +304,10 @@ def test_two_servers_do_not_mix(borrow: StartServer) -> None:
     assert len(taken.stderr.splitlines()) == 1
 
 
+@pytest.mark.promise(
+    "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
+    "format json writes for programs."
+)
 @pytest.mark.more("unit tests of the log have lines in both forms")
 def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> None:
     server = start_server("--log-format", "json")
@@ -315,6 +334,7 @@ def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> Non
     )
 
 
+@pytest.mark.promise("Whatever takes long says on stderr how far it is.")
 @pytest.mark.more("it waits 10 s for a line of the log")
 @pytest.mark.slow("a start is told of every 10 s")
 def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ NUMBERS = itertools.count()
 """Of the requests: no two are the same."""
 
 
+@pytest.mark.promise(
+    "Overload is a 429 for the tenant that overloads, and a tenant alone may use everything."
+)
 @pytest.mark.parametrize(
     "name",
     [

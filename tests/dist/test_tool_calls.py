@@ -234,6 +234,10 @@ def assert_same(
         assert what_came(ours) == what_came(theirs), body
 
 
+@pytest.mark.promise(
+    "With strict the arguments are held to the tool's schema as well, under auto from the"
+    " mark on that begins calls."
+)
 @SERVED
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 3] if FULL else [2])
@@ -298,6 +302,9 @@ def streamed(server: Server, body: dict[str, Any]) -> Any:
     return calls, finish
 
 
+@pytest.mark.promise(
+    "Calls are streamed, the name first; what is no whole call is shown as content."
+)
 def test_streams(marked: Server, bodies: list[dict[str, Any]], expected: list[Any]) -> None:
     num = 0
     for body, choices in zip(bodies, expected, strict=True):
@@ -348,6 +355,9 @@ def test_prefixes(marked: Server) -> None:
             jsonschema.validate(json.loads(messages[1]["content"] + text), CONTENT)
 
 
+@pytest.mark.promise(
+    "A schema that cannot be followed is a 400 that names the tool and the keyword"
+)
 def test_what_cannot_be_followed_is_refused_by_name(marked: Server) -> None:
     function = {"name": "mine", "strict": True, "parameters": closed(a={"not": {"type": "null"}})}
     body = {

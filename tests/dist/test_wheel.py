@@ -14,7 +14,6 @@ import pytest
 from tests.dist.conftest import StartServer
 from tests.waiting import DEADLINE_S
 
-pytestmark = pytest.mark.more("a wheel is built and installed")
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("src", "models", "configs", "pyproject.toml", "README.md", "LICENSE")
 """What a wheel is built from."""
@@ -46,6 +45,7 @@ def _pip(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.promise("the wheel has hadal-tiny, the deployments and the kernels' sources")
 def test_it_finds_its_model_its_deployments_and_its_kernels(
     installed: Path, tmp_path: Path
 ) -> None:
@@ -79,6 +79,8 @@ print(Path(hadal.__file__).parent / "commands" / "templates" / "day.html")
     assert not any(path.is_symlink() for path in installed.rglob("*"))
 
 
+@pytest.mark.promise("the wheel has hadal-tiny, the deployments and the kernels' sources")
+@pytest.mark.more("the other test finds all that a wheel has")
 def test_it_serves(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:

@@ -75,6 +75,7 @@ def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> N
     assert disk[cache.STORED_BLOCKS] > 0
 
 
+@pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
 def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
     faults = DiskFaults(load_rate=0.2, damage_rate=0.2, store_rate=0.2, drop_rate=0.2)
     make = partial(chats_world, cache=DISK, disk_faults=faults, is_calm=True)

@@ -169,6 +169,9 @@ def test_a_new_regime_is_followed(seed: int) -> None:
     assert unit.leader.experts.num_replicas_moved > moved
 
 
+@pytest.mark.promise(
+    "A failed or late stage leaves the old placement in force, as does a new formation"
+)
 @pytest.mark.parametrize("how", ["kill", "stop", "hang"])
 @pytest.mark.parametrize("state", list(InstallState))
 @pytest.mark.parametrize("seed", seeds(1, 1))

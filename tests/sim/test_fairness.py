@@ -181,6 +181,9 @@ def run_drawn(seed: int) -> Watch:
     return watch
 
 
+@pytest.mark.promise(
+    "what they were served over their weights differs by no more than 2 max(L, 2 M) and that burst"
+)
 @pytest.mark.campaign("more worlds")
 @pytest.mark.slow("fifty worlds at `more`")
 def test_service_of_tenants_that_wait_differs_by_no_more_than_the_bound() -> None:

@@ -199,6 +199,10 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
     return max(told.values()) - struck_s, world.clock.now() - struck_s
 
 
+@pytest.mark.promise(
+    "A dead or frozen rank is noticed within two seconds, the unit goes on without it, no"
+    " request shows it"
+)
 @pytest.mark.parametrize(
     ("how", "limit_s"), [("kill", NOTICED_S + 0.1), ("stop", 2.0), ("hang", 2.0)]
 )

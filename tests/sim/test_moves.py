@@ -71,6 +71,10 @@ def run_watched(seed: int, request_balance: str = "auto", *, is_calm: bool = Fal
     return watches[0]
 
 
+@pytest.mark.promise(
+    "It keeps its blocks at the source until it has arrived, so a failed copy only costs "
+    "it the steps it stood still: three at most."
+)
 @pytest.mark.parametrize("seed", seeds(1, 2, 10))
 def test_nobody_notices_a_move(seed: int) -> None:
     watch = run_watched(seed)

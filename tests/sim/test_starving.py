@@ -23,6 +23,9 @@ def starved(world: World, apart_s: float) -> World:
     return world
 
 
+@pytest.mark.promise(
+    "Time without a processor does not count, nor time in which the judge itself stood still"
+)
 @pytest.mark.parametrize("seed", seeds(1, 2, 4))
 @pytest.mark.parametrize("apart_s", [0.3, 2.0, 5.0])
 def test_nobody_is_given_up_where_everybody_is_late(seed: int, apart_s: float) -> None:

@@ -69,6 +69,9 @@ class Watched:
         assert errors <= {None, "cancelled: the client went away"}
 
 
+@pytest.mark.promise(
+    "another leader on another node of the unit takes the ranks over, with weights and KV"
+)
 @pytest.mark.campaign("more seeds")
 def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
     """Nearly all: what was on its way between ranks or units is tried again."""

@@ -194,6 +194,7 @@ def test_the_world_sees_by_itself_what_ledgers_may_miss(
     assert re.search(says, *errors.values()), errors
 
 
+@pytest.mark.promise("tests/sim has small worlds with faults, where every token is checked.")
 def test_kv_of_other_weights_shows_in_what_clients_get(monkeypatch: pytest.MonkeyPatch) -> None:
     weights_mixed(monkeypatch)
     wanted = {OTHER_WEIGHTS, "many units"}

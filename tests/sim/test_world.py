@@ -48,6 +48,7 @@ def test_ranks_come_and_go(seed: int) -> None:
     run_seed(seed, ranked_world)
 
 
+@pytest.mark.promise("admission and preemption that lose nothing")
 @pytest.mark.campaign("more seeds")
 def test_preemption_loses_nothing() -> None:
     new = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -38,9 +39,11 @@ class Held:
     """`make test` runs it; otherwise `make test-more` does."""
 
 
-def held() -> list[Held]:
+@functools.cache
+def held() -> tuple[Held, ...]:
     """Return all marks, by file and line."""
-    return [one for path in sorted((ROOT / "tests").rglob("test_*.py")) for one in _marks(path)]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return tuple(one for path in files for one in _marks(path))
 
 
 def page_of(sentence: str) -> Path | None:
@@ -101,6 +104,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"[*\[\]`]", "", text)).strip()
 
 
+@functools.cache
 def _text(page: Path) -> str:
     return _plain(page.read_text(encoding="utf-8"))
 

@@ -17,6 +17,7 @@ def ids(point: Point) -> str:
     return f"{point.id} {point.what[:40]}"
 
 
+@pytest.mark.promise("a test compares this page with what the command prints")
 def test_the_page_is_what_the_command_prints() -> None:
     written = PAGE.read_text(encoding="utf-8")
     systems, found, table = written.partition(SILICON_HEAD)
@@ -35,6 +36,7 @@ def test_the_silicon_rows_are_what_the_command_prints() -> None:
     )
 
 
+@pytest.mark.promise("aim: a limit is tested.")
 @pytest.mark.parametrize("point", AIMS, ids=ids)
 def test_an_aim_is_met(point: Point) -> None:
     assert point.within is not None

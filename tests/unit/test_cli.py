@@ -44,6 +44,7 @@ def test_every_command_explains_itself(command: str) -> None:
     assert f"{command} [OPTIONS]" in result.output
 
 
+@pytest.mark.promise("Each has --help with examples")
 @pytest.mark.parametrize(
     "command", sorted(command.name or "" for command in get_command(app).commands.values())
 )
@@ -80,6 +81,7 @@ TYPED = {
 """What each shell does at Tab behind `hadal serve --cache-f`."""
 
 
+@pytest.mark.promise("hadal completion bash lets Tab complete it")
 @pytest.mark.parametrize("shell", sorted(TYPED))
 def test_a_shell_learns_to_complete(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
@@ -176,6 +178,7 @@ def test_a_mistake_is_a_line_of_a_json_log() -> None:
     assert "port is 99999" in line["message"]
 
 
+@pytest.mark.promise("what would run where, in how much memory; starts nothing")
 def test_a_dry_run_prints_the_plan_and_starts_nothing() -> None:
     result = CliRunner().invoke(
         app, ["serve", "--config", str(ROOT / "configs" / "laptop_ep.toml"), "--dry-run"]
@@ -276,6 +279,7 @@ def test_the_laptops_file_shows_the_defaults() -> None:
             assert set(value) == set(written[name]), name
 
 
+@pytest.mark.promise("API keys come from a file (--api-keys-file keys.txt, one a line, chmod 600")
 def test_keys_come_from_a_file_that_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

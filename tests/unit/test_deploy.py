@@ -94,6 +94,7 @@ def test_the_image_has_all_that_a_wheel_is_built_from() -> None:
     assert {str(path.resolve().relative_to(ROOT)) for path in links} <= copied
 
 
+@pytest.mark.promise("an image that runs as nobody special (uid 10001)")
 def test_the_image_runs_as_nobody_special_and_serves_what_it_exposes() -> None:
     user = one("USER")
     assert user == HADAL["user"] == "10001:10001"
@@ -150,6 +151,7 @@ def test_compose_starts_a_server_that_can_run() -> None:
     assert HADAL["read_only"]
 
 
+@pytest.mark.promise("SIGTERM lets streams finish, a wrong deployment (exit 2) is not tried again")
 def test_the_unit_of_systemd_fits_its_command() -> None:
     options, found = unit_options(), unit()
     assert options["api_keys_file"]

@@ -6,6 +6,7 @@ import io
 import re
 import threading
 
+import pytest
 from rich.console import Console
 
 from hadal.progress import Bar
@@ -22,6 +23,7 @@ def printed(console: Console) -> str:
     return file.getvalue()
 
 
+@pytest.mark.promise("Whatever takes long says on stderr how far it is.")
 def test_a_file_gets_a_line_now_and_then() -> None:
     console = plain()
     with Bar("hadal test", 4.0, console=console, period_s=0.02) as bar:

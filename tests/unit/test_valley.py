@@ -103,6 +103,7 @@ def turn(job: Valley) -> None:
     job.go_on(0.0)
 
 
+@pytest.mark.promise("examples/ has a job for the nodes that a fleet leaves free")
 def test_it_takes_what_is_free_and_gives_what_others_wait_for(cluster: Cluster) -> None:
     job = Valley(limit=1000, piece_size=10, piece_s=0.0)
     turn(job)

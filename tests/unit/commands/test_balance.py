@@ -30,6 +30,7 @@ def loads_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.promise("draw a live unit's steps; place experts for measured loads")
 @pytest.mark.parametrize("mode", ["global", "hierarchical", "hybrid", "fast"])
 def test_json(loads_file: Path, mode: str) -> None:
     code, output = run(

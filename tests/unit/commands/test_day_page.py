@@ -91,6 +91,7 @@ def colours(part: Any, key: str = "") -> set[str]:
     return {part} if key.endswith("color") else set()
 
 
+@pytest.mark.promise("Every chart has its figures in a table")
 def test_every_section_and_every_chart_with_its_table_is_there() -> None:
     page = Page(text_of(RESULT))
     assert all(section in page.words for section in SECTIONS)
@@ -105,6 +106,7 @@ def test_every_section_and_every_chart_with_its_table_is_there() -> None:
     assert page.row("fleet.bundle") == ["fleet.bundle", "[3, 1]"]
 
 
+@pytest.mark.promise("Every chart has its figures in a table")
 def test_what_is_drawn_and_tabled_is_what_the_result_says() -> None:
     page = Page(text_of(RESULT))
     drawn = page.figures
@@ -134,6 +136,7 @@ def test_what_is_drawn_and_tabled_is_what_the_result_says() -> None:
         assert ["12:00", fluid, window] in page.rows
 
 
+@pytest.mark.promise("it opens from disk, loads nothing from anywhere")
 def test_it_loads_nothing_and_runs_only_what_is_in_it() -> None:
     text = text_of(RESULT)
     assert not re.search(r"://|url\(|@import|\bsrc=|\bhref=|<link|<iframe| on\w+=", text)

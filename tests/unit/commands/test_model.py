@@ -47,6 +47,10 @@ def found(*arguments: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.promise(
+    "which model that is, what it takes in memory (one host's, so far), which deployment "
+    "would serve it"
+)
 def test_the_model_that_ships() -> None:
     result = run()
     assert result.exit_code == 0
@@ -87,6 +91,10 @@ def test_an_indexer_is_told_and_its_key_is_part_of_the_kv(tmp_path: Path) -> Non
     assert "indexer " not in run(str(ROOT / "configs" / "deepseek_v3")).stdout
 
 
+@pytest.mark.promise(
+    "which model that is, what it takes in memory (one host's, so far), which deployment "
+    "would serve it"
+)
 def test_what_fits(tmp_path: Path) -> None:
     """Moonlight as it is stored: 32 GB in BF16, which its two units share."""
     folder = write(tmp_path, CONFIGS["Moonlight-16B-A3B"], BF16=31_920_000_000, F32=3_000_000)

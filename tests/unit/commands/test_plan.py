@@ -66,6 +66,10 @@ def test_json_and_files_of_a_plan_that_was_simulated(traffic: str, tmp_path: Pat
         assert made.fleet.decode_tokens_per_s == round(plan["decode"]["tokens_per_s"])
 
 
+@pytest.mark.promise(
+    "So one draft is priced as a what-if, and --mtp-tokens asks for some; the deployment "
+    "then makes them"
+)
 @pytest.mark.more(SEARCHED)
 def test_the_table_says_why_others_lose(traffic: str) -> None:
     result = run("--traffic", traffic, "--hardware", "h200,h800", "--no-verify")
@@ -84,6 +88,7 @@ def test_the_table_says_why_others_lose(traffic: str) -> None:
         assert said in words
 
 
+@pytest.mark.promise("H20 and B200 are left out until a price is given")
 @pytest.mark.more(SEARCHED)
 def test_hardware_without_a_price_is_left_out_until_one_is_given(traffic: str) -> None:
     arguments = ("--traffic", traffic, "--no-verify", "--json", "--slo", "ttft=5s,tpot=60ms")
@@ -109,6 +114,10 @@ def test_the_example_can_be_planned_with(tmp_path: Path) -> None:
     assert len(found["plans"]) == 1
 
 
+@pytest.mark.promise(
+    "A traffic may have a million requests/s and a plan 10,000 nodes at the peak; more is"
+    " refused, with what to change."
+)
 @pytest.mark.parametrize(
     ("rate", "why"),
     [
@@ -145,6 +154,7 @@ def test_a_search_that_finds_nothing_makes_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.promise("Traffic is a table (TOML) or a trace (Mooncake's JSON lines, Azure's CSV).")
 @pytest.mark.more(SEARCHED)
 def test_traces_are_read(tmp_path: Path) -> None:
     azure = tmp_path / "trace.csv"
@@ -257,6 +267,10 @@ def test_a_seed_below_zero_is_refused_by_its_name() -> None:
     assert "--seed" in result.stderr
 
 
+@pytest.mark.promise(
+    "So one draft is priced as a what-if, and --mtp-tokens asks for some; the deployment "
+    "then makes them"
+)
 def test_drafts_are_not_asked_of_a_model_that_has_no_module(tmp_path: Path) -> None:
     config = Path(__file__).resolve().parents[3] / "configs" / "deepseek_v3" / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8")) | {"num_nextn_predict_layers": 0}

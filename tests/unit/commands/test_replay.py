@@ -50,6 +50,9 @@ def write(folder: Path, recordings: list[Recording]) -> str:
     return str(folder)
 
 
+@pytest.mark.promise(
+    "exit code 0: every decision the same, in the same order; 1: which was the first that is not"
+)
 def test_the_same(recordings: list[Recording], tmp_path: Path) -> None:
     folder = write(tmp_path, recordings)
     shown = call(folder)
@@ -65,6 +68,13 @@ def test_the_same(recordings: list[Recording], tmp_path: Path) -> None:
     assert {"from", "to", "messages", "median_ms", "max_ms"} == set(report["wire"][0])
 
 
+@pytest.mark.promise(
+    "exit code 0: every decision the same, in the same order; 1: which was the first that is not"
+)
+@pytest.mark.promise(
+    "time, events and effects the recorded ones, byte for byte, or the replay ends and "
+    "names the difference"
+)
 def test_different(recordings: list[Recording], tmp_path: Path) -> None:
     first = recordings[-1]
     calls = (msgspec.structs.replace(first.calls[0], effects=(WakeAt(1.0),)), *first.calls[1:])
@@ -84,6 +94,10 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert "has no .rec files" in shown.stderr
 
 
+@pytest.mark.promise(
+    "every process that hosts a role writes how the role was made, and each call: when, "
+    "what it heard, what it answered"
+)
 @pytest.mark.parametrize(
     ("process", "made", "kind"),
     [

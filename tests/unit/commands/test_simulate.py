@@ -20,6 +20,10 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["simulate", *arguments])
 
 
+@pytest.mark.promise(
+    "result.json has every figure, report.html shows them, step.trace.json is one step "
+    "for ui.perfetto.dev."
+)
 @pytest.mark.slow("a day, its cache and a window, each in a new process")
 def test_a_day_in_two_processes(tmp_path: Path) -> None:
     """Only JSON is printed, and the same lies in the folder, with a page and a trace beside it."""
@@ -63,6 +67,7 @@ def test_a_day_in_two_processes(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.promise("hadal simulate --print-config prints all of it.")
 def test_all_that_can_be_set_is_printed() -> None:
     result = run(
         "--print-config",
@@ -123,6 +128,7 @@ def test_a_mistake_is_one_line_and_makes_no_folder(
     assert not out.exists()
 
 
+@pytest.mark.promise("A TPOT below what one request a rank is priced at is refused at once.")
 def test_a_promise_that_no_unit_keeps_is_one_line(tmp_path: Path) -> None:
     """Of the published day: nothing of it is simulated for that, and no folder made."""
     config = tmp_path / "fast.toml"

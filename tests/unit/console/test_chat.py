@@ -20,6 +20,7 @@ def test_a_block_of_code_is_one_from_its_first_line_on(end: str) -> None:
     assert found.count("<h1>") == end.count("heading")
 
 
+@pytest.mark.promise("Answers are markdown; HTML in them is text, and pictures are links.")
 def test_html_is_text() -> None:
     said = "A Vec<T>, <style>body { display: none }</style> and <i class='h-stop'>this</i>"
     assert re.findall("<[a-z]+", rendered(said)) == ["<p"]

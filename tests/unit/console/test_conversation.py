@@ -1,5 +1,7 @@
 """What a browser keeps of conversations, and what is read of it."""
 
+import pytest
+
 from hadal.console.conversation import (
     ChatAnswer,
     ChatTurn,
@@ -29,6 +31,10 @@ def test_a_conversation_is_read_as_it_was_kept() -> None:
         assert read("a", other) is None
 
 
+@pytest.mark.promise(
+    "An answer is kept as it comes, so one that is left, or whose page is loaded anew, "
+    "stays as far as it came."
+)
 def test_an_answer_whose_page_went_is_a_stopped_one() -> None:
     """It is kept while it comes in."""
     kept = Conversation("a", turns=[ChatTurn("Count.", [ChatAnswer(content="1 2")])])

@@ -59,6 +59,7 @@ def test_an_error_that_nobody_expected_is_logged_and_the_console_goes_on(
     assert "what nobody thought of" in caplog.text
 
 
+@pytest.mark.promise("Used and idle GPU-hours, and their cost, add up to what was paid for.")
 def test_what_tenants_cost_is_what_was_paid_until_there_are_too_many_requests(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -162,6 +163,7 @@ def test_warnings_push_out_no_error_and_the_last_of_all_processes_stay(
     assert [line.time for line in frame.lines] == sorted(line.time for line in frame.lines)
 
 
+@pytest.mark.promise("Percentiles are of the last minute; where nothing came, there are none.")
 def test_percentiles_are_of_what_came_lately() -> None:
     series = Series()
 

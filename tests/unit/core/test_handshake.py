@@ -61,6 +61,7 @@ def test_a_proof_is_no_answer_of_the_other_side_and_none_on_another_connection()
     assert not acceptor.is_proof(later.proof(b"x"), b"x")
 
 
+@pytest.mark.promise("Processes prove themselves to each other before anything is said over TCP")
 def test_nothing_is_proven_before_a_challenge_and_one_challenge_is_enough() -> None:
     alone = Handshake(KEY, os.urandom(NONCE_BYTES), is_connector=True, port=7)
     assert not alone.is_proof(alone.proof(b"x"), b"x")
@@ -74,6 +75,7 @@ def test_nothing_is_proven_before_a_challenge_and_one_challenge_is_enough() -> N
         Handshake(b"short", os.urandom(NONCE_BYTES), is_connector=True, port=7)
 
 
+@pytest.mark.promise("mesh, KV and experts over TCP prove it in a handshake and tag every record")
 def test_a_tag_is_right_for_its_record_its_number_its_direction_and_its_connection() -> None:
     connector, acceptor = pair(sealed=(True, True))
     out, into = connector.seal(is_outgoing=True), acceptor.seal(is_outgoing=False)

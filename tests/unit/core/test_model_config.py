@@ -133,6 +133,9 @@ def test_what_only_one_of_the_family_has() -> None:
     assert parse_model_config({**V3, "eos_token_id": None}, "f").eos_token_ids == ()
 
 
+@pytest.mark.promise(
+    "A file of V3.2 that goes by V3's model_type is known by its index_topk and served as V3.2"
+)
 @pytest.mark.parametrize(
     "named",
     [
@@ -191,6 +194,10 @@ def test_layers_of_glm_are_dense_first_and_then_sparse() -> None:
             parse_model_config({**glm, "mlp_layer_types": kinds}, "f")
 
 
+@pytest.mark.promise(
+    "DeepSeek-V4, GLM-5, Kimi-K2.5 and K3, and INT4, AWQ, GPTQ, NVFP4 and MXFP4 weights "
+    "are refused by name."
+)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -209,6 +216,10 @@ def test_what_looks_like_the_family_is_refused_by_name(changes: dict[str, Any], 
     assert str(error.value).startswith(f"f: this is {words}")
 
 
+@pytest.mark.promise(
+    "DeepSeek-V4, GLM-5, Kimi-K2.5 and K3, and INT4, AWQ, GPTQ, NVFP4 and MXFP4 weights "
+    "are refused by name."
+)
 @pytest.mark.parametrize(
     ("method", "words"),
     [

@@ -93,6 +93,13 @@ def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
     assert sum(fact.tokens_out for fact in facts) == usage["completion_tokens"]
 
 
+@pytest.mark.promise(
+    "A prompt is billed once it has its first token, and once for all its choices."
+)
+@pytest.mark.promise(
+    "output tokens as usage counts them, for a client that left those handed to its "
+    "connection until then"
+)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     "fields", [{}, {"n": 3}, {"prompt": ["one", "the other"], "n": 2}, {"stop": "c"}]
@@ -139,6 +146,7 @@ def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[st
         )
 
 
+@pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_that_is_only_scored_is_billed_as_prompt(model: ServedModel, stream: bool) -> None:
     async def steps(it: World, sink: List) -> None:
@@ -165,6 +173,10 @@ def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
     run(model, spell(model, "abcdefghij"), steps)
 
 
+@pytest.mark.promise(
+    "output tokens as usage counts them, for a client that left those handed to its "
+    "connection until then"
+)
 def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> None:
     """The fact says how many; the stream was cut after as many."""
     seen: list[bytes] = []
@@ -213,6 +225,9 @@ def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> 
     )
 
 
+@pytest.mark.promise(
+    "A fact for every generation, when its HTTP request has ended, however it did."
+)
 def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
     async def steps(it: World, sink: List) -> None:
         it.units.go.clear()
@@ -253,6 +268,10 @@ def test_what_never_was_a_generation_is_no_fact(model: ServedModel, wrong: dict[
     assert run(model, spell(model, "abc"), steps) == []
 
 
+@pytest.mark.promise(
+    "A tenant is an API key, by the name that its keys file gives it, or by one (t- and "
+    "ten hex digits) that is a hash of a hash of it"
+)
 def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
     async def steps(it: World, sink: List) -> None:
         for key in ("key-one", "key-two", "key-one"):

@@ -157,6 +157,7 @@ def asked_of(fact: RequestFact) -> str:
     return fact.request_id.rpartition("-")[0]
 
 
+@pytest.mark.promise("Servers may share a ledger, not batches")
 def test_servers_that_share_a_ledger_share_no_batches(tmp_path: Path) -> None:
     ledger = str(tmp_path / "ledger.sqlite")
     places = {batches_url("auto", ledger, port) for port in (8000, 8100)}
@@ -174,6 +175,10 @@ def test_without_a_ledger_there_are_none(model: ServedModel) -> None:
     asyncio.run(steps())
 
 
+@pytest.mark.promise(
+    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
+    "and is charged once"
+)
 def test_an_answer_that_was_written_unheard_is_charged(model: ServedModel, tmp_path: Path) -> None:
     async def steps() -> None:
         store = _Failing(tmp_path / "b.sqlite")
@@ -215,6 +220,10 @@ def test_a_write_that_outlives_its_line_is_charged(model: ServedModel, tmp_path:
     asyncio.run(steps())
 
 
+@pytest.mark.promise(
+    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
+    "and is charged once"
+)
 def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
     model: ServedModel, tmp_path: Path
 ) -> None:
@@ -504,6 +513,7 @@ def test_a_fault_in_one_line_is_that_line_s_alone(
     assert "nobody thought of this" in caplog.text
 
 
+@pytest.mark.promise("While it is down they answer 503 and what runs waits; it is tried again.")
 def test_a_store_that_is_down_at_the_start_is_waited_for(
     model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -226,6 +226,10 @@ def num_public(
     return prompt.num_public, prompt.ids
 
 
+@pytest.mark.promise(
+    '"cache_salt": "public" shares what a chat\'s leading system messages leave behind, in'
+    " whole blocks, with everybody who sends the same and says so too"
+)
 @pytest.mark.parametrize("template", [TEMPLATE, HOISTING])
 def test_what_is_public_is_bos_and_the_leading_system_messages(folder: Path, template: str) -> None:
     encode = read_vocabulary(folder).encode_controlled

@@ -69,6 +69,10 @@ def test_routes_are_the_table_s(model: ServedModel) -> None:
     gateway.service.close()
 
 
+@pytest.mark.promise(
+    "GET /openapi.json describes every endpoint (OpenAPI 3.1), made from the structs that"
+    " read bodies"
+)
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
@@ -163,6 +167,10 @@ def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: Path) 
     play(model, scene, store=store_in(tmp_path))
 
 
+@pytest.mark.promise(
+    "GET /openapi.json describes every endpoint (OpenAPI 3.1), made from the structs that"
+    " read bodies"
+)
 def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
     """What the examples above send is what the description allows; what is refused, it forbids
     where a type can say so.

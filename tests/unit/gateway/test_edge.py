@@ -24,6 +24,10 @@ from .world import World
 LOCAL = {"bound_host": "127.0.0.1"}
 
 
+@pytest.mark.promise(
+    "A server without keys on this machine answers only to this machine's names and "
+    "pages; [gateway] allowed_hosts and cors_origins add others."
+)
 def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel) -> None:
     """A page whose name was made to point here (DNS rebinding) sends that name."""
 
@@ -62,6 +66,10 @@ def test_elsewhere_any_name_will_do(model: ServedModel, options: dict[str, Any])
     play(model, scene, **options)
 
 
+@pytest.mark.promise(
+    "A server without keys on this machine answers only to this machine's names and "
+    "pages; [gateway] allowed_hosts and cors_origins add others."
+)
 def test_pages_of_other_origins(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         def headers(origin: str) -> dict[str, str]:
@@ -104,6 +112,10 @@ def test_pages_of_other_origins(model: ServedModel) -> None:
     play(model, scene, **LOCAL, settings=GatewayConfig(cors_origins=("https://chat.example",)))
 
 
+@pytest.mark.promise(
+    "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
+    "format json writes for programs."
+)
 def test_request_ids_come_back(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         for path, status in (("/v1/models", 200), ("/nothing", 404), ("/v1/chat/completions", 405)):
@@ -150,6 +162,10 @@ def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, kind: 
     play(model, scene, settings=GatewayConfig(access_log=kind))
 
 
+@pytest.mark.promise(
+    "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
+    "format json writes for programs."
+)
 def test_lines_about_a_request_carry_its_id(model: ServedModel) -> None:
     """Those of the request's own task, and those about what units say of it."""
     lines = io.StringIO()
@@ -202,6 +218,7 @@ def test_the_addresses_that_people_try(model: ServedModel) -> None:
     play(model, scene)
 
 
+@pytest.mark.promise("it opens with a key that has the right operator, as /audit and /trace do")
 def test_what_counts_all_tenants_is_for_operators(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         for path in ("/audit", "/trace", "/metrics"):

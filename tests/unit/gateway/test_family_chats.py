@@ -238,6 +238,10 @@ def chats(
         chat.close()
 
 
+@pytest.mark.promise(
+    "Chats of V3, R1, V3.1, Kimi-K2, GLM-4.7-Flash and GigaChat3 are compared with "
+    "prompts written by hand"
+)
 @pytest.mark.parametrize(("name", "turns", "thinking", "text", "thinks"), EXPECTED)
 def test_a_chat_is_as_the_model_learnt_it(
     chats: dict[str, ChatFormat],
@@ -254,6 +258,9 @@ def test_a_chat_is_as_the_model_learnt_it(
     assert prompt.thinks == thinks
 
 
+@pytest.mark.promise(
+    "What tools answer, and what clients write about them, never becomes a control token."
+)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_a_user_types_steers_nothing(
     chats: dict[str, ChatFormat], vocabulary: Vocabulary, name: str

@@ -246,6 +246,14 @@ def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> 
     run(scene)
 
 
+@pytest.mark.promise(
+    "its own streams end, no other; of the one with the front, too, whose successor finds"
+    " what the others have open"
+)
+@pytest.mark.promise(
+    "they give what they have open to the next front, with what was delivered, and those "
+    "streams continue"
+)
 def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, TEXT), step_s=0.002) as it:
@@ -476,6 +484,10 @@ def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedModel) ->
     run(scene)
 
 
+@pytest.mark.promise(
+    "its own streams end, no other; of the one with the front, too, whose successor finds"
+    " what the others have open"
+)
 def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:

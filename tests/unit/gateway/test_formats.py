@@ -77,6 +77,10 @@ def test_a_schema_that_no_text_satisfies_is_refused(
         formats.text(AnswerFormat("mine", {"$ref": "#"}), follows_reasoning=follows_reasoning)
 
 
+@pytest.mark.promise(
+    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more than"
+    " .25 s of a core to look at."
+)
 @pytest.mark.parametrize("schema", [unanchored(14), intersections(8)], ids=["regex", "product"])
 def test_what_takes_too_long_to_look_at_is_refused(
     formats: Formats, monkeypatch: pytest.MonkeyPatch, schema: Any
@@ -88,6 +92,7 @@ def test_what_takes_too_long_to_look_at_is_refused(
     formats.text(AnswerFormat("short", closed(a={})), follows_reasoning=False)
 
 
+@pytest.mark.promise("A model that thinks does so freely first: the format begins behind </think>.")
 @pytest.mark.parametrize("thinking", [True, False])
 def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
     service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))
@@ -144,6 +149,10 @@ def test_a_model_that_opens_its_reasoning_itself_may(
         assert (grammar.begins_with, grammar.begins_after) == (ids["<think>"], ids["</think>"])
 
 
+@pytest.mark.promise(
+    "What cannot be followed is a 400 before anything is computed, and its message names "
+    "the keyword"
+)
 def test_over_http(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         body = {**CHAT, "response_format": json_schema({"type": "array", "uniqueItems": True})}

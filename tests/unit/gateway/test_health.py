@@ -59,6 +59,11 @@ def test_whole() -> None:
     )
 
 
+@pytest.mark.promise(
+    "/health says starting, ready, degraded or draining, and by name which units, ranks "
+    "and gateways are missing"
+)
+@pytest.mark.promise("its status is 200 as long as both roles have a rank that lives")
 def test_a_unit_and_a_rank_are_missing() -> None:
     code, fields = seen(
         DEPLOYMENT, {"prefill": {"prefill-1": 1}, "decode": {"decode-0": 3}}, load("decode-0", 3, 2)
@@ -70,6 +75,10 @@ def test_a_unit_and_a_rank_are_missing() -> None:
     )
 
 
+@pytest.mark.promise(
+    "/health says starting, ready, degraded or draining, and by name which units, ranks "
+    "and gateways are missing"
+)
 def test_a_gateway_is_missing() -> None:
     deployment = Deployment(gateway=GatewayConfig(processes=2))
     units = {"prefill": {"prefill-0": 1}, "decode": {"decode-0": 1}}
@@ -78,6 +87,7 @@ def test_a_gateway_is_missing() -> None:
     assert seen(deployment, units, gateways=("gateway", "gateway-1"))[1]["status"] == "ready"
 
 
+@pytest.mark.promise("its status is 200 as long as both roles have a rank that lives")
 @pytest.mark.parametrize("decode", [{"decode-0": 0}, {}])
 def test_nothing_to_serve_with(decode: dict[str, int]) -> None:
     units = {**WHOLE, "decode": decode}
@@ -91,6 +101,10 @@ def test_a_unit_whose_ranks_wait_for_a_leader_is_missing() -> None:
     assert (code, fields["status"], fields["missing"]) == (503, "degraded", ["decode-0"])
 
 
+@pytest.mark.promise(
+    "/health says starting, ready, degraded or draining, and by name which units, ranks "
+    "and gateways are missing"
+)
 def test_before_the_first_and_after_the_last_request() -> None:
     code, fields = seen(DEPLOYMENT, {"prefill": {"prefill-0": 1}}, has_begun=False)
     assert (code, fields["status"], fields["missing"]) == (

@@ -145,6 +145,10 @@ def choosings(draw: st.DrawFn) -> Choosing:
     return Choosing(tuple(tools), True, name, draw(st.booleans()))
 
 
+@pytest.mark.promise(
+    "With strict the arguments are held to the tool's schema as well, under auto from the"
+    " mark on that begins calls."
+)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), thinks=st.booleans())
 def test_forced_calls_are_right_whatever_is_drawn(
@@ -170,6 +174,10 @@ def test_forced_calls_are_right_whatever_is_drawn(
         assert piece.finish == ("tool_calls" if num and not choosing.is_parallel else "length")
 
 
+@pytest.mark.promise(
+    "With strict the arguments are held to the tool's schema as well, under auto from the"
+    " mark on that begins calls."
+)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), before=st.text(max_size=5))
 def test_chosen_calls_are_right_wherever_they_come(
@@ -206,6 +214,10 @@ def test_what_models_write_is_allowed_as_they_write_it(format: ToolFormat) -> No
             follower.advance([token])
 
 
+@pytest.mark.promise(
+    "A row behind drafts gets the mask of the text with those drafts, and is drawn from "
+    "only if they were drawn"
+)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_drafts_change_no_mask(format: ToolFormat) -> None:
     """Rows behind drafts are those of a text that has them: where calls begin and end among them,
@@ -312,6 +324,9 @@ def test_what_can_be_followed_passes(formats: Formats, format: ToolFormat) -> No
         assert text == held(format, choosing, is_opened=is_opened).text
 
 
+@pytest.mark.promise(
+    "A schema that cannot be followed is a 400 that names the tool and the keyword"
+)
 def test_what_cannot_be_followed_is_said_of_the_tool(formats: Formats) -> None:
     bad = tool("bad", closed(a={"not": {}}))
     for format in (V3, V31, KIMI):

@@ -30,6 +30,10 @@ def text_of(stream: str) -> str:
     return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
 
 
+@pytest.mark.promise(
+    "so each attempt there goes to RETRYING, is prefilled elsewhere with what was already"
+    " streamed, and the stream goes on"
+)
 @pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
 def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:
     """A unit dies in the middle; a new one starts. The stream goes on where it stopped, every token

@@ -21,6 +21,7 @@ from .scenes import CHAT, TEXT, error_of, events, play
 from .world import World
 
 
+@pytest.mark.promise("Paths without /v1 work as well.")
 @pytest.mark.parametrize("prefix", ["", "/v1", "/beta"])
 def test_chat(model: ServedModel, prefix: str) -> None:
     async def scene(it: World) -> None:
@@ -230,6 +231,7 @@ def test_no_such_place(model: ServedModel) -> None:
     play(model, scene)
 
 
+@pytest.mark.promise("A key is sent as Authorization: Bearer KEY or x-api-key: KEY.")
 def test_keys(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         for header in (None, "Bearer wrong", "Basic kéy", "Bearer", "kéy"):
@@ -300,6 +302,7 @@ def test_slow_body(model: ServedModel) -> None:
     play(model, scene, patience=Patience(body_s=0.05))
 
 
+@pytest.mark.promise("takes all of a request or refuses it with 429 or 503 and a time to come back")
 def test_too_many_requests(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.go.clear()
@@ -400,6 +403,7 @@ def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None:
     play(model, scene, keys=("one", "two"), limits=LimitsConfig(max_running=1, max_queued=1))
 
 
+@pytest.mark.promise("takes all of a request or refuses it with 429 or 503 and a time to come back")
 def test_no_units(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.tell(UnitDown("decode-0", "killed"))

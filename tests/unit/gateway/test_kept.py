@@ -114,6 +114,8 @@ def gateways(lost: set[str]) -> list[Responses]:
     return made
 
 
+@pytest.mark.promise("Of several gateways any finds what any other keeps")
+@pytest.mark.promise("One key's responses do not exist for another.")
 @pytest.mark.parametrize("owner", range(3))
 @pytest.mark.parametrize("asked", range(3))
 def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> None:
@@ -150,6 +152,7 @@ def test_items_of_many_responses_are_not_looked_for() -> None:
         asyncio.run(gateways(set())[1].bodies_with("t", item_ids))
 
 
+@pytest.mark.promise("One that does not answer is a 503 to try again")
 @pytest.mark.parametrize("lost", [FRONT, "gateway-2"])
 def test_a_gateway_that_does_not_answer_is_told_from_one_that_keeps_nothing(
     lost: str, monkeypatch: pytest.MonkeyPatch

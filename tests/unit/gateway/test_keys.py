@@ -113,6 +113,9 @@ def keys_file(folder: Path, *lines: str) -> Path:
     return path
 
 
+@pytest.mark.promise(
+    "add prints the key, this once: 256 random bits, of which the file has the SHA-256"
+)
 def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "# ours", "sk-old priority")
     run = CliRunner().invoke
@@ -163,6 +166,10 @@ def test_the_command_refuses_what_no_file_can_hold(tmp_path: Path) -> None:
     assert run(app, ["keys", "list", *file]).exit_code == 2
 
 
+@pytest.mark.promise(
+    "within some three seconds all gateways, those on other hosts too, let a new key in "
+    "or a revoked one no more; what runs goes on"
+)
 def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "one")
     file = KeysFile(("given",), path)
@@ -209,6 +216,10 @@ def test_root_leaves_a_file_to_the_server_that_reads_it(tmp_path: Path) -> None:
         assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (4321, 1234, 0o600)
 
 
+@pytest.mark.promise(
+    "within some three seconds all gateways, those on other hosts too, let a new key in "
+    "or a revoked one no more; what runs goes on"
+)
 def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "one")
     file = KeysFile((), path)

@@ -240,6 +240,7 @@ for _ in range(70):
     DEEP = {"a": DEEP}
 
 
+@pytest.mark.promise("those that would, and are not served, are refused by name with 400")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -340,6 +341,7 @@ def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
     play(model, scene)
 
 
+@pytest.mark.promise("A key is sent as Authorization: Bearer KEY or x-api-key: KEY.")
 @pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/anthropic/v1/messages"])
 def test_errors_are_in_anthropics_shape(model: ServedModel, path: str) -> None:
     async def scene(it: World) -> None:
@@ -374,6 +376,7 @@ def test_conversations_are_not_kept_and_the_client_sends_them_whole(taught: Serv
     play(taught, scene)
 
 
+@pytest.mark.promise("A stream that waits says ping.")
 def test_a_stream_that_waits_pings(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.go.clear()
@@ -385,6 +388,10 @@ def test_a_stream_that_waits_pings(model: ServedModel) -> None:
     play(model, scene, patience=Patience(keep_alive_s=0.05))
 
 
+@pytest.mark.promise(
+    "usage counts tokens that a cache had as cache_read_input_tokens, and the others of "
+    "the prompt as input_tokens"
+)
 def test_tokens_that_a_cache_had_are_counted_apart(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         body = {**ASKED, "system": "Add. " * 60}
@@ -418,6 +425,10 @@ def client_of(it: Serving, **options: Any) -> Anthropic:
     return Anthropic(**given)
 
 
+@pytest.mark.promise(
+    'Any OpenAI client with base_url="http://127.0.0.1:8000/v1" talks to it, and '
+    "Anthropic's without the /v1"
+)
 def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
     with (
         serving(model, spell(model, TEXT)) as it,
@@ -498,6 +509,10 @@ def test_two_calls_with_text_around_them(taught: ServedModel) -> None:
         assert [block.type for block in one.content] == ["text", "tool_use"]
 
 
+@pytest.mark.promise(
+    "of more than there is room for, the answer ends where the context does "
+    "(model_context_window_exceeded)"
+)
 def test_an_answer_ends_where_the_context_does(model: ServedModel) -> None:
     """Clients send a max_tokens of their own, which knows nothing of the model."""
     context = model.context_tokens

@@ -106,6 +106,10 @@ def test_every_number_of_the_front_and_the_units() -> None:
     assert {name: samples.get(name) for name in expected} == expected
 
 
+@pytest.mark.promise(
+    "Every objective is a gauge, mean over maximum of the ranks (core/balance), and "
+    "stands in every traced step."
+)
 def test_what_the_balancers_did() -> None:
     decode = UnitReport(
         "decode-0",

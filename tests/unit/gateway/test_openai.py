@@ -56,6 +56,11 @@ def completion(**fields: Any) -> Any:
     return parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
+@pytest.mark.promise(
+    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more than"
+    " .25 s of a core to look at."
+)
+@pytest.mark.promise("those that would, and are not served, are refused by name with 400")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -305,6 +310,7 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
             parse(body)
 
 
+@pytest.mark.promise("Fields that change no answer are ignored")
 def test_nulls_and_extras_are_taken() -> None:
     parsed = chat(
         temperature=None,
@@ -411,6 +417,10 @@ def test_sampling() -> None:
     assert with_defaults(ask, SamplingDefaults(), seed=-1, index=0).seed == 2**63 - 1
 
 
+@pytest.mark.promise(
+    "temperature, top_p, top_k and the ids that end a reply come from "
+    "generation_config.json where a request does not say otherwise"
+)
 @pytest.mark.parametrize(
     ("fields", "top_k"), [({}, 20), ({"top_k": None}, 20), ({"top_k": 5}, 5), ({"top_k": 0}, 0)]
 )
@@ -444,6 +454,10 @@ def test_ids_beyond_the_vocabulary() -> None:
         check_ids(chat(**fields).ask, 101)
 
 
+@pytest.mark.promise(
+    "cache_salt in a request (up to 256 characters, as vLLM's) keeps a tenant's own users"
+    " apart as well"
+)
 def test_a_salt_goes_along_and_public_is_for_chats() -> None:
     for salt in (None, "a", "s" * 256, "é"):
         assert (

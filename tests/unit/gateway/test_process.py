@@ -41,6 +41,8 @@ def test_no_torch_and_a_quick_start() -> None:
     )
 
 
+@pytest.mark.promise("It is started again on the same listening socket")
+@pytest.mark.promise("nothing of ours listens beyond a node's own address")
 def test_listener_is_the_supervisors() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as given,
@@ -52,6 +54,7 @@ def test_listener_is_the_supervisors() -> None:
         assert own.getsockname()[0] == "127.0.0.1", "at the node's address and no other"
 
 
+@pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
 @pytest.mark.parametrize("in_time", [True, False])
 def test_drain_lets_streams_finish(
     model: ServedModel,
@@ -149,6 +152,7 @@ def test_what_fails_beside_the_streams_begins_again(
     assert "no such unit" in caplog.text
 
 
+@pytest.mark.promise("While it is down they answer 503 and what runs waits; it is tried again.")
 def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Path) -> None:
     folder = tmp_path / "later"
     folder.write_text("a file is in its place")

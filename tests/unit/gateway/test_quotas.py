@@ -27,6 +27,10 @@ async def ask(of: World, key: str = "a", **fields: object) -> httpx.Response:
     )
 
 
+@pytest.mark.promise(
+    "Replies, also those that succeed, say x-ratelimit-limit-requests, -remaining-"
+    "requests, -reset-requests and the same of tokens"
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
     model: ServedModel, stream: bool
@@ -51,6 +55,9 @@ def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
     asyncio.run(story())
 
 
+@pytest.mark.promise(
+    "Quotas are kept by the front, over all gateways, and answered 429 with retry-after."
+)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "fields"),
@@ -88,6 +95,9 @@ def test_quotas_hold_in_every_format(
     asyncio.run(story())
 
 
+@pytest.mark.promise(
+    "Quotas are kept by the front, over all gateways, and answered 429 with retry-after."
+)
 def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -> None:
     async def story() -> None:
         keys = ("a requests=2", "b")
@@ -116,6 +126,9 @@ def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -> None
     asyncio.run(story())
 
 
+@pytest.mark.promise(
+    "until that is read, the tenant gets 503, and where there is no ledger a budget is an error"
+)
 def test_keys_come_and_go_and_models_are_their_own(model: ServedModel) -> None:
     async def story() -> None:
         async with world(model, spell(model, "abc"), keys=("a", "b")) as of:
@@ -157,6 +170,10 @@ def test_the_front_hears_of_a_clock_that_was_set(model: ServedModel) -> None:
     asyncio.run(story())
 
 
+@pytest.mark.promise(
+    "Replies, also those that succeed, say x-ratelimit-limit-requests, -remaining-"
+    "requests, -reset-requests and the same of tokens"
+)
 def test_headers_are_as_openai_writes_them() -> None:
     times = [(0.0, "0ms"), (0.02, "20ms"), (1.0, "1s"), (1.25, "1.25s"), (360.0, "6m0s")]
     assert [span(seconds) for seconds, _ in times] == [text for _, text in times]

@@ -54,6 +54,10 @@ def test_what_people_ask_for_goes_through() -> None:
         assert not any(repeated_period(tokens[:end]) for end in range(0, len(tokens), 64))
 
 
+@pytest.mark.promise(
+    "A reply that repeats itself without end is stopped with finish_reason: length; "
+    "stop_repetition: false turns this off."
+)
 def test_a_text_in_circles_is_stopped_however_its_tokens_come(model: ServedModel) -> None:
     ids = model.vocabulary.encode_plain("The answer ")
     tokens = [Token("r", 0, i, ids[i % len(ids)]) for i in range(4000)]
@@ -68,6 +72,10 @@ def test_a_text_in_circles_is_stopped_however_its_tokens_come(model: ServedModel
     assert MIN_TOKENS <= num_tokens <= MIN_TOKENS + 64
 
 
+@pytest.mark.promise(
+    "A reply that repeats itself without end is stopped with finish_reason: length; "
+    "stop_repetition: false turns this off."
+)
 def test_the_units_stop_too_and_it_can_be_turned_off(
     model: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> None:

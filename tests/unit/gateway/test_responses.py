@@ -217,6 +217,7 @@ for _ in range(70):
     DEEP = {"a": DEEP}
 
 
+@pytest.mark.promise("those that would, and are not served, are refused by name with 400")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -295,6 +296,9 @@ def test_what_is_cut_off_is_incomplete(model: ServedModel) -> None:
     play(model, scene)
 
 
+@pytest.mark.promise(
+    "What is kept is the whole conversation, so the responses before it may be gone or deleted."
+)
 def test_a_response_is_gone_on_from(model: ServedModel) -> None:
     """The prompt is that of the whole conversation, without the first one's instructions."""
 
@@ -376,6 +380,7 @@ def test_named_items_are_no_longer_than_a_body_that_sends_them() -> None:
         items_in([body], ["msg_1"], 500)
 
 
+@pytest.mark.promise("One key's responses do not exist for another.")
 def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
@@ -423,6 +428,10 @@ def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedM
         assert said["status"] == "incomplete"
 
 
+@pytest.mark.promise(
+    "input_items lists the input of the response itself, the last item first: order, "
+    "limit (1 to 100, else 20) and after."
+)
 def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
     """Ids that a client gave twice lead no reader of pages in a circle."""
     given: list[dict[str, Any]] = [{"role": "user", "content": f"{number}"} for number in range(45)]

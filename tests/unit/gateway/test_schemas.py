@@ -22,6 +22,10 @@ def wide(**fields: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": {"type": "array", "items": fields}}}
 
 
+@pytest.mark.promise(
+    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more than"
+    " .25 s of a core to look at."
+)
 @pytest.mark.parametrize(
     ("schema", "said"),
     [

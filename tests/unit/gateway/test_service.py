@@ -105,6 +105,10 @@ def test_greedy_model(tmp_path: Path) -> None:
     assert read_served_model(tmp_path, "m").sampling.temperature == 0
 
 
+@pytest.mark.promise(
+    "temperature, top_p, top_k and the ids that end a reply come from "
+    "generation_config.json where a request does not say otherwise"
+)
 @pytest.mark.parametrize(
     ("content", "sampling", "eos_ids"),
     [
@@ -282,6 +286,10 @@ IDS = [5 + i % 400 for i in range(300)]
 OTHER = Tenant(salt_of(b"another key"))
 
 
+@pytest.mark.promise(
+    "Only full blocks have names; a shared block is never written; a prompt's last "
+    "position is always computed"
+)
 def test_full_blocks_are_named_under_the_tenant_s_salt(model: ServedModel) -> None:
     generation = work_of(model, {"prompt": IDS}).choices[0].generation
     assert (generation.salt, generation.num_public) == (TENANT.salt, 0)
@@ -300,6 +308,14 @@ def test_choices_of_a_prompt_share_its_names_and_prompts_have_their_own(model: S
     assert not set(split(chains[4])) & set(split(chains[0]))
 
 
+@pytest.mark.promise("Each API key is a tenant that shares nothing with others")
+@pytest.mark.promise(
+    "Equal names mean equal text from the first token on, under one model, of one tenant."
+)
+@pytest.mark.promise(
+    "cache_salt in a request (up to 256 characters, as vLLM's) keeps a tenant's own users"
+    " apart as well"
+)
 def test_tenants_and_their_users_share_no_name(model: ServedModel) -> None:
     askers = [(TENANT, None), (OTHER, None), (TENANT, "a"), (TENANT, "b"), (OTHER, "a")]
     chains = [
@@ -313,6 +329,10 @@ def test_tenants_and_their_users_share_no_name(model: ServedModel) -> None:
     )
 
 
+@pytest.mark.promise(
+    '"cache_salt": "public" shares what a chat\'s leading system messages leave behind, in'
+    " whole blocks, with everybody who sends the same and says so too"
+)
 @pytest.mark.parametrize("num_words", [0, 20, 100, 300])
 def test_public_shares_exactly_the_full_blocks_of_the_system_messages(
     model: ServedModel, num_words: int

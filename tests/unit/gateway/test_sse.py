@@ -252,6 +252,9 @@ def test_usage_says_what_was_reused(model: ServedModel, stream: bool) -> None:
     play(model, scene)
 
 
+@pytest.mark.promise(
+    "A prompt is billed once it has its first token, and once for all its choices."
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, stream: bool) -> None:
     ids = [[5 + (i * step) % 400 for i in range(200)] for step in (1, 3)]
@@ -271,6 +274,12 @@ def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, stream: boo
     play(model, scene)
 
 
+@pytest.mark.promise("A tenant neither reads nor times another's cache.")
+@pytest.mark.promise("Each API key is a tenant that shares nothing with others")
+@pytest.mark.promise(
+    "cache_salt in a request (up to 256 characters, as vLLM's) keeps a tenant's own users"
+    " apart as well"
+)
 def test_tenants_share_nothing_but_what_is_public(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         assert await hits(it, chat("one"), key="k1") == 0

@@ -22,6 +22,10 @@ from .world import World
 MESSAGES = CHAT["messages"]
 
 
+@pytest.mark.promise("Paths without /v1 work as well.")
+@pytest.mark.promise(
+    "are vLLM's, under the same keys; what is too long for the model is counted as well"
+)
 def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         async def ask(path: str, **fields: Any) -> Any:
@@ -104,6 +108,11 @@ def test_a_text_with_a_gap(model: ServedModel) -> None:
     assert completion(model, prompt="a", suffix="").num_prompt_tokens
 
 
+@pytest.mark.promise(
+    "All of such a prompt is computed: it has no names, so nothing of it is found in a "
+    "cache or left there."
+)
+@pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
 def test_a_prompt_that_is_scored_has_no_names(model: ServedModel) -> None:
     """So nothing of it is found or left in a cache."""
     plain, scored = (

@@ -252,6 +252,9 @@ def test_any_cut_of_any_reply_gives_the_same(name: str, data: st.DataObject) -> 
     assert (whole.finish == "tool_calls") == (bool(whole.calls) and finish == "stop")
 
 
+@pytest.mark.promise(
+    "Calls are streamed, the name first; what is no whole call is shown as content."
+)
 def test_a_call_that_is_none_is_shown(vocabulary: Vocabulary) -> None:
     broken = f"{V31.calls_begin}{V31.call_begin}weather, please{V31.call_end}{V31.calls_end}"
     found = read(vocabulary, V31, vocabulary.encode_controlled(broken))
@@ -362,6 +365,9 @@ def test_the_format_follows_from_tokens_and_template() -> None:
     assert format_of([BOS, EOS], V31_TEMPLATE) is None
 
 
+@pytest.mark.promise(
+    "What tools answer, and what clients write about them, never becomes a control token."
+)
 def test_a_conversation_with_calls_and_results(vocabulary: Vocabulary, chat: ChatFormat) -> None:
     turns = [
         Turn("user", "Oslo?"),
@@ -451,6 +457,9 @@ def test_calls_of_a_chat_that_began_elsewhere_have_the_model_s_ids() -> None:
     ).replace("<eos>", EOS)
 
 
+@pytest.mark.promise(
+    "What tools answer, and what clients write about them, never becomes a control token."
+)
 def test_tools_follow_the_system_prompt_where_the_template_lists_none(
     vocabulary: Vocabulary, chat: ChatFormat
 ) -> None:
@@ -526,6 +535,7 @@ def test_a_reply_goes_on_from_a_reasoning() -> None:
             chat.prompt([Turn("user", "a")], max_tokens=9999, reasoning="Two")
 
 
+@pytest.mark.promise("A model that has none of these tokens is not offered tools: a 400 says so.")
 def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
     vocabulary = vocabulary_of([BOS, EOS])
     with closing(ChatFormat(vocabulary, "{{ messages[0]['content'] }}", BOS, EOS, "x")) as chat:
@@ -571,6 +581,9 @@ def test_arguments_in_circles_are_stopped(vocabulary: Vocabulary) -> None:
 # ---- replies ----
 
 
+@pytest.mark.promise(
+    "Calls are streamed, the name first; what is no whole call is shown as content."
+)
 def test_chunks_and_bodies_are_openais(vocabulary: Vocabulary) -> None:
     assembler = Assembler(vocabulary, sections=True, calls=Calls(V31, Choosing((WEATHER,))))
     ids = vocabulary.encode_controlled(written(V31, ("weather", '{"a": 1}'), ("f", "{}")))

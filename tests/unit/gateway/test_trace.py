@@ -228,6 +228,7 @@ def ready(served: Serving) -> Serving:
     return served
 
 
+@pytest.mark.promise("draw a live unit's steps; place experts for measured loads")
 def test_command_writes_a_trace(ready: Serving, tmp_path: Path) -> None:
     answers(ready.world.units)
     output = tmp_path / "trace.json"

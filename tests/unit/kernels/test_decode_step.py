@@ -72,6 +72,10 @@ def small() -> ModelWeights:
     return random_weights(odd_config())
 
 
+@pytest.mark.promise(
+    "Within one instruction set a row's result depends on nothing but the row: not on "
+    "batch, tile, thread or width."
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("changes", [CHANGES[0], *CHANGES[-3:]])
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(

@@ -45,6 +45,10 @@ def test_equals_the_twin(shape: tuple[int, int, int, int, int], kind: str) -> No
     torch.testing.assert_close(experts(*inputs), twin.experts(*inputs), rtol=bound, atol=bound)
 
 
+@pytest.mark.promise(
+    "Within one instruction set a row's result depends on nothing but the row: not on "
+    "batch, tile, thread or width."
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_token_does_not_depend_on_the_others(

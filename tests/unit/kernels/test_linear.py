@@ -36,6 +36,10 @@ def test_equals_its_twin(m: int, k: int, n: int, kind: str) -> None:
     torch.testing.assert_close(twin.linear(x, w).double(), exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.promise(
+    "Within one instruction set a row's result depends on nothing but the row: not on "
+    "batch, tile, thread or width."
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_a_row_does_not_depend_on_the_others(m: int, k: int, n: int, kind: str) -> None:

@@ -172,6 +172,9 @@ def test_masked_rows_equal_their_twin_and_draw_what_is_allowed(kind: str, vocabu
         assert (status[~is_allowed_RV.any(1)] != DRAWN).all()
 
 
+@pytest.mark.promise(
+    "An answer that satisfies the schema by itself stays as it is, token by token."
+)
 def test_a_mask_that_allows_what_is_drawn_changes_nothing() -> None:
     """Log-probabilities neither: they do not know it."""
     rng = np.random.default_rng(5)
@@ -254,6 +257,10 @@ def test_a_row_is_the_same_alone_and_with_others(
         assert best.tobytes() == best_BN[one].tobytes()
 
 
+@pytest.mark.promise(
+    "A draft is right if and only if the sampler draws that very token at its seed, index"
+    " and logits."
+)
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_a_slot_are_drawn_while_the_next_was_fed_what_was_drawn(seed: int) -> None:
     """The same tokens one row at a time, and no more rows; histories and indices go along."""

@@ -214,6 +214,10 @@ def sometimes(seed: int) -> Iterator[int]:
         yield from [num] * rng.randint(1, 30)
 
 
+@pytest.mark.promise(
+    "A draft is right if and only if the sampler draws that very token at its seed, index"
+    " and logits."
+)
 @pytest.mark.parametrize("seed", seeds(1, 2, 10))
 def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: int) -> None:
     print("seed", seed)

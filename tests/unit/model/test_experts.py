@@ -46,6 +46,9 @@ def rank_slots(placement: Placement, rank: int) -> np.ndarray:
     return placement.slot_to_expert_LRS[:, rank]
 
 
+@pytest.mark.promise(
+    "A rank loads its replicas, attention, the shared expert, embedding and head, nothing else."
+)
 @pytest.mark.parametrize("name", ["plain", "deep"])
 def test_only_a_ranks_slots_are_read(peers: dict[str, Peer], name: str) -> None:
     peer = peers[name]

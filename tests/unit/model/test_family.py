@@ -117,6 +117,7 @@ def logits_of(weights: ModelWeights, tokens: list[int]) -> tuple[torch.Tensor, t
     return reference, torch.cat(rows)
 
 
+@pytest.mark.promise("Logits agree within 1e-4 in FP32 (tests/unit/model/test_family.py).")
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "DeepSeek-V3.1"])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = write_checkpoint(tmp_path, name)
@@ -131,6 +132,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert difference(ours, expected) <= TOLERANCE
 
 
+@pytest.mark.promise("Logits agree within 1e-4 in FP32 (tests/unit/model/test_family.py).")
 @pytest.mark.parametrize(
     ("name", "options"),
     [

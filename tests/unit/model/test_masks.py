@@ -42,6 +42,9 @@ def draw(
     return [part.tolist() for part in parts], drawn.failed
 
 
+@pytest.mark.promise(
+    "An answer that satisfies the schema by itself stays as it is, token by token."
+)
 def test_slots_with_a_grammar_and_without_stand_side_by_side() -> None:
     """The ones draw what they drew alone, the others what their grammar allows."""
     both, alone = sampler_of(4), Sampler(4, V)

@@ -163,6 +163,10 @@ def whole(peer: Peer) -> Placement:
     return spread(2, peer.weights.config.n_routed_experts, NUM_RANKS, 2)
 
 
+@pytest.mark.promise(
+    "experts that have no replica left are read again by the survivors, whose requests "
+    "keep their KV and are rolled back to the last delivered token"
+)
 def test_a_rank_goes_and_comes_back(plain: Peer, ranks: list[Rank]) -> None:
     placement = whole(plain)
     assert [formed.num_loaded for formed in form(ranks, 1, placement)] == [12, 12, 12]
@@ -253,6 +257,7 @@ def random_parts(slot_to_expert_RS: np.ndarray, rng: random.Random) -> np.ndarra
     return parts_RS
 
 
+@pytest.mark.promise("Results do not depend on it, so tokens never change.")
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: str) -> None:

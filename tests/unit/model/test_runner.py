@@ -130,6 +130,11 @@ def run_all(
     return [output[:num_tokens] for output in outputs]
 
 
+@pytest.mark.promise(
+    "Batching, chunking, preemption, hand-over, caches, widths, placements and retries "
+    "change when a token comes, never which."
+)
+@pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_tokens_are_the_plain_loops(peers: dict[str, Peer], seed: int) -> None:
     peer, rng = peers["yarn_odd"], random.Random(seed)

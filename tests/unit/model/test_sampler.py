@@ -80,6 +80,10 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
 
 
+@pytest.mark.promise(
+    "The draw at output index i depends on the request's seed, i and the row's logits "
+    "alone, so batching never changes it."
+)
 def test_a_draw_depends_on_seed_and_index_alone() -> None:
     """The same row, alone, in batches of strangers, in another slot, after another history of the
     sampler.

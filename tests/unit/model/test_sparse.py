@@ -84,6 +84,10 @@ def decoded(
     return torch.stack(rows)
 
 
+@pytest.mark.promise(
+    "A token that sees no more than 2,048 runs the dense code, to the same bits, and "
+    "nothing is scored."
+)
 @pytest.mark.usefixtures("prefill_form")
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_dense_to_the_bit_while_all_positions_are_attended_to(is_fused: bool) -> None:

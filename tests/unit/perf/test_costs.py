@@ -285,6 +285,10 @@ def test_before_anything_was_seen_it_is_sequential() -> None:
     assert pick(new(), "prefill_dual") == ("sequential", 1)
 
 
+@pytest.mark.promise(
+    "takes the cheapest schedule for the step at hand, which for small steps is "
+    "sequential with one micro-batch"
+)
 def test_chooses_by_regime() -> None:
     balanced = {
         "attn_in": (0, 4, 0),

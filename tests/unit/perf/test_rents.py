@@ -5,6 +5,7 @@ import pytest
 from hadal.perf.hardware import HARDWARE, RENTS, rents
 
 
+@pytest.mark.promise("H20 and B200 are left out until a price is given")
 def test_only_what_has_a_source_has_a_price() -> None:
     assert RENTS.keys() == {"h800", "h100", "h200", "gb200"}
     for name, rent in RENTS.items():

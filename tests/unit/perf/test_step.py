@@ -22,6 +22,10 @@ WAYS = st.sampled_from(["auto", *SCHEDULES])
 NEVER_CHEAPER = 1.0 + 1e-12
 
 
+@pytest.mark.promise(
+    "Every curve is smooth and grows with its inputs, so a whole request or token more "
+    "never makes a step cheaper."
+)
 @settings(derandomize=True)
 @given(
     ranks=RANKS,
@@ -79,6 +83,10 @@ def test_imbalance_never_helps(batch: int, kv: float, by: float, ranks: int) -> 
     assert even <= model.decode(batch, kv, expert_imbalance=1.0, attention_imbalance=by).seconds
 
 
+@pytest.mark.promise(
+    "Every curve is smooth and grows with its inputs, so a whole request or token more "
+    "never makes a step cheaper."
+)
 def test_small_batches_are_monotone_too() -> None:
     """From one request, which cannot be cut, to two, which can."""
     model = StepModel(144)

@@ -40,6 +40,9 @@ def test_a_request_that_need_not_wait_passes_a_full_queue() -> None:
     assert admit(AdmissionView(False, 1, 0, 0, 0.0)) is None
 
 
+@pytest.mark.promise(
+    "Overload is a 429 for the tenant that overloads, and a tenant alone may use everything."
+)
 def test_a_tenant_alone_may_have_all_and_leaves_another_its_share() -> None:
     assert admit(AdmissionView(False, 0, 0, 12, 0.0, num_wanted=12)) is None
     first = AdmissionView(False, 0, 12, 12, 0.0, num_tenants=2)
@@ -50,6 +53,7 @@ def test_a_tenant_alone_may_have_all_and_leaves_another_its_share() -> None:
     assert share_of(0, 1) == 0
 
 
+@pytest.mark.promise("takes all of a request or refuses it with 429 or 503 and a time to come back")
 def test_a_request_is_let_in_whole_or_not_at_all() -> None:
     assert admit(AdmissionView(False, 3, 8, 10, 0.0, num_wanted=5)) is None
     assert admit(AdmissionView(False, 3, 8, 10, 0.0, num_wanted=6)) is not None
@@ -162,6 +166,10 @@ VALLEY = ValleyView(
 )
 
 
+@pytest.mark.promise(
+    "A line begins only where nobody else waits, prefill has a rank to spare, and batches"
+    " hold less than half of the slots"
+)
 def test_a_batch_goes_into_valleys_alone() -> None:
     assert admit_batch(VALLEY) is None
     assert admit_batch(replace(VALLEY, num_placed=0, num_of_batches=0, num_slots_shared=1)) is None

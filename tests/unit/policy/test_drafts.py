@@ -51,6 +51,9 @@ def best(seconds: tuple[float, ...], right: float) -> float:
     )
 
 
+@pytest.mark.promise(
+    "Every number is tried now and then, four steps long; a number that is 2 % better is taken."
+)
 @pytest.mark.parametrize("requests", [1, 8, 32])
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.8, 0.97])
 @pytest.mark.parametrize("seconds", [(1.0, 1.2, 1.4), (1.0, 1.5, 2.0), (1.0, 1.9, 2.8)])
@@ -65,6 +68,9 @@ def test_the_best_number_is_found_and_trials_cost_little(
     assert reached >= 0.975, machine.used
 
 
+@pytest.mark.promise(
+    "Every number is tried now and then, four steps long; a number that is 2 % better is taken."
+)
 def test_nothing_right_costs_one_percent_at_most() -> None:
     machine, chooser = Machine((1.0, 1.6, 2.2), seed=2), DraftChooser(2)
     machine.run(chooser, 400, 0.0)

@@ -31,6 +31,7 @@ def turns(waiting: list[tuple[str, float]], served: str = "", **held: int) -> st
     return "".join(tenant for tenant, _ in order)
 
 
+@pytest.mark.promise("the next is one of the tenant that was served least, over its weight")
 def test_whoever_was_served_least_is_next() -> None:
     waiting = [(tenant, 1.0) for tenant in "aaaaabbc"]
     assert turns(waiting) == "abcabaaa"
@@ -48,6 +49,9 @@ def test_weight_and_priority_make_work_cheaper() -> None:
     assert turns(waiting) == "abaaaaba"
 
 
+@pytest.mark.promise(
+    "A tenant that comes back is lifted to the least of those that wait, less limits.burst_tokens"
+)
 def test_a_tenant_that_comes_back_is_lifted_to_those_that_wait() -> None:
     counters = ServiceCounters()
     counters.join("a", ())
@@ -67,6 +71,9 @@ def test_a_tenant_that_comes_back_is_lifted_to_those_that_wait() -> None:
     assert counters["b"] == 157.0, "a debt stays one"
 
 
+@pytest.mark.promise(
+    "A tenant that comes back is lifted to the least of those that wait, less limits.burst_tokens"
+)
 def test_one_that_was_away_may_be_ahead_by_a_burst_and_no_more() -> None:
     counters = ServiceCounters(burst=30.0)
     counters.charge("a", 100.0)
@@ -127,6 +134,9 @@ def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one_request(
         assert not served or max(served) - min(served) <= dearest + 1e-9
 
 
+@pytest.mark.promise(
+    "what they were served over their weights differs by no more than 2 max(L, 2 M) and that burst"
+)
 def test_two_that_wait_all_the_time_are_served_alike_to_the_bound() -> None:
     """A machine of `slots` requests, each of which draws a token a step."""
     random: Random = fresh()

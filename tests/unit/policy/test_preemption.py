@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,10 @@ from hadal.policy.decode_balance import choose_victims
 from hadal.policy.views import HolderView
 
 
+@pytest.mark.promise(
+    "The latest arrived of the tenant that holds most is preempted: it goes back to the "
+    "front and is prefilled again later."
+)
 def test_a_tenant_that_grows_takes_nothing_from_one_that_holds_less() -> None:
     flood = [HolderView(slot, slot, 3, "flood") for slot in range(4)]
     holders = [*flood, HolderView(8, 90, 2, "other"), HolderView(9, 91, 2, "other")]

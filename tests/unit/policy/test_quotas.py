@@ -51,6 +51,9 @@ def test_what_is_beyond_it_is_refused(
     assert refusal.limits == limits_of(view)
 
 
+@pytest.mark.promise(
+    "until that is read, the tenant gets 503, and where there is no ledger a budget is an error"
+)
 def test_a_budget_whose_past_is_not_known_lets_nothing_in() -> None:
     refusal = refuse(replace(VIEW, spent_pico_usd=None), 1, 1, 1)
     assert refusal is not None

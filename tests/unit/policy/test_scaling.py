@@ -154,6 +154,7 @@ def test_nodes_beyond_the_last_bundle_go_to_the_role_that_is_shorter() -> None:
     assert decision.why.bound == "nodes"
 
 
+@pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
 def test_what_was_needed_lately_is_kept() -> None:
     before = Units(29, 9)
     kept = decide(view(0.0, 5000.0, before, need_held=8.5), BUNDLES)
@@ -162,6 +163,7 @@ def test_what_was_needed_lately_is_kept() -> None:
     assert (shrunk.units, shrunk.why.step) == (Units(26, 8), ScalingStep.SHRINK)
 
 
+@pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
 def test_what_will_be_needed_soon_is_kept() -> None:
     shape = DayShape((1.0,) * 8 + (1.6,) * 16)
     at_7 = 7.5 * 3600.0  # The rise begins before the hour: the shape is smooth.
@@ -169,6 +171,7 @@ def test_what_will_be_needed_soon_is_kept() -> None:
     assert decision.why.need_kept > 1.15 * decision.why.need_now
 
 
+@pytest.mark.promise("grow to the need of the next start-up, at once")
 def test_it_grows_before_the_morning() -> None:
     """A unit is asked for a start-up before the need comes: at no minute is there less than the
     minute needs.
@@ -192,6 +195,7 @@ def test_it_grows_before_the_morning() -> None:
     assert sum(num for _, num in wanted) < 1.15 * sum(flat)
 
 
+@pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
 @pytest.mark.parametrize("need", [4.0, 4.5, 4.98, 5.0, 5.02, 5.5])
 def test_noise_moves_no_nodes_to_and_fro(need: float) -> None:
     """Two days of a demand that only jumps by 5 %: where it stands between two sizes it takes the

@@ -18,6 +18,9 @@ from hadal.policy.suspicion import (
 TIMEOUT_S = 1.5
 
 
+@pytest.mark.promise(
+    "Time without a processor does not count, nor time in which the judge itself stood still"
+)
 @pytest.mark.parametrize(
     ("silent_s", "starved", "is_given_up"),
     [
@@ -36,6 +39,10 @@ def test_time_without_a_processor_does_not_count(
     assert is_frozen(Silence(silent_s, starved), TIMEOUT_S) == is_given_up
 
 
+@pytest.mark.promise(
+    "those that are late all at once are waited for longer; one that is stopped is "
+    "excused by nothing"
+)
 def test_a_stopped_process_is_excused_by_nothing() -> None:
     stopped = Silence(1.6, 1.0, is_stopped=True)
     assert is_frozen(stopped, TIMEOUT_S, are_all_late=True)
@@ -47,6 +54,10 @@ def test_a_host_that_does_not_answer_is_waited_for() -> None:
     assert is_frozen(Silence(UNSEEN * TIMEOUT_S + 0.1), TIMEOUT_S)
 
 
+@pytest.mark.promise(
+    "those that are late all at once are waited for longer; one that is stopped is "
+    "excused by nothing"
+)
 def test_those_that_are_late_together_are_waited_for() -> None:
     assert are_all_late([0.7, 0.9, 5.0], TIMEOUT_S)
     assert not are_all_late([0.7, 0.9, 0.1], TIMEOUT_S)

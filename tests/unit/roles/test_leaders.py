@@ -14,6 +14,9 @@ from hadal.roles.leaders import first_placement, keeps_groups, num_nodes
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.promise(
+    "a group's experts start on one node and leave it only as far as balance demands"
+)
 @pytest.mark.parametrize("role", [PREFILL, DECODE])
 def test_prefill_keeps_groups_on_nodes(role: str) -> None:
     """The published units: 8 groups on 4 nodes; 18 nodes share no 8 groups evenly."""

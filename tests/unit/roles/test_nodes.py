@@ -106,6 +106,7 @@ def test_a_node_is_there_once_its_agent_speaks() -> None:
     assert [node.agent for node in book.nodes] == ["", "node-1-b1"]
 
 
+@pytest.mark.promise("A node that says nothing for node_timeout_s (1.5 s) is lost, here and now")
 def test_a_node_is_lost_after_its_timeout_and_not_before() -> None:
     book = Book()
     book.up(0, 1)
@@ -200,6 +201,9 @@ def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
     assert book.addresses() == {"decode-2": address(1)}
 
 
+@pytest.mark.promise(
+    "when it is heard again it ends what it ran, is told what to run, and is not listened to before"
+)
 def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() -> None:
     book = Book()
     book.up(0, 1)

@@ -442,6 +442,10 @@ def test_an_effect_that_is_not_a_leaders_ends_the_host(world: World) -> None:
     assert isinstance(world.failure, TypeError)
 
 
+@pytest.mark.promise(
+    "A leader's heartbeat is missing for unit_timeout_s, or a step exceeds its deadline: "
+    "the process is ended"
+)
 def test_a_stuck_step_ends_the_process() -> None:
     with tempfile.TemporaryDirectory(
         prefix="hadal-w-"

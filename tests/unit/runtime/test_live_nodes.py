@@ -90,6 +90,10 @@ def world() -> Iterator[World]:
         yield World(Path(folder))
 
 
+@pytest.mark.promise(
+    "the nodes of a unit that is stopped go back to Ray, and are had again before it starts"
+)
+@pytest.mark.promise("waits for the nodes of each unit, all of them or none")
 def test_groups_are_asked_for_whole_and_given_back(world: World) -> None:
     assert world.wire.sent == [(LENDER, KeepNodes(((0,), (1, 2))))]
     world.nodes.keep(0.1, {0, 1, 2})
@@ -101,6 +105,7 @@ def test_groups_are_asked_for_whole_and_given_back(world: World) -> None:
     assert world.wire.sent[2:] == [told], "its node was given back"
 
 
+@pytest.mark.promise("takes them over with their streams and starts nothing anew")
 def test_what_another_supervisor_left_is_found_before_anything_is_done_about_it() -> None:
     leader = ProcessNews("decode-0", 7, 70, address=Address(7, "tcp://10.0.0.1:7"))
     later = ProcessNews("decode-0", 8, 80, address=Address(8, "tcp://10.0.0.2:8"))
@@ -202,6 +207,7 @@ def test_a_node_that_was_given_back_is_not_said_to_be_silent(world: World) -> No
     assert world.nodes.complaint() == ""
 
 
+@pytest.mark.promise("A cell refuses nodes of another version")
 def test_a_node_that_would_compute_something_else_is_not_used(world: World) -> None:
     world.found(1.0)
     world.speak(1.0, 0)
@@ -230,6 +236,9 @@ def test_a_lender_that_is_silent_waits_for_ray(world: World) -> None:
     assert world.nodes.wrong == ""
 
 
+@pytest.mark.promise(
+    "another leader on another node of the unit takes the ranks over, with weights and KV"
+)
 def test_a_leader_goes_to_another_node_only_if_its_own_is_lost(world: World) -> None:
     leader = world.plans["decode-0"]
     world.speak(1.0, 2)

@@ -197,6 +197,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
         stored_weights(tmp_path)
 
 
+@pytest.mark.promise(
+    "A rank loads its replicas, attention, the shared expert, embedding and head, nothing else."
+)
 def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
     config = read_model_config(model_folder(""))
     whole = plan_memory(Deployment(device="cpu"), config)
@@ -238,6 +241,7 @@ def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
     assert moving.total_bytes - moving.staged_bytes == fixed.total_bytes
 
 
+@pytest.mark.promise("A rank of a unit over nodes keeps room for its part of a lost node's experts")
 def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
     """DeepSeek's units: 8 of 32 ranks hold 72 of 288 replicas of a layer, 8 of 144 hold 16."""
 
@@ -275,6 +279,9 @@ def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> N
         )
 
 
+@pytest.mark.promise(
+    "what does not fit is refused before anything is loaded, with what would make it fit"
+)
 def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     v3 = parse_model_config({**V3, "quantization_config": quantized}, "config.json")

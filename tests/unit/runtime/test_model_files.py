@@ -40,6 +40,10 @@ def test_a_change_is_told_once_with_the_files_names(
     assert reasons == [f"{tmp_path}: {name} changed while it was in use."]
 
 
+@pytest.mark.promise(
+    "files with other contents than at the start are refused, so that no two units "
+    "compute with different weights"
+)
 def test_a_process_that_starts_later_reads_the_same_weights_or_none(tmp_path: Path) -> None:
     for path in model_folder("").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

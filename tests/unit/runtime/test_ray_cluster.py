@@ -153,6 +153,9 @@ def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(
     assert len(played.floors) == 4, "a floor that is nothing is said once"
 
 
+@pytest.mark.promise(
+    "What is missing after place_timeout_s ends the start with a sentence on what the cluster has."
+)
 def test_nodes_that_others_have_are_asked_for_again_and_again(
     played: PlayedRay, lender: RayLender
 ) -> None:
@@ -167,6 +170,9 @@ def test_nodes_that_others_have_are_asked_for_again_and_again(
     assert lender.found == (PREFILL,)
 
 
+@pytest.mark.promise(
+    "the nodes of a unit that is stopped go back to Ray, and are had again before it starts"
+)
 def test_the_actors_of_a_group_that_is_given_back_end_with_it(
     played: PlayedRay, lender: RayLender
 ) -> None:
@@ -195,6 +201,7 @@ def test_an_autoscaler_that_cannot_be_told_is_told_later(
     assert played.floors == [[CPU_2]]
 
 
+@pytest.mark.promise("takes them over with their streams and starts nothing anew")
 def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back(
     played: PlayedRay, lender: RayLender, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

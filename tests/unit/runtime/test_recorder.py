@@ -69,6 +69,10 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.promise(
+    "every process that hosts a role writes how the role was made, and each call: when, "
+    "what it heard, what it answered"
+)
 def test_every_call_is_written_at_once(folder: Path) -> None:
     role = recorded(Role(), "front", MADE, "run", DEPLOYMENT)
     assert role.start(1.0) == [WakeAt(2.0)]
@@ -87,6 +91,7 @@ def test_every_call_is_written_at_once(folder: Path) -> None:
     assert recording.calls[2:] == (Call(3.0, (Cancel("a", 0),), (), "KeyError: 'gone'"),)
 
 
+@pytest.mark.promise("it is written for its owner alone")
 def test_it_is_for_its_owner_and_holds_no_secret(folder: Path) -> None:
     recorded(Role(), "front", MADE, "run", DEPLOYMENT)
     (path,) = folder.iterdir()

@@ -170,6 +170,7 @@ def test_memory_is_as_much_as_the_closest_limit(
     assert num_cores() == 1
 
 
+@pytest.mark.promise("without one everything runs in plain torch, slower")
 def test_without_a_compiler_weights_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernels = plan(Deployment())
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -199,6 +200,9 @@ def test_too_little_shared_memory_says_what_to_do() -> None:
         resolve(Deployment(prefill=UnitsConfig(kv_memory_mb=1 << 30)))
 
 
+@pytest.mark.promise(
+    "what does not fit is refused before anything is loaded, with what would make it fit"
+)
 @pytest.mark.parametrize(
     ("there_bytes", "remedy"),
     [(100_000_000, r"Lower prefill\.kv_memory_mb"), (10_000_000, "weights alone do not fit")],

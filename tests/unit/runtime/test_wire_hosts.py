@@ -268,6 +268,7 @@ def is_kept_no_more(a: ZmqWire, b: ZmqWire) -> None:
 # ---- all is well ----
 
 
+@pytest.mark.promise("a connection may break and nothing is lost, doubled or out of order")
 def test_messages_arrive_whole_and_in_order(hosts: Hosts) -> None:
     a, b = hosts.pair()
     sent: list[AnyMessage] = [
@@ -450,6 +451,7 @@ def both_ways(a: ZmqWire, b: ZmqWire, count: int) -> None:
     assert a.counts["sent"] == b.counts["sent"] == count
 
 
+@pytest.mark.promise("a connection may break and nothing is lost, doubled or out of order")
 @pytest.mark.campaign("more messages, and more breaks")
 @pytest.mark.parametrize("seed", [1, None])
 def test_a_connection_that_breaks_again_and_again_loses_and_doubles_nothing(
@@ -800,6 +802,9 @@ def sender_to(
     return sender
 
 
+@pytest.mark.promise(
+    "Messages between hosts are encrypted with CURVE under a key that is derived from it"
+)
 def test_a_stranger_is_not_heard_and_does_not_disturb(hosts: Hosts) -> None:
     a, b = hosts.pair()
     a.send("b", Cancel("before", 0))
@@ -827,6 +832,9 @@ def test_a_stranger_is_not_heard_and_does_not_disturb(hosts: Hosts) -> None:
     context.destroy(linger=0)
 
 
+@pytest.mark.promise(
+    "Messages between hosts are encrypted with CURVE under a key that is derived from it"
+)
 def test_a_stranger_where_a_peer_should_be_is_told_nothing(hosts: Hosts) -> None:
     a, context, got = hosts.wire("a"), zmq.Context(), b""
     stranger: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -965,6 +973,7 @@ def listening() -> set[tuple[str, int]]:
     return found
 
 
+@pytest.mark.promise("nothing of ours listens beyond a node's own address")
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])
 def test_nothing_listens_beyond_the_address_that_is_named(hosts: Hosts, address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -75,6 +75,9 @@ def test_quantiles_and_errors_of_every_line(connection: sa.Connection, number: i
         ledger.read_details(connection, *ALWAYS, by="day")
 
 
+@pytest.mark.promise(
+    "The same fact twice counts once. Another fact under a known id is refused, logged and counted"
+)
 def test_said_again_a_fact_counts_once(connection: sa.Connection) -> None:
     facts = random_facts(3, 100)
     assert ledger.write_requests(connection, [*facts, *facts[:10]]) == Written(100, 10)
@@ -82,6 +85,9 @@ def test_said_again_a_fact_counts_once(connection: sa.Connection) -> None:
     assert ledger.read_tally(connection, *ALWAYS) == tally_of(facts)
 
 
+@pytest.mark.promise(
+    "The same fact twice counts once. Another fact under a known id is refused, logged and counted"
+)
 @pytest.mark.parametrize(
     "change",
     [

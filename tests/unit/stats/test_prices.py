@@ -66,6 +66,7 @@ def test_a_quarter_hour_has_one_tier(time_us: int) -> None:
     assert R1.rates_at(time_us) == R1.rates_at(time_us // BUCKET_US * BUCKET_US)
 
 
+@pytest.mark.promise("so price times tokens is whole pico-dollars and every sum of income is exact")
 @given(st.lists(st.tuples(*[st.integers(0, 10**12)] * 3), min_size=1, max_size=20))
 def test_charges_add_up_however_they_are_grouped(requests: list[tuple[int, int, int]]) -> None:
     one_by_one = sum(R1.charge(0, *tokens) for tokens in requests)
@@ -73,6 +74,7 @@ def test_charges_add_up_however_they_are_grouped(requests: list[tuple[int, int, 
     assert one_by_one == R1.charge(0, hit, miss, out)
 
 
+@pytest.mark.promise("so price times tokens is whole pico-dollars and every sum of income is exact")
 def test_a_token_costs_what_it_costs() -> None:
     """One computed prompt token of R1 by day: 0.55 micro-dollars, which no whole micro-dollar could
     hold.
@@ -133,6 +135,7 @@ def test_a_book_has_a_list_for_every_model() -> None:
     assert model_prices.of("other") is R1
 
 
+@pytest.mark.promise("[ledger] batch_prices, by default half of prices")
 def test_batches_cost_half() -> None:
     assert R1.halved().charge(12 * 3600 * 10**6, 2, 4, 6) * 2 == R1.charge(
         12 * 3600 * 10**6, 2, 4, 6

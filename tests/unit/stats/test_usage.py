@@ -63,6 +63,7 @@ def plain_shares(spans: list[WorkSpan], first: int, last: int) -> dict[str, floa
     return shares
 
 
+@pytest.mark.promise("Used and idle GPU-hours, and their cost, add up to what was paid for.")
 def test_sums_are_what_was_paid_for_and_each_moment_s_share_is_right() -> None:
     random: Random = fresh()
     for _ in range(20):

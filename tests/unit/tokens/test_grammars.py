@@ -60,6 +60,10 @@ def text_of(tokens: list[int]) -> str:
     return b"".join(TABLE.token_bytes[token] for token in tokens).decode("utf-8", "replace")
 
 
+@pytest.mark.promise(
+    "The sampler draws only tokens after which the text can still become what the schema "
+    "allows, and an end only where it is complete"
+)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
     """Any token that is allowed, with a taste for the end."""
@@ -83,6 +87,10 @@ def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
         assert num_ended > 0
 
 
+@pytest.mark.promise(
+    "A row behind drafts gets the mask of the text with those drafts, and is drawn from "
+    "only if they were drawn"
+)
 def test_drafts_leave_no_trace(grammars: Grammars) -> None:
     """Rows behind drafts are those of a text that has them, whatever was drafted before."""
     rng, schema = random.Random(3), SCHEMAS["order"]
@@ -208,6 +216,10 @@ def test_a_name_is_not_hidden_in_escapes(
     pytest.fail("it was allowed to the end")
 
 
+@pytest.mark.promise(
+    "The sampler draws only tokens after which the text can still become what the schema "
+    "allows, and an end only where it is complete"
+)
 def test_it_ends_where_the_text_may_end_alone(grammars: Grammars) -> None:
     number = Follower(grammar({"type": "integer"}), [])
     rows = allowed(grammars, number, ids("-1"))
@@ -279,6 +291,7 @@ def test_a_token_need_not_be_the_encoders_own(grammars: Grammars) -> None:
     assert {b"n", b"number"} <= words
 
 
+@pytest.mark.promise("A model that thinks does so freely first: the format begins behind </think>.")
 def test_a_reasoning_comes_first(grammars: Grammars) -> None:
     asked = grammar({"type": "object"}, CLOSE)
     rows = allowed(grammars, Follower(asked, []), [50, CLOSE, *ids("\n{")])
@@ -303,6 +316,10 @@ def test_what_can_be_followed_is_not_complained_of(name: str) -> None:
         assert complaint(grammar_text(SCHEMAS[name], follows_reasoning=follows_reasoning)) is None
 
 
+@pytest.mark.promise(
+    "What cannot be followed is a 400 before anything is computed, and its message names "
+    "the keyword"
+)
 @pytest.mark.parametrize(
     ("schema", "said"),
     [

@@ -391,6 +391,7 @@ class Stranger:
         return True
 
 
+@pytest.mark.promise("Processes prove themselves to each other before anything is said over TCP")
 def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() -> None:
     """Hellos that are forged, replayed, reflected and altered, beside exchanges that go on."""
     with mesh_threads(2) as groups:
@@ -442,6 +443,7 @@ def test_strangers_that_only_connect_keep_nobody_out() -> None:
             connection.close()
 
 
+@pytest.mark.promise("mesh, KV and experts over TCP prove it in a handshake and tag every record")
 @pytest.mark.parametrize("size", [0, 10, 300_000])
 def test_between_hosts_every_frame_is_tagged(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(mesh, "is_near", lambda host: False)

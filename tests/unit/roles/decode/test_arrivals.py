@@ -128,6 +128,9 @@ def test_decode_waits_for_the_copy_under_way() -> None:
     assert sent(pulled(unit), Pulled)
 
 
+@pytest.mark.promise(
+    "The request is prefilled again elsewhere; what was pulled early is pulled again."
+)
 @pytest.mark.parametrize("is_decode_first", [False, True])
 def test_a_part_that_failed_is_pulled_again_with_the_rest(is_decode_first: bool) -> None:
     unit = leader()

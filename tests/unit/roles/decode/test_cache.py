@@ -117,6 +117,7 @@ def counted(stored: int = 0, skipped: int = 0, on_disk: int = 0) -> dict[str, in
     }
 
 
+@pytest.mark.promise("Blocks that fill go to disk, so that the next turn finds them.")
 @pytest.mark.parametrize("prompt", [1, 62, 63, 64, 65, 100, 126, 127, 128, 200])
 @pytest.mark.parametrize("output", [1, 3])
 def test_every_block_that_steps_fill_is_named_as_its_text_is(prompt: int, output: int) -> None:

@@ -229,6 +229,9 @@ def test_a_free_seat_without_blocks_is_none() -> None:
     )
 
 
+@pytest.mark.promise(
+    "The request is prefilled again elsewhere; what was pulled early is pulled again."
+)
 def test_a_pull_that_failed_gives_back_and_frees() -> None:
     unit = leader()
     unit.handle(0.0, decode())
@@ -259,6 +262,7 @@ def test_cancel_while_pulling_waits_for_the_copy() -> None:
     assert sent(effects, Pulled) == sent(effects, Returned) == []
 
 
+@pytest.mark.promise("Both units free its blocks within a second.")
 def test_cancel_while_computed_waits_for_both_plans() -> None:
     unit = leader()
     occupant(unit, "a", max_tokens=50)
@@ -293,6 +297,10 @@ def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
     return unit, unit.handle(0.2, done(1, {0: 1}))
 
 
+@pytest.mark.promise(
+    "The latest arrived of the tenant that holds most is preempted: it goes back to the "
+    "front and is prefilled again later."
+)
 def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> None:
     unit, effects = starved()
     assert decode_plans(effects) == []  # It waits for c's block.
@@ -403,6 +411,9 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
     assert unit.audit() == []
 
 
+@pytest.mark.promise(
+    "its first message (FrontUp, a new epoch) makes the leaders free all they held"
+)
 def test_a_new_front_finds_nothing_left() -> None:
     unit = leader(num_slots=2)
     unit.handle(0.0, FrontUp("f1"))

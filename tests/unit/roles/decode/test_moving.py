@@ -81,6 +81,10 @@ def test_nobody_goes_back_and_forth() -> None:
     assert unit.leader.slots.moving.num_moved == 1
 
 
+@pytest.mark.promise(
+    "It keeps its blocks at the source until it has arrived, so a failed copy only costs "
+    "it the steps it stood still: three at most."
+)
 def test_a_copy_that_fails_lets_it_go_on_at_its_source() -> None:
     unit = Unit()
     name, source, target = unit.move()
@@ -97,6 +101,10 @@ def test_a_copy_that_fails_lets_it_go_on_at_its_source() -> None:
     assert unit.returned == []
 
 
+@pytest.mark.promise(
+    "It keeps its blocks at the source until it has arrived, so a failed copy only costs "
+    "it the steps it stood still: three at most."
+)
 def test_a_copy_that_takes_long_is_called_off_in_time() -> None:
     unit = Unit()
     name, source, target = unit.move()

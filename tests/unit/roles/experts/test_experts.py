@@ -33,6 +33,7 @@ def test_even_loads_move_nothing() -> None:
     assert unit.flips == []
 
 
+@pytest.mark.promise("A new split moves nothing; a new placement moves few replicas.")
 def test_a_new_split_comes_first_and_needs_no_weights() -> None:
     unit = Unit(replicated(), [HOT])
     unit.step(10)
@@ -82,6 +83,9 @@ def test_what_costs_no_time_is_left_alone(growing_s: float) -> None:
     assert unit.experts.installing is None
 
 
+@pytest.mark.promise(
+    "it has to gain more than noise, and more over the next steps than moving costs"
+)
 def test_moves_that_cost_more_than_they_save_are_not_made() -> None:
     dear = ExpertTerms(
         count_every_steps=2,
@@ -139,6 +143,9 @@ def test_where_many_moves_do_not_pay_few_may() -> None:
     assert found[0.0725] == 4 < found[1e-4], found
 
 
+@pytest.mark.promise(
+    "a group's experts start on one node and leave it only as far as balance demands"
+)
 @pytest.mark.parametrize("num_groups", [2, 0])
 def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None:
     """Rank 0 is hot. The lightest rank is on the other node; one on its own is light enough."""
@@ -179,6 +186,9 @@ def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
     assert len(unit.flips) == 1
 
 
+@pytest.mark.promise(
+    "it has to gain more than noise, and more over the next steps than moving costs"
+)
 def test_noise_moves_nothing() -> None:
     """Every interval another expert is hot, by chance: over the window nobody is."""
     unit = Unit(plain(), [[10] * NUM_EXPERTS], noise=1.0)
@@ -282,6 +292,9 @@ def test_no_step_waits_for_a_look_at_the_whole_placement() -> None:
         experts.check()
 
 
+@pytest.mark.promise(
+    "A failed or late stage leaves the old placement in force, as does a new formation"
+)
 @pytest.mark.parametrize("state", list(InstallState))
 def test_a_new_generation_abandons_it(state: InstallState) -> None:
     unit = Unit(plain(), [SKEWED])
@@ -306,6 +319,9 @@ def test_a_new_generation_abandons_it(state: InstallState) -> None:
     assert min(each.stage_id for each in again.values()) > plan.stage_id
 
 
+@pytest.mark.promise(
+    "A failed or late stage leaves the old placement in force, as does a new formation"
+)
 def test_an_error_abandons_it_and_the_next_try_waits_longer_each_time() -> None:
     unit = Unit(plain(), [SKEWED])
     waited_s = []

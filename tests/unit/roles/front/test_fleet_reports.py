@@ -92,6 +92,7 @@ def ok(made: Front) -> None:
     assert made.check() == []
 
 
+@pytest.mark.promise("A draining unit gets no new request; what it holds ends there")
 def test_nothing_new_goes_to_a_draining_unit() -> None:
     made = front()
     for unit in ("prefill-0", "decode-0"):
@@ -103,6 +104,7 @@ def test_nothing_new_goes_to_a_draining_unit() -> None:
     ok(made)
 
 
+@pytest.mark.promise("A draining unit gets no new request; what it holds ends there")
 def test_what_it_holds_ends_there() -> None:
     made = front()
     unit = decoding(made, "a")

@@ -141,6 +141,9 @@ def of_tenant(name: str, tenant: str, **options: Any) -> Submit:
     return Submit(made)
 
 
+@pytest.mark.promise(
+    "Overload is a 429 for the tenant that overloads, and a tenant alone may use everything."
+)
 def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
     made = front(max_running=1, max_queued=6)
     for number in range(8):
@@ -259,6 +262,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     assert made.idle
 
 
+@pytest.mark.promise("Both units free its blocks within a second.")
 def test_cancel_tells_the_units_that_hold_it() -> None:
     made = front()
     made.handle(0.0, Submit(generation()))
@@ -301,6 +305,10 @@ def test_the_end_says_where_a_request_was_worked_on() -> None:
     assert closing(waiting.handle(0.1, Cancel("a", -1))) == Closing("", "", 0)
 
 
+@pytest.mark.promise(
+    "so each attempt there goes to RETRYING, is prefilled elsewhere with what was already"
+    " streamed, and the stream goes on"
+)
 def test_a_lost_decode_unit_costs_only_time() -> None:
     made = decoding(front(), max_tokens=9)
     made.handle(0.3, tokens(made, "a", 1))
@@ -353,6 +361,10 @@ def listen(made: Front, from_s: float, to_s: float, *, waited_share: float) -> l
     return downs
 
 
+@pytest.mark.promise(
+    "A leader's heartbeat is missing for unit_timeout_s, or a step exceeds its deadline: "
+    "the process is ended"
+)
 def test_a_silent_unit_is_given_up() -> None:
     made = decoding(front())
     assert listen(made, 0.0, 5.0, waited_share=0.0) == []
@@ -473,6 +485,9 @@ def test_an_expired_lease_cancels_the_pull() -> None:
     ok(made)
 
 
+@pytest.mark.promise(
+    "Every message names its attempt, every token its index; what is stale is dropped."
+)
 def test_stale_answers_are_dropped_and_their_senders_told() -> None:
     made = decoding(front())
     assert of(made.handle(0.3, Pulled("decode-0", "z", 0)), Send) == [
@@ -483,6 +498,9 @@ def test_stale_answers_are_dropped_and_their_senders_told() -> None:
     ok(made)
 
 
+@pytest.mark.promise(
+    "Every message names its attempt, every token its index; what is stale is dropped."
+)
 def test_duplicates_are_dropped_and_a_gap_is_a_retry() -> None:
     made = decoding(front(), max_tokens=9)
     made.handle(0.3, tokens(made, "a", 1))
@@ -494,6 +512,7 @@ def test_duplicates_are_dropped_and_a_gap_is_a_retry() -> None:
     ok(made)
 
 
+@pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
 def test_draining_takes_nothing_new_and_finishes_the_rest() -> None:
     made = decoding(front(), max_tokens=2)
     made.handle(0.3, Drain())
@@ -562,6 +581,7 @@ def taken_over(made: Front, now_s: float, *held: int) -> list[Effect]:
     return effects
 
 
+@pytest.mark.promise("where requests in decode keep their place for 10 s")
 def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_where_they_were() -> (
     None
 ):
@@ -605,6 +625,7 @@ def test_a_request_on_its_way_to_a_leaderless_unit_is_tried_again_at_once() -> N
     ok(made)
 
 
+@pytest.mark.promise("where requests in decode keep their place for 10 s")
 def test_a_unit_that_no_leader_takes_over_is_down() -> None:
     made = decoding(front())
     made.handle(0.4, LeaderDown("decode-0", "killed"))
@@ -646,6 +667,10 @@ def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
     assert sent(taken_over(made, 1.0, 12345), Resume) == [Resume((), is_last=True)]
 
 
+@pytest.mark.promise(
+    "A line begins only where nobody else waits, prefill has a rank to spare, and batches"
+    " hold less than half of the slots"
+)
 def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     made = front(max_running=1)
     made.handle(0.0, of_tenant("a", "x"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from hadal.core.cache import split
 from hadal.core.config import CacheConfig
@@ -14,6 +15,9 @@ NAMES = FrontNames(CacheConfig(), "f0")
 ROOT = root_of(b"f0")
 
 
+@pytest.mark.promise(
+    "Equal names mean equal text from the first token on, under one model, of one tenant."
+)
 def test_a_chain_names_the_full_blocks_and_grows_with_the_output() -> None:
     request = msgspec.structs.replace(generation(prompt=130), salt=b"s")
     named = NAMES.named(request)
@@ -64,6 +68,9 @@ def test_without_a_cache_there_are_no_names() -> None:
     assert disk_only.named(request).chain == NAMES.named(request).chain != b""
 
 
+@pytest.mark.promise(
+    "Equal names mean equal text from the first token on, under one model, of one tenant."
+)
 def test_another_fingerprint_is_another_name() -> None:
     request = NAMES.named(generation(prompt=64))
     again = NAMES.named(request, fingerprint="f1")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
+import pytest
 
 from hadal.core.config import Deployment
 from hadal.core.messages import Cancel, Charged, Quota, Quotas, Spent, Submit
@@ -77,6 +78,10 @@ def test_a_quota_that_is_changed_keeps_what_was_had() -> None:
     assert not ask(made, 9.0, "d", num_prompt=500, most=10**9).final
 
 
+@pytest.mark.promise(
+    "what is written is not more than the budget: of what runs, the most that it can cost"
+    " is put aside"
+)
 def test_a_budget_waits_for_the_ledger_and_is_kept_to_the_last() -> None:
     made = front_with(Quota("t", day_pico_usd=100))
     assert made.unread() == ("t",)
@@ -93,6 +98,7 @@ def test_a_budget_waits_for_the_ledger_and_is_kept_to_the_last() -> None:
     assert not ask(made, DAY_S / 2 + 1.0, "f", most=75).final, "another day"
 
 
+@pytest.mark.promise("A charge counts once, known by its request's id")
 def test_a_charge_counts_once_whoever_says_it_and_whenever() -> None:
     made = front_with(Quota("t", day_pico_usd=100))
     made.handle(0.0, Charged("early", "t", DAY, 10))
@@ -105,6 +111,7 @@ def test_a_charge_counts_once_whoever_says_it_and_whenever() -> None:
     assert made.tenants._spent == {"t": 50}
 
 
+@pytest.mark.promise("dollars_per_day (days of UTC) is never exceeded")
 def test_a_clock_that_is_set_back_over_midnight_opens_no_budget() -> None:
     tenants, quotas = FrontTenants(600.0), (Quota("t", day_pico_usd=100),)
     tenants.set(0.0, Quotas((DAY + 1) * DAY_S + 5.0, quotas))
@@ -149,6 +156,11 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     assert tenants.refusal(9000.0, "t", 0, 1, 1, 90) is None
 
 
+@pytest.mark.promise("dollars_per_day (days of UTC) is never exceeded")
+@pytest.mark.promise(
+    "what is written is not more than the budget: of what runs, the most that it can cost"
+    " is put aside"
+)
 def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
     """A ledger, a front that dies now and then, and a gateway that says its charges again."""
     random: Random = fresh()

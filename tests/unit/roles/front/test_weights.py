@@ -90,6 +90,14 @@ def ok(made: Front) -> None:
 BOTH = (("prefill-0", OLD), ("decode-0", OLD), ("prefill-1", NEW), ("decode-1", NEW))
 
 
+@pytest.mark.promise(
+    "an answer is of one model from its first token to its last, unless its unit outlasts"
+    " fleet.drain_timeout_s or dies"
+)
+@pytest.mark.promise(
+    "the front binds each request to one fingerprint when it sends it to prefill: to the "
+    "newest under which a unit of each role takes requests and there is room"
+)
 def test_what_comes_goes_to_the_weights_that_came_last_and_stays_with_them() -> None:
     for units, number in ((BOTH, 1), (BOTH[2:] + BOTH[:2], 0)):
         made = front(*units)
@@ -98,6 +106,10 @@ def test_what_comes_goes_to_the_weights_that_came_last_and_stays_with_them() -> 
         ok(made)
 
 
+@pytest.mark.promise(
+    "the front binds each request to one fingerprint when it sends it to prefill: to the "
+    "newest under which a unit of each role takes requests and there is room"
+)
 def test_where_the_newest_have_no_room_the_others_go_on() -> None:
     made = front(*BOTH, slots=1)
     assert [submit(made, name) for name in "abc"] == [
@@ -259,6 +271,10 @@ def test_another_decode_unit_of_its_weights_is_better_than_one_that_drains() -> 
     ok(made)
 
 
+@pytest.mark.promise(
+    "an answer is of one model from its first token to its last, unless its unit outlasts"
+    " fleet.drain_timeout_s or dies"
+)
 def test_a_request_that_has_tokens_stays_with_the_weights_that_made_them() -> None:
     made = front(*BOTH[:2])
     submit(made, "a")

@@ -134,6 +134,10 @@ def test_two_read_the_same_blocks_at_a_time_and_another_tenant_none() -> None:
     assert unit.audit() == []
 
 
+@pytest.mark.promise(
+    "Only full blocks have names; a shared block is never written; a prompt's last "
+    "position is always computed"
+)
 def test_the_last_position_is_computed_even_if_all_is_there() -> None:
     unit = leader(has_disk=False)
     run(unit, "a", 192, 0)

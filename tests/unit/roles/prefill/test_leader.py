@@ -287,6 +287,9 @@ def test_the_same_message_twice_is_one_request() -> None:
     assert unit.num_requests == 1
 
 
+@pytest.mark.promise(
+    "its first message (FrontUp, a new epoch) makes the leaders free all they held"
+)
 def test_a_new_front_finds_nothing_left() -> None:
     unit = leader()
     unit.handle(0.0, FrontUp("f1"))

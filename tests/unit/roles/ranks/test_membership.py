@@ -141,6 +141,7 @@ def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
     assert (placement.slot_to_expert_LRS[:, [1, 3]] == EMPTY).all()
 
 
+@pytest.mark.promise("A dead process is noticed at once; at rest no block has an owner.")
 def test_a_death_is_answered_at_once() -> None:
     driver = Driver()
     driver.run()
@@ -306,6 +307,7 @@ def test_one_that_never_answers_goes() -> None:
     assert (len(forms), killed) == (3, ["decode-0.2"])
 
 
+@pytest.mark.promise("Its successor joins between two steps and takes its share back.")
 def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     driver = Driver()
     driver.run()

@@ -53,12 +53,20 @@ def test_a_fixed_schedule_has_two_micro_batches_once_the_busiest_rank_has_enough
     assert StepScheduler(1, "prefill_dual", 0).choose(0, [(1, 1)]).num_micro_batches == 1
 
 
+@pytest.mark.promise(
+    "takes the cheapest schedule for the step at hand, which for small steps is "
+    "sequential with one micro-batch"
+)
 def test_auto_overlaps_where_the_link_is_slow_and_not_where_it_costs_nothing() -> None:
     assert learned(4e-3).choose(0, [(64, 6400), (10, 100), (0, 0), (5, 5)]).num_micro_batches == 2
     free = learned(0.0).choose(0, [(64, 6400), (10, 100), (0, 0), (5, 5)])
     assert (free.schedule, free.num_micro_batches) == ("sequential", 1)
 
 
+@pytest.mark.promise(
+    "takes the cheapest schedule for the step at hand, which for small steps is "
+    "sequential with one micro-batch"
+)
 def test_auto_stays_sequential_alone_when_small_and_before_anything_was_seen() -> None:
     fresh = StepScheduler(4, num_layers=8, num_moe_layers=8)
     assert fresh.choose(0, [(500, 9000)] * 4).num_micro_batches == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec import structs
 
 from hadal.core.messages import Trace, TraceRequest
@@ -60,6 +61,10 @@ def test_who_gave_up_keeps_no_place() -> None:
     assert trace.reply_id == 99
 
 
+@pytest.mark.promise(
+    "Every objective is a gauge, mean over maximum of the ranks (core/balance), and "
+    "stands in every traced step."
+)
 def test_a_step_says_how_its_ranks_were_balanced() -> None:
     tracer = Tracer("decode-0")
     tracer.ask(0.0, TraceRequest(1, 2, 10.0))

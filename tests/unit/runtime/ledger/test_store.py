@@ -37,6 +37,10 @@ def test_it_is_made_when_it_is_first_written(store: Store, tmp_path: Path) -> No
     store.close()
 
 
+@pytest.mark.promise(
+    "No request waits for it. It counts as kept when that commit is durable, or its "
+    "commit in the outbox is."
+)
 def test_every_commit_is_flushed(store: Store) -> None:
     store.prepare()
     with store._begin() as connection:
@@ -45,6 +49,7 @@ def test_every_commit_is_flushed(store: Store) -> None:
     store.close()
 
 
+@pytest.mark.promise("Any number of servers may write one ledger.")
 def test_a_reader_holds_up_no_writer(store: Store, tmp_path: Path) -> None:
     store.prepare()
     reader = Store(ledger_url(str(tmp_path / "state" / "l.sqlite")))

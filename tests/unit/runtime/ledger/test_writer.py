@@ -113,6 +113,10 @@ def test_all_of_it_is_written_and_told(store: FakeStore, tmp_path: Path) -> None
     assert not left_in(tmp_path / "l.sqlite.outbox")
 
 
+@pytest.mark.promise(
+    "No request waits for it. It counts as kept when that commit is durable, or its "
+    "commit in the outbox is."
+)
 def test_a_fact_is_told_kept_only_when_it_is(store: FakeStore) -> None:
     kept = Kept()
     writer = writer_of(store, kept)
@@ -128,6 +132,9 @@ def test_a_fact_is_told_kept_only_when_it_is(store: FakeStore) -> None:
     writer.close(DEADLINE_S)
 
 
+@pytest.mark.promise(
+    "The same fact twice counts once. Another fact under a known id is refused, logged and counted"
+)
 def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
     writer = writer_of(store, Kept())
     writer.start()
@@ -139,6 +146,7 @@ def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture)
     assert "knows other facts of b" in caplog.text
 
 
+@pytest.mark.promise("facts wait in the outbox, a SQLite file beside it that all gateways share")
 def test_while_the_database_is_down_facts_wait_on_disk(
     store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

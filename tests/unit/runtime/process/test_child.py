@@ -191,6 +191,9 @@ def test_a_child_that_crashes_all_the_time_is_given_up(tmp_path: Path) -> None:
     assert child.why_give_up(1000.0) is None, "long ago"
 
 
+@pytest.mark.promise(
+    "One that dies at every start is tried again later, as long as its unit works without it."
+)
 def test_one_that_is_put_off_rests_and_is_judged_anew(tmp_path: Path) -> None:
     child = make(tmp_path, "")
     for index in range(FAILED_STARTS_MAX):

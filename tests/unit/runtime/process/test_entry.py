@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hadal.runtime.process import entry
 from tests.processes import is_alive
 from tests.waiting import DEADLINE_S, wait_until
@@ -27,6 +29,9 @@ time.sleep(600)
 """
 
 
+@pytest.mark.promise(
+    "Any child ends with the supervisor from its first line on, before it imports anything"
+)
 def test_a_child_that_still_imports_ends_with_its_killed_supervisor(tmp_path: Path) -> None:
     (tmp_path / "slow_to_import.py").write_text(SLOW)
     path = os.pathsep.join([str(tmp_path), *sys.path])

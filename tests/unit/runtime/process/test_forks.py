@@ -181,6 +181,7 @@ def test_one_that_is_closed_clears_nothing(
     assert folder.is_dir()
 
 
+@pytest.mark.promise("the fork server removes its run folder and shared memory at once")
 def test_what_a_killed_supervisor_leaves_is_removed_and_its_processes_end(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ import sys
 from itertools import count
 from pathlib import Path
 
+import pytest
+
 from hadal.runtime.process.child import Sight, Watch, look_at
 from tests.needs import skip_unless
 from tests.waiting import DEADLINE_S, wait_until
@@ -60,6 +62,9 @@ def test_one_that_gets_no_processor_is_waited_for() -> None:
     assert frozen_at(watch, 0.0, 10.0, speaks=("gateway",)) == {}
 
 
+@pytest.mark.promise(
+    "Time without a processor does not count, nor time in which the judge itself stood still"
+)
 def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
     """It was stopped for an hour, or got no processor: what was said meanwhile may still be on its
     way.

@@ -110,6 +110,7 @@ def test_a_successor_adopts_what_is_there_and_evicts_only_when_it_is_full(tmp_pa
         assert again.dropped == b""
 
 
+@pytest.mark.promise("a disk cache without it is not found, and the other way round")
 def test_another_models_segments_are_neither_read_nor_adopted_nor_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,6 +215,11 @@ def test_a_wrong_place_is_a_miss(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
+@pytest.mark.promise(
+    "reads and writes are answered with an error within their deadline, what is missing "
+    "is computed, one line is logged for each cause"
+)
 def test_a_full_disk_refuses_and_is_told_once(
     full_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,6 +282,7 @@ def test_a_segment_that_is_of_no_use_is_said_to_take_room(
     assert "delete it" in told
 
 
+@pytest.mark.promise("they are for their owner alone (0600, in a folder made 0700)")
 def test_prompts_are_for_their_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with host(folder) as one:
@@ -297,6 +304,7 @@ def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_ke
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
 def test_more_than_the_queue_holds_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +321,10 @@ def test_more_than_the_queue_holds_is_refused_at_once(
         assert (done.store_id, done.error) == (first, None)
 
 
+@pytest.mark.promise(
+    "reads and writes are answered with an error within their deadline, what is missing "
+    "is computed, one line is logged for each cause"
+)
 def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +351,10 @@ def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
         assert np.array_equal(one.pool[42:44], before[1:3])
 
 
+@pytest.mark.promise(
+    "reads and writes are answered with an error within their deadline, what is missing "
+    "is computed, one line is logged for each cause"
+)
 def test_a_store_that_hangs_is_answered_and_lets_go_of_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +376,10 @@ def test_a_store_that_hangs_is_answered_and_lets_go_of_its_blocks(
         assert np.array_equal(one.pool[40], wanted)
 
 
+@pytest.mark.promise(
+    "Leaders look at the folder and hear of changes as DiskNews, whoever made them, so "
+    "units and whole deployments may share one."
+)
 def test_two_writers_in_one_folder_keep_apart(tmp_path: Path) -> None:
     share = segment_bytes(16, BLOCK_BYTES)
     with host(tmp_path, share_bytes=share) as one, host(tmp_path, share_bytes=share) as two:

@@ -84,6 +84,10 @@ def test_news_wake_whoever_takes_them(tmp_path: Path) -> None:
         own.stop(DEADLINE_S)
 
 
+@pytest.mark.promise(
+    "Leaders look at the folder and hear of changes as DiskNews, whoever made them, so "
+    "units and whole deployments may share one."
+)
 def test_every_writers_blocks_come_and_go(tmp_path: Path) -> None:
     with host(tmp_path) as one, host(tmp_path) as two, leader(tmp_path) as own:
         first, second = new_names(2), new_names(2)

@@ -22,6 +22,9 @@ def lease_of(first: int, num_blocks: int, version: int = 0) -> KvLease:
     return KvLease("prefill-0#1", ids, (version,) * num_blocks, 64 * num_blocks)
 
 
+@pytest.mark.promise(
+    "A lease is a certain reader's: a grant goes beside the message that hands a lease on"
+)
 def test_a_part_of_a_lease_is_pulled_under_the_whole_ones_grant() -> None:
     leader, rank = Grants(SECRET, "decode-0"), Grants(SECRET, "decode-0.1")
     whole = lease_of(10, 6)

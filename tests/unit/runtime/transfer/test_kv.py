@@ -99,6 +99,9 @@ def test_freed_blocks_void_a_pull_and_others_do_not(handover: str, pool: KvPool)
         wire.close()
 
 
+@pytest.mark.promise(
+    "nobody writes into another's pool, so nothing that is late can land in somebody else's block"
+)
 @pytest.mark.parametrize("handover", TRANSPORTS)
 def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(
     handover: str, pool: KvPool
@@ -213,6 +216,9 @@ def test_a_killed_puller_leaves_nothing_at_the_owner(handover: str) -> None:
         wait_until(lambda: int(owner.ask("threads")) == num_threads - 1, "its thread has ended")
 
 
+@pytest.mark.promise(
+    "Shared memory where both ends see the same file of it, else NIXL where both have it, else TCP"
+)
 def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool: KvPool) -> None:
     with Peer("owner", RUN, "auto", "127.0.0.1", NUM_BLOCKS) as owner:
         wire = wire_of(pool, "auto")
@@ -237,6 +243,9 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
         imposter.close()
 
 
+@pytest.mark.promise(
+    "Shared memory where both ends see the same file of it, else NIXL where both have it, else TCP"
+)
 @NEEDS_NIXL
 def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(
     pool: KvPool, monkeypatch: pytest.MonkeyPatch

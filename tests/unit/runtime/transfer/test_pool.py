@@ -47,6 +47,9 @@ def lease(pool: KvPool, *ids: int) -> KvLease:
     return KvLease(pool.name, ids, tuple(int(pool.versions[i]) for i in ids), 64 * len(ids))
 
 
+@pytest.mark.promise(
+    "nobody writes into another's pool, so nothing that is late can land in somebody else's block"
+)
 def test_a_pull_copies_the_leased_blocks_and_no_others() -> None:
     source, own = make("prefill-0"), make("decode-0")
     before = [block(own, i) for i in range(9)]

@@ -121,6 +121,7 @@ def test_a_stranger_gets_no_answer(server: KvServer, size: int) -> None:
     assert answer_to(server, b"GET / HTTP/1.1\r\n\r\n".ljust(size, b"x")[:size]) == b""
 
 
+@pytest.mark.promise("Processes prove themselves to each other before anything is said over TCP")
 def test_who_holds_another_secret_is_refused_and_counted(server: KvServer) -> None:
     other = key_of(b"another run's ke", PURPOSE)
     for _ in range(3):
@@ -196,6 +197,9 @@ def outcome(server: KvServer, ask: PullChunks, name: str = "decode-0") -> str:
         return "chunk" if isinstance(head, ChunkHead) else getattr(head, "outcome", "")
 
 
+@pytest.mark.promise(
+    "A lease is a certain reader's: a grant goes beside the message that hands a lease on"
+)
 def test_blocks_are_served_under_a_lease_that_names_the_reader(
     server: KvServer, pool: KvPool
 ) -> None:

@@ -104,6 +104,10 @@ def of_decode(**changes: Any) -> HourWindow:
     return with_reading(decode=replace(looked().reading.decode, **changes))
 
 
+@pytest.mark.promise(
+    "result.json has every figure, report.html shows them, step.trace.json is one step "
+    "for ui.perfetto.dev."
+)
 def test_all_keys_are_there() -> None:
     made = written()
     assert written().keys() >= DAY_KEYS | {
@@ -309,6 +313,9 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
     assert idle["kv_share"] == ranks["kv_share"]
 
 
+@pytest.mark.promise(
+    "the published figures stand in one table (sim/day/result.PUBLISHED) that is only printed"
+)
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:
     assert written()["published"] == {}
     assert result_json(joined(study=small(name=Study().name)))["published"] == {}, (

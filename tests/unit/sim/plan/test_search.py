@@ -28,6 +28,9 @@ def test_the_best_is_simulated_and_kept() -> None:
     assert told[-1] == 1.0
 
 
+@pytest.mark.promise(
+    "If it misses its promise, less is believed of that hardware and the search is done again"
+)
 def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real simulator sees the first plan; then TPOT is taken to be a quarter longer than it
     was.
@@ -75,6 +78,10 @@ def test_nothing_keeps_it_and_why() -> None:
     assert "at batch 1" in text
 
 
+@pytest.mark.promise(
+    "A traffic may have a million requests/s and a plan 10,000 nodes at the peak; more is"
+    " refused, with what to change."
+)
 def test_a_fleet_beyond_all_fleets_is_said_with_how_many_parts_it_has() -> None:
     plan = small().ranked()[0]
     assert too_large(plan) == ""

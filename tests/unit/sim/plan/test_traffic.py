@@ -51,6 +51,7 @@ def test_lengths_have_their_mean_and_spread() -> None:
     )
 
 
+@pytest.mark.promise("Traffic is a table (TOML) or a trace (Mooncake's JSON lines, Azure's CSV).")
 def test_a_trace_says_its_rate_lengths_and_hits() -> None:
     rows = [
         Row(10.0 * i, i // 2, i % 2, 1000 + 64 * i, 100, tokens_seen=640 * (i % 2))

@@ -97,6 +97,10 @@ def test_measures(recordings: list[Recording]) -> None:
     }
 
 
+@pytest.mark.promise(
+    "time, events and effects the recorded ones, byte for byte, or the replay ends and "
+    "names the difference"
+)
 def test_another_policy_is_noticed(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +158,10 @@ def first_sending(recordings: list[Recording], kind: type) -> tuple[int, Call]:
     )
 
 
+@pytest.mark.promise(
+    "time, events and effects the recorded ones, byte for byte, or the replay ends and "
+    "names the difference"
+)
 def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Recording]) -> None:
     """The live front says it did not send a Prefill, which this one sends."""
     number, call = first_sending(recordings, Prefill)
