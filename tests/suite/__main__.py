@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -150,5 +151,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _interrupt(*_: object) -> None:
+    """SIGTERM ends the parts as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)  # Also where a shell in the background ignored it.
     sys.exit(main(sys.argv[1:]))

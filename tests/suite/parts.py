@@ -9,6 +9,7 @@ Live tests wait more than they compute, so the pure ones run beside them, at a l
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ NICE = 10
 """Niceness of the pure part beside the live one."""
 SOME_FAILED, NOTHING_TO_RUN = 1, 5
 """pytest's exit codes where it came to its end and tests failed, and where the options left no test."""
+END_S = 60.0
+"""Time that an interrupted part has to end its servers."""
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Taken out of the environment: where it is set, every worker of every part compiles all tests anew."""
 
@@ -103,7 +106,7 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=lambda: os.nice(part.nice),
+                preexec_fn=self._begin,
             )
 
     def poll(self) -> int | None:
@@ -112,9 +115,19 @@ class Running:
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
-        """Interrupt it as Ctrl-C would: it ends its servers."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        """Interrupt it as Ctrl-C would, if it runs, and wait until it has ended its servers."""
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _begin(self) -> None:
+        """In the child. A shell that runs the suite in the background has SIGINT ignored."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.nice(self.part.nice)
 
     def read(self) -> list[bytes]:
         """Return the events since the last call, each a line."""
