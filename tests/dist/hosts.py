@@ -281,15 +281,32 @@ class Host:
         """Kill all that runs on it at once, as a loss of power does. It can be booted again."""
         assert self._init is not None
         os.kill(self._inner, signal.SIGKILL)
-        self._init.wait(DEADLINE_S)
+        wait_until(self._has_ended, f"host {self.number} has ended")
         for process in self.started.values():
             process.wait(DEADLINE_S)
         self.started.clear()
+
+    def _has_ended(self) -> bool:
+        assert self._init is not None
+        reap_orphans()
+        return self._init.poll() is not None
 
     def remove(self) -> None:
         if self._init is not None and self._init.poll() is None:
             self.kill()
         remove_network(self._net)
+
+
+def reap_orphans() -> None:
+    """Reap processes of hosts whose starter was killed. They become children of this process where it
+    is a subreaper (runtime/process/forks), and a host ends only when all that ran on it is reaped.
+    """
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            fields = dict(line.partition(":")[::2] for line in status.read_text().splitlines())
+            is_ours = int(fields["PPid"]) == os.getpid() and fields["State"].split()[0] == "Z"
+            if is_ours and len(fields["NSpid"].split()) > 1:
+                os.waitpid(int(fields["Pid"]), os.WNOHANG)
 
 
 ENVIRONMENT = {

@@ -133,7 +133,7 @@ def test_ctrl_c_shows_what_was_measured_so_far(server: Server, tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "80"},
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"},
         # A shell that runs the tests in the background ignores it, and so would this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

@@ -72,6 +72,7 @@ def wait_for_one_to_rest(server: Server) -> None:
     wait_until(lambda: "resting" in [phase(server, unit) for unit in units], "one of them rests")
 
 
+@pytest.mark.slow("a unit is started and drained")
 def test_a_unit_comes_when_it_is_needed_and_goes_when_its_stream_has_ended(
     start_server: StartServer,
 ) -> None:

@@ -94,6 +94,7 @@ def done(page: Page, number: int = 1) -> None:
     expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
 
 
+@pytest.mark.slow("a browser is started")
 def test_a_chat_thinks_answers_and_is_kept_by_the_browser(server: Server, browser: Browser) -> None:
     with looking(browser, pages_of(server)) as page:
         ask(page, "What is 12 + 30?")

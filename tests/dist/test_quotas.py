@@ -206,6 +206,7 @@ NUM_FLOOD, NUM_OTHER, NUM_OUT = 40, 4, 12
 """Requests of the flood, requests of each other tenant, and tokens of each."""
 
 
+@pytest.mark.slow("a flood of requests is answered")
 def test_a_flood_has_its_share_and_no_more_while_others_wait(
     start_server: StartServer, folder: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_every_rank_has_a_process_a_pool_and_a_place_in_its_unit(ranked: Server)
 @pytest.mark.parametrize(
     ("victim", "number"), [("decode-0.2", signal.SIGKILL), ("prefill-0.0", signal.SIGSTOP)]
 )
+@pytest.mark.slow("a rank is started again")
 def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
     struck: Server, victim: str, number: signal.Signals
 ) -> None:

@@ -69,6 +69,7 @@ def check(recordings: list[Recording]) -> ReplayReport:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow("a run is recorded and decided again")
 def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder: Path) -> None:
     server = start_server(environment={RECORD: str(folder)})
     run_load(server, NUM_REQUESTS)

@@ -35,6 +35,7 @@ NUMBERS = itertools.count()
         ),
     ],
 )
+@pytest.mark.slow("a flood of requests is answered")
 def test_an_attack_costs_another_tenant_no_answer(
     borrow: StartServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

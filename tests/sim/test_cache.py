@@ -47,6 +47,7 @@ def test_turns_find_what_is_theirs(seed: int) -> None:
 @pytest.mark.parametrize(
     "ranks", [1, pytest.param(3, marks=pytest.mark.more("units of many ranks"))]
 )
+@pytest.mark.slow("six worlds of chats")
 def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> None:
     """The tokens are checked in each; here, that there was something to find."""
 
@@ -76,6 +77,7 @@ def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> N
 
 
 @pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
+@pytest.mark.slow("worlds of chats with disks that fail")
 def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
     faults = DiskFaults(load_rate=0.2, damage_rate=0.2, store_rate=0.2, drop_rate=0.2)
     make = partial(chats_world, cache=DISK, disk_faults=faults, is_calm=True)
@@ -92,6 +94,7 @@ def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(1, 2))
+@pytest.mark.slow("a world of chats with ranks that die")
 def test_nothing_is_read_into_blocks_of_a_step_that_failed_before_all_ranks_broke_it_off(
     seed: int,
 ) -> None:

@@ -152,6 +152,7 @@ def test_early_pulls_into_units_of_many_ranks(seed: int) -> None:
     run_seed(seed, ranked_early_world)
 
 
+@pytest.mark.slow("worlds of every fixed seed")
 def test_the_seeds_see_hints_go_every_way() -> None:
     counts: Counter[str] = Counter()
     for seed in range(NUM_SEEN):

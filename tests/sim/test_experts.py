@@ -223,6 +223,7 @@ def test_errors_of_staging_are_survived() -> None:
     assert any("no such tensor" in note for note in unit.leader.take_notes())
 
 
+@pytest.mark.slow("a world of many steps")
 def test_staging_that_never_ends_stops_no_step() -> None:
     unit = Balanced(1)
     unit.world.fabrics[UNIT].stage_s = 1000.0

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"Above the budget by half: {', '.join(over)}: see tests/budget.toml")
         codes["budget"] = SOME_FAILED
     if asked.write_budget:
-        used = {folder: max(1.0, s / loop.mean_s) for folder, s in summary.folder_to_s.items()}
+        used = {folder: s / loop.mean_s for folder, s in summary.folder_to_s.items()}
         Budget.write(asked.level, used)
     print(summary.closing_line(), flush=True)
     return max(0 if code == NOTHING_TO_RUN else code for code in codes.values())

@@ -87,6 +87,7 @@ def test_every_token_comes_once_whatever_the_ranks_do(
     assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
 
 
+@pytest.mark.slow("worlds of every fixed seed")
 def test_the_worlds_see_losses_preemption_and_both_ways_to_run() -> None:
     reasons: set[str] = set()
     schedules: set[tuple[str, int]] = set()
