@@ -1,4 +1,4 @@
-"""Time of a request whose KV another tenant has, beside one that nobody sent before.
+"""Compare the time of a prompt that another tenant has sent with that of a new prompt.
 
     python -m bench.cache_tenants [--quick]
 

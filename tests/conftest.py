@@ -51,7 +51,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, HANGS) or TIMED_OUT in str(error):
-        report.sections.append(("Stacks of all processes", stacks.dump()))
+        found = error.stacks if isinstance(error, Hang) else stacks.dump()
+        report.sections.append(("Stacks of all processes", found))
     return report
 
 

@@ -10,7 +10,6 @@ Without a level (`pytest FILE`) all tests run but those marked `full`, at the si
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import hypothesis
 import pytest
@@ -69,7 +68,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = taken
 
 
-def declare(config: pytest.Config, marks: Sequence[str] = MARKS) -> None:
+def declare(config: pytest.Config) -> None:
     """Declare the marks."""
-    for mark in marks:
+    for mark in MARKS:
         config.addinivalue_line("markers", mark)

@@ -28,7 +28,6 @@ cores; `nice` leaves the machine to others.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import shutil
@@ -63,6 +62,7 @@ from tests.mutants_points import (
     read_tree,
 )
 from tests.mutants_probe import EVERYWHERE
+from tests.suite.changed import modules_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -460,16 +460,9 @@ class Imports:
 
     def _of(self, path: Path) -> set[Path]:
         if path not in self._known:
-            names: set[str] = set()
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    names.update(alias.name for alias in node.names)
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    names.add(node.module)
-                    names.update(f"{node.module}.{alias.name}" for alias in node.names)
             self._known[path] = {
                 place
-                for name in names
+                for name in modules_of(path)
                 if name.startswith(("hadal", "tests"))
                 for place in self._files(name)
             }

@@ -13,6 +13,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from tests import stacks
+
 T = TypeVar("T")
 DEADLINE_S = 180.0
 """Time until a wait counts as a hang. Below pytest's own timeout, so that the message names the wait."""
@@ -22,6 +24,11 @@ _FIRST_PERIOD_S, _LAST_PERIOD_S = 0.0005, 0.01
 
 class Hang(AssertionError):
     """A wait that reached its deadline."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.stacks = stacks.dump()
+        """Of all processes, as they are now: the test ends some of them before it is reported."""
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:

@@ -58,7 +58,7 @@ def _rooms_tested(path: Path) -> set[str]:
     found = set(parts[2:3]) if parts[1] == "unit" and len(parts) > 3 else set()
     found |= FOLDER_TO_ROOMS.get("/".join(parts[:2]), set())
     return found | {
-        module.split(".")[1] for module in _modules(path) if module.startswith("hadal.")
+        module.split(".")[1] for module in modules_of(path) if module.startswith("hadal.")
     }
 
 
@@ -91,7 +91,7 @@ def _conftests(path: Path) -> Iterator[Path]:
 
 
 @functools.cache
-def _modules(path: Path) -> frozenset[str]:
+def modules_of(path: Path) -> frozenset[str]:
     """Return the modules that a file imports, by their dotted names."""
     found = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -105,7 +105,7 @@ def _modules(path: Path) -> frozenset[str]:
 
 def _imported(path: Path) -> list[Path]:
     """Return the files outside `src` that a file imports."""
-    places = [ROOT / module.replace(".", "/") for module in _modules(path)]
+    places = [ROOT / module.replace(".", "/") for module in modules_of(path)]
     files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
     return [file for file in files if file.is_file()]
 

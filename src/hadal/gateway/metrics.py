@@ -192,7 +192,7 @@ class Metrics:
                 metric.name,
                 metric.documentation,
                 metric.type,
-                # A gauge may have been given a bool, which is no number to who decodes it.
+                # A gauge may hold a bool, which the decoder of another gateway refuses as a number.
                 tuple((one.name, one.labels, float(one.value)) for one in metric.samples),
             )
             for metric in self._registry.collect()

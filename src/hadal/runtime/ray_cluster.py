@@ -300,7 +300,7 @@ class RayLender:
         if time.monotonic() - self._looked_s < _FLOOR_S:
             return
         self._looked_s = time.monotonic()
-        # Ray also lists removed groups, with the names of those that came after them.
+        # Ray lists removed groups too, under the same names as their successors.
         listed = placement_group_table().values()
         there = {asked["name"] for asked in listed if asked["state"] != "REMOVED"}
         for group in list(self._lent):
