@@ -73,6 +73,8 @@ class Host:
         that the role holds.
         """
         self._num_unchecked = 0
+        self._late: deque[Event] = deque()
+        """What came while it had no processor."""
         self._check = check
         self._clock = clock
         self._random = random
@@ -98,9 +100,21 @@ class Host:
         if not self.is_alive or self.is_stuck:
             return
         runs_s = self.starving.next_s(self.name, self._clock.now())
-        if runs_s > self._clock.now():
-            self._clock.at(runs_s, lambda: Host.handle(self, event))
+        if self._late or runs_s > self._clock.now():
+            self._late.append(event)
+            if len(self._late) == 1:
+                self._clock.at(runs_s, self._take_late)
             return
+        self._take(event)
+
+    def _take_late(self) -> None:
+        """Take what came while this process did not run, and what comes of it, in order."""
+        while self._late:
+            if self.is_alive and not self.is_stuck:
+                self._take(self._late[0])
+            self._late.popleft()
+
+    def _take(self, event: Event) -> None:
         self._apply(self.role.handle(self._clock.now(), event))
         self._num_unchecked += 1
         if self._num_unchecked < self.check_every:
