@@ -22,7 +22,8 @@ LEAST = 20.0
 """Smallest budget of a folder, units: smaller amounts are noise."""
 _ABOUT = (
     "# Processor time by folder of tests and level, in units of the loop of tests/suite/budget.py: about",
-    "# 0.1 s of a core of an AMD EPYC. `python -m tests.suite LEVEL --write-budget` writes what a run used.",
+    "# 0.1 s of a core of an AMD EPYC. `python -m tests.suite LEVEL --write-budget` writes what a run used;",
+    "# run it on a fresh machine, since that builds kernels too.",
 )
 _ROUNDS = 40
 _SIZE = 200_000
