@@ -3,7 +3,7 @@
     live   tests that serve, wait or start processes  ┐ at the same time, each on all cores; no verdict
     pure   tests that need only a processor           ┘ depends on how busy the machine is
 
-Live tests wait more than they compute, so the pure ones run beside them, at a lower priority.
+Live tests wait more than they compute, so the pure ones run beside them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ CACHE = ROOT / ".pytest_cache"
 MAX_WORKERS = 8
 MAX_LIVE_WORKERS = 4
 """Each has servers of up to eight processes."""
-NICE = 10
-"""Niceness of the pure part beside the live one."""
 SOME_FAILED, NOTHING_TO_RUN = 1, 5
 """pytest's exit codes where it came to its end and tests failed, and where the options left no test."""
 END_S = 60.0
@@ -40,7 +38,6 @@ class Part:
 
     name: str
     arguments: tuple[str, ...]
-    nice: int = 0
     threads: int = 0
     """OMP_NUM_THREADS; 0: as it is. Workers that all want every core for each op wait for one another."""
 
@@ -57,7 +54,7 @@ def parts(paths: Sequence[str]) -> list[Part]:
         )
     if pure:
         num = min(MAX_WORKERS, num_cores)
-        made.append(Part("pure", ("-n", str(num), "--dist", "worksteal", *pure), NICE, threads=1))
+        made.append(Part("pure", ("-n", str(num), "--dist", "worksteal", *pure), threads=1))
     return made
 
 
@@ -106,7 +103,8 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=self._begin,
+                # A shell that runs the suite in the background has SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def poll(self) -> int | None:
@@ -123,11 +121,6 @@ class Running:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-
-    def _begin(self) -> None:
-        """In the child. A shell that runs the suite in the background has SIGINT ignored."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.nice(self.part.nice)
 
     def read(self) -> list[bytes]:
         """Return the events since the last call, each a line."""
