@@ -29,6 +29,7 @@ app = typer.Typer(
             "one with a quota",
         ),
         ("hadal keys revoke alice", "whoever has it is not let in any more"),
+        ("hadal keys forget alice", "delete the files and batches that it left"),
         ("hadal serve --api-keys-file keys.txt", "a server with these keys"),
     ),
 )
@@ -81,10 +82,16 @@ def add(
             *(("model", one) for one in model or ()),
         ]
         words = [hashed(key), *(f"{field}={value}" for field, value in values), *(right or ())]
-        add_line(file, " ".join(words))
+        was_revoked = add_line(file, " ".join(words))
     except ConfigError as error:
         typer.echo(f"hadal keys add: {error}", err=True)
         sys.exit(EXIT_CONFIG)
+    if was_revoked:
+        typer.echo(
+            f"{name} was revoked before. What that tenant left (files, batches, kept responses) belongs"
+            f" to this one. If this is someone else: hadal keys revoke {name}; hadal keys forget {name}.",
+            err=True,
+        )
     typer.echo(f"The key of {name}; it is in no file, so keep it now:", err=True)
     typer.echo(key)
 
@@ -156,3 +163,54 @@ def revoke(
         f"The key of {name} is taken out of {file}. A server that follows this file lets it in no"
         " more within some three seconds."
     )
+
+
+@app.command()
+def forget(
+    name: Annotated[str, typer.Argument(help="The tenant, as `hadal keys list` had it.")],
+    file: _File = _FILE,
+    store: Annotated[
+        str,
+        typer.Option(
+            "--batches",
+            help="Where the server keeps batches: `batches.url` of its deployment. auto: beside the"
+            " ledger, as `hadal serve` does.",
+        ),
+    ] = "auto",
+    ledger: Annotated[
+        str, typer.Option(help="The server's ledger: `ledger.url` of its deployment.")
+    ] = "auto",
+    port: Annotated[int, typer.Option(help="The server's port, which names the file.")] = 8000,
+) -> None:
+    """Delete the files and batches of a tenant that was revoked. A server may run meanwhile. The responses
+    that it keeps are in its memory until it ends.
+    """
+    from hadal.core.errors import ConfigError, HadalError
+    from hadal.gateway.keys import names_in
+    from hadal.runtime.batches import BatchStore, batches_url
+    from hadal.runtime.ledger.store import file_of
+
+    try:
+        if file.exists() and name in names_in(file):
+            typer.echo(
+                f"hadal keys forget: {name} has a key. Take it back first: hadal keys revoke {name}.",
+                err=True,
+            )
+            sys.exit(EXIT_CONFIG)
+        url = batches_url(store, ledger, port)
+        path = file_of(url) if url else None
+        if not url or (path is not None and not path.exists()):
+            raise ConfigError(
+                f"no batches are kept at {path or 'any place'}; name theirs with --batches, --ledger or"
+                " --port."
+            )
+        batches = BatchStore(url)
+        num_files, num_batches, num_left = batches.forget_tenant(name)
+        batches.close()
+    except HadalError as error:
+        typer.echo(f"hadal keys forget: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    typer.echo(f"{num_files} files and {num_batches} batches of {name} are deleted.")
+    if num_left:
+        typer.echo(f"{num_left} batches have not ended. Run this once more when they have.")
+        sys.exit(1)

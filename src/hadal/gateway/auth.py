@@ -181,12 +181,16 @@ class Keys:
 HASHED = "sha256:"
 """What a key's digest begins with, where the key itself is not written down."""
 _NAME_FORM = re.compile(r"(?!t-|everyone$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+"""What is in no line of a keys file; a tab may be between words."""
 _MAX_NUMBER = 10**12
 _MAX_WEIGHT = 1000.0
 
 
 def parse_key(line: str) -> tuple[bytes, Tenant]:
     """A key's digest and its tenant. Raises ConfigError, which does not show the key."""
+    if _CONTROL.search(line):
+        raise ConfigError("there is a control character in it.")
     key, *words = line.split()
     if "," in line:
         raise ConfigError("a key cannot hold a comma.")

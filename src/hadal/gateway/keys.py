@@ -2,8 +2,10 @@
 
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
-A file that cannot be read any more changes nothing, and the log says why; nor does one that is
-another at each look, because somebody is writing it. Others than the first gateway may be on hosts
+A file that cannot be read any more changes nothing, and the log says why. So does a file without keys,
+or with none of the tenants that it had before, unless it says that `hadal keys revoke` took them out:
+it may have been emptied or overwritten by accident. A file that differs at each look is waited for,
+because somebody is writing it. Others than the first gateway may be on hosts
 that do not have it; they let nobody in before they have heard.
 """
 
@@ -13,7 +15,7 @@ import asyncio
 import fcntl
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +25,7 @@ import msgspec
 from hadal.core.errors import ConfigError
 from hadal.core.messages import QueryReply
 from hadal.gateway.auth import Keys, parse_key
-from hadal.runtime.process.private import read_private
+from hadal.runtime.process.private import read_private, replace_private
 
 log = logging.getLogger("hadal.gateway")
 
@@ -32,6 +34,8 @@ PATH = "/keys"
 FOLLOW_S = 1.0
 """Time between two looks at the file."""
 _COMMENT = "#"
+_REVOKED = "# revoked: "
+"""Before the name of a tenant that `hadal keys revoke` took out."""
 _UNCHANGED = 304
 
 
@@ -40,7 +44,7 @@ def read_lines(path: Path) -> tuple[str, ...]:
     names the line and does not show it.
     """
     lines = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(_lines(path), 1):
         if line.strip() and not line.lstrip().startswith(_COMMENT):
             try:
                 parse_key(line)
@@ -50,11 +54,24 @@ def read_lines(path: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _text(path: Path) -> str:
+def _lines(path: Path) -> list[str]:
     try:
-        return read_private(path, "the API keys").decode()
+        return [line.removesuffix("\r") for line in _text(path).split("\n")]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: the API keys are not UTF-8 text.") from error
+
+
+def _text(path: Path) -> str:
+    return read_private(path, "the API keys").decode()
+
+
+def names_in(path: Path) -> set[str]:
+    """The tenants of a keys file. Raises ConfigError."""
+    return _names(read_lines(path))
+
+
+def _names(lines: Iterable[str]) -> set[str]:
+    return {parse_key(line)[1].name for line in lines}
 
 
 def keys_of(given: Sequence[str], path: Path, lines: Sequence[str]) -> Keys:
@@ -65,36 +82,46 @@ def keys_of(given: Sequence[str], path: Path, lines: Sequence[str]) -> Keys:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def add_line(path: Path, line: str) -> None:
-    """Add a key to a file, which is made if there is none. Raises ConfigError if the file cannot be
-    had, or has that name.
+def add_line(path: Path, line: str) -> bool:
+    """Add a key to a file, which is made if there is none. Returns whether its name was revoked before.
+    Raises ConfigError if the file cannot be had, or has that name.
     """
     with _locked(path):
-        text = _text(path) if path.exists() else ""
-        lines = read_lines(path) if text else []
+        written = _lines(path) if path.exists() else []
+        lines = read_lines(path) if written else []
         name = parse_key(line)[1].name
-        if name in {parse_key(other)[1].name for other in lines}:
+        if name in _names(lines):
             raise ConfigError(
                 f"{path} has a key with the name {name} already; a name is one tenant's. Take another,"
                 f" or `hadal keys revoke {name}` first."
             )
         keys_of((), path, (*lines, line))
-        _replace(path, f"{text}\n{line}\n" if text else f"{line}\n")
+        _replace(path, [*written, line])
+        return name in _revoked(written)
 
 
 def remove_name(path: Path, name: str) -> None:
-    """Take the keys of a tenant out of a file. Raises ConfigError if there are none."""
+    """Take the keys of a tenant out of a file, and note there that it was revoked. Raises ConfigError
+    if it has none, or if no other tenant has any.
+    """
     with _locked(path):
-        kept, is_found = [], False
-        named = {line: parse_key(line)[1].name for line in read_lines(path)}
-        for line in _text(path).splitlines():
-            is_its = named.get(line.strip()) == name
-            is_found |= is_its
-            if not is_its:
-                kept.append(line)
-        if not is_found:
+        written = _lines(path)
+        lines = read_lines(path)
+        if name not in _names(lines):
             raise ConfigError(f"{path}: no key has the name {name[:70]!r}; see `hadal keys list`.")
-        _replace(path, "".join(f"{line}\n" for line in kept))
+        kept = {line for line in lines if parse_key(line)[1].name != name}
+        if not kept:
+            raise ConfigError(
+                f"{path}: {name} has the only keys. A server needs one: add another tenant first, or"
+                " end the server."
+            )
+        rest = [line for line in written if line.strip() in kept or line.strip() not in lines]
+        _replace(path, [*rest, f"{_REVOKED}{name}"] if name not in _revoked(rest) else rest)
+
+
+def _revoked(written: Iterable[str]) -> set[str]:
+    """The names that were taken out, by the notes in a file."""
+    return {line.removeprefix(_REVOKED).strip() for line in written if line.startswith(_REVOKED)}
 
 
 @contextmanager
@@ -111,23 +138,11 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all, so that who reads meanwhile reads the one or the other. It stays its
-    owner's, a new one is its folder's: root writes keys for a server that has another account. A link
-    stays one.
-    """
-    path = path.resolve()
-    new = path.with_name(f".{path.name}.new")
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """Root writes keys for a server that has another account: they stay that account's."""
+    text = "\n".join(lines).strip("\n")
     try:
-        owned = (path if path.exists() else path.parent).stat()
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "wb") as out:
-            if os.geteuid() == 0:
-                os.fchown(file, owned.st_uid, owned.st_gid)
-            out.write(text.encode())
-            out.flush()
-            os.fsync(out.fileno())
-        new.rename(path)
+        replace_private(path, f"{text}\n".encode())
     except OSError as error:
         raise ConfigError(f"{path}: it cannot be written ({error.strerror}).") from error
 
@@ -139,6 +154,8 @@ class KeysFile:
         """`given`: keys beside those of the file."""
         self._given = tuple(given)
         self._path = path
+        self._names: set[str] = set()
+        """Of the tenants that the file had when it was taken last."""
         self._seen: tuple[int, ...] = ()
         self._coming: tuple[int, ...] = ()
         """What was seen instead the last time: it is read once it stays."""
@@ -158,9 +175,23 @@ class KeysFile:
         self._seen = seen
         lines = read_lines(self._path)
         keys = keys_of(self._given, self._path, lines)
+        self._check_kept(lines)
         body = msgspec.json.encode([*self._given, *lines])
         self._answer = sha256(body).hexdigest(), body
         return keys
+
+    def _check_kept(self, lines: Sequence[str]) -> None:
+        """Raise ConfigError for a file that may have been emptied or overwritten by accident."""
+        names = _names(lines)
+        if not names:
+            raise ConfigError(f"{self._path}: there is no key in it.")
+        left = self._names - _revoked(_lines(self._path))
+        if left and not left & names:
+            raise ConfigError(
+                f"{self._path}: it has none of the tenants that it had. Add the new ones first, then"
+                " take out the old ones with `hadal keys revoke`."
+            )
+        self._names = names
 
     def _stat(self) -> tuple[int, ...]:
         try:

@@ -30,6 +30,7 @@ from sqlalchemy import exc
 from hadal.core.errors import HadalError
 from hadal.core.facts import RequestFact
 from hadal.runtime.ledger.store import IS_READING, engine_of, file_of, ledger_url
+from hadal.runtime.process.private import open_private
 
 PIECE_BYTES = 1 << 20
 VALIDATING, IN_PROGRESS, FAILED = "validating", "in_progress", "failed"
@@ -408,13 +409,29 @@ class BatchStore:
 
     def forget(self, before_s: int) -> None:
         """Drop files, and batches that have ended, from before a time."""
+        self._forget(_files.c.created_s < before_s, _batches.c.created_s < before_s)
+
+    def forget_tenant(self, tenant: str) -> tuple[int, int, int]:
+        """Drop a tenant's files and ended batches. Returns how many of each, and how many of its
+        batches have not ended.
+        """
+        num_files, num_batches = self._forget(
+            _files.c.tenant == tenant, _batches.c.tenant == tenant
+        )
+        left = sa.select(sa.func.count()).select_from(_batches).where(_batches.c.tenant == tenant)
+        with self._begin(is_reading=True) as connection:
+            return num_files, num_batches, int(connection.execute(left).scalar_one())
+
+    def _forget(
+        self, files: sa.ColumnElement[bool], batches: sa.ColumnElement[bool]
+    ) -> tuple[int, int]:
         with self._begin() as connection:
-            old = sa.select(_files.c.id).where(_files.c.created_s < before_s)
-            for file_id in connection.execute(old).scalars().all():
+            old = connection.execute(sa.select(_files.c.id).where(files)).scalars().all()
+            for file_id in old:
                 connection.execute(sa.delete(_pieces).where(_pieces.c.file_id == file_id))
                 connection.execute(sa.delete(_files).where(_files.c.id == file_id))
-            ended = _batches.c.status.notin_(OPEN) & (_batches.c.created_s < before_s)
-            connection.execute(sa.delete(_batches).where(ended))
+            ended = sa.delete(_batches).where(_batches.c.status.notin_(OPEN) & batches)
+            return len(old), connection.execute(ended).rowcount
 
     def _page(
         self,
@@ -463,7 +480,7 @@ def _make_private(path: Path) -> None:
     """What tenants ask is its owner's alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(open_private(path, os.O_WRONLY | os.O_EXCL))
 
 
 def _lock(connection: sa.Connection, name: str) -> None:

@@ -30,6 +30,7 @@ from hadal.roles.recording import (
     frame,
     parse,
 )
+from hadal.runtime.process.private import open_private
 from hadal.runtime.process.process import clock_id
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def _open(folder: Path, process: str) -> int:
     path = folder / f"{process}-{os.getpid()}{SUFFIX}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return open_private(path, os.O_WRONLY | os.O_EXCL)
     except FileExistsError:
         raise ConfigError(f"{path} is there already: give {RECORD} an empty folder.") from None
     except OSError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.facts import PackedFacts
-from hadal.runtime.process.private import take_from_others
+from hadal.runtime.process.private import open_private, take_from_others
 
 log = logging.getLogger("hadal.ledger")
 
@@ -147,7 +147,7 @@ class LedgerOutbox:
         # Not opened where it is there: to close it would drop the locks that another connection of
         # this process holds on it.
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            os.close(open_private(self.path, os.O_RDWR | os.O_EXCL))
         take_from_others(self.path)
         self._file = self.path.stat()
         connection = sqlite3.connect(

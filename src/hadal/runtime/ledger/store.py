@@ -30,7 +30,7 @@ from hadal.core.documents import is_file
 from hadal.core.errors import HadalError
 from hadal.core.facts import NodesFact, PackedFacts
 from hadal.runtime.ledger.outbox import SUFFIX
-from hadal.runtime.process.private import state_folder, take_from_others
+from hadal.runtime.process.private import open_private, state_folder, take_from_others
 from hadal.stats import ledger
 from hadal.stats.ledger import LedgerError, Written
 from hadal.stats.report import HOUR, Details
@@ -306,7 +306,7 @@ def _close_to_others(path: Path) -> None:
     """
     try:
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(open_private(path, os.O_WRONLY | os.O_EXCL))
         # Never opened where it exists: closing it would drop the locks that SQLite holds on it in
         # this process.
         for beside in (

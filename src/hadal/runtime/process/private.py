@@ -1,9 +1,18 @@
-"""Folders and files that are for their owner alone: secrets, keys, sockets."""
+"""Folders and files that are for their owner alone: secrets, keys, sockets.
+
+A process of root may have to write in a folder of another account, whose owner can put links there.
+So a name in such a folder is opened relative to the folder's descriptor and never followed, and on the
+way to the folder root follows no link of another account.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -11,6 +20,9 @@ from hadal.core.errors import ConfigError
 
 MAX_PRIVATE_BYTES = 1 << 20
 """Size of a file with a secret or with keys, at most."""
+_PATH = os.O_PATH | os.O_CLOEXEC
+_MAX_LINKS = 40
+"""On the way to a folder, as Linux has it."""
 
 
 def state_folder() -> Path | None:
@@ -25,17 +37,18 @@ def state_folder() -> Path | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that nobody else may enter; one that exists is made so, unless it is
+    """Make a folder that only its owner may enter; one that exists is made so, unless it is
     everybody's, as /tmp is. Raises ConfigError, saying why not.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder.stat().st_mode & stat.S_ISVTX:
-            raise ConfigError(
-                f"{folder} is for all users of this machine. Name a folder below it, which will be"
-                " made."
-            )
-        take_from_others(folder)
+        with _opened(folder, is_ours=True) as descriptor:
+            if os.fstat(descriptor).st_mode & stat.S_ISVTX:
+                raise ConfigError(
+                    f"{folder} is for all users of this machine. Name a folder below it, which will"
+                    " be made."
+                )
+            _take(descriptor)
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot be made a folder for you alone ({error.strerror})."
@@ -43,21 +56,138 @@ def make_private(folder: Path) -> None:
 
 
 def take_from_others(path: Path) -> None:
-    """Let nobody but its owner at a file or folder of ours that is there; one with the sticky bit
-    is everybody's, and stays. Raises OSError if it is not ours to change.
+    """Close a file or folder of ours to other accounts; a folder with the sticky bit is everybody's,
+    and stays. A file is not opened, so locks on it stay. Raises OSError if it is not ours, or a link to
+    a file.
     """
-    mode = path.stat().st_mode
-    if mode & 0o077 and not mode & stat.S_ISVTX:
-        path.chmod(mode & 0o700)
+    with _opened(path) if path.is_dir() else _opened(path.parent) as descriptor:
+        if path.is_dir():
+            _take(descriptor)
+            return
+        file = os.open(path.name, _PATH | os.O_NOFOLLOW, dir_fd=descriptor)
+        try:
+            _take(file)
+        finally:
+            os.close(file)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Return a descriptor of a file that is ours alone, made if need be. `flags`: O_APPEND, O_EXCL and
+    the like. Raises OSError for a link, for what is no file, and for a file of another account.
+    """
+    with _opened(path.parent) as folder:
+        descriptor = os.open(
+            path.name,
+            flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            0o600,
+            dir_fd=folder,
+        )
+    try:
+        _take(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def append_private(path: Path) -> IO[bytes]:
-    """A file of ours to add to, unbuffered, that nobody else may read; one that exists is made so.
+    """A file of ours to add to, unbuffered, that only its owner may read; one that exists is made so.
     Raises OSError.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    take_from_others(path)
-    return os.fdopen(fd, "ab", buffering=0)
+    return os.fdopen(open_private(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+
+
+def replace_private(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, so that a reader sees the old one or the new one. It stays its
+    owner's, and a new one belongs to the owner of its folder, also where root writes it. Raises OSError,
+    also for a link at this name.
+    """
+    new = f".{path.name}.{secrets.token_hex(8)}"
+    with _opened(path.parent) as folder:
+        owned = os.fstat(folder)
+        with suppress(FileNotFoundError):
+            owned = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(owned.st_mode):
+                raise OSError(errno.ELOOP, "it is a link, or no file; name the file itself")
+        descriptor = os.open(
+            new,
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+            dir_fd=folder,
+        )
+        try:
+            with os.fdopen(descriptor, "wb") as out:
+                if os.geteuid() == 0:
+                    os.fchown(descriptor, owned.st_uid, owned.st_gid)
+                out.write(content)
+                out.flush()
+                os.fsync(descriptor)
+            os.rename(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(new, dir_fd=folder)
+            raise
+
+
+@contextmanager
+def _opened(folder: Path, *, is_ours: bool = False) -> Iterator[int]:
+    """A descriptor of a folder. Raises OSError, for root also where a link of another account leads
+    there. `is_ours`: no other account may put another folder in its place.
+    """
+    is_root, trusted = os.geteuid() == 0, {0, _unmapped()}
+    at, num_links = os.open("/", _PATH | os.O_DIRECTORY), 0
+    left = [*reversed(folder.absolute().parts[1:])]
+    try:
+        while left:
+            part = left.pop()
+            below = os.open(part, _PATH | os.O_NOFOLLOW, dir_fd=at)
+            found = os.fstat(below)
+            if stat.S_ISLNK(found.st_mode):
+                os.close(below)
+                num_links += 1
+                if num_links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+                if is_root and found.st_uid:
+                    raise PermissionError(
+                        errno.EPERM, f"a link of another account leads there: {part}"
+                    )
+                target = Path(os.readlink(part, dir_fd=at))
+                left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                if not target.is_absolute():
+                    continue
+                below = os.open("/", _PATH | os.O_DIRECTORY)
+            elif is_root and is_ours and found.st_uid not in trusted:
+                os.close(below)
+                raise PermissionError(errno.EPERM, f"{part} belongs to another account")
+            os.close(at)
+            at = below
+        if not stat.S_ISDIR(os.fstat(at).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        yield at
+    finally:
+        os.close(at)
+
+
+def _unmapped() -> int:
+    """The account that files of the machine's root seem to have in a user namespace."""
+    whole = "0 0 4294967295"
+    if Path("/proc/self/uid_map").read_text().split() == whole.split():
+        return 0
+    return int(Path("/proc/sys/kernel/overflowuid").read_text())
+
+
+def _take(descriptor: int) -> None:
+    """Close what is open to others. Raises OSError if it is not ours, or neither file nor folder."""
+    found = os.fstat(descriptor)
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise OSError(errno.ELOOP, "it is a link, or neither file nor folder")
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+        return
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another account")
+    if found.st_mode & 0o077:
+        # A descriptor that only names the file cannot change it; its path in /proc can.
+        os.chmod(f"/proc/self/fd/{descriptor}", found.st_mode & 0o700)
 
 
 def read_private(path: Path, what: str) -> bytes:

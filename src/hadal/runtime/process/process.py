@@ -33,6 +33,7 @@ from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import AnyMessage, Rollout
 from hadal.runtime.process.logs import TEXT, start_log
+from hadal.runtime.process.private import replace_private
 
 # Signals as bytes on a descriptor, so that one sleep waits for everything.
 
@@ -153,16 +154,12 @@ def write_run(folder: Path, run: Run) -> None:
     """Write `run.json`, for this user alone: it holds the secret, and the ledger's URL may hold a
     password.
     """
-    path, new = folder / RUN_FILE, folder / f"{RUN_FILE}.new"
-    new.unlink(missing_ok=True)  # Whoever has an older one open, or made it a link, reads nothing.
-    with os.fdopen(
-        os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
-    ) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(run)))
-    with contextlib.suppress(FileNotFoundError):  # Its time is when the server was started.
+    path, written_ns = folder / RUN_FILE, 0
+    with contextlib.suppress(FileNotFoundError):
         written_ns = path.stat().st_mtime_ns
-        os.utime(new, ns=(written_ns, written_ns))
-    new.rename(path)
+    replace_private(path, msgspec.json.format(msgspec.json.encode(run)))
+    if written_ns:  # Its time is when the server was started.
+        os.utime(path, ns=(written_ns, written_ns))
 
 
 def read_run(folder: Path) -> Run:

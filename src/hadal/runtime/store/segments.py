@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from hadal.core.cache import split
 from hadal.core.errors import HadalError
-from hadal.runtime.process.private import take_from_others
+from hadal.runtime.process.private import open_private, take_from_others
 
 # Troubles with the folder of the disk cache. They are counted by kind, and each kind is one line in
 # the log of a process, whichever of its threads met with it and at what, and is logged again only
@@ -179,7 +179,7 @@ class Segment:
         number, slot_bytes = secrets.randbits(62), slot_bytes_of(block_bytes)
         path = segment_path(folder, number)
         new = path.with_suffix(NEW_SUFFIX)
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = open_private(new, os.O_RDWR | os.O_EXCL)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Reserved now: a full disk is noticed here and not in the middle of a block.

@@ -1,7 +1,5 @@
 """What is ours alone, also where it was there before and open to others."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile
@@ -18,6 +16,7 @@ from hadal.runtime.process.private import (
     append_private,
     make_private,
     read_private,
+    replace_private,
     take_from_others,
 )
 from hadal.runtime.process.process import RUN_FILE, Run, remove_stale_folders, write_run
@@ -137,3 +136,81 @@ def test_a_cache_folder_that_was_open_is_closed_if_it_holds_nothing_else(tmp_pat
     (tmp_path / "letters").unlink()
     own.enter()
     assert mode(tmp_path) == 0o700
+
+
+WRITES = {
+    "a file that is replaced": lambda path: replace_private(path, b"new"),
+    "a log": lambda path: append_private(path).close(),
+    "a ledger": lambda path: take_from_others(path),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("leads_to", ["victim", "absent"])
+def test_a_link_is_never_followed(tmp_path: Path, write: str, leads_to: str) -> None:
+    (tmp_path / "victim").write_bytes(b"precious")
+    (tmp_path / "victim").chmod(0o644)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / leads_to)
+    with pytest.raises(OSError, match="link|symbolic"):
+        WRITES[write](link)
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+    assert mode(tmp_path / "victim") == 0o644
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "victim"]
+
+
+def test_a_pipe_with_a_logs_name_holds_up_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(OSError, match="."):
+        append_private(tmp_path / "log")
+
+
+@pytest.mark.needs("root")
+class TestRoot:
+    """Another account owns the folder, and puts links there."""
+
+    STRANGER = 4321
+
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "theirs"
+        folder.mkdir()
+        os.chown(folder, self.STRANGER, self.STRANGER)
+        return folder
+
+    def test_what_it_writes_there_is_the_folders_owners(self, tmp_path: Path) -> None:
+        path = self.folder(tmp_path) / "keys.txt"
+        replace_private(path, b"new")
+        assert (path.stat().st_uid, mode(path), path.read_bytes()) == (self.STRANGER, 0o600, b"new")
+
+    def test_it_follows_no_link_of_theirs_to_a_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "etc").mkdir()
+        link = self.folder(tmp_path) / "run"
+        link.symlink_to(tmp_path / "etc")
+        os.lchown(link, self.STRANGER, self.STRANGER)
+        for write in WRITES.values():
+            with pytest.raises(OSError, match="another account"):
+                write(link / "file")
+        (tmp_path / "etc").chmod(0o755)
+        with pytest.raises(ConfigError, match="another account"):
+            make_private(link)
+        assert mode(tmp_path / "etc") == 0o755
+        assert not any((tmp_path / "etc").iterdir())
+
+    def test_a_link_of_its_own_is_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "state").symlink_to("disk")
+        make_private(tmp_path / "state")
+        replace_private(tmp_path / "state" / "file", b"new")
+        assert (tmp_path / "disk" / "file").read_bytes() == b"new"
+        assert mode(tmp_path / "disk") == 0o700
+
+    def test_its_state_is_in_no_folder_of_theirs(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="theirs belongs to another account"):
+            make_private(self.folder(tmp_path) / "run")
+
+    def test_it_adds_to_no_file_of_theirs(self, tmp_path: Path) -> None:
+        path = self.folder(tmp_path) / "log"
+        path.touch(mode=0o600)
+        os.chown(path, self.STRANGER, self.STRANGER)
+        with pytest.raises(OSError, match="another account"):
+            append_private(path)
