@@ -142,6 +142,16 @@ def serve(
             ),
         ),
     ] = None,
+    open_to_network: Annotated[
+        bool,
+        typer.Option(
+            "--open-to-network",
+            help=(
+                "Serve a network without keys: who reaches the address may ask the model, read files"
+                " and batches, and operate the server."
+            ),
+        ),
+    ] = False,
     secret_file: Annotated[
         Path | None,
         typer.Option(
@@ -221,7 +231,7 @@ def serve(
         "cluster": {"on": engine or None, "address": address or None},
         "decode": {"drafts": int(drafts) if drafts and drafts.isdecimal() else drafts},
     }
-    given = api_key or [], api_keys_file
+    given = api_key or [], api_keys_file, open_to_network
     if dry_run:
         sys.exit(_dry_run(config, overrides, tables, (log_level, log_format), given))
     from hadal.runtime.process.forks import Forks, environment
@@ -238,7 +248,7 @@ def serve(
     try:
         start_log("supervisor", level, log_format)
         resolved = resolve(_deployment(config, overrides, tables))
-        keys = _api_keys(*given)
+        keys = _keys_for(resolved.deployment, *given)
         has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
         options = Options(
             run_folder,
@@ -785,12 +795,25 @@ def console(
     ] = "",
     host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8001,
+    open_to_network: Annotated[
+        bool,
+        typer.Option(
+            "--open-to-network",
+            help="Serve a network: who reaches the address sees what the console shows.",
+        ),
+    ] = False,
 ) -> None:
     """Serve the pages: a chat with a running server, and its console."""
     try:
         from hadal.commands.status import find
         from hadal.console.process import serve_alone
+        from hadal.core.handshake import is_near
 
+        if not is_near(host) and not open_to_network:
+            raise ConfigError(
+                f"--host is {host}, and the pages ask for no key: who reaches it would see what the"
+                " console shows. --open-to-network serves them all the same."
+            )
         is_here = frames is None and not url
         folder = find(run_folder).folder if is_here else None
         serve_alone(folder, frames, url, host, port, lambda pages: typer.echo(f"{pages}/console"))
@@ -927,7 +950,7 @@ def _dry_run(
     overrides: dict[str, Any],
     tables: _Tables,
     log: tuple[str, str],
-    keys: tuple[list[str], Path | None],
+    keys: tuple[list[str], Path | None, bool],
 ) -> int:
     """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
     from hadal.runtime.banner import print_plan
@@ -936,8 +959,8 @@ def _dry_run(
 
     try:
         check_log(*log)
-        _api_keys(*keys)
         resolved = plan(_deployment(config, overrides, tables))
+        _keys_for(resolved.deployment, *keys)
     except ConfigError as error:
         typer.echo(f"hadal serve: {error}", err=True)
         return EXIT_CONFIG
@@ -966,6 +989,24 @@ def _deployment(
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _keys_for(
+    deployment: Deployment, given: list[str], path: Path | None, is_open: bool
+) -> tuple[str, ...]:
+    """The keys that are let in. Raises ConfigError, also where a network would be served without
+    any, unless it `is_open` on purpose.
+    """
+    from hadal.core.handshake import is_near
+
+    keys = _api_keys(given, path)
+    if not keys and not is_open and not is_near(deployment.host):
+        raise ConfigError(
+            f"host is {deployment.host}, and there are no API keys: who reaches it could ask the model,"
+            " read files and batches, and operate the server. Make keys with `hadal keys add NAME` and"
+            " serve with --api-keys-file keys.txt; --open-to-network serves without."
+        )
+    return keys
 
 
 def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """What holds for every request, whatever it asks for: its id, who may ask from where, and its line
 in the access log.
 
-A page in a browser can make its own name point at this machine and then read a server that asks for
-no key (DNS rebinding). So a server without keys on a loopback address answers only to the names of
-this machine, and only to pages of this machine or those that its deployment names. Knows ASGI,
-nothing of routes.
+A page in a browser can make its own name point at this server and then read it, if the server asks for
+no key (DNS rebinding). So a server without keys answers only to names of this machine, to addresses if
+it serves a network, and to names in its deployment; and only to pages of its own, of this machine if it
+serves this one alone, and those that its deployment names. Knows ASGI, nothing of routes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http
+import ipaddress
 import logging
 import re
 import socket
@@ -255,9 +256,9 @@ class Edge:
         """`host`: the address that is listened at; "" leaves names and origins unchecked."""
         self._app = app
         self._settings = settings
-        self._bound = host
+        self._is_local = is_loopback(host)
         self._now = now
-        self._guards = bool(host) and not has_keys and is_loopback(host)
+        self._guards = bool(host) and not has_keys
         self._hosts = frozenset(name.lower() for name in (host, *settings.allowed_hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -305,7 +306,7 @@ class Edge:
             return _refusal(
                 path,
                 421,
-                "This server has no API keys and answers only to names of this machine;"
+                "This server has no API keys and answers only to names that it knows;"
                 f" {host[:100]!r} is none. Name it in gateway.allowed_hosts, or set API keys.",
                 "unknown_host",
             )
@@ -353,11 +354,16 @@ class Edge:
         """Whether a browser may show this server's answers to a page of `origin`."""
         if {"*", origin} & {*self._settings.cors_origins}:
             return True
-        return self._guards and is_loopback(_origin(origin).hostname or "")
+        return self._guards and self._is_local and is_loopback(_origin(origin).hostname or "")
 
     def _knows(self, host: str) -> bool:
+        """Whether the server has this name. No page can give its own name to an address, as it can to
+        another name (DNS rebinding), so a server for the network also has any address.
+        """
         name = host_name(host)
-        return is_loopback(name) or name in self._hosts
+        if is_loopback(name) or name in self._hosts:
+            return True
+        return not self._is_local and _is_address(name)
 
     def _log(self, scope: Scope, seen: AccessRecord, taken_ms: float) -> None:
         level = logging.DEBUG if scope["path"] in _POLLED and seen.status == 200 else logging.INFO
@@ -386,6 +392,14 @@ def host_name(host: str) -> str:
 def is_loopback(name: str) -> bool:
     """Whether a name or address can only mean this machine: no other's DNS has a say in it."""
     return is_near(name) or name.endswith(".localhost")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _same(origin: str, host: str) -> bool:

@@ -73,6 +73,18 @@ from hadal.runtime.process.process import (
 from hadal.runtime.topology import gateway_nodes, place_units, ranges
 from hadal.runtime.wire import ZmqWire, address_path, read_address
 
+_ANSWERED, _REFUSED = 0, 3
+_ASK = f"""
+import sys
+from ray.exceptions import AuthenticationError
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"", 10)
+except AuthenticationError:
+    sys.exit({_REFUSED})
+"""
+"""What a process without a token asks a head."""
+_ASK_S = 60.0
 log = logging.getLogger("hadal.ray")
 
 NAMESPACE = "hadal"
@@ -211,6 +223,7 @@ class RayLender:
         """What the autoscaler was told last; None: nothing yet."""
         self._floor_s = -math.inf
         _join(run.deployment.cluster.address)
+        self._refuse_open_ray()
         self._refuse_volatile_head()
         self._is_claimed = not self._has_later() and self._claim()
         if self._is_claimed:
@@ -369,6 +382,18 @@ class RayLender:
                 ray.kill(ray.get_actor(_actor_name(lent, index)))
         remove_placement_group(lent)
 
+    def _refuse_open_ray(self) -> None:
+        if not _lets_anybody_in():
+            return
+        text = (
+            "the Ray cluster asks for no token: who reaches its ports may run code on every node, and read"
+            " the secret of this deployment. Start it on all nodes with RAY_AUTH_MODE=token and one"
+            " RAY_AUTH_TOKEN, and set both here (docs/cluster.md)"
+        )
+        if self._deployment.cluster.open_ray == "refuse":
+            raise ConfigError(f"{text}, or set cluster.open_ray to 'allow'.")
+        log.warning("%s.", text)
+
     def _refuse_volatile_head(self) -> None:
         found = _internal_kv_get(_STORAGE_TAG, namespace=b"usage_stats")
         storage = found.decode() if found else _IN_MEMORY
@@ -451,6 +476,22 @@ def _join(address: str) -> None:
             f"no Ray cluster at {address!r} ({error}). Start one with `ray start --head` here and"
             " `ray start --address HEAD:6379` on the other nodes; docs/cluster.md tells the rest."
         ) from error
+
+
+def _lets_anybody_in() -> bool:
+    """Whether the head answers a process that has no token. Asked by a process of its own, since a process
+    reads Ray's mode once. Raises ConfigError if the head does not answer.
+    """
+    address = ray.get_runtime_context().gcs_address
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", _ASK, address]
+    try:
+        code = subprocess.run(command, env=environment, timeout=_ASK_S, check=False).returncode
+    except subprocess.TimeoutExpired:
+        code = -1
+    if code not in (_ANSWERED, _REFUSED):
+        raise ConfigError(f"the Ray head at {address} does not say whether it asks for a token.")
+    return code == _ANSWERED
 
 
 def _actor_name(group: PlacementGroup, index: int) -> str:

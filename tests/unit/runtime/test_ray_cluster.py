@@ -1,7 +1,5 @@
 """The lender beside a Ray that is played: what it asks for, in which order, and what it gives back."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ import msgspec
 import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
+from hadal.core.errors import ConfigError
 from hadal.core.messages import Address, AnyMessage, KeepNodes, NodesKept
 from hadal.runtime import ray_cluster
 from hadal.runtime.agent import Joining
@@ -102,6 +101,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
         "remove_placement_group": played.remove,
         "request_resources": played.set_floor,
         "_join": lambda address: None,
+        "_lets_anybody_in": lambda: False,
         "_internal_kv_get": lambda key, namespace: played.kept.get(key),
         "_internal_kv_put": played.put,
         "_internal_kv_del": lambda key, namespace: played.kept.pop(key, None),
@@ -124,6 +124,26 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
 @pytest.fixture
 def lender(played: PlayedRay) -> RayLender:
     return RayLender(Run("run", DEPLOYMENT), ADDRESS)
+
+
+def have(played: PlayedRay, lender: RayLender, group: Group) -> None:
+    """Ask for a group alone, until it is there."""
+    lender.move((group,))
+    played.find(group)
+    lender.move((group,))
+
+
+def test_a_cluster_where_anybody_may_run_code_is_refused_unless_it_is_allowed(
+    played: PlayedRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_cluster, "_lets_anybody_in", lambda: True)
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token.*cluster.open_ray"):
+        RayLender(Run("run", DEPLOYMENT), ADDRESS)
+    assert not played.asked
+    cluster = msgspec.structs.replace(DEPLOYMENT.cluster, open_ray="allow")
+    allowed = msgspec.structs.replace(DEPLOYMENT, cluster=cluster)
+    RayLender(Run("run", allowed), ADDRESS)
+    assert "asks for no token" in caplog.text
 
 
 def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(
@@ -177,9 +197,7 @@ def test_the_actors_of_a_group_that_is_given_back_end_with_it(
     played: PlayedRay, lender: RayLender
 ) -> None:
     """Ray does not end one that it was told to start again whenever it ends."""
-    lender.move((DECODE_0,))
-    played.find(DECODE_0)
-    lender.move((DECODE_0,))
+    have(played, lender, DECODE_0)
     assert len(set(played.actors)) == 2
     lender.move(())
     assert played.actors == []
@@ -205,9 +223,7 @@ def test_an_autoscaler_that_cannot_be_told_is_told_later(
 def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back(
     played: PlayedRay, lender: RayLender, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    lender.move((PREFILL,))
-    played.find(PREFILL)
-    lender.move((PREFILL,))
+    have(played, lender, PREFILL)
     assert ray_cluster._find("cell-0", "10.0.0.1:1") == 0
     found = msgspec.json.decode(capfdbinary.readouterr().out, type=Joining)
     assert (found.run, found.supervisor) == (lender._joining.run, ADDRESS)
@@ -251,9 +267,7 @@ def test_a_group_that_misses_a_node_is_taken_over_as_it_is(played: PlayedRay) ->
 def test_a_group_that_its_agents_gave_back_is_asked_for_again(
     played: PlayedRay, lender: RayLender
 ) -> None:
-    lender.move((PREFILL,))
-    played.find(PREFILL)
-    lender.move((PREFILL,))
+    have(played, lender, PREFILL)
     played.states["run-0"] = "REMOVED"
     played.now_s = 31.0
     lender.move((PREFILL,))
