@@ -299,7 +299,7 @@ class FrontTokens:
 
     def take(self, now_s: float, message: Tokens) -> Came:
         """Count a message's tokens."""
-        taken = self._requests.running.take(message)
+        taken = self._requests.running.take(now_s, message)
         self._totals.tokens_out += taken.good.size
         for served in taken.served:
             self._requests.counters.charge(served.tenant, served.cost)
@@ -373,9 +373,9 @@ def _by_request(
 
 
 RESERVE_S = 90.0
-"""How much longer than a request may take, what it can cost is put aside: its gateway says what it
-did cost when all of the HTTP request has ended, and a client that reads slowly may keep that for
-half a minute twice.
+"""How long after a request's end what it can cost stays put aside: its gateway says what it did cost
+when all of the HTTP request has ended, and a client that reads slowly may delay that by half a minute
+twice.
 """
 RESUME_BATCH = 64
 """Requests in one message to it."""
@@ -406,7 +406,7 @@ class Front:
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
         self.routing = RequestRouting(self.requests, self.units, config.limits, max_context)
-        self.tenants = FrontTenants(config.limits.request_timeout_s + RESERVE_S)
+        self.tenants = FrontTenants(RESERVE_S)
         self.tokens = FrontTokens(
             self.requests, self.units, self.tenants, self.totals, epoch=epoch, keeps_text=keeps_text
         )
@@ -533,7 +533,7 @@ class Front:
         self.totals.tokens_in += len(generation.prompt)
         generation = msgspec.structs.replace(generation, arrived_s=now_s)
         self.requests.add(
-            generation, now_s + self._config.limits.request_timeout_s, keeps_text=self._keeps_text
+            generation, self._config.limits.request_timeout_s, keeps_text=self._keeps_text
         )
         tenant = generation.tenant
         self.tenants.begin(
@@ -787,6 +787,7 @@ class Front:
         scores: tuple[Score, ...] = (),
     ) -> None:
         self.requests.move(record, Transition.FINISH)
+        self.tenants.ended(record.request_id)
         self.totals.finished += 1
         self._finished.count(now_s)
         self._out.append(
@@ -879,6 +880,7 @@ class Front:
         """End a request without finishing it."""
         self._let_go(record)
         self.requests.move(record, Transition.CANCEL)
+        self.tenants.ended(record.request_id)
         if status == CLOSED_STATUS:
             self.totals.cancelled += 1
         else:
@@ -983,7 +985,7 @@ class Front:
             if record.state is State.QUEUED:
                 self._fail(record, f"no unit could take the request within {timeout_s:g} s.", 503)
             else:
-                self._fail(record, f"the request took longer than {timeout_s:g} s.", 504)
+                self._fail(record, f"the request waited {timeout_s:g} s for a token.", 504)
         for name, reason in self.units.frozen(now_s):
             self._send(SUPERVISOR, UnitDown(name, reason))
             # Of many ranks the leader is a process by itself.

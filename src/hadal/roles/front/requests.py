@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from heapq import merge
+from heapq import heappop, heappush, merge
 from itertools import chain
 from typing import NamedTuple
 
@@ -53,7 +53,10 @@ class Record:
     generation: Generation
     number: int
     """The request's number in the order of arrival."""
-    deadline_s: float
+    timeout_s: float
+    """It may wait so long: in the queue, for its first token, and for each token after."""
+    moved_s: float
+    """When its last token came, or the request itself. While it runs, `Running` keeps it."""
     output: list[int]
     """Tokens so far; empty where the front keeps no text."""
     num_output: int = 0
@@ -196,6 +199,7 @@ class Running:
         self._num_prompt: Ints = np.zeros(0, np.int64)
         self._num_output: Ints = np.zeros(0, np.int64)
         self._num_blocks: Ints = np.zeros(0, np.int64)
+        self._moved_s: Floats = np.zeros(0)
         self._is_pulled: Ints = np.zeros(0, np.int64)
         """Whether its KV is where its tokens come from."""
         self._tenant_to_number: dict[str, int] = {}
@@ -230,6 +234,7 @@ class Running:
             "_num_prompt",
             "_num_output",
             "_num_blocks",
+            "_moved_s",
             "_is_pulled",
             "_tenant",
             "_cost",
@@ -257,6 +262,7 @@ class Running:
         self._num_prompt[row] = len(record.generation.prompt)
         self._num_output[row] = record.num_output
         self._num_blocks[row] = record.num_blocks
+        self._moved_s[row] = record.moved_s
         self._is_pulled[row] = False
         tenants = self._tenant_to_number
         self._tenant[row] = tenants.setdefault(record.generation.tenant, len(tenants))
@@ -272,6 +278,7 @@ class Running:
         if record.row >= 0:
             record.num_output = int(self._num_output[record.row])
             record.num_blocks = int(self._num_blocks[record.row])
+            record.moved_s = float(self._moved_s[record.row])
 
     def leave(self, record: Record) -> None:
         """None of its tokens is waited for any more. The record is up to date."""
@@ -300,7 +307,7 @@ class Running:
         early = attempt_ids[known & (self._is_pulled[rows] == 0)].tolist()
         return [self.record_of(attempt_id) for attempt_id in dict.fromkeys(early)]
 
-    def take(self, message: Tokens) -> Taken:
+    def take(self, now_s: float, message: Tokens) -> Taken:
         """Count the tokens that are what comes next."""
         attempt_ids = np.frombuffer(message.attempt_ids, np.int64)
         indices = np.frombuffer(message.indices, np.int64)
@@ -313,6 +320,7 @@ class Running:
         good = np.flatnonzero(known & (ahead == 0))
         counted = rows[good]
         np.add.at(self._num_output, counted, 1)
+        self._moved_s[counted] = now_s
         # A block is taken with the token before its first: there has to be room for the one that
         # comes.
         full = (self._num_prompt[counted] + indices[good] + 1) % BLOCK_TOKENS == 0
@@ -462,6 +470,8 @@ class FrontRequests:
     _tenant_to_weight: dict[str, float] = field(default_factory=dict)
     """Of those tenants, as the last request has it."""
     _num_arrived: int = 0
+    _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
+    """A heap: when to look at a request, its number and id. It may have moved, or ended, by then."""
 
     @property
     def num_placed(self) -> int:
@@ -535,7 +545,7 @@ class FrontRequests:
         """How many others sent something lately of whom nobody waits now."""
         return len(self.tenant_to_seen_s.keys() - self._tenant_to_queue.keys() - {tenant})
 
-    def add(self, generation: Generation, deadline_s: float, *, keeps_text: bool = True) -> Record:
+    def add(self, generation: Generation, timeout_s: float, *, keeps_text: bool = True) -> Record:
         """A new request, queued behind all whose turn is before its own (policy/admission).
         `keeps_text`: see Front.
         """
@@ -543,12 +553,14 @@ class FrontRequests:
         record = Record(
             generation,
             self._num_arrived,
-            deadline_s,
+            timeout_s,
+            generation.arrived_s,
             output,
             len(generation.output),
             attempt=generation.attempt,
         )
         self._num_arrived += 1
+        heappush(self._deadlines, (record.moved_s + timeout_s, record.number, record.request_id))
         self.by_id[record.request_id] = record
         self.counts[State.QUEUED] += 1
         self.tenant_to_open[generation.tenant] += 1
@@ -688,12 +700,19 @@ class FrontRequests:
         return min((time_s for time_s in times if time_s > now_s), default=math.inf)
 
     def overdue(self, now_s: float) -> list[Record]:
-        """Requests past their deadline. All are given as long, so the oldest come first."""
+        """Requests that have waited too long, to be ended; each is returned once."""
         late = []
-        for record in self.by_id.values():
-            if record.deadline_s > now_s:
-                break
-            late.append(record)
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, number, request_id = heappop(self._deadlines)
+            record = self.by_id.get(request_id)
+            if record is None or record.number != number:
+                continue  # It has ended.
+            self.running.sync(record)
+            deadline_s = record.moved_s + record.timeout_s
+            if deadline_s <= now_s:
+                late.append(record)
+            else:
+                heappush(self._deadlines, (deadline_s, number, request_id))
         return late
 
     def on_unit(self, unit: str) -> list[Record]:

@@ -10,7 +10,6 @@ budget lets nothing of it in. Part of the front's state; decides nothing (policy
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ class _Bucket:
 class _Reserved:
     tenant: str
     pico_usd: int
-    until_s: float
+    is_for_batch: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,9 @@ class _Recent:
 
 
 class FrontTenants:
-    """`reserve_s`: how long what a request can cost is put aside, if nobody says what it did."""
+    """`reserve_s`: how long after a request's end what it can cost stays put aside, unless it is known
+    before what it did cost.
+    """
 
     def __init__(self, reserve_s: float) -> None:
         self._reserve_s = reserve_s
@@ -58,7 +59,11 @@ class FrontTenants:
         self._spent: dict[str, int] = {}
         """Charged today, of tenants of whom that is known."""
         self._reserved: dict[str, _Reserved] = {}
-        """Request id -> put aside, the oldest first."""
+        """Request id -> put aside."""
+        self._ended: list[str] = []
+        """Requests that ended since the last tick."""
+        self._reserved_until_s: dict[str, float] = {}
+        """Request id -> when what is put aside for it is given back, the first of them first."""
         self._tenant_to_reserved: dict[str, int] = {}
         self._recent: dict[str, _Recent] = {}
         """Request id -> its charge, in the order in which they came."""
@@ -106,16 +111,21 @@ class FrontTenants:
         self, now_s: float, request_id: str, tenant: str, num_tokens: int, most_pico_usd: int
     ) -> None:
         """A generation was let in."""
-        # The charge of a batch's line comes when its answer is written down, however long the store
-        # is away; who would say it ends with this front.
-        until_s = math.inf if is_batch(tenant) else now_s + self._reserve_s
-        tenant = owner_of(tenant)
+        is_for_batch, tenant = is_batch(tenant), owner_of(tenant)
         self.draw(now_s, tenant, num_tokens)
         if most_pico_usd and request_id not in self._reserved:
-            self._reserved[request_id] = _Reserved(tenant, most_pico_usd, until_s)
+            self._reserved[request_id] = _Reserved(tenant, most_pico_usd, is_for_batch)
             self._tenant_to_reserved[tenant] = (
                 self._tenant_to_reserved.get(tenant, 0) + most_pico_usd
             )
+
+    def ended(self, request_id: str) -> None:
+        """A generation has ended; what it cost is known soon."""
+        reserved = self._reserved.get(request_id)
+        # The charge of a batch's line comes when its answer is written down, however long the store
+        # is away. The process that would say it ends with this front.
+        if reserved is not None and not reserved.is_for_batch:
+            self._ended.append(request_id)
 
     def draw(self, now_s: float, tenant: str, num_tokens: int) -> None:
         """A tenant had so many tokens."""
@@ -163,13 +173,14 @@ class FrontTenants:
             if recent.at_s > now_s - RECENT_S:
                 break
             del self._recent[request_id]
-        late = []
-        for request_id, reserved in self._reserved.items():
-            if now_s < reserved.until_s < math.inf:
+        for request_id in self._ended:
+            self._reserved_until_s[request_id] = now_s + self._reserve_s
+        self._ended.clear()
+        while self._reserved_until_s:
+            request_id, until_s = next(iter(self._reserved_until_s.items()))
+            if until_s > now_s:
                 break
-            if reserved.until_s <= now_s:
-                late.append(request_id)
-        for request_id in late:
+            del self._reserved_until_s[request_id]
             self._release(request_id)
 
     def check(self) -> list[str]:
