@@ -88,6 +88,7 @@ def _environment(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
     answers.mkdir()
     made = {VARIABLE: RUN, ANSWERS: str(answers), levels.VARIABLE: asked.level}
     if asked.without:
+        folder.chmod(0o755)  # PostgreSQL runs as another user, who looks for programs too.
         programs.mkdir()
         made |= {"PATH": needs.hide(asked.without, programs), needs.WITHOUT: asked.without}
     return made
