@@ -1,5 +1,5 @@
 """`hadal model`: what a model's folder holds, what it takes in memory, and which deployment would
-serve it. Reads config.json and the headers of weights; loads no torch.
+serve it. Reads config.json, the headers of weights and the tokenizer; loads no torch.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hadal.commands.examples import examples
+from hadal.commands.served import ServedText, read_served_text, why_not_served
 
 if TYPE_CHECKING:
     from hadal.core.model_config import ModelConfig
     from hadal.runtime.memory import StoredWeights
 
-EXIT_CONFIG = 2
+EXIT_NOT_SERVED, EXIT_CONFIG = 1, 2
 EPILOG = examples(
     ("hadal model", "the model that ships with Hadal"),
     ("hadal model ~/models/Moonlight-16B-A3B-Instruct", "a Hugging Face folder"),
@@ -60,38 +61,79 @@ def model(
             help="Memory to fit it in, 10^9 bytes. [dim]what is free here[/dim]", min=0.001, max=1e6
         ),
     ] = None,
+    accept_config: Annotated[
+        list[str] | None,
+        typer.Option(help="As `hadal serve` has it.", metavar="KEY", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
-    """Say what a model's folder holds: which model, parameters, bytes, KV of a token, and which
-    deployment would serve it.
+    """Say what a model's folder holds: which model, parameters, bytes, KV of a token, chat template,
+    and which deployment would serve it. The exit code is 0 if `hadal serve` would start.
     """
     from hadal.core.errors import ConfigError
-    from hadal.core.model_config import read_model_config
+    from hadal.core.model_config import check_accepted, read_model_config, unknown_keys
     from hadal.runtime.memory import stored_weights
     from hadal.runtime.resolve import available_bytes, model_folder
 
+    accepted = tuple(accept_config or ())
     if memory_gb is not None and math.isnan(memory_gb):
         raise typer.BadParameter("a number is needed.", param_hint="--memory-gb")
     try:
+        check_accepted(accepted)
         path = model_folder(folder)
-        config = read_model_config(path)
+        config = read_model_config(path, accepted)
+        unknown = unknown_keys(path, accepted)
         stored = stored_weights(path)
         memory_bytes = available_bytes() if memory_gb is None else int(memory_gb * 1e9)
-        fits = list(_fits(path, memory_bytes, is_here=memory_gb is None))
+        fits = list(_fits(path, accepted, memory_bytes, is_here=memory_gb is None))
+        why = why_not_served(path, accepted, None if memory_gb is None else memory_bytes)
+        served = _served_text(path, accepted)
     except ConfigError as error:
         typer.echo(f"hadal model: {error}", err=True)
         sys.exit(EXIT_CONFIG)
     if as_json:
-        typer.echo(json.dumps(_as_json(path, config, stored, memory_bytes, fits), indent=2))
-        return
+        found = _as_json(path, config, stored, memory_bytes, fits)
+        found |= {"unknown_keys": unknown, "chat": None if served is None else asdict(served)}
+        typer.echo(json.dumps({**found, "why_not_served": why}, indent=2))
+        sys.exit(EXIT_NOT_SERVED if why else 0)
     for title, rows in _sections(path, config, stored, memory_bytes, fits):
+        if title == path.name:
+            rows += _text_rows(served)
+        if title == path.name and unknown:
+            rows.append(("unknown keys", f"{', '.join(unknown)}; Hadal passes them over"))
         typer.echo(f"\n{typer.style(title, bold=True)}")
         for name, text in rows:
             typer.echo(f"  {typer.style(f'{name:<16}', dim=True)}{text}")
     typer.echo()
+    if why:
+        typer.echo(f"hadal model: `hadal serve` would not start: {why}", err=True)
+        sys.exit(EXIT_NOT_SERVED)
 
 
-def _fits(folder: Path, memory_bytes: int | None, *, is_here: bool) -> Iterator[Fit]:
+def _served_text(folder: Path, accepted: tuple[str, ...]) -> ServedText | None:
+    """Return what the gateway reads of the folder; None where it cannot, which `why_not_served`
+    tells.
+    """
+    from hadal.core.errors import CheckpointError
+
+    try:
+        return read_served_text(folder, accepted)
+    except CheckpointError:
+        return None
+
+
+def _text_rows(text: ServedText | None) -> Iterator[tuple[str, str]]:
+    if text is None:
+        return
+    yield "context", f"{text.context_tokens} tokens of a prompt and its reply"
+    yield "chat template", text.template or "none; texts are completed"
+    yield "tools", f"calls in the form of {text.tools}" if text.tools else "none are called"
+    yield "thinking", "yes" if text.thinks else "no"
+
+
+def _fits(
+    folder: Path, accepted: tuple[str, ...], memory_bytes: int | None, *, is_here: bool
+) -> Iterator[Fit]:
     """Each deployment that ships, planned with this model. `is_here`: what else this machine lacks
     counts, too.
     """
@@ -102,7 +144,9 @@ def _fits(folder: Path, memory_bytes: int | None, *, is_here: bool) -> Iterator[
 
     for file in shipped_deployments():
         try:
-            resolved = plan(read_deployment(file, model=str(folder)))
+            resolved = plan(
+                read_deployment(file, model=str(folder), accept_config=accepted or None)
+            )
         except ConfigError as error:
             yield Fit(file.stem, 0, 0, str(error))
             continue
@@ -137,7 +181,7 @@ def _sections(
 def _model_rows(
     folder: Path, config: ModelConfig, stored: StoredWeights | None
 ) -> Iterator[tuple[str, str]]:
-    from hadal.core.model_config import FAMILY
+    from hadal.core.families import FAMILY
     from hadal.runtime.memory import Precision, count_parameters, gb, kv_bytes_per_token
     from hadal.runtime.resolve import TOKENIZERS
 
@@ -228,7 +272,7 @@ def _as_json(
     memory_bytes: int | None,
     fits: list[Fit],
 ) -> dict[str, Any]:
-    from hadal.core.model_config import FAMILY
+    from hadal.core.families import FAMILY
     from hadal.runtime.memory import Precision, count_parameters, kv_bytes_per_token
 
     total, active = count_parameters(config)

@@ -15,7 +15,6 @@ Knows no tokens and no HTTP.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import resource
@@ -31,10 +30,10 @@ from typing import Any
 
 import jinja2
 import msgspec
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.errors import overloaded
+from hadal.gateway.template_jinja import parsed
 from hadal.tokens.grammars import complaint
 
 log = logging.getLogger("hadal.gateway")
@@ -266,7 +265,7 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             try:
                 if call[0] == "parse":
-                    template, reply = _parsed(call[1]), {"ok": ""}
+                    template, reply = parsed(call[1]), {"ok": ""}
                 elif call[0] == "check":
                     reply = {"ok": _complaint(*call[1:])}
                 else:
@@ -276,37 +275,28 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
                 reply = {"error": "it nests too deeply"}
             except MemoryError:
                 reply = {"error": f"it takes more than {memory_bytes >> 20} MiB of memory"}
-            except (
-                jinja2.TemplateError,
-                TypeError,
-                ValueError,
-                ArithmeticError,
-                LookupError,
-                AttributeError,
-                SyntaxError,
-            ) as error:
-                reply = {"error": str(error)[:1000]}
+            except Exception as error:  # A template is a program: it may raise anything.
+                reply = {"error": str(error)[:1000] or type(error).__name__}
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             with contextlib.suppress(BrokenPipeError):
-                _send(connection, msgspec.msgpack.encode(reply))
+                _send(connection, _packed(reply))
+
+
+def _packed(reply: dict[str, str]) -> bytes:
+    """Half of a surrogate pair is no text: a template that writes one is refused."""
+    try:
+        return msgspec.msgpack.encode(reply)
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+        return msgspec.msgpack.encode(
+            {"error": f"it writes half of a surrogate pair (U+{half[:4]})"}
+        )
 
 
 def _complaint(grammars: list[str], prefix: str) -> str:
     """What is wrong with the first one that something is wrong with, behind its place."""
     whys = ((at, complaint(text, prefix)) for at, text in enumerate(grammars))
     return next((f"{at}:{why}" for at, why in whys if why), "")
-
-
-def _parsed(text: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols"],
-        autoescape=False,
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = _to_json
-    return environment.from_string(text)
 
 
 def _rendered(
@@ -323,24 +313,3 @@ def _rendered(
         if num_chars > max_chars:
             raise ValueError("it makes too long a prompt of them")
     return "".join(pieces)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As models' templates expect it (transformers): Jinja's own writes < and > as escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

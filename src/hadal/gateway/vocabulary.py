@@ -8,14 +8,21 @@ sentence). The caller says where they count (`encode_controlled`) and where they
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from hadal.core.errors import CheckpointError
+from hadal.tokens.added import FLAGS, AddedToken
+from hadal.tokens.split import Splitter
 from hadal.tokens.table import read_fields, token_table
+
+_COMPOSED = 4
+"""Characters that Unicode composes to one, at most (U+1F82)."""
+_SAMPLES = ("Hadal 0", "a", "e f")
+"""Texts with which is found out what a post-processor adds."""
 
 
 class Vocabulary:
@@ -26,71 +33,142 @@ class Vocabulary:
         CheckpointError.
         """
         table = token_table(fields, source)
+        given = {**fields, "added_tokens": [], "truncation": None, "padding": None}
         try:
-            # Without added tokens the tokenizer has no way to make a control token of what a user
-            # typed.
-            plain = {
-                **fields,
-                "added_tokens": [],
-                "post_processor": None,
-                "truncation": None,
-                "padding": None,
-            }
-            self._plain = Tokenizer.from_str(json.dumps(plain))
+            # Added tokens are found here (`_pieces`), so that a control token which a user typed
+            # stays text. The library normalises and encodes what stands between them.
+            self._words = Tokenizer.from_str(json.dumps(given))
+            self._normalizer = self._words.normalizer
+            self._words.normalizer = None
+            self._around = self._added_around()
+            self._all, self._ordinary = (
+                self._splitters(fields, left_out) for left_out in (frozenset[str](), table.marks)
+            )
         except Exception as error:  # The tokenizers library raises plain Exception.
             raise CheckpointError(f"{source}: is not a usable tokenizer ({error}).") from error
         self.table = table
         self.control_ids, self.token_bytes = table.control_ids, table.token_bytes
         self.hidden_ids, self.marks, self.mark_ids = table.hidden_ids, table.marks, table.mark_ids
-        self._controls = frozenset(self.control_ids.values())
-        longest_first = sorted(self.control_ids, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
         self._longest = max(map(len, self.token_bytes), default=1)
+        self._longest *= _chars_of_one(fields)
 
     def __len__(self) -> int:
         return len(self.token_bytes)
 
     def fewest_tokens(self, text: str) -> int:
-        """No encoding of the text is shorter: a bound that costs nothing, to refuse what is far too
-        long.
+        """Return a number of tokens that no encoding of the text falls below. It costs nothing, and
+        refuses what is far too long. It is 0 where the tokenizer may leave characters out.
         """
-        return -(-len(text) // self._longest)
+        return -(-len(text) // self._longest) if self._longest else 0
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is a control token."""
+        """Return ids of a text in which nothing is a control token."""
+        return [
+            each
+            for piece in self._pieces(text, self._ordinary, "")
+            for each in ([piece] if isinstance(piece, int) else self._plain_ids(piece))
+        ]
+
+    def encode_controlled(self, text: str, *, adds_special: bool = False) -> list[int]:
+        """Return ids of a text in which control tokens count, as the tokenizers library does.
+        `adds_special`: with the tokens that the tokenizer's post-processor puts around a text.
+        """
+        ids = self._ids(text)
+        return self.with_special(ids) if adds_special else ids
+
+    def encode_shielded(self, text: str, shield: str) -> list[int]:
+        """Return ids of a text without its shields. A control token counts if no shield follows its
+        first character.
+        """
+        return self._ids(text, shield)
+
+    def with_special(self, ids: Iterable[int]) -> list[int]:
+        """Return ids between those that the post-processor puts around every text."""
+        before, behind = self._around
+        return [*before, *ids, *behind]
+
+    def normalized(self, text: str) -> str:
+        """Return the text as the model's tokenizer reads it."""
+        return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
+
+    def _ids(self, text: str, shield: str = "") -> list[int]:
+        ids: list[int] = []
+        for piece in self._pieces(text, self._all, shield):
+            if isinstance(piece, int):
+                ids.append(piece)
+            elif shield and shield in piece:
+                ids += self._plain_ids(piece.replace(shield, ""))
+            else:
+                ids += self._word_ids(piece)
+        return ids
+
+    def _pieces(
+        self, text: str, splitters: tuple[Splitter, Splitter], shield: str
+    ) -> Iterator[str | int]:
+        """Cut a text at added tokens, and normalise what is between them: some tokens are looked for
+        before that, the others behind it.
+        """
+        before, behind = splitters
+        for piece in before.split(text, shield):
+            if isinstance(piece, int):
+                yield piece
+            elif shield and shield in piece:  # A normaliser might take a shield out.
+                parts = map(self.normalized, piece.split(shield))
+                yield from behind.split(shield.join(parts), shield)
+            else:
+                yield from behind.split(self.normalized(piece), shield)
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Return ids of a normalised text, none of them a control token's. A vocabulary may list one
+        among its ordinary words; a single character never is one.
+        """
+        ids = self._word_ids(text)
+        if self.mark_ids.isdisjoint(ids):
+            return ids
+        singles = (self._words.encode(char, add_special_tokens=False).ids for char in text)
+        return [i for ids in singles for i in ids if i not in self.mark_ids]
+
+    def _word_ids(self, text: str) -> list[int]:
+        """Return ids of a normalised text without added tokens."""
         if not text:
             return []
         # encode_batch lets go of the GIL, encode does not: a long prompt would stop every stream.
-        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if self._controls.isdisjoint(ids):
-            return ids
-        # A vocabulary may list a control token among its ordinary words; a single character never
-        # is one.
-        singles = (self._plain.encode(char, add_special_tokens=False).ids for char in text)
-        return [i for ids in singles for i in ids if i not in self._controls]
-
-    def encode_controlled(self, text: str) -> list[int]:
-        """Ids of a text in which control tokens count."""
-        ids: list[int] = []
-        for piece in self.pieces(text):
-            ids.extend([piece] if isinstance(piece, int) else self.encode_plain(piece))
+        ids: list[int] = self._words.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def pieces(self, text: str) -> list[str | int]:
-        """Cut a text at its control tokens: stretches of plain text, and ids."""
-        if self._split is None:
-            return [text]
-        pieces: list[str | int] = []
-        at = 0
-        for match in self._split.finditer(text):
-            if match.start() > at:
-                pieces.append(text[at : match.start()])
-            pieces.append(self.control_ids[match[0]])
-            at = match.end()
-        if at < len(text):
-            pieces.append(text[at:])
-        return pieces
+    def _splitters(
+        self, fields: dict[str, Any], left_out: frozenset[str]
+    ) -> tuple[Splitter, Splitter]:
+        """Return what finds added tokens before a text is normalised, and behind that."""
+        before: dict[str, tuple[int, AddedToken]] = {}
+        behind: dict[str, tuple[int, AddedToken]] = {}
+        for entry in fields.get("added_tokens") or []:
+            flags = {name: bool(entry.get(name)) for name in FLAGS}
+            token = AddedToken(entry["content"], **flags)
+            if token.content in left_out:
+                continue
+            pattern = self.normalized(token.content) if token.normalized else token.content
+            if not pattern:  # The library then cuts texts within characters.
+                raise ValueError(f"nothing is left of {token.content!r} when it is normalised")
+            (behind if token.normalized else before)[pattern] = entry["id"], token
+        return Splitter(before), Splitter(behind)
+
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor puts before and behind every text."""
+        found = {self._around_of(text) for text in _SAMPLES} - {None}
+        if len(found) != 1:
+            raise ValueError("its post_processor does more than to put tokens around a text")
+        ((before, behind),) = (each for each in found if each is not None)
+        return [*before], [*behind]
+
+    def _around_of(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The same of one text; None where the text has no tokens."""
+        alone: list[int] = self._words.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._words.encode(text, add_special_tokens=True).ids
+        for at in range(len(ids) - len(alone) + 1):
+            if alone and ids[at : at + len(alone)] == alone:
+                return tuple(ids[:at]), tuple(ids[at + len(alone) :])
+        return None
 
     def decode(self, ids: tuple[int, ...] | list[int]) -> str:
         """The text of some ids, control tokens included. An id that no token has stands for
@@ -103,3 +181,17 @@ class Vocabulary:
 def read_vocabulary(folder: Path) -> Vocabulary:
     """Read the tokenizer of a model's folder. Raises CheckpointError."""
     return Vocabulary(*read_fields(folder))
+
+
+def _chars_of_one(fields: dict[str, Any]) -> int:
+    """Return how many characters of a text may become one of its tokens' characters at most; 0: any
+    number.
+    """
+    added = fields.get("added_tokens") or []
+    if any(token.get("lstrip") or token.get("rstrip") for token in added):
+        return 0
+    normalizer = fields.get("normalizer")
+    if normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}:
+        return 1
+    is_composing = normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD")
+    return _COMPOSED if is_composing else 0

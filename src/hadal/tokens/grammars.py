@@ -235,8 +235,6 @@ class Place(Enum):
 
 _REASONED = (Place.START, Place.REASONING)
 """Places before or within a reasoning."""
-_HELD = (Place.START, Place.HELD)
-"""Where a token of the text may come."""
 
 
 class Follower:
@@ -252,7 +250,11 @@ class Follower:
         self._stretch: list[int] = []
         """Tokens of that stretch, which the matcher has consumed."""
         self._unread = list(tokens)
-        self._at = Place.FREE if grammar.opens else Place.HELD
+        self._num_reasoned = 0
+        """Tokens of the reasoning so far, while it is in one."""
+        self._behind = Place.HELD if grammar.text and not grammar.opens else Place.FREE
+        """Where it is behind the reasoning."""
+        self._at = self._behind
         if grammar.begins_after >= 0:
             self._at = Place.REASONING if grammar.begins_with < 0 else Place.START
 
@@ -260,15 +262,23 @@ class Follower:
         """These tokens were drawn."""
         self._unread.extend(tokens)
 
+    def _is_text(self, at: Place) -> bool:
+        """Whether a token of the text may come there."""
+        return at is Place.HELD or (at is Place.START and self._behind is Place.HELD)
+
     def _next(self, at: Place, token: int) -> Place:
         """Where it is behind this token."""
         grammar = self._grammar
         if at is Place.START:
-            at = Place.REASONING if token == grammar.begins_with else Place.HELD
+            if token == grammar.begins_with:
+                return Place.REASONING
+            at = self._behind
         if token in grammar.end_ids or at is Place.ENDED:
             return Place.ENDED
         if at is Place.REASONING:
-            return Place.HELD if token == grammar.begins_after else at
+            if token in grammar.opens:
+                return Place.HELD
+            return self._behind if token == grammar.begins_after else at
         if at is Place.FREE:
             return Place.HELD if token in grammar.opens else at
         return Place.FREE if token == grammar.closes else at
@@ -288,26 +298,55 @@ class Follower:
         """Not consumed yet."""
         for token in tokens:
             before, self._at = self._at, self._next(self._at, token)
-            if self._at is Place.HELD and before is not Place.REASONING:
+            self._num_reasoned += before is self._at is Place.REASONING
+            if self._at is Place.HELD and not self._ends_reasoning(before, token):
                 held.append(token)
             elif before is Place.HELD and self._at is Place.FREE:
                 self._matcher, self._stretch, held = None, [], []
-        if self._at in _HELD:
+        if self._is_text(self._at):
             if self._matcher is None:
                 self._matcher = make(self._grammar)
             if held:
                 self._matcher.consume_tokens(held)
                 self._stretch += held
 
-    def _reasoning(self, drafts: Sequence[int]) -> slice:
-        """The rows in which the reply is in a reasoning, which something must follow. The rows are the
-        first one and one behind each draft.
+    def _ends_reasoning(self, before: Place, token: int) -> bool:
+        """Whether a token that led to the text is the mark between both, and none of the text."""
+        return before is Place.REASONING and token not in self._grammar.opens
+
+    def _reasoning(self, drafts: Sequence[int]) -> tuple[slice, slice]:
+        """The rows in which the reply is in a reasoning, and those of them in which it has to end. The
+        rows are the first one and one behind each draft.
         """
+        none = slice(0)
         if self._at not in _REASONED:
-            return slice(0)
+            return none, none
         num = [*accumulate(drafts, self._next, initial=self._at)].count(Place.REASONING)
-        first = int(self._at is Place.START)
-        return slice(first, first + num) if num else slice(0)
+        if not num:
+            return none, none
+        first, budget = int(self._at is Place.START), self._grammar.budget
+        if budget < 0:
+            return slice(first, first + num), none
+        left = max(0, budget - self._num_reasoned)
+        return slice(first, first + num), slice(first + min(left, num), first + num)
+
+    def _write_reasoning(
+        self, drafts: Sequence[int], bits_RW: np.ndarray, has_mask_R: np.ndarray
+    ) -> None:
+        """Write what may be drawn in the rows of a reasoning: nothing that ends the reply, if a text
+        must follow, and behind its budget the mark that ends it alone.
+        """
+        rows, over = self._reasoning(drafts)
+        grammar = self._grammar
+        if rows.stop and self._behind is Place.HELD:
+            has_mask_R[rows] = True
+            bits_RW[rows] = 0xFFFFFFFF
+            for token in (*grammar.end_ids, *grammar.barred):
+                bits_RW[rows, token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
+        if over.start is not None and over.stop > over.start:
+            has_mask_R[over] = True
+            bits_RW[over] = 0
+            bits_RW[over, grammar.begins_after // 32] = 1 << grammar.begins_after % 32
 
     def _is_lost(self) -> bool:
         """Whether its automata came to a limit, or what was drawn is not allowed."""
@@ -324,7 +363,7 @@ class Follower:
         before it is known to be one, is for nobody.
         """
         if not drafts:
-            if self._at in _HELD:
+            if self._is_text(self._at):
                 assert self._matcher is not None
                 yield _Stretch(self._matcher, 0, [], 0)
             return
@@ -332,15 +371,16 @@ class Follower:
         row, first, of_it = 0, 0, list[int]()
         for index, token in enumerate(drafts):
             before, at = at, self._next(at, token)
-            if before in _HELD and at is Place.HELD:
+            if self._is_text(before) and at is Place.HELD:
                 of_it.append(token)
-            elif before in _HELD:
+            elif self._is_text(before):
                 assert matcher is not None
                 yield _Stretch(matcher, row, of_it, first)
                 matcher = None
             elif at is Place.HELD:
                 matcher, first = make(self._grammar), index + 1
-                row, of_it = (index, [token]) if before is Place.FREE else (first, [])
+                is_mark = self._ends_reasoning(before, token)
+                row, of_it = (first, []) if is_mark else (index, [token])
         if at is Place.HELD:
             assert matcher is not None
             yield _Stretch(matcher, row, of_it, first)
@@ -428,12 +468,7 @@ class Grammars:
                 if matcher.is_error():
                     self._row_by_row(follower, first, _Stretch(matcher, 0, [], 0), bits_RW, renewed)
                 continue
-            rows = follower._reasoning(drafts)
-            if rows.stop:
-                has_mask_R[first:][rows] = True
-                bits_RW[first:][rows] = 0xFFFFFFFF
-                for token in (*follower._grammar.end_ids, *follower._grammar.barred):
-                    bits_RW[first:][rows, token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
+            follower._write_reasoning(drafts, bits_RW[first:], has_mask_R[first:])
             for stretch in follower._stretches(drafts, self._matcher):
                 matcher, row, of_it, begin = stretch
                 has_mask_R[first + begin : first + row + len(of_it) + 1] = True

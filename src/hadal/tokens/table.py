@@ -14,6 +14,8 @@ from hadal.core import documents
 from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError
 from hadal.tokens import tiktoken
+from hadal.tokens.added import load_added_tokens
+from hadal.tokens.refused import check_files
 from hadal.tokens.tiktoken import byte_of_char
 
 _MARK = re.compile(r"<.+>|\[.+\]")
@@ -67,13 +69,16 @@ def token_table(fields: dict[str, Any], source: str) -> TokenTable:
 
 def read_fields(folder: Path, *, with_merges: bool = True) -> tuple[dict[str, Any], str]:
     """Read `folder/tokenizer.json`, or `tiktoken.model` where there is none; also return the name
-    of that file. Without merges the fields have all tokens and encode nothing. Raises
-    CheckpointError.
+    of that file. Its added tokens are those that all files of the folder make together. Without
+    merges the fields have all tokens and encode nothing. Raises CheckpointError.
     """
     path, other = folder / "tokenizer.json", folder / tiktoken.FILE
     if other.exists() and not path.exists():
         return tiktoken.tokenizer_fields(folder, with_merges=with_merges), str(other)
-    return read_json(path), str(path)
+    fields = read_json(path)
+    _check_fields(fields, str(path))
+    check_files(folder, fields, str(path))
+    return {**fields, "added_tokens": load_added_tokens(folder, fields, str(path))}, str(path)
 
 
 def read_token_table(folder: Path) -> TokenTable:

@@ -20,6 +20,7 @@ from typing import Any
 
 from hadal.core.documents import read_json, read_text, shown
 from hadal.core.errors import CheckpointError
+from hadal.tokens.added import IGNORED
 
 FILE = "tiktoken.model"
 _PATTERNS = {
@@ -61,7 +62,11 @@ def tokenizer_fields(folder: Path, *, with_merges: bool = True) -> dict[str, Any
     """
     config_path = folder / "tokenizer_config.json"
     config = read_json(
-        config_path, "tokenizer", error=CheckpointError, hint="The model's folder is not complete."
+        config_path,
+        "tokenizer",
+        error=CheckpointError,
+        hint="The model's folder is not complete.",
+        ignored=IGNORED,
     )
     kind = config.get("tokenizer_class")
     pattern = _PATTERNS.get(kind) if isinstance(kind, str) else None

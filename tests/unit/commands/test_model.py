@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hadal.cli import app
+from hadal.core.model_config import read_model_config
+from hadal.runtime.resolve import model_folder
+from hadal.runtime.weight_check import model_tensors
 from tests.family import CONFIGS, ROOT
 from tests.waiting import DEADLINE_S
 
@@ -22,19 +28,17 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["model", *arguments], env={"HADAL_MODEL": ""})
 
 
-def write(folder: Path, config: dict[str, Any], **dtype_to_bytes: int) -> Path:
-    """config.json, and a file of weights that is a header and a hole."""
+def write(folder: Path, config: dict[str, Any], dtype: str = "") -> Path:
+    """Write config.json and, of a `dtype`, a file of weights that is a header and a hole."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    if not dtype:
+        return folder
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for dtype, num_bytes in dtype_to_bytes.items():
-        header[dtype] = {
-            "dtype": dtype,
-            "shape": [num_bytes],
-            "data_offsets": [end, end + num_bytes],
-        }
-        end += num_bytes
+    for wanted in model_tensors(read_model_config(folder)):
+        begin, end = end, end + math.prod(wanted.shape) * 2
+        header[wanted.name] = {"dtype": dtype, "shape": wanted.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     os.truncate(folder / "model.safetensors", 8 + len(text) + end)
@@ -42,9 +46,12 @@ def write(folder: Path, config: dict[str, Any], **dtype_to_bytes: int) -> Path:
 
 
 def found(*arguments: str) -> dict[str, Any]:
+    """Return what is printed; without weights or a tokenizer the exit code is 1."""
     result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    assert result.exit_code in (0, 1), result.output
+    values: dict[str, Any] = json.loads(result.stdout)
+    assert bool(values["why_not_served"]) == bool(result.exit_code)
+    return values
 
 
 @pytest.mark.promise(
@@ -95,17 +102,19 @@ def test_an_indexer_is_told_and_its_key_is_part_of_the_kv(tmp_path: Path) -> Non
     "which model that is, what it takes in memory (one host's, so far), which deployment "
     "would serve it"
 )
+@pytest.mark.needs("compiler")
 def test_what_fits(tmp_path: Path) -> None:
     """Moonlight as it is stored: 32 GB in BF16, which its two units share."""
-    folder = write(tmp_path, CONFIGS["Moonlight-16B-A3B"], BF16=31_920_000_000, F32=3_000_000)
+    folder = write(tmp_path, CONFIGS["Moonlight-16B-A3B"], "BF16")
     small = found(str(folder), "--memory-gb", "20")
     laptop = next(fit for fit in small["deployments"] if fit["deployment"] == "laptop")
     assert "are needed" in laptop["reason"]
     assert laptop["kv_tokens"] == 0
     large = found(str(folder), "--memory-gb", "40")
-    assert large["stored_bytes"] == {"BF16": 31_920_000_000, "F32": 3_000_000}
+    stored = large["stored_bytes"]["BF16"]
+    assert stored == pytest.approx(31.92e9, rel=1e-3)
     assert large["kv_bytes_per_token"] == 27 * 576 * 4
-    assert large["kv_tokens_as_stored"] == (40_000_000_000 - 31_923_000_000) // (27 * 576 * 4)
+    assert large["kv_tokens_as_stored"] == (40_000_000_000 - stored) // (27 * 576 * 4)
     laptop = next(fit for fit in large["deployments"] if fit["deployment"] == "laptop")
     assert not laptop["reason"]
     free_bytes = 40e9 - 2 * large["num_parameters"]
@@ -153,8 +162,87 @@ def test_it_loads_no_torch() -> None:
         "import sys\nfrom hadal.cli import app\n"
         "try: app(['model'])\n"
         "except SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'zmq', 'uvicorn', 'tokenizers'} & set(sys.modules)"
+        "assert not {'torch', 'zmq', 'uvicorn'} & set(sys.modules)"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, timeout=DEADLINE_S
     )
+
+
+def shard_missing(folder: Path) -> str:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    return "model-00002-of-00003.safetensors: this shard is missing"
+
+
+def shard_cut(folder: Path) -> str:
+    path = folder / "model-00003-of-00003.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    return "model-00003-of-00003.safetensors: damaged or cut off"
+
+
+def tensor_missing(folder: Path) -> str:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.layers.2.self_attn.o_proj.weight"]
+    path.write_text(json.dumps(index))
+    return "tensor model.layers.2.self_attn.o_proj.weight is missing"
+
+
+def config_changed(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "kv_lora_rank": 65}))
+    return "has shape"
+
+
+def tokenizer_missing(folder: Path) -> str:
+    (folder / "tokenizer.json").unlink()
+    return "tokenizer.json: not found"
+
+
+def template_damaged(folder: Path) -> str:
+    (folder / "chat_template.jinja").write_text("{% do %}")
+    return "chat_template.jinja: the chat template does not parse"
+
+
+def tokenizer_damaged(folder: Path) -> str:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    return "tokenizer_class is 'Qwen2Tokenizer'"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        shard_missing,
+        shard_cut,
+        tensor_missing,
+        config_changed,
+        tokenizer_missing,
+        template_damaged,
+        tokenizer_damaged,
+    ],
+)
+def test_what_serving_refuses_is_told_and_the_exit_code_is_not_0(
+    damage: Callable[[Path], str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder(""), tmp_path / "model")
+    words = damage(folder)
+    result = run(str(folder))
+    assert result.exit_code, result.output
+    assert words in result.stderr
+    dry = CliRunner().invoke(app, ["serve", "--dry-run", "--model", str(folder)])
+    if damage is tokenizer_missing:  # A dry run needs no tokenizer, but says that serving does.
+        assert words in dry.stdout
+    else:
+        assert (dry.exit_code, words in dry.stderr) == (2, True), dry.output
+
+
+def test_chats_are_told() -> None:
+    values = found()
+    assert values["chat"] == {
+        "template": "default in tokenizer_config.json",
+        "tools": "deepseek-v3.1",
+        "thinks": True,
+        "context_tokens": 4096,
+    }
+    assert "calls in the form of deepseek-v3.1" in run().stdout

@@ -263,6 +263,45 @@ def test_a_model_may_open_its_reasoning_itself(grammars: Grammars) -> None:
     assert rows[5] == {END}
 
 
+@pytest.mark.promise("The same tokens come with drafts, a schema or calls of tools.")
+@pytest.mark.parametrize("opens", [-1, 5])
+@pytest.mark.parametrize("schema", [None, {"const": 1}])
+def test_a_reasoning_ends_within_its_budget(
+    grammars: Grammars, schema: dict[str, Any] | None, opens: int
+) -> None:
+    """The same with drafts, and whatever may follow the reasoning."""
+    text = "" if schema is None else grammar_text(schema, follows_reasoning=True)
+    within: set[int] | None = None if schema is None else FREE
+    for budget in (0, 1, 3):
+        bounded = Grammar(text, (END,), CLOSE, begins_with=opens, budget=budget)
+        begun = [] if opens < 0 else [opens]
+        thought = [*begun, *ids("abc")[:budget], CLOSE, *ids("1")]
+        rows = allowed(grammars, Follower(bounded, []), thought)
+        first = len(begun)
+        assert rows[first : first + budget] == [within] * budget
+        assert rows[first + budget] == {CLOSE}
+        assert rows[-1] == (None if schema is None else {END})
+        for number in range(len(thought) + 1):
+            assert allowed(grammars, Follower(bounded, thought[:number])) == [rows[number]]
+        wrong = [*begun, *ids("abcabc")[: budget + 2]]
+        rows = allowed(grammars, Follower(bounded, []), wrong)
+        assert rows[first + budget] == {CLOSE}, "a draft that goes on is not drawn"
+
+
+def test_calls_end_a_bounded_reasoning_as_its_mark_does(grammars: Grammars) -> None:
+    calls = Grammar(
+        grammar_text({"const": 1}, follows_reasoning=False),
+        (END,),
+        CLOSE,
+        opens=(5,),
+        closes=7,
+        budget=2,
+    )
+    assert allowed(grammars, Follower(calls, ids("ab"))) == [{CLOSE}]
+    assert allowed(grammars, Follower(calls, [*ids("ab"), CLOSE, *ids("abc")])) == [None]
+    assert allowed(grammars, Follower(calls, [*ids("a")])) == [None]
+
+
 @pytest.mark.parametrize("run", [" " * 20, "\t" * 20, "\n\n" + " " * 20, " \r\n\r\n"])
 def test_a_text_is_not_made_of_blanks(grammars: Grammars, run: str) -> None:
     """A model that knows no JSON would go on with them for ever."""

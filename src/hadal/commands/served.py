@@ -1,0 +1,64 @@
+"""What a folder's gateway would serve: the part of `hadal model` and `hadal serve --dry-run` that reads
+tokenizer and chat templates as the gateway does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """What a model's gateway makes of texts and chats."""
+
+    template: str
+    """Names of the chat templates and their file; empty: there is none."""
+    tools: str
+    """Name of the form in which the model calls tools; empty: it calls none."""
+    thinks: bool
+    """The model has tokens for a reasoning."""
+    context_tokens: int
+
+
+def read_served_text(folder: Path, accepted: Collection[str]) -> ServedText:
+    """Read tokenizer, templates and defaults as the gateway does. Raises CheckpointError."""
+    from hadal.gateway.chat import THINK_CLOSE, THINK_OPEN
+    from hadal.gateway.service import read_served_model
+    from hadal.gateway.template_files import read_templates
+
+    model = read_served_model(folder, folder.name, accepted)
+    templates, source = read_templates(folder)
+    tools = ""
+    if model.chat is not None:
+        tools = model.chat.tools.name if model.chat.tools is not None else ""
+        model.chat.close()
+    named = f"{', '.join(templates)} in {Path(source).name}" if templates else ""
+    text = "".join(templates.values())
+    has_tokens = {THINK_OPEN, THINK_CLOSE} <= model.vocabulary.control_ids.keys()
+    thinks = bool(templates) and (has_tokens or THINK_OPEN in text)
+    return ServedText(named, tools, thinks, model.context_tokens)
+
+
+def why_not_served(folder: Path, accepted: Collection[str], memory_bytes: int | None) -> str:
+    """Return why `hadal serve --model FOLDER` would not start; empty: it would. `memory_bytes`: memory
+    of another machine; None: this one.
+    """
+    from hadal.core.config import Deployment
+    from hadal.core.errors import ConfigError
+    from hadal.runtime.memory import why_not_fit
+    from hadal.runtime.resolve import check_complete, plan, why_not_run
+
+    try:
+        resolved = plan(Deployment(model=str(folder), accept_config=tuple(accepted)))
+        check_complete(resolved)
+        read_served_text(folder, accepted)
+    except ConfigError as error:
+        return str(error)
+    if memory_bytes is not None:
+        return why_not_fit(resolved.memory, memory_bytes) or ""
+    return next(iter(why_not_run(resolved)), "")

@@ -1,0 +1,123 @@
+"""Control tokens in what users send are made plain text: a *shield* character stands behind the first
+character of each, until the prompt has been cut at its control tokens.
+
+Knows a model's marks and no templates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from hadal.core.errors import RequestError
+from hadal.gateway.vocabulary import Vocabulary
+from hadal.tokens.split import any_of
+
+_CHARS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
+"""Noncharacters first, then private use: one that no message contains is taken."""
+
+
+class Marks:
+    """Texts that steer a model's chats."""
+
+    def __init__(self, vocabulary: Vocabulary, more: Iterable[str]) -> None:
+        """`more`: texts beside the vocabulary's own marks."""
+        texts = {*vocabulary.marks, *more}
+        texts |= {vocabulary.normalized(text) for text in vocabulary.marks}
+        texts.discard("")
+        self.normalized = vocabulary.normalized
+        self.first_chars = re.compile(f"(?={any_of(texts)}).", re.DOTALL)
+        self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
+        self._ends = {text[start:] for text in texts for start in range(1, len(text))}
+        self._longest = max(map(len, texts))
+
+    def shield(self, texts: Sequence[str]) -> Shield:
+        """Return a shield for a request with these texts. Raises RequestError."""
+        unused = (
+            char
+            for char in _CHARS
+            if not any(form in text for text in texts for form in (char, *_escapes(char)))
+        )
+        with contextlib.suppress(StopIteration):
+            return Shield(self, next(unused), next(unused), any(map(self._ends_one, texts)))
+        raise RequestError(
+            "The messages use every private-use character of Unicode; leave two out.", "messages"
+        )
+
+    def begins_one(self, text: str) -> bool:
+        """Return whether a mark may begin at the text's end."""
+        sizes = range(1, min(self._longest, len(text) + 1))
+        return any(text[len(text) - size :] in self._beginnings for size in sizes)
+
+    def _ends_one(self, text: str) -> bool:
+        """Return whether a mark may end at the text's beginning."""
+        begin = text[: self._longest].lstrip()
+        return any(begin[:size] in self._ends for size in range(1, len(begin) + 1))
+
+
+@dataclass(frozen=True)
+class Shield:
+    """The shield of one request."""
+
+    marks: Marks
+    char: str
+    """Character behind the first one of a mark."""
+    end: str
+    """Another character that no text contains, which marks a place."""
+    is_guarding: bool
+    """Texts of the request might make a mark together, where a template joins them."""
+
+    def put(self, text: str) -> str:
+        """Return the text with the shield in every mark. A text without marks stays as it is."""
+        num_marks = _num(self.marks, text)
+        normalized = self.marks.normalized(text)
+        if normalized != text and _num(self.marks, normalized) > num_marks:
+            text = normalized  # It becomes a mark when it is normalised.
+        text = self.marks.first_chars.sub(lambda match: match[0] + self.char, text)
+        if self.is_guarding and self.marks.begins_one(end := text.rstrip()):
+            text = end + self.char + text[len(end) :]
+        return text
+
+    def put_in(self, value: Any) -> Any:
+        """Return the value with the shield in all its texts."""
+        if isinstance(value, str):
+            return self.put(value)
+        if isinstance(value, list):
+            return [self.put_in(each) for each in value]
+        if isinstance(value, dict):
+            return {self.put(name): self.put_in(each) for name, each in value.items()}
+        return value
+
+    def found(self, text: str) -> str:
+        """Return a template's text, with the request's characters where the template wrote them as
+        JSON, as Python or as in a URL.
+        """
+        for char in (self.char, self.end):
+            for escape in _escapes(char):
+                text = text.replace(escape, char)
+        return text
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts of a value, names of fields included."""
+    queue = [value]
+    while queue:
+        each = queue.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, list):
+            queue += each
+        elif isinstance(each, dict):
+            queue += [*each, *each.values()]
+
+
+def _num(marks: Marks, text: str) -> int:
+    return sum(1 for _ in marks.first_chars.finditer(text))
+
+
+def _escapes(char: str) -> tuple[str, str]:
+    return f"\\u{ord(char):04x}", quote(char)

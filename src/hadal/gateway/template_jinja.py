@@ -1,0 +1,104 @@
+"""Jinja as transformers gives it to chat templates: the same tags, globals, filters and tests.
+
+Source: transformers 5.23, `utils/chat_template_utils.py`. It is Jinja's immutable sandbox with the tags
+`break`, `continue` and `generation`, a `tojson` that escapes nothing for HTML, `raise_exception` and
+`strftime_now`, and narrower `dict` and `namespace`. tests/unit/gateway/test_same_prompts.py compares
+prompts.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+def parsed(text: str) -> jinja2.Template:
+    """Parse a chat template. Raises what Jinja raises."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(text)
+
+
+class _Generation(Extension):
+    """The tag around an assistant's text, which trainers use. Here it shows what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse to the tag's end. Names that are set within it are not seen behind it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        block = nodes.CallBlock(self.call_method("_shown"), [], [], body)
+        return block.set_lineno(line)
+
+    def _shown(self, caller: Any) -> Any:
+        return caller()
+
+
+class _Dict:
+    """`dict` without what leads out of the sandbox."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As `dict.fromkeys`."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace` without attributes that begin with an underscore."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        # Without a parameter `self`, as a template may set an attribute of that name.
+        own, given = args[0], dict(*args[1:], **values)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(own, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no attribute {name!r}, as it begins with _")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON. Jinja's own filter writes < and > as escapes."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,101 @@
+"""Matrices of the model's files looked at in the background for values that are not finite.
+
+Norms, gates, biases and scales are looked at when they are loaded (model/checkpoint), before a unit is
+ready. Matrices are 99 % of the bytes, and to read them all would make the start slower; so a thread
+reads them behind it, a piece at a time, and ends the process where it finds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hadal.core.errors import CheckpointError
+from hadal.core.model_config import ModelConfig
+from hadal.runtime.memory import read_header
+from hadal.runtime.model_files import end_process
+from hadal.runtime.weight_check import file_of_tensors, model_tensors, mtp_tensors
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20
+PAUSE_S = 0.02
+"""Time between two pieces: at most 200 MB/s, which no step notices."""
+_LOWEST = 19
+# A value is infinite or no number if all its exponent's bits are set; FP8 E4M3 has no infinities.
+_BITS: dict[str, tuple[np.dtype[Any], int]] = {
+    "BF16": (np.dtype("<u2"), 0x7F80),
+    "F16": (np.dtype("<u2"), 0x7C00),
+    "F32": (np.dtype("<u4"), 0x7F800000),
+    "F8_E4M3": (np.dtype("u1"), 0x7F),
+}
+
+
+def watch_matrices(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    part: int,
+    num_parts: int,
+    with_mtp: bool,
+    end: Callable[[str], None] = end_process,
+) -> threading.Thread:
+    """Look at this rank's part of the matrices from now on, in a thread of its own; call `end` with
+    file and tensor where one holds a value that is not finite.
+    """
+
+    def look() -> None:
+        with contextlib.suppress(OSError):  # It may not be allowed to give way.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        try:
+            why = first_not_finite(folder, names, lambda: time.sleep(PAUSE_S))
+        except (CheckpointError, OSError) as error:  # The files changed; watch_model says so.
+            return log.warning("the model's matrices were not looked at: %s", error)
+        if why:
+            end(why)
+        else:
+            log.info("all values of the model's matrices are finite")
+
+    tensors = [*model_tensors(config), *(mtp_tensors(config) if with_mtp else ())]
+    names = [each.name for each in tensors if each.is_matrix][part::num_parts]
+    thread = threading.Thread(target=look, name="finite-check", daemon=True)
+    thread.start()
+    return thread
+
+
+def first_not_finite(folder: Path, names: Iterable[str], pause: Callable[[], None]) -> str:
+    """Return which of these tensors holds a value that is not finite; empty: none does. `pause` is
+    called between pieces. Raises CheckpointError or OSError where they cannot be read.
+    """
+    name_to_file = file_of_tensors(folder)
+    headers = {}
+    for name in names:
+        path = folder / name_to_file[name]
+        if path not in headers:
+            headers[path] = read_header(path)
+        entry = headers[path][name]
+        if entry.dtype not in _BITS:
+            continue
+        kind, bits = _BITS[entry.dtype]
+        with path.open("rb", buffering=0) as file:
+            base = 8 + struct.unpack("<Q", os.pread(file.fileno(), 8, 0))[0]
+            begin, end = (base + each for each in entry.data_offsets)
+            for at in range(begin, end, PIECE_BYTES):
+                piece = os.pread(file.fileno(), min(PIECE_BYTES, end - at), at)
+                values = np.frombuffer(piece[: len(piece) // kind.itemsize * kind.itemsize], kind)
+                if bool(((values & bits) == bits).any()):
+                    return (
+                        f"{path}: {name} holds values that are not finite. The file is damaged: copy"
+                        " or convert it again."
+                    )
+                pause()
+    return ""

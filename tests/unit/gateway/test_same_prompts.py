@@ -1,0 +1,136 @@
+"""Prompts are those of transformers: chat templates drawn from a seed, rendered by both.
+
+`python -m tests.unit.gateway.test_same_prompts 5000` draws as many and prints what came of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer
+
+from hadal.core.errors import CheckpointError, RequestError
+from hadal.gateway import chat, template_jinja
+from hadal.gateway.chat import ChatFormat, read_chat_format
+from hadal.gateway.openai import Turn
+from hadal.gateway.tools import FORMATS, Choosing, read_tools
+from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from tests.levels import FULL, MORE
+
+from .drawn_templates import draw_messages, draw_words, write_templates
+from .model_folder import write_model_folder
+
+V31 = FORMATS["deepseek-v3.1"]
+NUM_DRAWS = 3000 if FULL else 600 if MORE else 60
+NUM_CHATS = 3
+
+
+class InThisProcess:
+    """A template's environment without a process of its own, whose start takes longest."""
+
+    def __init__(self, template: str, source: str) -> None:
+        try:
+            self._template = template_jinja.parsed(template)
+        except Exception as error:
+            raise CheckpointError(str(error)) from None
+
+    def render(self, messages: Any, values: dict[str, Any], max_chars: int) -> str:
+        """Render as the process does."""
+        try:
+            text = self._template.render(**values, messages=messages)
+        except Exception as error:
+            raise RequestError(str(error), "messages") from None
+        assert len(text) <= max_chars
+        return text
+
+    def close(self) -> None:
+        """End nothing."""
+
+
+def outcome(seed: int, folder: Path, vocabulary: Vocabulary) -> str:
+    """Draw templates and chats, and compare; return what came of them."""
+    rng = Random(seed)
+    write_templates(rng, folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    found: str | ChatFormat | None
+    try:
+        found = read_chat_format(folder, vocabulary)
+    except CheckpointError as error:
+        found = str(error)
+    outcomes = {_of_chat(rng, seed, theirs, found) for _ in range(NUM_CHATS)}
+    return " and ".join(sorted(outcomes))
+
+
+def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None) -> str:
+    messages = draw_messages(rng)
+    kwargs: dict[str, Any] = {"custom": draw_words(rng)} if rng.random() < 0.3 else {}
+    tool = {"type": "function", "function": {"name": "f", "description": draw_words(rng)}}
+    tools = [tool] if rng.random() < 0.2 else []
+    try:
+        wanted = theirs.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=True, return_dict=False, **kwargs
+        )
+    except Exception as error:
+        wanted = type(error).__name__
+    if isinstance(
+        ours, str
+    ):  # One of its templates does not parse, perhaps not the one of the chat.
+        return "folder refused"
+    assert ours is not None
+    found: list[int] | str
+    try:
+        found = [
+            *ours.prompt(
+                [Turn(**message) for message in messages],
+                max_tokens=10**6,
+                template_kwargs=kwargs,
+                choosing=Choosing(read_tools(tools)),
+            ).ids
+        ]
+    except RequestError as error:
+        found = str(error)
+    if isinstance(found, str) and isinstance(wanted, str):
+        return "both refuse the chat"
+    assert found == wanted, (seed, messages)
+    return "agreed"
+
+
+def write_folder(folder: Path) -> Path:
+    """Write a model's folder whose model calls tools."""
+    path = write_model_folder(folder) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in V31.marks])
+    tokenizer.save(str(path))
+    return folder
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(chat, "ConfinedProcess", InThisProcess)
+    return write_folder(tmp_path)
+
+
+def test_prompts_are_those_of_transformers(drawn: Path) -> None:
+    vocabulary = read_vocabulary(drawn)
+    counts = Counter(outcome(seed, drawn, vocabulary) for seed in range(NUM_DRAWS))
+    agreed = sum(number for what, number in counts.items() if "agreed" in what)
+    assert agreed >= 0.6 * NUM_DRAWS, counts
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(chat, "ConfinedProcess", InThisProcess)
+        folder = write_folder(Path(name))
+        words = read_vocabulary(folder)
+        found = Counter(outcome(seed, folder, words) for seed in range(int(sys.argv[1])))
+    for what, number in found.most_common():
+        print(f"{number:6} {what}")
