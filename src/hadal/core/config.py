@@ -271,8 +271,8 @@ class GatewayConfig(ConfigTable, frozen=True):
     for a Service or a proxy, which spreads requests over all of them.
     """
     allowed_hosts: tuple[Text, ...] = ()
-    """Names beyond this machine's own by which a server without keys on a loopback address may be
-    asked.
+    """Names beyond this machine's own by which a server without keys may be asked. One that serves a
+    network also answers to any address.
     """
     cors_origins: tuple[Text, ...] = ()
     """Origins, as "https://chat.example", whose pages a browser lets read the answers; "*": any. A
@@ -309,7 +309,10 @@ class LimitsConfig(ConfigTable, frozen=True):
     """0: the model's context less one."""
     max_output_tokens: Count = 0
     """0: the model's context."""
-    default_output_tokens: Positive = 2048
+    default_output_tokens: Count = 0
+    """Of a request that names no limit. 0: what is left of the context."""
+    likely_output_tokens: Positive = 2048
+    """What such a request puts aside of its tenant's budget. It is charged what it made."""
     max_n: Annotated[int, Meta(ge=1, le=1 << 10)] = 8
     max_running: Positive = 256
     """Generations the front works on at once; more wait."""
@@ -324,6 +327,9 @@ class LimitsConfig(ConfigTable, frozen=True):
     max_retries: Count = 8
     """Retries of one request that lost a unit. Preemptions do not count."""
     request_timeout_s: Seconds = 600.0
+    """How long a request may wait: in the queue, for its first token, and for each token after. A
+    request that makes tokens is ended by its own limits alone.
+    """
 
 
 class ClusterConfig(ConfigTable, frozen=True):
@@ -342,6 +348,10 @@ class ClusterConfig(ConfigTable, frozen=True):
     volatile_head: Annotated[str, _one_of("refuse", "allow")] = "refuse"
     """What to do about a Ray head that keeps its state in memory alone: if it dies, Ray ends the
     processes on every node a minute later. "refuse" such a cluster, or "allow" it.
+    """
+    open_ray: Annotated[str, _one_of("refuse", "allow")] = "refuse"
+    """What to do about a Ray cluster that asks for no token: who reaches its ports may run code on every
+    node, and read this deployment's secret. "refuse" such a cluster, or "allow" it.
     """
     place_timeout_s: Seconds = 60.0
     """How long nodes may take to be found before the server gives up starting."""
@@ -363,6 +373,10 @@ class Deployment(ConfigTable, frozen=True):
     """Folder of the model. Empty: hadal-tiny, which ships with Hadal."""
     model_name: Text = ""
     """Name in the API. Empty: the folder's name."""
+    accept_config: tuple[Text, ...] = ()
+    """Keys of the model's JSON files that are passed over although Hadal does not know them, by the
+    names that a refusal gives: "rope_parameters.KEY", "generation_config.KEY".
+    """
     host: Text = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0: a free one."""
@@ -405,6 +419,10 @@ class Deployment(ConfigTable, frozen=True):
     """Deadline of one exchange between ranks."""
     unit_timeout_s: Seconds = 2.0
     """A unit silent for this long, though it could run, is given up and restarted."""
+    gateway_timeout_s: Seconds = 10.0
+    """A gateway silent for this long, though it could run, is killed and restarted. Its streams are lost
+    then, while those of one that stood still and goes on continue.
+    """
     drain_timeout_s: Seconds = 120.0
     keep_alive_s: Seconds = 10.0
     """A waiting stream gets a comment this often."""

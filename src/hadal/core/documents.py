@@ -12,7 +12,7 @@ import math
 import re
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -76,25 +76,38 @@ def read_text(
 
 
 def read_json(
-    path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
+    path: Path,
+    what: str,
+    limit: int = MAX_JSON_BYTES,
+    *,
+    error: Kind = ConfigError,
+    hint: str = "",
+    ignored: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The object that a JSON file holds."""
-    fields = parse_json(
-        read_text(path, what, limit, error=error, hint=hint), str(path), error=error
-    )
+    """Return the object that a JSON file holds, without its `ignored` fields, whose values may be
+    anything.
+    """
+    text = read_text(path, what, limit, error=error, hint=hint)
+    fields = parse_json(text, str(path), error=error, ignored=ignored)
     if not isinstance(fields, dict):
         raise error(f"{path}: must hold one JSON object.")
     return fields
 
 
-def parse_json(text: str | bytes, where: str, *, error: Kind = ConfigError) -> Any:
-    """The value of a JSON text; `where` it stands, for errors."""
+def parse_json(
+    text: str | bytes, where: str, *, error: Kind = ConfigError, ignored: Collection[str] = ()
+) -> Any:
+    """Return the value of a JSON text; `where` it stands, for errors. `ignored`: fields of an object
+    to leave out.
+    """
     try:
         value = json.loads(text, parse_int=_integer)
     except RecursionError:
         raise error(f"{where}: nests deeper than {MAX_DEPTH} levels.") from None
     except ValueError as problem:
         raise error(f"{where}: cannot be read as JSON ({problem}).") from problem
+    if ignored and isinstance(value, dict):
+        value = {name: one for name, one in value.items() if name not in ignored}
     check_values(value, where, error=error)
     return value
 

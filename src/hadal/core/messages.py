@@ -823,6 +823,9 @@ class Totals(msgspec.Struct):
     tokens_refused: int = 0
     """Prompt tokens of requests that there was no room for (429)."""
     tokens_out: int = 0
+    """Tokens that units have drawn for requests. Replies count what they give out of it
+    (gateway/metrics).
+    """
     tokens_hit: int = 0
     """Prompt tokens of answered requests that a cache had, as the unit said that drew the first
     token.

@@ -1,114 +1,30 @@
 """The shape of a model of DeepSeek-V3's architecture, read from a Hugging Face `config.json` and
-checked field by field.
+checked key by key.
 
 Knows nothing of tensors. Every name is the checkpoint's own, so that a reader can put the two side
 by side. Source of the fields: DeepSeek-V3 technical report (arXiv 2412.19437), section 2 and 4.2,
-and the released config.json. Several makers released models of this architecture, some under a
-`model_type` of their own; `FAMILY` names them.
+and the released config.json. `model_keys` says of each key what it does; `families` names the models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from hadal.core import model_keys
 from hadal.core.documents import MAX_CONFIG_BYTES, converted, is_file, read_json, shown
-from hadal.core.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class FamilyMember:
-    """A member of the family: what config.json does not say of it."""
-
-    name: str
-    architecture: str
-    """The class that `architectures` names."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields that its file leaves out, because its own code has them."""
-
-
-FAMILY = {
-    # V3, V3-0324, R1, R1-0528, V3.1 and Terminus; Moonlight-16B-A3B and GigaChat3, too.
-    "deepseek_v3": FamilyMember("DeepSeek-V3", "DeepseekV3ForCausalLM"),
-    # V3.2-Exp, V3.2 and Speciale.
-    "deepseek_v32": FamilyMember("DeepSeek-V3.2", "DeepseekV32ForCausalLM"),
-    "kimi_k2": FamilyMember("Kimi-K2", "DeepseekV3ForCausalLM"),
-    # Its MTP layer has a dense network (SGLang's models/joyai_llm_flash_nextn.py).
-    "joyai_llm_flash": FamilyMember(
-        "JoyAI-LLM-Flash", "DeepseekV3ForCausalLM", {"mtp_is_moe": False}
-    ),
-    # Without mlp_layer_types its first layer is dense (transformers' Glm4MoeLiteConfig).
-    "glm4_moe_lite": FamilyMember(
-        "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}
-    ),
-}
-"""The models that are served, by `model_type`."""
-
-_OTHERS: dict[str, tuple[str, str, str]] = {
-    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepSeek-V2", "its gate is another (softmax)"),
-    "deepseek_v4": (
-        "DeepseekV4ForCausalLM",
-        "DeepSeek-V4",
-        "it is another architecture (compressed attention, hyper-connections, FP4 experts)",
-    ),
-    "deepseek_v41": ("DeepseekV41ForCausalLM", "DeepSeek-V4.1", "it is another architecture"),
-    "kimi_k25": (
-        "KimiK25ForConditionalGeneration",
-        "Kimi-K2.5 or K2.6",
-        "it wraps Kimi-K2 in a model of images, and its experts are INT4",
-    ),
-    "kimi_k3": (
-        "KimiK3ForConditionalGeneration",
-        "Kimi-K3",
-        "it is another architecture (linear attention)",
-    ),
-    "kimi_linear": (
-        "KimiLinearForCausalLM",
-        "Kimi-Linear",
-        "it is another architecture (linear attention)",
-    ),
-    "kimi_vl": ("KimiVLForConditionalGeneration", "Kimi-VL", "it is a model of images"),
-    "glm4_moe": ("Glm4MoeForCausalLM", "GLM-4.5 to 4.7", "its attention has no latents"),
-    "glm_moe_dsa": (
-        "GlmMoeDsaForCausalLM",
-        "GLM-5",
-        "its indexer is another (it rotates interleaved pairs, and layers may share a selection)",
-    ),
-}
-"""Models that are taken for one of the family, by `model_type`: class, name, why not."""
-
-_QUANTISATIONS = {
-    "auto-round": "AutoRound, 4-bit integers",
-    "awq": "AWQ, 4-bit integers",
-    "bitsandbytes": "bitsandbytes, 4 or 8 bits",
-    "compressed-tensors": "compressed-tensors, such as the INT4 of Kimi-K2-Thinking",
-    "fbgemm_fp8": "FP8 with a scale per row",
-    "gptq": "GPTQ, 4-bit integers",
-    "modelopt": "NVIDIA's ModelOpt, such as NVFP4",
-    "modelopt_fp4": "NVIDIA's ModelOpt, NVFP4",
-    "mxfp4": "MXFP4",
-    "quark": "AMD's Quark, such as MXFP4",
-}
-_READABLE = "plain weights and 'fp8' with a scale per block can be read"
-
-# What the architecture fixes. A file that says otherwise is another model, and serving it would
-# give wrong tokens.
-_FIXED: dict[str, Any] = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "moe_layer_freq": 1,
-    "tie_word_embeddings": False,
-    "rope_interleave": True,
-    "partial_rotary_factor": 1.0,
-}
+from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.families import as_v32, check_format, member_of
+from hadal.core.key_checks import check_fixed
+from hadal.core.model_keys import Use
+from hadal.core.quantization import parse_quantization
+from hadal.core.rope import RopeScaling, Theta, Tokens, parse_rope
 
 # What a field may be at most is 10 to 100 times DeepSeek-V3's: beyond it a file is damaged or means
 # harm, and loops and tables as long as it says would take all time and memory.
@@ -117,27 +33,11 @@ Width = Annotated[int, Meta(ge=1, le=1 << 17)]
 FfnWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
 HeadWidth = Annotated[int, Meta(ge=1, le=1 << 14)]
 Experts = Annotated[int, Meta(ge=1, le=1 << 14)]
-Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 22)]
-Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
-_Block = Annotated[int, Meta(ge=1, le=1 << 16)]
 SCALE_BLOCK = (128, 128)
 """Rows and columns of a matrix that share a scale in every checkpoint DeepSeek released (arXiv
 2412.19437, 3.3.2). Kernels take no others: a matrix with other blocks is held in FP32.
 """
-Mscale = Annotated[float, Meta(ge=0, le=1e3)]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it; lengths in tokens."""
-
-    factor: Factor
-    original_max_position_embeddings: Tokens
-    beta_fast: Factor = 32.0
-    beta_slow: Factor = 1.0
-    mscale: Mscale = 1.0
-    mscale_all_dim: Mscale = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,16 +73,17 @@ class ModelConfig:
     index_topk: Tokens | None = None
     """Positions that a token attends to at most."""
     rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
-    rope_theta: Annotated[float, Meta(ge=1, le=1e12)] = 10000.0
+    rope_theta: Theta = 10000.0
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: Tokens = 4096
     num_nextn_predict_layers: Layers = 0
     mtp_is_moe: bool = True
     """Whether an MTP layer, which stands behind the last layer, has experts."""
-    bos_token_id: TokenId = 0
     eos_token_ids: tuple[TokenId, ...] = (1,)
     weight_block_size: tuple[int, int] | None = None
     """Blocks of the FP8 scales (`quantization_config`); None where the weights are plain."""
+    scale_names: tuple[str, ...] = ("weight_scale_inv",)
+    """Names that the scales of `X.weight` may have, each behind `X.`."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -206,16 +107,7 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """1/sqrt(qk_head_dim), times YaRN's attention temperature squared."""
         scale = math.pow(self.qk_head_dim, -0.5)
-        if (
-            self.rope_scaling is not None
-            and self.rope_scaling.mscale_all_dim
-            and self.rope_scaling.factor > 1
-        ):
-            mscale = (
-                0.1 * self.rope_scaling.mscale_all_dim * math.log(self.rope_scaling.factor) + 1.0
-            )
-            scale *= mscale * mscale
-        return scale
+        return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_factor
 
     @property
     def attention_weights(self) -> int:
@@ -241,148 +133,223 @@ class ModelConfig:
         return layer_index >= self.first_k_dense_replace
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read and check `folder/config.json`. Raises CheckpointError naming the file and the field."""
-    path = folder / "config.json"
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
+
+
+def read_model_config(folder: Path, accepted: Collection[str] = ()) -> ModelConfig:
+    """Read and check `folder/config.json`, and the keys of `generation_config.json` beside it.
+
+    `accepted`: unknown keys that are passed over, by the names that a refusal gives them
+    (`--accept-config`). Raises CheckpointError naming the file and the key.
+    """
+    fields = _read_fields(folder)
+    config = parse_model_config(fields, str(folder / _CONFIG), accepted)
+    _check_generation(_read_generation(folder), str(folder / _GENERATION), accepted)
+    return config
+
+
+def unknown_keys(folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the keys at the top of both files that the table does not have: Hadal passes them over.
+    Raises CheckpointError as `read_model_config`.
+    """
+    fields = as_v32(_read_fields(folder))
+    member_of(fields, str(folder / _CONFIG))
+    table = model_keys.CONFIG[fields["model_type"]]
+    generation = model_keys.unknown(_read_generation(folder), model_keys.GENERATION)
+    names = [
+        *model_keys.unknown(fields, table),
+        *(f"generation_config.{key}" for key in generation),
+    ]
+    return tuple(name for name in names if name not in accepted)
+
+
+def _read_fields(folder: Path) -> dict[str, Any]:
+    path = folder / _CONFIG
+    if not is_file(path):
+        check_format(folder, None)
     hint = "Point --model at a Hugging Face folder of a DeepSeek-V3 model."
     fields = read_json(
         path, "model configuration", MAX_CONFIG_BYTES, error=CheckpointError, hint=hint
     )
-    beside = folder / "hf_quant_config.json"
-    if "quantization_config" not in fields and is_file(beside):
-        raise CheckpointError(
-            f"{beside}: the weights are quantised by {_QUANTISATIONS['modelopt']}; {_READABLE}."
-        )
-    return parse_model_config(fields, str(path))
+    check_format(folder, fields)
+    return fields
 
 
-class _Quantization(msgspec.Struct):
-    quant_method: Annotated[str, Meta(pattern=r"^(fp8)\Z")]
-    weight_block_size: tuple[_Block, _Block]
-    scale_fmt: Annotated[str, Meta(pattern=r"^(ue8m0)\Z")] | None = None
-    """ue8m0 (V3.1): every scale is a power of two. It is read as the number it is."""
+def _read_generation(folder: Path) -> dict[str, Any]:
+    path = folder / _GENERATION
+    if not is_file(path):
+        return {}
+    return read_json(path, "generation configuration", MAX_CONFIG_BYTES, error=CheckpointError)
+
+
+def _check_generation(fields: Mapping[str, Any], source: str, accepted: Collection[str]) -> None:
+    """Raise CheckpointError for a key that changes a draw or the end of a text, is not served and
+    not accepted.
+    """
+    for key, row in model_keys.GENERATION.items():
+        name = f"generation_config.{key}"
+        is_refused = row.use is Use.FIXED and not model_keys.is_allowed(row, fields.get(key))
+        if is_refused and name not in accepted:
+            raise CheckpointError(
+                f"{source}: {key} is {shown(fields[key])}, which would change"
+                f" {'the end of a text' if row.source.endswith('text') else 'a draw'} and is not a"
+                f" default here. Requests can ask for it where the API has it; --accept-config {name}"
+                " serves the model without it."
+            )
+
+
+def check_accepted(accepted: Collection[str]) -> None:
+    """Raise ConfigError for a name of --accept-config that Hadal knows: accepting it would pass over a
+    key that decides tokens.
+    """
+    known = {key for table in model_keys.CONFIG.values() for key in table}
+    for name, table in (
+        ("rope_scaling", model_keys.ROPE),
+        ("rope_parameters", model_keys.ROPE),
+        ("quantization_config", {**model_keys.FP8, **model_keys.COMPRESSED}),
+    ):
+        known |= {f"{name}.{key}" for key in table}
+    for name in accepted:
+        if name in known:
+            raise ConfigError(
+                f"accept_config (--accept-config): {name} is a key that Hadal knows and reads; only"
+                " unknown keys and keys of generation_config.json can be accepted."
+            )
 
 
 class _Ends(msgspec.Struct):
-    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1)] | None = 1
+    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1)] | None
 
 
-def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
+def parse_model_config(
+    fields: Mapping[str, Any], source: str, accepted: Collection[str] = ()
+) -> ModelConfig:
     """Check a config's fields; `source` names the file in errors."""
-    fields = _as_v32(fields)
-    member = _member(fields, source)
-    for name, value in _FIXED.items():
-        if name in fields and (fields[name] != value or type(fields[name]) is not type(value)):
-            raise CheckpointError(
-                f"{source}: {name} is {shown(fields[name])}; this architecture needs {value!r}."
-            )
-    ends = converted(fields, _Ends, source, error=CheckpointError).eos_token_id
-    # Where the file has a field in another form than we do.
-    values: dict[str, Any] = {
-        **member.facts,
-        **fields,
-        "rope_scaling": _rope_scaling(fields, source),
-        "eos_token_ids": (ends,) if isinstance(ends, int) else ends or (),
-        "weight_block_size": None,
+    fields = as_v32(fields)
+    member_of(fields, source)
+    keys = _Keys(fields, model_keys.CONFIG[fields["model_type"]], source)
+    quantization = parse_quantization(keys.value("quantization_config"), source, accepted)
+    keys.check_fixed()
+    # Rotation comes last: an object's own values go before the top's.
+    later = {"model_type", "rope_theta", "rope_scaling"}
+    values = {
+        name: keys.value(name)
+        for name in ModelConfig.__dataclass_fields__
+        if name in keys.table and name not in later
     }
-    if values.get("bos_token_id") is None:
-        values.pop("bos_token_id", None)  # GLM begins a text with two tokens of its template.
-    if fields.get("mlp_layer_types") is not None:
-        values["first_k_dense_replace"] = _num_dense_layers(fields, source)
-    nested = fields.get("rope_parameters")
-    if "rope_theta" not in fields and isinstance(nested, Mapping) and "rope_theta" in nested:
-        values["rope_theta"] = nested["rope_theta"]  # Where transformers 5 writes it.
-    if (found := fields.get("quantization_config")) is not None:
-        _check_quantisation(found, source)
-        quantization = converted(
-            found, _Quantization, source, "quantization_config", error=CheckpointError
-        )
-        values["weight_block_size"] = quantization.weight_block_size
+    ends = converted(
+        {"eos_token_id": keys.value("eos_token_id")}, _Ends, source, error=CheckpointError
+    )
+    values["eos_token_ids"] = (
+        (ends.eos_token_id,) if isinstance(ends.eos_token_id, int) else ends.eos_token_id or ()
+    )
+    values["model_type"] = fields["model_type"]
+    values["first_k_dense_replace"] = keys.num_dense_layers(values["num_hidden_layers"])
+    if quantization is not None:
+        values["weight_block_size"] = quantization.block
+        values["scale_names"] = quantization.scale_names
     config = converted(values, ModelConfig, source, error=CheckpointError)
+    theta, scaling = parse_rope(
+        {name: keys.value(name) for name in ("rope_scaling", "rope_parameters")},
+        lambda: keys.value("rope_theta"),
+        keys.value("original_max_position_embeddings"),
+        config.max_position_embeddings,
+        source,
+        accepted,
+    )
+    config = replace(config, rope_theta=theta, rope_scaling=scaling)
+    keys.check_restatements(config)
     _check(config, source)
     return config
 
 
-def _as_v32(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields with V3.2's own model_type. Files of it go round with that of V3, for loaders that
-    know no other: index_topk tells them apart. Served as V3, they would give wrong tokens beyond so
-    many positions; and where they are not V3.2, the indexer's tensors are missing.
-    """
-    names = {name: FAMILY[name].architecture for name in ("deepseek_v3", "deepseek_v32")}
-    is_v32 = fields.get("model_type") == "deepseek_v3" and fields.get("index_topk") is not None
-    if not is_v32 or fields.get("architectures") not in (
-        None,
-        *([name] for name in names.values()),
-    ):
-        return fields
-    named = {"model_type": "deepseek_v32", "architectures": [names["deepseek_v32"]]}
-    return {**fields, **named}
+@dataclass(frozen=True)
+class _Keys:
+    """The keys at the top of one config.json, read as the table says."""
 
+    fields: Mapping[str, Any]
+    table: model_keys.Table
+    source: str
 
-def _member(fields: Mapping[str, Any], source: str) -> FamilyMember:
-    """Which model it is, by `model_type` and `architectures`. Raises CheckpointError that names
-    what is not served.
-    """
-    kind, classes = fields.get("model_type"), fields.get("architectures")
-    for model_type, (architecture, name, why) in _OTHERS.items():
-        if kind == model_type or classes == [architecture]:
-            _refuse(source, name, why)
-    member = FAMILY.get(kind) if isinstance(kind, str) else None
-    if member is None:
-        known = ", ".join(map(repr, FAMILY))
-        raise CheckpointError(f"{source}: model_type is {shown(kind)}; served are {known}.")
-    if classes is not None and classes != [member.architecture]:
-        raise CheckpointError(
-            f"{source}: architectures is {shown(classes)}; with model_type {kind!r} it must be"
-            f" [{member.architecture!r}]."
-        )
-    return member
+    def value(self, key: str) -> Any:
+        """Return a USED key's value, that of its alias, or the family's default."""
+        row = self.table[key]
+        stated = [
+            name
+            for name in (key, *self._aliases(key))
+            if name in self.fields and row.use is Use.USED
+        ]
+        for name in stated[1:]:
+            if self.fields[name] != self.fields[stated[0]]:
+                raise self._differ(name, stated[0], self.fields[stated[0]])
+        if stated:
+            return self.fields[stated[0]]
+        if row.default is model_keys.REQUIRED:
+            raise CheckpointError(
+                f"{self.source}: {key} is missing, and {self.fields['model_type']!r} has no default"
+                " for it. Add it as the model's maker states it."
+            )
+        return row.default
 
+    def check_fixed(self) -> None:
+        for key, row in self.table.items():
+            if row.use is Use.FIXED:
+                check_fixed(self.fields, key, row, self.source, key)
 
-def _refuse(source: str, name: str, why: str) -> NoReturn:
-    raise CheckpointError(f"{source}: this is {name}, which is not served: {why}.")
+    def check_restatements(self, config: ModelConfig) -> None:
+        """Raise CheckpointError where a SAME key states another value than the key it restates."""
+        for key, row in self.table.items():
+            if row.use is not Use.SAME or self.fields.get(key) is None:
+                continue
+            found, of = self.fields[key], row.of
+            if key == "mlp_layer_types":
+                found = self._count_dense(found, config.num_hidden_layers)
+            name = "first_k_dense_replace" if of == "mlp_layer_types" else of
+            value = getattr(config, name)
+            if name == "first_k_dense_replace":
+                value = min(value, config.num_hidden_layers)
+            if found != value:
+                raise self._differ(key, of, value)
 
-
-def _check_quantisation(found: Any, source: str) -> None:
-    """Raise CheckpointError that names a method which is known and cannot be read."""
-    method = found.get("quant_method") if isinstance(found, Mapping) else None
-    if isinstance(method, str) and method in _QUANTISATIONS:
-        raise CheckpointError(
-            f"{source}: quantization_config.quant_method is {method!r}"
-            f" ({_QUANTISATIONS[method]}); {_READABLE}."
-        )
-
-
-def _num_dense_layers(fields: Mapping[str, Any], source: str) -> int:
-    """first_k_dense_replace as GLM's `mlp_layer_types` says it: "dense" layers, then "sparse"
-    ones.
-    """
-    kinds, num_layers = fields["mlp_layer_types"], fields.get("num_hidden_layers")
-    if isinstance(kinds, list) and len(kinds) == num_layers:
-        num_dense = kinds.count("dense")
-        if kinds == ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+    def num_dense_layers(self, num_layers: Any) -> Any:
+        """Return first_k_dense_replace, which some families state as `mlp_layer_types`."""
+        key = "mlp_layer_types"
+        row = self.table[key]
+        if row.use in (Use.USED, Use.ALIAS) and self.fields.get(key) is not None:
+            num_dense = self._count_dense(self.fields[key], num_layers)
+            stated = self.fields.get("first_k_dense_replace")
+            is_both = row.use is Use.ALIAS and stated is not None
+            if is_both and (type(stated) is not int or min(stated, num_layers) != num_dense):
+                raise self._differ("first_k_dense_replace", key, num_dense)
             return num_dense
-    raise CheckpointError(
-        f"{source}: mlp_layer_types is {shown(kinds)}; 'dense' for the first layers and 'sparse'"
-        f" for all others is needed, one for each of {shown(num_layers)} layers."
-    )
+        if row.use is Use.USED or "first_k_dense_replace" not in self.table:
+            return 1
+        return self.value("first_k_dense_replace")
 
+    def _count_dense(self, kinds: Any, num_layers: Any) -> int:
+        """Return the number of "dense" layers; "sparse" ones must follow them."""
+        if isinstance(kinds, list) and len(kinds) == num_layers:
+            num_dense = kinds.count("dense")
+            if kinds == ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+                return num_dense
+        raise CheckpointError(
+            f"{self.source}: mlp_layer_types is {shown(kinds)}; 'dense' for the first layers and"
+            f" 'sparse' for all others is needed, one for each of {shown(num_layers)} layers."
+        )
 
-def _rope_scaling(fields: Mapping[str, Any], source: str) -> Any:
-    # transformers 5 writes `rope_parameters`, older files `rope_scaling`; both hold the same keys.
-    raw = fields.get("rope_scaling") or fields.get("rope_parameters")
-    if not isinstance(raw, Mapping):
-        return raw
-    if (part := raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(
-            f"{source}: partial_rotary_factor is {shown(part)}; this architecture needs 1.0."
+    def _aliases(self, key: str) -> list[str]:
+        return [
+            name
+            for name, row in self.table.items()
+            if row.use is Use.ALIAS and row.of == key and name != "mlp_layer_types"
+        ]
+
+    def _differ(self, key: str, of: str, value: Any) -> CheckpointError:
+        return CheckpointError(
+            f"{self.source}: {key} is {shown(self.fields[key])}, and {of} says {shown(value)}: both"
+            " state one value. Remove the wrong one."
         )
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise CheckpointError(
-            f"{source}: rope_scaling.type is {shown(kind)}; only 'yarn' is known."
-        )
-    return raw if kind == "yarn" else None
 
 
 def _check(config: ModelConfig, source: str) -> None:
@@ -413,17 +380,11 @@ def _check(config: ModelConfig, source: str) -> None:
 
 def _check_indexer(config: ModelConfig, source: str) -> None:
     """Raise CheckpointError for an indexer that cannot be, or that is not known."""
-    names = ("index_n_heads", "index_head_dim", "index_topk")
-    missing = [name for name in names if getattr(config, name) is None]
     if config.model_type != "deepseek_v32":
-        if there := [name for name in names if name not in missing]:
-            raise CheckpointError(
-                f"{source}: {there[0]} is {getattr(config, there[0])}; with model_type"
-                f" {config.model_type!r} no indexer is known."
-            )
         return
-    if missing:
-        raise CheckpointError(f"{source}: {missing[0]} is missing; DeepSeek-V3.2 has an indexer.")
+    for name in ("index_n_heads", "index_head_dim", "index_topk"):
+        if getattr(config, name) is None:
+            raise CheckpointError(f"{source}: {name} is None; DeepSeek-V3.2 has an indexer.")
     if config.q_lora_rank is None:
         raise CheckpointError(
             f"{source}: q_lora_rank is None; the indexer's queries are made of the query latent."

@@ -39,7 +39,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What a request's text must be. Checked by the gateway; ranks follow it (tokens/grammars)."""
 
     text: str
-    """In llguidance's form."""
+    """In llguidance's form; "" where any text may follow the reasoning, which alone is bounded."""
     end_ids: tuple[int, ...]
     """Tokens that end a text: drawn only where the grammar accepts."""
     begins_after: int = -1
@@ -59,6 +59,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     begins_with: int = -1
     """The token that begins the reasoning, where the model opens it itself: anything else is the text
     already. -1: the reasoning has begun, or there is none.
+    """
+    budget: int = -1
+    """Most tokens of the reasoning, without its marks: behind that many, `begins_after` alone may be
+    drawn. -1: no limit.
     """
 
 
@@ -382,6 +386,11 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 NO_TOKEN = "no token"
 """A row's failure, with details behind a colon: its logits are finite, and what the request itself
 adds to them leaves nothing to draw.
+"""
+
+NOT_FINITE = "not finite"
+"""A row's failure, with details behind a colon: the model computed numbers that are none. It would for
+every attempt, as its weights are damaged or overflow.
 """
 
 

@@ -50,10 +50,18 @@ class Checkpoint:
     needed.
     """
 
-    def __init__(self, folder: Path, block_size: tuple[int, int] | None) -> None:
-        """`block_size`: of the FP8 scales, from config.json; None where no FP8 is expected."""
+    def __init__(
+        self,
+        folder: Path,
+        block_size: tuple[int, int] | None,
+        scale_names: tuple[str, ...] = ("weight_scale_inv",),
+    ) -> None:
+        """`block_size`: of the FP8 scales, from config.json; None where no FP8 is expected.
+        `scale_names`: the last parts that the scales' names may have, first choice first.
+        """
         self._folder = folder
         self._block_size = block_size
+        self._scale_names = scale_names
         self._files: dict[str, Any] = {}
         self._names: dict[str, frozenset[str]] = {}
         self._stack = ExitStack()
@@ -96,7 +104,13 @@ class Checkpoint:
         tensor = self._shaped(name, shape)
         if tensor.dtype == FP8:
             raise CheckpointError(f"{self._path(name)}: {name} is FP8; only matrices can be.")
-        return tensor.to(torch.float32, copy=True)
+        values = tensor.to(torch.float32, copy=True)
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError(
+                f"{self._path(name)}: {name} holds values that are not finite. The file is damaged:"
+                " copy or convert it again."
+            )
+        return values
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """A weight as it is stored; FP16 becomes FP32. Raises CheckpointError: absent, damaged or
@@ -130,12 +144,14 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: {name} is FP8, but config.json has no quantization_config."
             )
-        scale_name = f"{name}_scale_inv"
-        if scale_name not in self:
-            raise CheckpointError(
-                f"{path}: {name} is FP8, but its scales {scale_name} are missing."
-            )
+        prefix = name.removesuffix("weight")
+        names = [f"{prefix}{each}" for each in self._scale_names]
+        scale_name = next((each for each in names if each in self), None)
+        if scale_name is None:
+            raise CheckpointError(f"{path}: {name} is FP8, but its scales {names[0]} are missing.")
         scale_inv, scale_path = self._tensor(scale_name), self._path(scale_name)
+        if scale_inv.dtype == torch.uint8:  # How files store E8M0 that know no type for it.
+            scale_inv = scale_inv.view(torch.float8_e8m0fnu)
         wanted = num_scales((codes.shape[0], codes.shape[1]), self._block_size)
         if scale_inv.shape != wanted:
             raise CheckpointError(
@@ -280,6 +296,7 @@ def load_weights(
     with_mtp: bool = False,
     with_mtp_experts: bool = True,
     advance: Advance = lambda done, of: None,
+    config: ModelConfig | None = None,
 ) -> ModelWeights:
     """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming
     file and tensor.
@@ -291,9 +308,11 @@ def load_weights(
     `slot_to_expert_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only
     these are read. None: all experts, in order, as an MTP module has for which there is no layer in
     it.
+
+    `config`: what was read of the folder's config.json; None: it is read here.
     """
-    config = read_model_config(folder)
-    with Checkpoint(folder, config.weight_block_size) as checkpoint:
+    config = read_model_config(folder) if config is None else config
+    with Checkpoint(folder, config.weight_block_size, config.scale_names) as checkpoint:
         checkpoint.check_layers(config.num_hidden_layers)
         loader = _Loader(
             checkpoint, config, slot_to_expert_LS, held, advance, with_mtp_experts=with_mtp_experts

@@ -335,7 +335,9 @@ class _Reader:
         def read(expert: int) -> MlpWeights:
             if self._checkpoint is None:
                 self._checkpoint = self._stack.enter_context(
-                    Checkpoint(self._folder, self._config.weight_block_size)
+                    Checkpoint(
+                        self._folder, self._config.weight_block_size, self._config.scale_names
+                    )
                 )
             index = self._config.first_k_dense_replace + layer
             self.num_read += 1

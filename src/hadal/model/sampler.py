@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hadal.core import plans
 from hadal.core.plans import NO_TOKEN, Draw, Sampling, Score
 from hadal.kernels.sampling import sample
 from hadal.model.masks import SlotMasks
@@ -34,7 +35,7 @@ from hadal.tokens.grammars import Grammars
 _GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: dividing by it would overflow."""
 _REASONS = {
-    NOT_FINITE: "its logits are not finite",
+    NOT_FINITE: f"{plans.NOT_FINITE}: its logits are infinite or no numbers",
     NOTHING_LEFT: f"{NO_TOKEN}: logit_bias, penalties, and stop ids before min_tokens leave none",
 }
 

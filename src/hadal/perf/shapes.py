@@ -7,7 +7,8 @@ dimensions, DeepEP's kernels for the bytes of a token between ranks.
 
 from __future__ import annotations
 
-from hadal.core.model_config import ModelConfig, RopeScaling
+from hadal.core.model_config import ModelConfig
+from hadal.core.rope import RopeScaling
 
 FP8_BYTES, BF16_BYTES, FP32_BYTES = 1, 2, 4
 SCALE_CHANNELS = 128
@@ -39,7 +40,6 @@ DEEPSEEK_V3 = ModelConfig(
     rope_scaling=RopeScaling(40.0, 4096, 32.0, 1.0, 1.0, 1.0),
     max_position_embeddings=163840,
     num_nextn_predict_layers=1,
-    bos_token_id=0,
     eos_token_ids=(1,),
     weight_block_size=(128, 128),
 )

@@ -33,8 +33,14 @@ from hadal.core.config import (
 )
 from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.families import why_no_folder
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.core.model_config import (
+    ModelConfig,
+    check_accepted,
+    read_model_config,
+    unknown_keys,
+)
 from hadal.kernels.build import PLAIN, BuildError, instruction_set, runs_plain
 from hadal.kv.names import VERSION
 from hadal.runtime.batches import batches_url
@@ -42,7 +48,6 @@ from hadal.runtime.devices import cpu_kind, gpus
 from hadal.runtime.ledger.store import file_of, ledger_url
 from hadal.runtime.memory import (
     MemoryPlan,
-    StoredWeights,
     absolute_folder,
     cache_warnings,
     gb,
@@ -56,6 +61,7 @@ from hadal.runtime.memory import (
 from hadal.runtime.topology import launch_plan, why_not_anywhere, why_not_here
 from hadal.runtime.transfer.nixl import require_nixl
 from hadal.runtime.transfer.pool import POOL_DTYPE, SHM_FOLDER, no_room
+from hadal.runtime.weight_check import check_weights
 from hadal.stats.prices import micro_usd, price_list
 
 # What KV depends on besides its text, in one word: the model's files, the layout of a block, the
@@ -205,8 +211,9 @@ def plan(deployment: Deployment) -> Resolved:
     Raises ConfigError or CheckpointError, one line that says what to change, if the deployment
     cannot work anywhere.
     """
+    check_accepted(deployment.accept_config)
     folder = model_folder(deployment.model)
-    config = read_model_config(folder)
+    config = read_model_config(folder, deployment.accept_config)
     found = gpus() if deployment.device == "cuda" else ()
     # Not a GPU that happens to be there: it has no kernels of ours yet, plain torch ops alone.
     device = "cpu" if deployment.device == "auto" else deployment.device
@@ -239,7 +246,8 @@ def plan(deployment: Deployment) -> Resolved:
         cluster=_named(deployment),
     )
     stored = stored_weights(folder)
-    asked, deployment = deployment.decode.drafts, _with_drafts(deployment, config, stored)
+    why_no_mtp = check_weights(folder, config) if stored is not None else ""
+    asked, deployment = deployment.decode.drafts, _with_drafts(deployment, config, why_no_mtp)
     precision = stored.precision if stored is not None else ""
     try:
         is_plain = runs_plain()
@@ -251,46 +259,48 @@ def plan(deployment: Deployment) -> Resolved:
         warnings=(
             *memory.warnings,
             *cache_warnings(deployment, memory),
-            *_drafts_warnings(asked, deployment, config),
+            *_drafts_warnings(asked, deployment, config, why_no_mtp),
+            *unknown_keys_warnings(deployment),
         ),
     )
     return Resolved(with_blocks(deployment, memory), config, memory, precision)
 
 
-def _with_drafts(
-    deployment: Deployment, config: ModelConfig, stored: StoredWeights | None
-) -> Deployment:
-    """Without drafts where the checkpoint has no MTP module to make them. Raises ConfigError if they
-    are asked for by number.
+def _with_drafts(deployment: Deployment, config: ModelConfig, why: str) -> Deployment:
+    """Return the deployment without drafts where there is no MTP module to make them; `why`: its
+    tensors cannot be read. Raises ConfigError if drafts are asked for by number.
     """
     drafts = deployment.decode.drafts
-    has_module = config.num_nextn_predict_layers > 0 and (
-        stored is None or config.num_hidden_layers in stored.mtp_layers
-    )
-    if has_module or not drafts:
+    if not drafts or not (why or not config.num_nextn_predict_layers):
         return deployment
     if not isinstance(drafts, str):
         raise ConfigError(
             f"decode.drafts (--drafts) is {drafts}, and {deployment.model} has no MTP module to make"
-            f" them with: {_why_no_module(config)}. Set 0 or 'auto', or take a checkpoint that has"
-            " it."
+            f" them with: {_why_no_module(config, why)}. Set 0 or 'auto', or take a checkpoint that"
+            " has it."
         )
     decode = msgspec.structs.replace(deployment.decode, drafts=0)
     return msgspec.structs.replace(deployment, decode=decode)
 
 
 def _drafts_warnings(
-    asked: int | str, deployment: Deployment, config: ModelConfig
+    asked: int | str, deployment: Deployment, config: ModelConfig, why: str
 ) -> tuple[str, ...]:
     if not asked or deployment.decode.drafts:
         return ()
-    return (f"no drafts are made: the model has no MTP module, {_why_no_module(config)}.",)
+    return (f"no drafts are made: the model has no MTP module, {_why_no_module(config, why)}.",)
 
 
-def _why_no_module(config: ModelConfig) -> str:
-    if not config.num_nextn_predict_layers:
-        return "its config.json says num_nextn_predict_layers 0"
-    return f"layer {config.num_hidden_layers} is not in its files"
+def unknown_keys_warnings(deployment: Deployment) -> tuple[str, ...]:
+    """Return a sentence that lists the model's unknown keys; nothing where there are none."""
+    names = unknown_keys(Path(deployment.model), deployment.accept_config)
+    if not names:
+        return ()
+    return (f"config.json has keys that Hadal does not know and passes over: {', '.join(names)}.",)
+
+
+def _why_no_module(config: ModelConfig, why: str) -> str:
+    return why or "its config.json says num_nextn_predict_layers 0"
 
 
 def _named(deployment: Deployment) -> ClusterConfig:
@@ -358,9 +368,14 @@ def why_not_run(resolved: Resolved) -> list[str]:
     return reasons
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder has what it takes to read prompts."""
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
+
 def _why_not_read(folder: Path) -> str | None:
     """What is missing of a model's folder to read prompts."""
-    if any((folder / name).is_file() for name in TOKENIZERS):
+    if has_tokenizer(folder):
         return None
     return (
         f"{folder / TOKENIZERS[0]}: not found, nor {TOKENIZERS[1]}; the gateway needs one of them to"
@@ -413,14 +428,10 @@ def resolve(deployment: Deployment) -> Resolved:
     """Plan it, and make sure that this host can start it. Raises ConfigError or CheckpointError."""
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
-    folder = Path(deployment.model)
     is_here = not deployment.cluster.spans_hosts
     if is_here and (reasons := _why_not_here(deployment)):
         raise ConfigError(reasons[0])
-    if not resolved.precision:
-        raise CheckpointError(f"{folder}: no *.safetensors file in it.")
-    if (reason := _why_not_read(folder)) is not None:
-        raise CheckpointError(reason)
+    check_complete(resolved)
     if reasons := why_not_run(resolved):
         raise ConfigError(reasons[0])
     if deployment.handover == "nixl":
@@ -434,6 +445,15 @@ def resolve(deployment: Deployment) -> Resolved:
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
     return with_digests(dataclasses.replace(resolved, memory=memory))
+
+
+def check_complete(resolved: Resolved) -> None:
+    """Raise CheckpointError where a sound plan has no weights or no tokenizer yet."""
+    folder = Path(resolved.deployment.model)
+    if not resolved.precision:
+        raise CheckpointError(f"{folder}: no *.safetensors file in it.")
+    if (reason := _why_not_read(folder)) is not None:
+        raise CheckpointError(reason)
 
 
 def with_digests(resolved: Resolved) -> Resolved:
@@ -457,6 +477,8 @@ def model_folder(model: str) -> Path:
     except RuntimeError:
         raise ConfigError(f"{asked}: that user has no home here. Give the whole path.") from None
     if not is_folder(folder):
+        if asked and (why := why_no_folder(asked, folder)) is not None:
+            raise ConfigError(why)
         if asked:
             raise ConfigError(
                 f"{folder}: no such folder. A Hugging Face folder of a DeepSeek-V3 model is needed"

@@ -17,17 +17,14 @@ def test_mean_over_max() -> None:
 
 
 def test_objectives_that_nobody_has_any_of_are_left_out() -> None:
-    assert balance_of({"kv": [3, 1], "tokens": [0, 0], "requests": []}) == {
-        "kv": pytest.approx(2 / 3)
-    }
+    found = balance_of({"kv": [3, 1], "tokens": [0, 0], "requests": []})
+    assert found == {"kv": pytest.approx(2 / 3)}
 
 
 def test_shown_are_known_names_with_finite_numbers_in_order() -> None:
-    assert list(shown(dict.fromkeys(reversed(OBJECTIVES), 0.5)).items()) == [
-        (name, 0.5) for name in OBJECTIVES
-    ]
-    assert shown({"luck": 0.5, "kv": math.nan, "tokens": math.inf, "experts": 1}) == {
-        "experts": 1.0
-    }
+    found = list(shown(dict.fromkeys(reversed(OBJECTIVES), 0.5)).items())
+    assert found == [(name, 0.5) for name in OBJECTIVES]
+    found = shown({"luck": 0.5, "kv": math.nan, "tokens": math.inf, "experts": 1})
+    assert found == {"experts": 1.0}
     assert shown({"kv": None, "tokens": "0.5"}) == {}  # type: ignore[dict-item]
     assert shown({}) == {}

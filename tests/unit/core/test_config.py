@@ -104,29 +104,23 @@ def test_a_field_of_a_file_is_named_with_its_table(table: str, words: str, tmp_p
 def test_a_unit_of_several_nodes_fills_them() -> None:
     assert Deployment(decode=UnitsConfig(ranks=144, redundant_experts=32)).decode.ranks == 144
     assert Deployment(decode=UnitsConfig(ranks=12, ranks_per_node=4)).decode.ranks_per_node == 4
-    assert Deployment(decode=UnitsConfig(ranks=5)).decode.ranks == 5, (
-        "less than a node need not fill one"
-    )
+    # Less than a node need not fill one.
+    assert Deployment(decode=UnitsConfig(ranks=5)).decode.ranks == 5
 
 
 def test_ranks_of_a_node_lie_side_by_side() -> None:
     many, few = UnitsConfig(ranks=12, ranks_per_node=4), UnitsConfig(ranks=5)
     assert many.nodes == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2)
-    assert [many.beside(rank) for rank in (0, 3, 4, 11)] == [
-        range(4),
-        range(4),
-        range(4, 8),
-        range(8, 12),
-    ]
+    found = [many.beside(rank) for rank in (0, 3, 4, 11)]
+    assert found == [range(4), range(4), range(4, 8), range(8, 12)]
     assert (set(few.nodes), few.beside(4)) == ({0}, range(5))
 
 
 def test_a_relative_model_is_looked_for_beside_the_file(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('model = "here"\n')
-    assert read_deployment(file).model == "here", (
-        "in the working folder, as nothing is beside the file"
-    )
+    # In the working folder, as nothing is beside the file.
+    assert read_deployment(file).model == "here"
     (tmp_path / "here").mkdir()
     assert read_deployment(file).model == str(tmp_path / "here")
     assert read_deployment(file, model="there").model == "there"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hadal.core.errors import CheckpointError
-from hadal.core.model_config import FAMILY, RopeScaling, parse_model_config, read_model_config
+from hadal.core.families import FAMILY, why_no_folder
+from hadal.core.model_config import parse_model_config, read_model_config
+from hadal.core.rope import RopeScaling
 from tests.family import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,9 +33,11 @@ def test_what_a_file_says_in_another_form() -> None:
 
 def test_what_a_file_does_not_say() -> None:
     optional = {"rope_theta", "rope_scaling", "quantization_config", "eos_token_id", "q_lora_rank"}
+    optional |= {"n_group", "topk_group", "num_nextn_predict_layers"}
     fields = {name: value for name, value in V3.items() if name not in optional}
     config = parse_model_config(fields, "f")
-    assert (config.rope_scaling, config.weight_block_size, config.q_lora_rank) == (None,) * 3
+    assert (config.rope_scaling, config.weight_block_size, config.q_lora_rank) == (None, None, 1536)
+    assert (config.n_group, config.topk_group, config.num_nextn_predict_layers) == (8, 4, 1)
     assert (config.eos_token_ids, config.rope_theta) == ((1,), 10000.0)
     newer = parse_model_config({**fields, "rope_parameters": {**YARN, "rope_theta": 5e4}}, "f")
     assert newer.rope_theta == 5e4
@@ -55,7 +60,7 @@ def test_what_a_file_does_not_say() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this architecture"),
         (
             {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor is 0.5; this architecture needs 1.0",
+            "rope_scaling.partial_rotary_factor is 0.5; this architecture needs 1.0",
         ),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; this architecture needs"),
         ({"attention_bias": 0}, "attention_bias is 0; this architecture needs False"),
@@ -70,18 +75,21 @@ def test_what_a_file_does_not_say() -> None:
         ({"eos_token_id": []}, "eos_token_id is []; expected `array` of length >= 1"),
         ({"eos_token_id": [1, -1]}, "eos_token_id[1] is -1; expected `int` >= 0"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'; expected `int | array | null`"),
-        ({"rope_scaling": 3}, "rope_scaling is 3; expected `object | null`"),
+        ({"rope_scaling": 3}, "rope_scaling is 3; an object is needed"),
         ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_scaling.type is 'linear'; only"),
         ({"rope_scaling": {**YARN, "factor": 0}}, "rope_scaling.factor is 0; expected `float` >="),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: object missing required field"),
+        (
+            {"rope_scaling": {"type": "yarn"}},
+            "rope_scaling.factor is missing; rope_scaling.rope_type",
+        ),
         ({"quantization_config": 3}, "quantization_config is 3; expected `object`"),
         (
             {"quantization_config": {**FP8, "quant_method": "own"}},
-            "quantization_config.quant_method is 'own'; known are 'fp8'",
+            "quantization_config.quant_method is 'own'; plain weights, 'fp8'",
         ),
         (
             {"quantization_config": {**FP8, "scale_fmt": "e5m2"}},
-            "quantization_config.scale_fmt is 'e5m2'; known are 'ue8m0'",
+            "quantization_config.scale_fmt is 'e5m2'; this architecture needs 'float' or 'ue8m0'",
         ),
         (
             {"quantization_config": {**FP8, "weight_block_size": [128]}},
@@ -103,10 +111,11 @@ def test_a_field_that_cannot_be_is_named(changes: dict[str, Any], words: str) ->
     assert str(error.value).startswith(f"f: {words}")
 
 
-def test_a_field_that_is_missing_is_named() -> None:
-    fields = {name: value for name, value in V3.items() if name != "kv_lora_rank"}
-    with pytest.raises(CheckpointError, match="f: object missing required field `kv_lora_rank`"):
-        parse_model_config(fields, "f")
+def test_a_family_without_a_class_has_no_defaults() -> None:
+    for name in ("Kimi-K2", "JoyAI-LLM-Flash"):
+        fields = {key: value for key, value in CONFIGS[name].items() if key != "kv_lora_rank"}
+        with pytest.raises(CheckpointError, match=r"f: kv_lora_rank is missing, and .* no default"):
+            parse_model_config(fields, "f")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -156,18 +165,18 @@ def test_v32_under_its_own_name_and_under_that_of_v3(named: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"index_topk": None}, "index_topk is missing; DeepSeek-V3.2 has an indexer"),
+        ({"index_topk": None}, "index_topk is None; DeepSeek-V3.2 has an indexer"),
         ({"index_n_heads": 0}, "index_n_heads is 0; expected `int` >= 1"),
         ({"index_topk": 1 << 30}, "index_topk is 1073741824; expected `int` <="),
         ({"q_lora_rank": None}, "q_lora_rank is None; the indexer's queries are made of the query"),
         ({"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
         (
             {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
-            "index_n_heads is 64; with model_type 'kimi_k2' no indexer is known",
+            "index_n_heads is 64; this architecture needs nothing (no indexer",
         ),
         (
             {"model_type": "deepseek_v3", "index_topk": None, "architectures": None},
-            "index_n_heads is 64; with model_type 'deepseek_v3' no indexer is known",
+            "index_n_heads is 64; this architecture needs nothing (no indexer",
         ),
         (
             {"model_type": "deepseek_v3", "architectures": ["DeepseekV3Model"]},
@@ -225,7 +234,6 @@ def test_what_looks_like_the_family_is_refused_by_name(changes: dict[str, Any], 
     [
         ("awq", "AWQ, 4-bit integers"),
         ("gptq", "GPTQ, 4-bit integers"),
-        ("compressed-tensors", "such as the INT4 of Kimi-K2-Thinking"),
         ("modelopt", "such as NVFP4"),
         ("quark", "such as MXFP4"),
     ],
@@ -236,7 +244,7 @@ def test_another_quantisation_is_refused_by_name(method: str, words: str) -> Non
     said = str(error.value)
     assert said.startswith(f"f: quantization_config.quant_method is {method!r} (")
     assert words in said
-    assert said.endswith("plain weights and 'fp8' with a scale per block can be read.")
+    assert said.endswith("the maker's own safetensors, BF16 or FP8.")
 
 
 def test_a_quantisation_that_another_file_tells_of(tmp_path: Path) -> None:
@@ -244,5 +252,46 @@ def test_a_quantisation_that_another_file_tells_of(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(plain))
     assert read_model_config(tmp_path).weight_block_size is None
     (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: .* NVFP4; plain weights"):
+    with pytest.raises(
+        CheckpointError, match=r"hf_quant_config\.json: .* NVFP4, which is not read"
+    ):
         read_model_config(tmp_path)
+
+
+@pytest.mark.promise(
+    "A GGUF file or folder, a name on the Hub, AWQ, GPTQ, bitsandbytes, MLX and other families are"
+    " refused with what to take instead."
+)
+def test_folders_in_other_formats(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"Q4_K_M\.gguf: .* a GGUF file; .* Take the repo"):
+        read_model_config(tmp_path)
+    (tmp_path / "model-Q4_K_M.gguf").unlink()
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    with pytest.raises(CheckpointError, match=r"PyTorch's pickles; only safetensors are read"):
+        read_model_config(tmp_path)
+    asked = {"model.gguf": "a GGUF file", "deepseek-ai/DeepSeek-V3": "hf download deepseek-ai/"}
+    for name, words in asked.items():
+        assert words in (why_no_folder(name, Path.cwd() / name) or "")
+    assert why_no_folder("no-such-folder", tmp_path / "no-such-folder") is None
+
+
+def test_rope_as_transformers_reads_it() -> None:
+    """P1 and P2 of reports: keys that were passed over, and two statements about theta."""
+    plain = {key: value for key, value in V3.items() if key != "rope_scaling"}
+    both = {**plain, "rope_theta": 1e4, "rope_parameters": {**YARN, "rope_theta": 5e4}}
+    assert parse_model_config(both, "f").rope_theta == 5e4
+
+    def temperature(**changes: Any) -> float:
+        found = {**YARN, **changes}
+        found = {key: value for key, value in found.items() if value != "absent"}
+        scaling = parse_model_config({**plain, "rope_scaling": found}, "f").rope_scaling
+        assert scaling is not None
+        return scaling.temperature
+
+    alone = 0.1 * math.log(40.0) + 1.0
+    assert temperature(attention_factor=0.5) == 0.5
+    assert temperature() == 1.0
+    assert temperature(mscale="absent") == pytest.approx(alone)
+    assert temperature(mscale=0.7, mscale_all_dim="absent") == pytest.approx(alone)

@@ -32,9 +32,7 @@ def counts(placement: Placement, layer: int) -> list[int]:
 
 @pytest.mark.parametrize(("num_ranks", "num_expert_slots"), [(32, 9), (144, 2)])
 def test_published_units(num_ranks: int, num_expert_slots: int) -> None:
-    """256 experts and 32 redundant ones in 58 layers: 9 replicas a rank in prefill, 2 in decode
-    (DAY6).
-    """
+    """256 + 32 experts in 58 layers: 9 replicas a rank in prefill, 2 in decode (DAY6)."""
     placement = spread(58, 256, num_ranks, 32)
     assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_expert_slots)
     assert placement.check() == []
@@ -119,12 +117,10 @@ def test_replicas_agree_with_the_slots() -> None:
 
 
 def test_check_finds_what_is_wrong() -> None:
-    assert Placement(3, np.array([[[0, 1], [0, EMPTY]]], np.int16)).check() == [
-        "layer 0: no replica of experts [2]"
-    ]
-    assert Placement(2, np.array([[[0, 0], [1, EMPTY]]], np.int16)).check() == [
-        "layer 0: rank 0 holds an expert twice"
-    ]
+    found = Placement(3, np.array([[[0, 1], [0, EMPTY]]], np.int16)).check()
+    assert found == ["layer 0: no replica of experts [2]"]
+    found = Placement(2, np.array([[[0, 0], [1, EMPTY]]], np.int16)).check()
+    assert found == ["layer 0: rank 0 holds an expert twice"]
     assert Placement(2, np.array([[[0, 1], [EMPTY, EMPTY]]], np.int16)).check() == []
     assert Placement(2, np.array([[[0], [1]], [[0], [0]]], np.int16)).missing() == [set(), {1}]
 
@@ -190,9 +186,7 @@ def test_without_nobody() -> None:
 
 
 def test_without_is_repeatable_and_in_any_order() -> None:
-    """Losing two at once or one by one: sound either way, and equal inputs give equal
-    placements.
-    """
+    """Losing two at once or one by one: both are sound, and equal inputs give equal placements."""
     before = spread(3, 8, 4, 4)
     assert (
         without(before, [1, 3]).slot_to_expert_LRS == without(before, {3, 1}).slot_to_expert_LRS
@@ -226,9 +220,7 @@ def test_bytes_round_trip(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parts_follow_a_split(seed: int) -> None:
-    """Turns deal an expert's tokens out as the split says, to within a part, and evenly along the
-    way.
-    """
+    """Turns deal tokens as the split says, to within a part, and evenly along the way."""
     rng = np.random.default_rng(seed)
     even = spread(2, 16, 4, 8)
     slots = even.slot_to_expert_LRS[1]

@@ -34,9 +34,8 @@ def test_what_is_not_said_has_its_default() -> None:
 
 
 def test_whole_numbers_are_numbers_and_arrays_are_tuples() -> None:
-    assert converted({"share": 1, "shares": [1, 0.5]}, Outer, "f") == Outer(
-        share=1.0, shares=(1.0, 0.5)
-    )
+    found = converted({"share": 1, "shares": [1, 0.5]}, Outer, "f")
+    assert found == Outer(share=1.0, shares=(1.0, 0.5))
 
 
 @pytest.mark.parametrize(

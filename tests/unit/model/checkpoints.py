@@ -1,6 +1,4 @@
-"""Random DeepSeek-V3 checkpoints written by transformers: the other implementation that parity is
-measured against. It takes 4 s to import, so it is imported by who makes a checkpoint.
-"""
+"""Random DeepSeek-V3 checkpoints by transformers, whose import takes 4 s: do it in makers only."""
 
 from __future__ import annotations
 

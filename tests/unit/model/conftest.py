@@ -41,9 +41,7 @@ def peer(request: pytest.FixtureRequest, peers: dict[str, Peer]) -> Peer:
 
 @pytest.fixture(scope="module", params=["multi-head", "absorbed"])
 def prefill_form(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test with a prefill runs with both forms of its attention, whatever the shape would
-    choose.
-    """
+    """Run every test with a prefill under both forms of attention."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             mla, "absorbs_prefill", lambda config, cache_PLSD: request.param == "absorbed"

@@ -1,6 +1,4 @@
-"""The ops of a layer in a unit of several ranks: schedules and modes change no bit, widths and
-placements no token.
-"""
+"""A layer's ops in a unit: schedules and modes change no bit, widths and placements no token."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def test_a_comm_of_one_rank_adds_what_the_local_kernel_adds(plain: Peer) -> None
 def test_overlapped_is_sequential_to_the_bit(
     plain: Peer, num_ranks: int, dispatch_format: str
 ) -> None:
-    """The same micro-batches, one after the other and interleaved; every order of arrival, both
-    modes.
-    """
+    """The same micro-batches in turn and interleaved, any order of arrival, both modes."""
     prompts = make_prompts(plain)
     expected = unit_logits(plain, num_ranks, prompts, SEQUENTIAL, dispatch_format=dispatch_format)
     for seed, schedule in enumerate((PREFILL_DUAL, DECODE_FIVE)):
@@ -99,9 +95,8 @@ def test_widths_and_placements_change_no_bit(
         )
         if library.load() is not None:
             assert torch.equal(logits, expected)
-        elif (
-            dispatch_format == "fp32"
-        ):  # torch's products promise less, and FP8 makes a last bit a larger one.
+        # torch's products promise less, and FP8 makes a last bit a larger one.
+        elif dispatch_format == "fp32":
             assert float((logits - expected).abs().max()) <= TOLERANCE
 
 
@@ -130,9 +125,7 @@ def test_fp8_dispatch_is_near_fp32(plain: Peer) -> None:
 
 
 def test_failed_steps_leave_nothing_live(peers: dict[str, Peer]) -> None:
-    """The second micro-batch breaks while the first one's dispatch is under way; steps after it run
-    as ever.
-    """
+    """The second micro-batch breaks under the first one's dispatch; later steps run as ever."""
     peer = peers["all_moe"]
     model = rank_model(
         peer, None, spread(3, peer.weights.config.n_routed_experts, 1), "fp8", "normal"

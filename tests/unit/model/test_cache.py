@@ -12,12 +12,8 @@ from tests.unit.model.checkpoints import Peer
 def test_shape(plain: Peer) -> None:
     config = plain.weights.config
     cache = KvCache(config, 9)
-    assert cache.cache_PLSD.shape == (
-        9,
-        config.num_hidden_layers,
-        64,
-        config.kv_lora_rank + config.qk_rope_head_dim,
-    )
+    found = cache.cache_PLSD.shape
+    assert found == (9, config.num_hidden_layers, 64, config.kv_lora_rank + config.qk_rope_head_dim)
     assert cache.cache_PLSD.is_contiguous()
     assert not cache.cache_PLSD.any()
     assert cache.cache_PLSD[0].numel() * 4 == block_bytes(config)

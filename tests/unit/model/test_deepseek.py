@@ -1,6 +1,4 @@
-"""Parity with transformers' DeepSeek-V3: every form of the forward pass, on random models of many
-shapes, in FP32.
-"""
+"""Parity with transformers' DeepSeek-V3: every form of the forward pass, many shapes, FP32."""
 
 from __future__ import annotations
 
@@ -96,14 +94,28 @@ def test_cut_anywhere(peer: Peer) -> None:
     assert difference(torch.stack(ours), theirs[-1].expand(len(cuts), -1)) <= TOLERANCE
 
 
+Text = tuple[list[int], torch.Tensor]
+"""Tokens, and transformers' logits after each."""
+
+
+@pytest.fixture(scope="module")
+def texts(peers: dict[str, Peer]) -> list[Text]:
+    """Three texts; a prompt is the beginning of one, and so are its logits."""
+    wholes = [random_tokens(peers["yarn_odd"], NUM_TOKENS, seed=i) for i in range(3)]
+    return [(whole, peers["yarn_odd"].logits(whole)) for whole in wholes]
+
+
+@pytest.mark.slow("200 examples at `more`")
 @pytest.mark.usefixtures("prefill_form")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_several_prompts_in_ragged_chunks(peers: dict[str, Peer], seed: int) -> None:
+def test_several_prompts_in_ragged_chunks(
+    peers: dict[str, Peer], texts: list[Text], seed: int
+) -> None:
     """Steps that mix first and later chunks of three prompts, some of which want no logits."""
     peer, rng = peers["yarn_odd"], random.Random(seed)
-    prompts = [random_tokens(peer, rng.randint(1, NUM_TOKENS), seed=i) for i in range(3)]
-    theirs = [peer.logits(prompt) for prompt in prompts]
+    prompts = [whole[: rng.randint(1, NUM_TOKENS)] for whole, _ in texts]
+    theirs = [logits for _, logits in texts]
     blocks = [(1 + 3 * i, 3 + 3 * i, 2 + 3 * i) for i in range(3)]
     model, done = make_model(peer), [0, 0, 0]
     while left := [i for i in range(3) if done[i] < len(prompts[i])]:
@@ -126,10 +138,8 @@ def test_token_by_token(peer: Peer, fused: bool) -> None:
     """Absorbed decode from the first token on, three requests of different ages in one batch."""
     prompts = [random_tokens(peer, NUM_TOKENS, seed=i) for i in range(3)]
     theirs = [peer.logits(prompt) for prompt in prompts]
-    model, table = (
-        make_model(peer, fused=fused),
-        torch.tensor([[1, 4, 2], [3, 5, 7], [6, 9, 8]], dtype=torch.int32),
-    )
+    model = make_model(peer, fused=fused)
+    table = torch.tensor([[1, 4, 2], [3, 5, 7], [6, 9, 8]], dtype=torch.int32)
     worst = 0.0
     for step in range(NUM_TOKENS):
         positions = [step, (step + 1) // 2, step // 3]

@@ -1,6 +1,4 @@
-"""Drafts change no token, whatever is sampled, whoever comes and goes; and as many are right as the
-offline measure says.
-"""
+"""Drafts change no token under any sampling; their acceptance is the offline measure's."""
 
 from __future__ import annotations
 
@@ -70,10 +68,7 @@ class Unit:
         num_layers = weights.config.num_hidden_layers + 1
         cache = KvCache(weights.config, num_blocks, num_layers=num_layers)
         self.runner = ModelRunner(
-            DeepseekV3(weights, cache),
-            NUM_SLOTS,
-            num_drafts_max=num_drafts_max,
-            grammars=GRAMMARS,
+            DeepseekV3(weights, cache), NUM_SLOTS, num_drafts_max=num_drafts_max, grammars=GRAMMARS
         )
         self.free = list(range(1, num_blocks))
         random.Random(1).shuffle(self.free)
@@ -218,6 +213,7 @@ def sometimes(seed: int) -> Iterator[int]:
     "A draft is right if and only if the sampler draws that very token at its seed, index"
     " and logits."
 )
+@pytest.mark.slow("five requests decoded five times")
 @pytest.mark.parametrize("seed", seeds(1, 2, 10))
 def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: int) -> None:
     print("seed", seed)
@@ -326,9 +322,7 @@ class Side:
         return self.unit.runner._model.cache.cache_PLSD
 
     def prefill(self, text: list[int], cuts: list[int], blocks: list[int]) -> int:
-        """Compute a prompt in chunks that end at `cuts`, from the first of them on, into blocks that
-        hold what is before it; the first token.
-        """
+        """Compute a prompt in chunks that end at `cuts`, behind a kept prefix; return its token."""
         for start, end in pairwise(cuts):
             is_last = end == len(text)
             sampling = Sampling(temperature=0.0) if is_last else None
@@ -423,9 +417,7 @@ def test_as_many_drafts_are_right_as_the_offline_measure_says(tiny: ModelWeights
 
 
 def entries_of(tiny: ModelWeights, num_drafts: int, num_tokens: int) -> tuple[list[int], Tensor]:
-    """(text, the module's entries of its full blocks [B, 64, D]) of a request decoded with so many
-    drafts in each step.
-    """
+    """(text, module's entries of full blocks [B, 64, D]) of a request under so many drafts."""
     unit = Unit(tiny, DRAFTS_MAX)
     request = Request(0, random.Random(3))
     request.prompt = [random.Random(5).randrange(20, 400) for _ in range(60)]

@@ -1,6 +1,4 @@
-"""The walk over a schedule: order, what is counted, what is traced, what other threads see of
-it.
-"""
+"""The walk over a schedule: order, counts, traces, and its view from other threads."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class VirtualLink:
 
 
 def test_communication_hides_under_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequential: all link time is waited for. Prefill's two micro-batches and decode's five stages: the
-    time in which another micro-batch computes is not.
-    """
+    """Sequential steps wait for all link time; overlapped ones not while another part computes."""
     link_s, op_s, waits = 0.004, 0.002, {}
     for schedule in SCHEDULES.values():
         recorder, link = Recorder(rank=5, is_traced=True), VirtualLink(op_s, link_s)
@@ -88,9 +84,8 @@ def test_communication_hides_under_computation(monkeypatch: pytest.MonkeyPatch) 
 
 def check_lanes(events: list[TraceEvent], waited_s: float) -> None:
     assert {event.rank for event in events} == {5}
-    assert Counter(event.lane for event in events if event.lane == "link") == {
-        "link": 4 * NUM_LAYERS
-    }
+    found = Counter(event.lane for event in events if event.lane == "link")
+    assert found == {"link": 4 * NUM_LAYERS}
     compute = sorted(
         (e for e in events if e.lane in ("compute", "wait")), key=lambda e: (e.start_s, e.end_s)
     )

@@ -1,6 +1,4 @@
-"""A rank's experts: after any placements and flips its slots hold exactly what loading from nothing
-would give.
-"""
+"""A rank's experts: after any placements and flips the slots hold what a fresh load gives."""
 
 from __future__ import annotations
 
@@ -188,9 +186,7 @@ class Half:
 
 
 def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
-    """Held experts stay, others fetched, what no peer gives is read; until the flip the old
-    ones are in force.
-    """
+    """Held experts stay, others are fetched or read; until the flip the old ones are in force."""
     half = Half(plain)
     before, new = half.weights, [7, 11, 9, EMPTY, 2, 12, 13, 3]
     staged = half.stage(new, 1)
@@ -200,18 +196,15 @@ def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
     half.flip(new, 1)
     half.check()
     assert half.weights.layers[2] is before.layers[2], "the other layer is as it was"
-    check_slots(
-        before, np.tile(np.arange(8, dtype=np.int16), (2, 1)), half.whole
-    )  # Nothing was written in place.
+    # Nothing was written in place.
+    check_slots(before, np.tile(np.arange(8, dtype=np.int16), (2, 1)), half.whole)
     again = half.weights
     half.flip(new, 99)
     assert half.weights is again, "the same slots need no stage: a new split alone"
 
 
 def test_no_step_describes_experts(plain: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels find them described: after the start, and after a flip, whose stage did that for what
-    is new alone.
-    """
+    """Kernels find experts described, at the start and after a flip; staging described new ones."""
     half = Half(plain)
 
     def experts() -> list[Experts]:

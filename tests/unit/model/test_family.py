@@ -1,6 +1,4 @@
-"""Every model of the family, small and random, against transformers: with the fields of its own
-config.json, in its own class or, where that is remote code, in DeepSeek-V3's.
-"""
+"""Every model of the family, small and random, against transformers, with its own config.json."""
 
 from __future__ import annotations
 
@@ -174,9 +172,7 @@ def test_fp8_is_its_dequantised_self(name: str, options: dict[str, bool], tmp_pa
     ],
 )
 def test_the_mtp_layer_is_as_the_model_has_it(name: str, is_moe: bool, tmp_path: Path) -> None:
-    """The checkpoint's MTP layer stands behind the last one; here its block is a copy of a layer of
-    the model, of the first one where it is dense.
-    """
+    """Write the checkpoint's MTP layer: a copy of a layer of the model, a dense one if any."""
     write_checkpoint(tmp_path, name)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

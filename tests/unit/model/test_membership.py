@@ -271,11 +271,8 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
     ranks = [Rank(plain, number, mode=mode) for number in range(num_ranks)]
 
     def one(rank: Rank, is_moving: bool) -> list[list[int]]:
-        rng, staged, counted = (
-            random.Random(seed),
-            {},
-            [],
-        )  # The same draws on every rank, as from a leader.
+        # The same draws on every rank, as from a leader.
+        rng, staged, counted = random.Random(seed), {}, []
         held_RS, slot_to_expert_RS = list(placement.slot_to_expert_LRS), shuffled(placement, rng)
         if is_moving:
             assert rank.stage(ranks, 1, 50, slot_to_expert_RS).error is None
@@ -296,9 +293,8 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
                 last.tokens[0] if not step else None, flips if is_moving else (), step % 3 == 2
             )
             assert done.error is None
-            assert sum(t.count for t in done.op_times if t.op == FLIP) == (
-                len(flips) if is_moving else 0
-            )
+            found = sum(t.count for t in done.op_times if t.op == FLIP)
+            assert found == (len(flips) if is_moving else 0)
             if step % 3 == 2:
                 counted.append(
                     np.frombuffer(done.expert_slot_counts, np.int64).reshape(2, -1).sum(1).tolist()
@@ -321,9 +317,8 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
         if not is_moving:
             prompts = sum(len(rank.prompt) for rank in ranks)
             sums = np.sum(counted, axis=0) / 4  # Top 4.
-            assert sums[0].tolist() == [prompts + 3 * num_ranks, 4 * num_ranks], (
-                "prefill's last layer needs one row"
-            )
+            # Prefill's last layer needs one row.
+            assert sums[0].tolist() == [prompts + 3 * num_ranks, 4 * num_ranks]
             assert sums[1].tolist() == [3 * num_ranks, 3 * num_ranks]
     for rank in ranks:
         rank.runner.close()

@@ -50,9 +50,7 @@ def make_module(weights: ModelWeights, *, is_fused: bool) -> MtpModule:
 
 
 def seen_by(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Hidden states as rows at these positions of a text take them: of the position before, zeros
-    at a block's first one.
-    """
+    """Hidden states for rows at these positions: of the one before, zeros at a block's first."""
     before = hidden[(positions - 1).clamp(min=0)]
     return torch.where((positions % BLOCK_TOKENS == 0)[:, None], 0.0, before)
 
@@ -69,9 +67,7 @@ def write(module: MtpModule, tokens: list[int], hidden: torch.Tensor, start: int
 def drafts(
     module: MtpModule, tokens: list[int], hidden: torch.Tensor, start: int, piece: int = 1000
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and states of rows at positions max(start, 1) ... of a text, `piece` at a time; the
-    entries before them are those of a prompt.
-    """
+    """Logits and states of rows from max(start, 1) on, `piece` at a time, behind a prompt's."""
     if start:
         write(module, tokens, hidden, 0, start)
     logits, states = [], []
@@ -86,9 +82,7 @@ def drafts(
 
 @pytest.fixture(scope="module")
 def mtp_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """transformers' model and MTP module, and our weights of both. It makes the module as layer 0:
-    all must be MoE.
-    """
+    """transformers' model and MTP module, and our weights. It makes layer 0: all must be MoE."""
     from transformers.modeling_layers import MtpModel
 
     folder = tmp_path_factory.mktemp("mtp")
@@ -260,9 +254,7 @@ def test_position_0_is_not_attended_to(is_fused: bool) -> None:
 def test_experts_of_a_unit(
     mtp_peer: tuple[Any, Any, ModelWeights], num_ranks: int, num_redundant: int
 ) -> None:
-    """A rank drafts what one process drafts, with experts of all ranks; the others have an entry to
-    write or nothing at all, and join.
-    """
+    """A rank drafts as one process does, with all ranks' experts; idle ranks join."""
     main, _, weights = mtp_peer
     config, mtp = weights.config, weights.mtp
     assert mtp is not None
@@ -352,9 +344,7 @@ def test_a_cache_without_its_layer_and_rows_that_are_not_there() -> None:
 
 @pytest.fixture(scope="module")
 def shipped_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """hadal-tiny as transformers reads it and as we do. Of a model whose first layer is dense
-    transformers would make the module dense: it is told of none.
-    """
+    """hadal-tiny by transformers and by us, without dense layers: its module would be dense."""
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 
@@ -390,9 +380,7 @@ def shipped_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Mo
 def test_the_shipped_module_drafts_what_transformers_does(
     shipped_peer: tuple[Any, Any, ModelWeights],
 ) -> None:
-    """On 50 texts at full size. Behind a block's end, where transformers goes on with a hidden state
-    and we with zeros, as many are right.
-    """
+    """50 texts at full size: behind a block's end zeros do as well as a hidden state."""
     main, module, weights = shipped_peer
     ours = make_module(weights, is_fused=True)
     num_first, num_close, num_same, num_all, right = 0, 0, 0, 0, torch.zeros(2)

@@ -1,6 +1,4 @@
-"""Plans in, tokens out: in whatever order requests join, leave, grow and return, tokens are the
-plain loop's.
-"""
+"""Plans in, tokens out: the plain loop's, in any order of joins, leaves, growth and returns."""
 
 from __future__ import annotations
 
@@ -185,9 +183,7 @@ def test_logprobs_come_with_their_row(plain: Peer) -> None:
 
 
 def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
-    """Errors come back as text; the plan that was in flight behind it fails too; then the runner is
-    as good as new.
-    """
+    """Errors come back as text, also of the plan behind; then the runner is as good as new."""
     bench = Bench(plain)
     prompt = random_tokens(plain, 30)
     blocks = tuple(bench.take(2))
@@ -235,9 +231,7 @@ def test_a_step_past_the_end_of_the_context(plain: Peer) -> None:
 
 
 def test_two_micro_batches_change_no_token(plain: Peer) -> None:
-    """Prompts cut between the micro-batches of a step, and a decode step in two, under every
-    schedule.
-    """
+    """Prompts cut between micro-batches, and decode steps in two, under every schedule."""
     prompts = [random_tokens(plain, 9 + 23 * i, seed=i) for i in range(4)]
     expected = [tuple(generate(plain.weights, prompt, 6)) for prompt in prompts]
     for schedule in SCHEDULES:
@@ -317,9 +311,7 @@ def staged(peer: Peer, num_blocks: int) -> tuple[ModelRunner, Tensor]:
 
 
 def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
-    """Prefill publishes what each chunk wrote; a join fetches what was pulled; one that joins again
-    keeps its own.
-    """
+    """Prefill publishes each chunk; a join fetches pulled blocks; a second join keeps its own."""
 
     def run(runner: ModelRunner, plan: PrefillPlan | DecodePlan) -> StepDone:
         done = runner.execute(plan)
@@ -442,9 +434,7 @@ def execute(bench: Bench, plan: PrefillPlan | DecodePlan) -> StepDone:
 
 
 def test_prefill_goes_on_behind_blocks_that_were_read_into_the_pool(plain: Peer) -> None:
-    """As if they came from disk: a staged cache fetches them when the plan says so, and not
-    before.
-    """
+    """Blocks as if from disk: a staged cache fetches them by plan, and not before."""
     (first, theirs), (second, ours) = staged(plain, 4), staged(plain, 6)
     prompt = random_tokens(plain, 130, seed=130)
     expected = generate(plain.weights, prompt, 1)

@@ -140,9 +140,7 @@ def test_matrices_are_pages_of_the_files() -> None:
 
 
 def test_pages_are_in_memory_once_for_all_processes(tmp_path: Path) -> None:
-    """Two children touch every page after this process did: each has its share of them alone. Of
-    files that no other test's server maps.
-    """
+    """Children touch each page after this process: each has its share. Files of this test alone."""
     folder = tmp_path / "model"
     shutil.copytree(model_folder(""), folder)
     weights = load_weights(folder, held=AS_STORED)

@@ -12,11 +12,8 @@ def test_written_blocks_are_those_of_the_positions_so_far() -> None:
     table = RankTable(4, 300)
     table.join(Join(2, (7, 5, 9), 127, 1, 1, Sampling()))
     table.join(Join(1, (3,), 10, 1, 1, Sampling()))
-    assert (table.written_blocks(2), table.written_blocks(1), table.written_blocks(0)) == (
-        [7, 5],
-        [3],
-        [],
-    )
+    found = (table.written_blocks(2), table.written_blocks(1), table.written_blocks(0))
+    assert found == ([7, 5], [3], [])
     table.advance(np.array([1, 1]), np.array([1, 1]))
     assert table.written_blocks(2) == [7, 5]
     table.advance(np.array([1, 1]), np.array([1, 1]))

@@ -22,9 +22,7 @@ BLOCK = (128, 128)
 
 
 def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
-    """Quantise a checkpoint in place as DeepSeek's is; return the values that its codes stand
-    for.
-    """
+    """Quantise a checkpoint in place as DeepSeek's; return the values of its codes."""
     tensors = load_file(folder / "model.safetensors")
     plain = {}
     for name in list(tensors):
@@ -50,9 +48,7 @@ def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_fp8_equals_its_dequantised_self(tmp_path: Path) -> None:
-    """Dimensions below, between and at multiples of 128, against transformers on the dequantised
-    weights.
-    """
+    """Dimensions around multiples of 128, against transformers on dequantised weights."""
     fp8, dequantised = tmp_path / "fp8", tmp_path / "dequantised"
     random = save_random(
         fp8,
@@ -131,9 +127,7 @@ def test_everything_is_contiguous(peer: Peer) -> None:
 
 
 def test_other_tensors_are_never_touched(own_folder: Path) -> None:
-    """An index may name shards that this model does not need: an MTP module that is not asked
-    for.
-    """
+    """An index may name shards of an unused MTP module."""
     tensors = load_file(own_folder / "model.safetensors")
     weight_map = dict.fromkeys(tensors, "model.safetensors") | {
         "model.layers.3.enorm.weight": "absent.safetensors"

@@ -104,9 +104,7 @@ def unit_logits(
     mode: str = "normal",
     seed: int = 0,
 ) -> Tensor:
-    """Logits [steps, prompts, V] of prompts spread over the ranks of a unit; one rank has a comm,
-    too.
-    """
+    """Logits [steps, prompts, V] of prompts over the ranks of a unit, one rank with a comm too."""
     placement = spread(
         num_moe_layers(peer), peer.weights.config.n_routed_experts, num_ranks, num_redundant
     )

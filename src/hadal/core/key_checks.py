@@ -1,0 +1,49 @@
+"""Checks of the keys of a model's JSON files against the table in `model_keys`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hadal.core import model_keys
+from hadal.core.documents import shown
+from hadal.core.errors import CheckpointError
+from hadal.core.model_keys import ConfigKey, Table, Use
+
+
+def check_object(
+    found: Any, path: str, table: Table, source: str, accepted: Collection[str] = ()
+) -> None:
+    """Check each key of an object inside config.json against its table.
+
+    Raises CheckpointError: no object, a key that is missing, unknown and not accepted, or FIXED
+    with a value that is not served.
+    """
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{source}: {path} is {shown(found)}; an object is needed.")
+    for key in model_keys.unknown(found, table):
+        name = f"{path}.{key}"
+        if name not in accepted:
+            raise CheckpointError(
+                f"{source}: {name} is {shown(found[key])}, a key that Hadal does not know: it may"
+                f" change every token. --accept-config {name} serves the model as without it."
+            )
+    for key, row in table.items():
+        if row.use is Use.FIXED:
+            check_fixed(found, key, row, source, f"{path}.{key}")
+
+
+def check_fixed(
+    fields: Mapping[str, Any], key: str, row: ConfigKey, source: str, name: str
+) -> None:
+    """Raise CheckpointError where a FIXED key is missing or has a value that is not served."""
+    value = fields.get(key, row.default)
+    if value is model_keys.REQUIRED:
+        raise CheckpointError(f"{source}: {name} is missing; {row.allowed[0]!r} is needed.")
+    if key in fields and not model_keys.is_allowed(row, value):
+        # 1.0 and 1 are one value.
+        served = list(dict.fromkeys(one for one in row.allowed if one not in (None, {})))
+        needed = " or ".join(map(repr, served)) or "nothing"
+        raise CheckpointError(
+            f"{source}: {name} is {shown(value)}; this architecture needs {needed} ({row.source})."
+        )

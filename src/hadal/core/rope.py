@@ -1,0 +1,139 @@
+"""Rotary positions as a config.json states them: theta, and YaRN's stretched frequencies.
+
+Source: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071; where a file may be read in two ways,
+transformers' `modeling_rope_utils` decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from hadal.core import model_keys
+from hadal.core.documents import converted, shown
+from hadal.core.errors import CheckpointError
+from hadal.core.key_checks import check_object
+from hadal.core.model_keys import Use
+
+Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+Theta = Annotated[float, Meta(ge=1, le=1e12)]
+_Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
+_Mscale = Annotated[float, Meta(ge=0, le=1e3)]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN as DeepSeek-V3 uses it; lengths in tokens."""
+
+    factor: _Factor
+    original_max_position_embeddings: Tokens
+    beta_fast: _Factor = 32.0
+    beta_slow: _Factor = 1.0
+    mscale: _Mscale | None = None
+    mscale_all_dim: _Mscale | None = None
+    attention_factor: _Mscale | None = None
+    """Factor on cos and sin; None: made of the two mscales, or of `factor` alone."""
+    truncate: bool = True
+    """Whether the ends of the ramp between fast and slow pairs are whole numbers."""
+
+    @property
+    def temperature(self) -> float:
+        """The factor on cos and sin. 1 for V3, whose two mscales are equal."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """The factor on the softmax's scale: the temperature squared, as mscale_all_dim states it."""
+        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def parse_rope(
+    objects: Mapping[str, Any],
+    own_theta: Callable[[], Any],
+    own_length: int | None,
+    context: int,
+    source: str,
+    accepted: Collection[str] = (),
+) -> tuple[float, RopeScaling | None]:
+    """Return theta and YaRN's parameters; None: plain rotation.
+
+    `objects`: what a file has as "rope_scaling" and "rope_parameters"; the first goes before the
+    second. `own_theta` gives rope_theta of the file's top, or its default; an object's goes before.
+    `own_length`: original_max_position_embeddings of the top, which goes before an object's;
+    `context`: max_position_embeddings. Raises CheckpointError that names the key.
+    """
+    objects = {name: found for name, found in objects.items() if found is not None}
+    for name, found in objects.items():
+        check_object(found, name, model_keys.ROPE, source, accepted)
+    # An empty object is as good as none.
+    name = next((name for name, found in objects.items() if found), "rope_parameters")
+    reader = _RopeObject(objects.get(name) or {}, name, source)
+    kind = reader.value("rope_type")
+    if kind not in ("default", "yarn"):
+        key = "rope_type" if "rope_type" in reader.found else "type"
+        raise CheckpointError(
+            f"{source}: {name}.{key} is {shown(kind)}; only 'default' and 'yarn' are served."
+        )
+    where, value = (
+        (f"{name}.rope_theta", reader.value("rope_theta"))
+        if reader.states("rope_theta")
+        else ("rope_theta", own_theta())
+    )
+    theta = converted(value, Theta, source, where, error=CheckpointError)
+    if kind == "default":
+        return theta, None
+    if theta == 1:
+        raise CheckpointError(f"{source}: {where} is 1; YaRN needs more.")
+    values = {
+        key: reader.value(key)
+        for key in RopeScaling.__dataclass_fields__
+        if key != "original_max_position_embeddings"
+    }
+    length = "original_max_position_embeddings"
+    stated = reader.value(length) if reader.states(length) else context
+    values[length] = stated if own_length is None else own_length
+    # transformers takes 0 and null as "not stated".
+    for key in ("beta_fast", "beta_slow"):
+        values[key] = values[key] or model_keys.ROPE[key].default
+    if values["truncate"] is None:
+        values["truncate"] = False
+    return theta, converted(values, RopeScaling, source, name, error=CheckpointError)
+
+
+@dataclass(frozen=True)
+class _RopeObject:
+    found: Mapping[str, Any]
+    name: str
+    source: str
+
+    def states(self, key: str) -> bool:
+        return key in self.found and model_keys.ROPE[key].use is not Use.INERT
+
+    def value(self, key: str) -> Any:
+        """The key's value, that of its alias, or its default."""
+        aliases = [
+            other
+            for other, row in model_keys.ROPE.items()
+            if row.use is Use.ALIAS and row.of == key
+        ]
+        if model_keys.ROPE[key].use is Use.USED:
+            for each in (key, *aliases):
+                if each in self.found:
+                    return self.found[each]
+        default = model_keys.ROPE[key].default
+        if default is model_keys.REQUIRED:
+            raise CheckpointError(
+                f"{self.source}: {self.name}.{key} is missing; {self.name}.rope_type 'yarn' needs it."
+            )
+        return default
