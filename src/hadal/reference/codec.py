@@ -12,6 +12,8 @@ of 128 channels.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,16 +35,18 @@ def e4m3_to_f32(codes: Tensor) -> Tensor:
 
     The two NaN codes give +-480; a checkpoint has none, its quantiser saturates.
     """
-    return _VALUES.index_select(0, codes.view(torch.uint8).int().flatten()).view(codes.shape)
+    values = e4m3_values(codes.device)
+    return values.index_select(0, codes.view(torch.uint8).int().flatten()).view(codes.shape)
 
 
-def _values() -> Tensor:
-    """FP32 value by code: its bits are those of an FP16 number that is 2^8 too small."""
-    bits = torch.arange(256, dtype=torch.int16)
+@functools.cache
+def e4m3_values(device: torch.device) -> Tensor:
+    """Return the value of each code, FP32 [256], on this device; one tensor for all callers.
+
+    The bits of a value are those of an FP16 number that is 2^8 too small.
+    """
+    bits = torch.arange(256, dtype=torch.int16, device=device)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float() * 256.0
-
-
-_VALUES = _values()
 
 
 def num_scales(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
@@ -65,7 +69,7 @@ def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return (codes, scale_inv) of [rows, columns]: a block's largest magnitude becomes 448."""
     rows, columns = weight.shape
     bands, stripes = num_scales((rows, columns), block)
-    padded = torch.zeros(bands * block[0], stripes * block[1])
+    padded = torch.zeros(bands * block[0], stripes * block[1], device=weight.device)
     padded[:rows, :columns] = weight
     blocks = padded.view(bands, block[0], stripes, block[1])
     scale_inv = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4) / E4M3_MAX

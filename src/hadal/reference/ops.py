@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hadal.core.model_config import ModelConfig, RopeScaling
+from hadal.core.model_config import ModelConfig
 from hadal.core.plans import row_bytes
+from hadal.core.rope import RopeScaling
 from hadal.reference import codec
 from hadal.reference.params import Experts, Matrix, MlpWeights
 
@@ -70,7 +71,7 @@ def cos_sin_table(config: ModelConfig) -> Tensor:
     temperature = 1.0
     if config.rope_scaling is not None:
         frequency = _stretch(frequency, config.rope_scaling, config.rope_theta)
-        temperature = _temperature(config.rope_scaling)
+        temperature = config.rope_scaling.temperature
     # FP32 on purpose: the model was trained with angles rounded like this.
     angle = torch.outer(
         torch.arange(config.max_position_embeddings, dtype=torch.float32), frequency
@@ -87,22 +88,13 @@ def _stretch(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
         wavelength = scaling.original_max_position_embeddings / rotations
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_with(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_with(scaling.beta_slow)), dim - 1)
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
     interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return frequency / scaling.factor * interpolated + frequency * (1 - interpolated)
-
-
-def _temperature(scaling: RopeScaling) -> float:
-    """The factor left on cos and sin; `ModelConfig.softmax_scale` has the rest. 1 for V3: its
-    mscales are equal.
-    """
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
-    return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
 
 
 def rotate_halves(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
@@ -443,7 +435,7 @@ def all_to_all(
     for rank, x in x_TD.items():
         order_TK = ids_TK[rank].argsort(dim=1, stable=True)
         ids, weights = ids_TK[rank].gather(1, order_TK), weights_TK[rank].gather(1, order_TK)
-        total_TD = torch.zeros(x.shape, dtype=torch.float64)
+        total_TD = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
                 row_1D = back(experts(expert, there(x[token : token + 1])))

@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.balance import OFF
-from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES, Deployment
+from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
@@ -149,10 +149,6 @@ _STOP_S = 4.0
 SAME_SIGNAL_S = 0.2
 """What ends a group of processes reaches some of them twice, as make passes on what it is sent: a
 second signal so soon is the first one.
-"""
-_HUNG_S = 8 * GATEWAY_HEARTBEAT_S
-"""A gateway that says nothing for so long is killed: its connections wait for the next one in the
-listening socket.
 """
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -278,7 +274,7 @@ class Supervisor:
             self._children[CONSOLE].start_at_s = self._started_s + _CONSOLE_S
         self._nodes = self._live_nodes(adopts=left is not None)
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
-        self._gateways = Watch(_HUNG_S, _MAX_WAIT_S, self._sight_of)
+        self._gateways = Watch(self._deployment.gateway_timeout_s, _MAX_WAIT_S, self._sight_of)
         self._fleet: FleetExecutor | None = None
         self._num_reviews = 0
         """Decisions of the fleet that were written down."""
@@ -872,7 +868,7 @@ class Supervisor:
                 "%s (pid %d) has not moved for %.1f s%s; its process is ended and started again",
                 name,
                 working[name],
-                _HUNG_S,
+                self._deployment.gateway_timeout_s,
                 self._gateways.why(name),
             )
             self._children[name].signal(signal.SIGKILL)

@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import math
 import os
-import re
 import stat
 import struct
 import tempfile
@@ -376,8 +375,6 @@ class StoredWeights:
 
     num_files: int
     dtype_to_bytes: dict[str, int]
-    mtp_layers: frozenset[int] = frozenset()
-    """Layers that are MTP modules."""
 
     @property
     def num_bytes(self) -> int:
@@ -395,33 +392,28 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     """
     paths = _weight_files(folder)
     num_bytes: Counter[str] = Counter()
-    mtp_layers: set[int] = set()
     for path in paths:
-        header = _header(path)
-        for name, entry in header.items():
+        header = read_header(path)
+        for entry in header.values():
             begin, end = entry.data_offsets
             if entry.dtype:
                 num_bytes[entry.dtype] += end - begin
-            if (found := _OF_MTP.fullmatch(name)) is not None:
-                mtp_layers.add(int(found[1]))
-    return StoredWeights(len(paths), dict(num_bytes), frozenset(mtp_layers)) if paths else None
-
-
-_OF_MTP = re.compile(r"model\.layers\.([0-9]{1,6})\.eh_proj\.weight")
+    return StoredWeights(len(paths), dict(num_bytes)) if paths else None
 
 
 def _weight_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
-class _TensorEntry(msgspec.Struct):
+class TensorEntry(msgspec.Struct):
     """What a header says of a tensor; of `__metadata__` it has nothing."""
 
     dtype: str = ""
+    shape: tuple[int, ...] = ()
     data_offsets: tuple[int, int] = (0, 0)
 
 
-def _header(path: Path) -> dict[str, _TensorEntry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """What a file says of its tensors, by name. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
@@ -430,7 +422,7 @@ def _header(path: Path) -> dict[str, _TensorEntry]:
                 raise CheckpointError(
                     f"{path}: damaged or cut off; its header claims {length} bytes."
                 )
-            header = msgspec.json.decode(file.read(length), type=dict[str, _TensorEntry])
+            header = msgspec.json.decode(file.read(length), type=dict[str, TensorEntry])
             end = 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0)
             size = os.fstat(file.fileno()).st_size
             if size != end:

@@ -40,14 +40,14 @@ def check_model(run: Run) -> None:
         )
 
 
-def _end(reason: str) -> None:
+def end_process(reason: str) -> None:
     """Leave at once: whoever reads a page that is not there is killed before a word is said."""
     log.error("%s", reason)
     logging.shutdown()
     os._exit(EXIT_CONFIG)
 
 
-def watch_model(folder: Path, end: Callable[[str], None] = _end) -> None:
+def watch_model(folder: Path, end: Callable[[str], None] = end_process) -> None:
     """Look at the files from now on, in a thread of its own; call `end` once when they changed."""
     seen = _state(folder)
 

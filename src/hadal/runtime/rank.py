@@ -41,6 +41,7 @@ from hadal.roles.leaders import first_placement, make_leader, moves_experts
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.roles.recording import MadeRank, MadeSoleLeader
 from hadal.runtime.devices import take_gpu
+from hadal.runtime.finite_check import watch_matrices
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
 from hadal.runtime.memory import max_step_tokens, mode_of
 from hadal.runtime.model_files import check_model, watch_model
@@ -223,7 +224,7 @@ def make_host(
     epoch = new_epoch()
     name = unit if rank is None else rank_name(unit, rank)
     device = open_device(gpu)
-    config = read_model_config(Path(deployment.model))
+    config = read_model_config(Path(deployment.model), deployment.accept_config)
     watch_model(Path(deployment.model))
     check_model(run)
     num_layers = num_cache_layers(deployment, config)
@@ -233,10 +234,18 @@ def make_host(
         run, unit, role, name, folder, life, epoch, device, config, pool, LiveClock()
     )
     try:
-        return _host_alone(process) if rank is None else _host_of_many(process, rank)
+        made = _host_alone(process) if rank is None else _host_of_many(process, rank)
     except ConfigError:
         pool.close()
         raise
+    watch_matrices(
+        Path(deployment.model),
+        config,
+        part=rank or 0,
+        num_parts=units.ranks,
+        with_mtp=num_layers > config.num_hidden_layers,
+    )
+    return made
 
 
 def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
@@ -395,6 +404,7 @@ def make_runner(
         with_mtp=num_drafts > 0,
         with_mtp_experts=role == DECODE,
         advance=Teller(READING),
+        config=config,
     )
     comm = make_comm(deployment, config, role, group, device)
     cache = make_cache(deployment, config, role, pool, device)
@@ -427,6 +437,7 @@ def make_lone_runner(
         with_mtp=num_drafts > 0,
         with_mtp_experts=role == DECODE,
         advance=Teller(READING),
+        config=config,
     )
     cache = make_cache(deployment, config, role, pool, device)
     model = DeepseekV3(weights, cache, lone_comm(deployment, config, role, device))

@@ -241,10 +241,13 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def why_not_anywhere(deployment: Deployment) -> list[str]:
     """Why no host can run the deployment, whatever it has."""
+    if deployment.transport == "deepep":
+        return [
+            "transport 'deepep' can be planned with and not served: Hadal has no DeepEP backend."
+            " Take 'nccl', or 'gloo' where ranks share a GPU."
+        ]
     if max(deployment.prefill.ranks, deployment.decode.ranks) == 1:
         return []
-    if deployment.transport == "deepep":
-        return ["transport 'deepep' is not there for `hadal serve` yet; take nccl."]
     if deployment.device == "cuda" and deployment.transport == "tcp":
         return [
             "transport 'tcp' moves the memory of CPUs; GPUs take nccl, or gloo where they are"

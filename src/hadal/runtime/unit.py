@@ -76,7 +76,7 @@ def make_host(
     """Put the leader of many ranks together; also return its first effects. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = new_epoch()
-    config = read_model_config(Path(run.deployment.model))
+    config = read_model_config(Path(run.deployment.model), run.deployment.accept_config)
     leader = Spoken(
         recorded(
             make_ranked_leader(

@@ -1,6 +1,4 @@
-"""Groups of several ranks for tests: in threads of this process, or in processes of their own. All
-over loopback.
-"""
+"""Groups of several ranks over loopback: in threads, or in processes of their own."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def member(group: MeshGroup) -> Member:
 
 
 def run_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call all at once, each in its thread; return what each returned, or raise what the first to
-    fail raised.
-    """
+    """Call each in a thread; return their results, or raise the first error."""
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 
@@ -65,9 +61,7 @@ def form_all(groups: Sequence[MeshGroup], formation: int) -> None:
 def mesh_threads(
     num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any
 ) -> Iterator[list[MeshGroup]]:
-    """Groups of `num_ranks` ranks in this process, formed as formation 1. Use each in one thread
-    (`run_threads`).
-    """
+    """Groups of `num_ranks` ranks here, in formation 1. Use each in one thread (`run_threads`)."""
     groups = [
         MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=deadline_s, **options)
         for rank in range(num_ranks)
@@ -101,12 +95,10 @@ def _rank_main(
 
 
 def run_processes(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `function(group, *arguments)` on every rank, each a process of its own; return the
-    results by rank.
+    """Call `function(group, *arguments)` on every rank, each a process; return results by rank.
 
-    They are forked off one that has loaded torch and runs nothing: eight imports of it would take
-    longer than most of what they are for. The function is of a module's top level, and what it
-    takes and returns can be pickled.
+    They fork off an idle process that has loaded torch: eight imports would take longer than the tests.
+    The function is of a module's top level; arguments and results can be pickled.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tests.unit.comm.groups"])

@@ -1,6 +1,4 @@
-"""A Group of ranks in threads over queues: real exchanges without sockets, in an order of arrival
-drawn from a seed.
-"""
+"""A Group of ranks in threads over queues; a seed draws the order of arrival."""
 
 from __future__ import annotations
 

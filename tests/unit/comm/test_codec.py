@@ -1,6 +1,4 @@
-"""Rows of every dispatch format in and out of messages, at any address, and heads that are not
-believed.
-"""
+"""Rows of every dispatch format in and out of messages, at any address; bad heads are refused."""
 
 import pytest
 import torch

@@ -90,9 +90,7 @@ def run(
     lost: tuple[int, ...] = (),
     seed: int = 0,
 ) -> tuple[Tensor, dict[int, QueueGroup]]:
-    """Routed [L, T, D] of all tokens, computed by the living ranks, two micro-batches
-    interleaved.
-    """
+    """Routed [L, T, D] of all tokens by the living ranks, two micro-batches interleaved."""
     members = [rank for rank in range(placement.num_ranks) if rank not in lost]
     groups = queue_groups(members, seed)
     shares = dict(zip(members, cuts(len(members), seed), strict=True))
@@ -192,10 +190,8 @@ def through(rows: Tensor, dispatch_format: str) -> Tensor:
     if dispatch_format == "fp32":
         return rows
     layout = MessageLayout(dispatch_format, rows.shape[1])
-    encoded, out = (
-        torch.empty((len(rows), layout.row_bytes), dtype=torch.uint8),
-        torch.empty_like(rows),
-    )
+    encoded = torch.empty((len(rows), layout.row_bytes), dtype=torch.uint8)
+    out = torch.empty_like(rows)
     slow.encode(rows, None, encoded, dispatch_format)
     slow.decode(encoded, out, dispatch_format)
     return out
@@ -228,15 +224,11 @@ def test_bytes_are_the_formulas(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_over_the_mesh(mode: str) -> None:
-    """Real sockets, one rank without tokens: the same bits as one rank, and the bytes of the
-    formula within 2 %.
-    """
+    """Real sockets, one rank without tokens: one rank's bits, the formula's bytes within 2 %."""
     hidden, num_tokens, top_k = 512, 64, 4
     g = torch.Generator().manual_seed(8)
-    x_TD, weights_TK = (
-        torch.randn(num_tokens, hidden, generator=g),
-        torch.rand(num_tokens, top_k, generator=g),
-    )
+    x_TD = torch.randn(num_tokens, hidden, generator=g)
+    weights_TK = torch.rand(num_tokens, top_k, generator=g)
     ids_TK = torch.stack([torch.randperm(EXPERTS, generator=g)[:top_k] for _ in range(num_tokens)])
 
     def routed(group: MeshGroup | None, placement: Placement) -> tuple[Tensor, int]:

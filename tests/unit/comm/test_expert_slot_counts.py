@@ -1,6 +1,4 @@
-"""What expert slots received, counted on the way, is what counting by hand gives; and follows a
-layer that is placed anew.
-"""
+"""Tokens per expert slot, counted on the way: equal to a count by hand, also after a flip."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def serve(comm: ExpertComm, tokens: Scene, own: slice, layer: int) -> None:
 
 
 def random_split(placement: Placement, seed: int) -> Placement:
-    """Every second replica takes other parts than its siblings: 3 of them, and the first the
-    rest.
-    """
+    """Every second replica takes 3 parts, its siblings 4, the first one the rest."""
     slots = placement.slot_to_expert_LRS
     weights = np.ones(slots.shape, np.uint8)
     rng = np.random.default_rng(seed)
@@ -97,10 +93,8 @@ def random_split(placement: Placement, seed: int) -> Placement:
 def test_counts_are_those_made_by_hand(
     dispatch_format: str, mode: str, num_ranks: int, redundant: int, seed: int
 ) -> None:
-    tokens, placement = (
-        scene(seed),
-        random_split(spread(LAYERS, EXPERTS, num_ranks, redundant), seed),
-    )
+    tokens = scene(seed)
+    placement = random_split(spread(LAYERS, EXPERTS, num_ranks, redundant), seed)
     groups, shares = queue_groups(range(num_ranks), seed), dict(enumerate(cuts(num_ranks, seed)))
 
     def work(rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -126,9 +120,7 @@ def test_counts_are_those_made_by_hand(
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
-    """Two ranks, every expert on both, every token for expert 1: 16 parts of it, first 12 and 4,
-    then 4 and 12.
-    """
+    """Two ranks, both with every expert, all tokens for expert 1: parts 12 and 4, then 4 and 12."""
     placement = spread(2, 4, 2, 4)
     num_tokens, groups = 2 * SPLIT_PARTS, queue_groups([0, 1])
     tokens = Scene(
@@ -166,9 +158,7 @@ def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
-    """Rank 0 fills expert slots that were empty: more arrives there than ever could before, in the
-    same buffers.
-    """
+    """Rank 0 fills empty expert slots: more arrives there than before, in the same buffers."""
     tokens, groups = scene(SEEDS[-1], num_experts=4), queue_groups([0, 1])
     slots = np.array([[[0, 1, -1, -1], [2, 3, -1, -1]]] * LAYERS, np.int16)
     before = Placement(4, slots)
@@ -190,9 +180,8 @@ def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
         assert comm._low_latency is low_latency
         counts = comm.take_counts()
         assert counts[0].sum() == 0
-        assert counts[1].sum() == (2 * TOKENS * TOP_K if rank == 0 else 0), (
-            "of before the flip nothing is left"
-        )
+        # Of before the flip nothing is left.
+        assert counts[1].sum() == (2 * TOKENS * TOP_K if rank == 0 else 0)
         return torch.equal(*results)
 
     assert all(in_threads(work, [0, 1]).values()), SEEDS[-1]

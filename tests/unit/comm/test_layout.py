@@ -34,9 +34,7 @@ def test_deepep_low_latency_buffer() -> None:
 
 
 def test_own_low_latency_buffers_of_v3() -> None:
-    """A frame per peer for two held replicas: what is received is as much as DeepEP's, less the own
-    rank's part.
-    """
+    """Two held replicas, a frame per peer: as many bytes as DeepEP, less the rank's own."""
     buffers = low_latency_buffers(MessageLayout("fp8", V3), 128, 8, 144, 2)
     assert buffers.recv == 143 * (16 + 128 * 2 * 7_408)
     assert buffers.send == 144 * 16 + 128 * 8 * 7_408
@@ -50,14 +48,10 @@ def test_own_low_latency_buffers_of_v3() -> None:
 
 def test_bytes_of_a_step() -> None:
     layout = MessageLayout("fp8", V3)
-    assert layout.expected_bytes("low_latency", [128, 0], [256, 0]) == (
-        2 * 16 + 256 * 7_408,
-        256 * 14_336,
-    )
-    assert layout.expected_bytes("normal", [128, 0], [256, 0]) == (
-        2 * 16 + 256 * 8 + 128 * 7_392,
-        256 * 14_336,
-    )
+    found = layout.expected_bytes("low_latency", [128, 0], [256, 0])
+    assert found == (2 * 16 + 256 * 7_408, 256 * 14_336)
+    found = layout.expected_bytes("normal", [128, 0], [256, 0])
+    assert found == (2 * 16 + 256 * 8 + 128 * 7_392, 256 * 14_336)
 
 
 @pytest.mark.parametrize("hidden", [1024, V3])

@@ -1,6 +1,4 @@
-"""The exchange over gloo: the same bytes as over the mesh, in threads of this process; forming
-anew; its deadline.
-"""
+"""The exchange over gloo: the mesh's bytes, in threads; forming anew; the deadline."""
 
 from __future__ import annotations
 

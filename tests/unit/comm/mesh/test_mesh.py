@@ -1,6 +1,4 @@
-"""The TCP mesh: every byte where it belongs, in any order of posting, and every failure told to all
-who wait.
-"""
+"""The TCP mesh: every byte in its place in any order of posting; every failure is reported."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def size_of(seed: int, sender: int, receiver: int, step: int) -> int:
 
 
 def shuffle(group: MeshGroup, seed: int, num_steps: int, first: int = 0) -> tuple[int, int]:
-    """Random exchanges, up to three in flight, every other one into fixed buffers. Return bytes
-    sent, received.
-    """
+    """Random exchanges, up to three in flight, half into fixed buffers; return bytes both ways."""
     peers = [rank for rank in group.members if rank != group.rank]
     pace = random.Random(f"{seed} {group.rank}")
     flying: list[tuple[int, object, Callable[[], dict[int, Tensor]]]] = []
@@ -102,9 +98,7 @@ def exchange_sized(group: MeshGroup, size: int, room: int | None = None) -> None
 
 
 def test_a_rank_may_be_ahead_by_exchanges_not_posted_yet() -> None:
-    """Early payloads: small ones, large ones, into fixed buffers and not; and one still coming when
-    it is posted.
-    """
+    """Payloads before their posting: small, large, into fixed buffers, and one half arrived."""
     sizes = [10, 4_000_000, 0, 300_000]
 
     def ahead(group: MeshGroup) -> None:
@@ -147,9 +141,7 @@ def test_what_comes_too_early_and_too_much_waits_in_the_socket() -> None:
 
 
 def test_bytes_travel_while_both_compute() -> None:
-    """Nobody waits, and yet it is done: the mesh's own thread moved it, and the interval says
-    when.
-    """
+    """The mesh's own thread moves the bytes without a waiter, and notes the interval."""
     with mesh_threads(2) as groups:
         exchanges = [
             group.exchange({1 - group.rank: torch.zeros(8 << 20, dtype=torch.uint8)})
@@ -251,9 +243,7 @@ def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
 def test_a_loss_in_the_generation_before_does_not_end_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread sees a connection end, and before it can say so the others have formed anew without
-    that rank.
-    """
+    """A thread sees a connection end after the others have formed anew without that rank."""
     with mesh_threads(3) as groups:
         fail, held, seen, go_on = groups[0]._fail, [], threading.Event(), threading.Event()
 
@@ -296,9 +286,7 @@ def test_a_silent_peer_is_named_at_the_deadline() -> None:
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_forming_names_who_is_not_reached(absent: int) -> None:
-    """A dead peer that would connect to us is missed at the deadline; one that we connect to
-    refuses at once.
-    """
+    """A dead peer that connects is missed at the deadline; one to connect to refuses at once."""
     with mesh_threads(3) as groups:
         members = [member(group) for group in groups]
         groups[absent].close()
@@ -365,9 +353,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 class Stranger:
-    """One who knows all that is public of a rank, connected to its port, and does not hold the
-    key.
-    """
+    """A stranger on the rank's port with all public facts, and without the key."""
 
     def __init__(self, port: int, key: bytes = b"not the key of the groups ......") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
@@ -396,9 +382,8 @@ def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() ->
     """Hellos that are forged, replayed, reflected and altered, beside exchanges that go on."""
     with mesh_threads(2) as groups:
         port = groups[0].port
-        true = Stranger(
-            port, KEY
-        )  # What one would have overheard: a hello that is right, on its own connection.
+        # What one would have overheard: a hello that is right, on its own connection.
+        true = Stranger(port, KEY)
         abort = frames.pack_abort(1, (1,), "give up")
         data = frames.pack_header(frames.DATA, 1, 0, 5) + b"12345"
         for number in range(40):
@@ -491,9 +476,7 @@ def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(
 
 
 def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -> None:
-    """Heard before the HELLO it would be a stranger's: the peer would hang up, and be blamed for
-    it.
-    """
+    """Before the HELLO it would be a stranger's word, and the peer would hang up."""
     told: list[int] = []
     groups = [
         MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=DEADLINE_S, on_lost=told.append)
@@ -519,9 +502,8 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
         starved.set()
 
         def begin() -> None:
-            groups[1].form(
-                1, members
-            )  # Done with the HELLO alone where the abort is read a moment later.
+            # Done with the HELLO alone where the abort is read a moment later.
+            groups[1].form(1, members)
             exchange_sized(groups[1], 1000)
 
         # The peer hears that this formation failed, and whose connection it was.
